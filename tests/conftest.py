@@ -1,0 +1,50 @@
+"""Fixtures that several folders of tests share: a tiny model with its data."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+torch.set_num_threads(1)
+
+
+def load(path: str) -> ModuleType:
+    """A file of the repository that is no part of a package, as a module."""
+    name = path.removesuffix(".py").replace("/", "_")
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def make_tiny() -> ModuleType:
+    """The module `examples/tiny/make.py`."""
+    return load("examples/tiny/make.py")
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `python examples/tiny/make.py DIR` writes: model/, train.parquet, val.parquet. Read only."""
+    return make_tiny.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """The one Ray cluster that all Ray tests share."""
+    import ray
+
+    from verl_like.ray_backend import connect
+
+    connect(num_cpus=16)
+    yield
+    ray.shutdown()

@@ -1,0 +1,71 @@
+"""Configurations, batches and workers that the tests of this folder share; usable in a rank's process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from verl_like.protocol import DataProto
+from verl_like.split import split_rows
+from workers.config import ActorRolloutRefConfig, CriticConfig, ModelConfig, OptimConfig, RolloutConfig, WorkersConfig
+
+PROMPT, RESPONSE, VOCAB = 6, 5, 50
+
+
+def tiny_config(tiny_dir: Path | str, **actor: Any) -> WorkersConfig:
+    """Actor, reference and critic on the tiny model; `actor` sets fields of the actor's section."""
+    model = ModelConfig(path=str(Path(tiny_dir) / "model"))
+    config = WorkersConfig(
+        actor_rollout_ref=ActorRolloutRefConfig(model=model, rollout=RolloutConfig(n=1)),
+        critic=CriticConfig(model=model, optim=OptimConfig(lr=1e-3), ppo_micro_batch_size_per_gpu=3),
+        data=SimpleNamespace(max_prompt_length=PROMPT, max_response_length=RESPONSE),
+        trainer=SimpleNamespace(seed=0),
+    )
+    section = config.actor_rollout_ref.actor
+    section.optim = OptimConfig(lr=1e-3)
+    section.ppo_micro_batch_size_per_gpu = 3
+    for name, value in actor.items():
+        setattr(section, name, value)
+    return config
+
+
+def make_batch(num_rows: int, seed: int = 0) -> DataProto:
+    """Ragged prompts (padded left) and responses (padded right) with every column that an update reads."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.arange(PROMPT + RESPONSE)
+    prompt_len = torch.randint(1, PROMPT + 1, (num_rows, 1), generator=generator)
+    response_len = torch.randint(1, RESPONSE + 1, (num_rows, 1), generator=generator)
+    attention_mask = ((positions >= PROMPT - prompt_len) & (positions < PROMPT + response_len)).long()
+    tokens = torch.randint(6, VOCAB, (num_rows, PROMPT + RESPONSE), generator=generator) * attention_mask
+    floats = {
+        name: torch.randn(num_rows, RESPONSE, generator=generator)
+        for name in ("advantages", "values", "returns", "old_log_probs", "ref_log_prob")
+    }
+    for name in ("old_log_probs", "ref_log_prob"):
+        floats[name] = 0.1 * floats[name] - 3.9
+    columns = {
+        "prompts": tokens[:, :PROMPT],
+        "responses": tokens[:, PROMPT:],
+        "input_ids": tokens,
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+        "response_mask": attention_mask[:, PROMPT:],
+        **floats,
+    }
+    return DataProto(batch=TensorDict(columns, batch_size=[num_rows]))
+
+
+def own_piece(batch: DataProto, rank: int, world_size: int) -> DataProto:
+    """What a group's dispatch hands to a rank."""
+    return split_rows(batch, world_size)[rank]
+
+
+def started(cls: type, config: WorkersConfig, *init_args: Any) -> Any:
+    """A worker of this process with its model loaded."""
+    worker = cls(config)
+    worker.init_model(*init_args)
+    return worker

@@ -1,0 +1,41 @@
+import subprocess
+import sys
+
+import pytest
+
+from verl_like.errors import ConfigError
+from workers.reward_functions import default_compute_score
+
+
+@pytest.mark.parametrize(("text", "score"), [("aaaa", 1.0), ("ab", 0.5), ("b a ", 0.25), ("", 0.0), ("xyz", 0.0)])
+def test_tiny_letters_scores_the_share_of_right_characters(text, score):
+    assert default_compute_score("verl_like/tiny_letters", text, "a") == score
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        ("so it is\n#### 42", "42", 1.0),
+        ("#### 7, no:\n#### 42", "42", 1.0),
+        ("#### 42, no:\n#### 7", "42", 0.0),
+        ("#### 1,234", "1234", 1.0),
+        ("#### -3", "-3", 1.0),
+        ("the answer is 42", "42", 0.0),
+        ("####42", "42", 0.0),
+        ("#### 42.", "42", 0.0),
+        ("#### 42" + " " * 400, "42", 0.0),
+        ("", "42", 0.0),
+    ],
+)
+def test_gsm8k_reads_the_last_marked_number_strictly(text, truth, score):
+    assert default_compute_score("openai/gsm8k", text, truth) == score
+
+
+def test_an_unknown_data_source_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'openai/gsm8'.*known: openai/gsm8k, verl_like/tiny_letters.*Did you mean"):
+        default_compute_score("openai/gsm8", "", "")
+
+
+def test_the_rules_load_without_torch():
+    code = "import sys, workers.reward_functions; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

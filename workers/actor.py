@@ -1,0 +1,104 @@
+"""The actor: the policy in training. The driver calls its methods; a rollout in the same process reads its engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl_like.dispatch import Dispatch, register
+from verl_like.protocol import DataProto
+from verl_like.worker import Worker
+from workers.engines.fsdp import TrainEngine
+from workers.losses import POLICY_LOSSES, agg_loss, kl_penalty
+from workers.microbatch import Columns, MiniBatch
+from workers.weight_sync import WeightSender
+
+if TYPE_CHECKING:
+    from workers.config import RolloutConfig, WorkersConfig
+
+
+def log_prob_temperature(rollout: RolloutConfig) -> float:
+    """What divides the logits in every log-prob pass: the rollout's temperature; greedy decoding counts as 1."""
+    return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
+
+
+class ActorWorker(WeightSender, Worker):
+    """Scores responses under the current policy and improves it by PPO."""
+
+    engine: TrainEngine
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__()
+        self.policy = config.actor_rollout_ref
+        self.config = self.policy.actor
+        self.temperature = log_prob_temperature(self.policy.rollout)
+        self.engine = TrainEngine(
+            self.policy.model,
+            self.config.fsdp_config,
+            head="token",
+            optim_config=self.config.optim,
+            grad_clip=self.config.grad_clip,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, total_steps: int) -> None:
+        """Load the policy; the schedule spans `total_steps` calls of `update_actor`."""
+        self.engine.build(self, total_steps)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` of the responses under the policy as it is now."""
+        outputs = self.engine.forward_rows(
+            data,
+            self.policy.rollout.log_prob_micro_batch_size_per_gpu,
+            temperature=self.temperature,
+            want_entropy=True,
+        )
+        columns = {"old_log_probs": outputs["log_probs"], "entropys": outputs["entropys"]}
+        return DataProto(batch=TensorDict(columns, batch_size=[len(data)]))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """One PPO update over the batch; its metrics, the same on every rank, are in `meta_info["metrics"]`."""
+        names = ["old_log_probs", "advantages"] + (["ref_log_prob"] if self.config.use_kl_loss else [])
+        metrics = self.engine.update(
+            data,
+            names,
+            mini_batch_size=self.config.ppo_mini_batch_size * self.policy.rollout.n,
+            micro_batch_size=self.config.ppo_micro_batch_size_per_gpu,
+            epochs=self.config.ppo_epochs,
+            loss_fn=self.loss,
+            temperature=self.temperature,
+            want_entropy=self.config.entropy_coeff != 0,
+        )
+        return DataProto(meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Hash of the full weights."""
+        return self.engine.weights_checksum()
+
+    def loss(self, outputs: Columns, columns: Columns, batch: MiniBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """PPO's policy loss, less the entropy bonus, plus the KL to the reference: this micro-batch's share."""
+        config, mask = self.config, columns["response_mask"]
+        loss, metrics = POLICY_LOSSES["vanilla"](
+            columns["old_log_probs"],
+            outputs["log_probs"],
+            columns["advantages"],
+            mask,
+            config.loss_agg_mode,
+            config,
+            **batch.denominators,
+        )
+        metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
+        metrics["pg_loss"] = loss
+        if config.entropy_coeff != 0:
+            metrics["entropy"] = agg_loss(outputs["entropys"], mask, config.loss_agg_mode, **batch.denominators)
+            loss = loss - config.entropy_coeff * metrics["entropy"]
+        if config.use_kl_loss:
+            kl = kl_penalty(outputs["log_probs"], columns["ref_log_prob"], config.kl_loss_type)
+            metrics["kl_loss"] = agg_loss(kl, mask, config.loss_agg_mode, **batch.denominators)
+            loss = loss + config.kl_loss_coef * metrics["kl_loss"]
+        return loss, metrics

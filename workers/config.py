@@ -1,0 +1,181 @@
+"""What workers read of the configuration: typed, torch-free, one docstring under every field.
+
+`trainer.config.PPOConfig` extends `WorkersConfig` with the driver's own sections; every worker is built as
+`cls(config)` with the whole tree. Sizes say their unit: a prompt, or a sample (one of a prompt's `rollout.n`
+responses).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule; the scheduler steps once per `update_*` call."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    eps: float = 1e-8
+    """AdamW's denominator floor."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    lr_warmup_steps: int = 0
+    """Update calls of linear warm-up from 0 to `lr`."""
+    lr_scheduler_type: str = "constant"
+    """After the warm-up: constant, cosine or linear."""
+    min_lr_ratio: float = 0.0
+    """Where cosine and linear end, as a share of `lr`."""
+
+
+@dataclass(kw_only=True)
+class FSDPConfig:
+    """How a role's module is sharded over its ranks."""
+
+    fsdp_size: int = -1
+    """Ranks per sharding group; -1 shards over the whole pool."""
+    param_offload: bool = False
+    """Keep parameters in host memory between calls."""
+    optimizer_offload: bool = False
+    """Keep optimizer state in host memory between calls."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """A Hugging Face model folder and how it is loaded."""
+
+    path: str = ""
+    """Folder (or hub name) of the model and, for the actor, its tokenizer."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    attn_implementation: str = "sdpa"
+    """Attention of transformers: sdpa, eager or flash_attention_2."""
+    dtype: str = "float32"
+    """Type that the weights are loaded and trained in."""
+
+
+@dataclass(kw_only=True)
+class ActorConfig:
+    """The policy's update."""
+
+    strategy: str = "fsdp"
+    """Training engine."""
+    ppo_mini_batch_size: int = 64
+    """Prompts per optimizer step, over all ranks; divides `data.train_batch_size`."""
+    ppo_micro_batch_size_per_gpu: int = 8
+    """Samples per forward and backward pass on one rank; no effect on the result."""
+    ppo_epochs: int = 1
+    """Passes over the batch per update."""
+    clip_ratio: float = 0.2
+    """PPO's clip range, both sides."""
+    clip_ratio_low: float | None = None
+    """Lower clip range; null takes `clip_ratio`."""
+    clip_ratio_high: float | None = None
+    """Upper clip range; null takes `clip_ratio`."""
+    clip_ratio_c: float = 3.0
+    """Dual-clip bound for negative advantages; above 1."""
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add the KL to the reference to the loss; starts the reference role."""
+    kl_loss_coef: float = 0.001
+    """Weight of that KL."""
+    kl_loss_type: str = "low_var_kl"
+    """Estimator of that KL."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding."""
+
+
+@dataclass(kw_only=True)
+class RefConfig:
+    """The frozen reference policy: the actor's initial weights."""
+
+    log_prob_micro_batch_size_per_gpu: int = 8
+    """Samples per forward pass on one rank."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding."""
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """Generation."""
+
+    name: str = "native"
+    """Engine."""
+    n: int = 1
+    """Samples per prompt."""
+    temperature: float = 1.0
+    """Divides the logits, here and in every log-prob pass."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 takes all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens of this total probability; 1 takes all."""
+    do_sample: bool = True
+    """False decodes greedily."""
+    max_num_seqs: int = 256
+    """Samples decoded together on one rank."""
+    log_prob_micro_batch_size_per_gpu: int = 8
+    """Samples per forward pass of the old log-probs on one rank."""
+
+
+@dataclass(kw_only=True)
+class ActorRolloutRefConfig:
+    """The policy in its three roles, one model."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Model of all three."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """Training."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Generation."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """Reference log-probs."""
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    """The value model and its update."""
+
+    strategy: str = "fsdp"
+    """Training engine."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Body of the value model; its head starts at zero."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding."""
+    ppo_mini_batch_size: int | None = None
+    """Prompts per optimizer step, over all ranks; null takes the actor's."""
+    ppo_micro_batch_size_per_gpu: int = 8
+    """Samples per forward and backward pass on one rank; no effect on the result."""
+    ppo_epochs: int | None = None
+    """Passes over the batch per update; null takes the actor's."""
+    cliprange_value: float = 0.5
+    """Largest move of a value away from the one before the update."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number."""
+
+
+@dataclass(kw_only=True)
+class WorkersConfig:
+    """The part of the tree that workers read."""
+
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    """Policy: training, generation, reference."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """Value model."""
+    data: Any
+    """Workers read `max_prompt_length` and `max_response_length`."""
+    trainer: Any
+    """Workers read `seed` and `device`."""

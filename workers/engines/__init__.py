@@ -1,0 +1,1 @@
+"""What the roles stand on: the training engine, the rollout engines, and their parts."""

@@ -1,0 +1,45 @@
+"""The reference: the actor's initial policy, frozen. The driver calls `compute_ref_log_prob`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tensordict import TensorDict
+
+from verl_like.dispatch import Dispatch, register
+from verl_like.protocol import DataProto
+from verl_like.worker import Worker
+from workers.actor import log_prob_temperature
+from workers.engines.fsdp import TrainEngine
+
+if TYPE_CHECKING:
+    from workers.config import WorkersConfig
+
+
+class ReferenceWorker(Worker):
+    """Scores responses under the weights that training started from, always those of the actor's model path."""
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__()
+        policy = config.actor_rollout_ref
+        self.config = policy.ref
+        self.temperature = log_prob_temperature(policy.rollout)
+        self.engine = TrainEngine(policy.model, self.config.fsdp_config, head="token")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the policy without an optimizer."""
+        self.engine.build(self)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob` of the responses."""
+        outputs = self.engine.forward_rows(
+            data, self.config.log_prob_micro_batch_size_per_gpu, temperature=self.temperature
+        )
+        return DataProto(batch=TensorDict({"ref_log_prob": outputs["log_probs"]}, batch_size=[len(data)]))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Hash of the full weights."""
+        return self.engine.weights_checksum()
