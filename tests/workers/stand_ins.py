@@ -1,0 +1,109 @@
+"""Engines, workers and groups that stand for the real ones where weights are synced; usable in a rank's process."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+
+from workers.weight_sync import WeightReceiver, WeightSender
+from workers.weights import WeightSink
+
+
+class TiedModel(nn.Module):
+    """Weights of several shapes and dtypes, one of them tied, one of them a scalar."""
+
+    def __init__(self, seed, hidden=6):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.embed = nn.Embedding(11, hidden)
+        self.layer = nn.Linear(hidden, 300)
+        self.head = nn.Linear(hidden, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.small = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+class PlainTrainer:
+    """Stands for a training engine."""
+
+    def __init__(self, seed):
+        self.module = TiedModel(seed)
+
+    def named_full_tensors(self):
+        yield from self.module.named_parameters()
+
+
+class PlainEngine:
+    """Stands for a rollout engine that has the weights for itself."""
+
+    def __init__(self, seed):
+        self.module, self.version = TiedModel(seed), None
+
+    def load_weights(self, tensors):
+        self.version = None
+        sink = WeightSink(self.module)
+        for name, tensor in tensors:
+            sink.write_tensor(name, tensor)
+        sink.verify("engine")
+
+    def commit(self, version):
+        self.version = version
+
+
+class Sender(WeightSender):
+    def __init__(self, rank=0):
+        self.rank, self.engine = rank, PlainTrainer(0)
+
+
+class Receiver(WeightReceiver):
+    def __init__(self, rank=0, world_size=1):
+        self.rank, self.world_size, self.engine = rank, world_size, PlainEngine(10 + rank)
+
+
+class Group:
+    """A worker group whose ranks are threads of this process."""
+
+    def __init__(self, workers):
+        self.workers, self.world_size = workers, len(workers)
+        self.pool = ThreadPoolExecutor(len(workers))
+
+    def shares_processes_with(self, other):
+        return self is other
+
+    def __getattr__(self, name):
+        return Method(self, name)
+
+
+class InlineGroup(Group):
+    """A group of one that runs a call when it is made, as `backend=local` does in the caller's thread."""
+
+    def __getattr__(self, name):
+        return InlineMethod(self, name)
+
+
+class Method:
+    def __init__(self, group, name):
+        self.group, self.name = group, name
+
+    def __call__(self, *args):
+        return self.remote(*args).get()
+
+    def remote(self, *args):
+        return Results([self.group.pool.submit(getattr(w, self.name), *args) for w in self.group.workers])
+
+
+class InlineMethod(Method):
+    def remote(self, *args):
+        results = super().remote(*args)
+        results.get()
+        return results
+
+
+class Results:
+    def __init__(self, futures):
+        self.futures = futures
+
+    def get(self, timeout=None):
+        return [future.result(timeout) for future in self.futures]

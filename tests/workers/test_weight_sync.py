@@ -1,0 +1,232 @@
+"""Weights arrive bit for bit, and whatever goes wrong on the way flips no version."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run
+from prompts import prompt_batch
+from samples import make_batch, own_piece, started, tiny_config
+from stand_ins import Group, InlineGroup, Receiver, Sender, TiedModel
+
+import workers.weight_channel as weight_channel
+from verl_like.errors import RolloutError, WeightSyncError
+from verl_like.local_backend import LocalWorkerGroup
+from verl_like.resources import ResourcePool
+from verl_like.worker_group import ClassWithInitArgs, create_colocated_worker_cls
+from workers.actor import ActorWorker
+from workers.rollout import RolloutWorker
+from workers.weight_sync import sync_weights
+from workers.weights import checksum_of
+
+
+@pytest.fixture
+def actor(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return Group([Sender(0), Sender(1)])
+
+
+@pytest.fixture
+def rollout():
+    return Group([Receiver(0, 2), Receiver(1, 2)])
+
+
+def checksums(group):
+    return [checksum_of(worker.engine.module.named_parameters()) for worker in group.workers]
+
+
+def versions(group):
+    return [worker.engine.version for worker in group.workers]
+
+
+def train(actor):
+    with torch.no_grad():
+        for worker in actor.workers:
+            for i, parameter in enumerate(worker.engine.module.parameters()):
+                parameter += 1 + i
+
+
+def three_versions():
+    """Rank 0 trains and sends, ranks 1 and 2 receive; every rank's checksum after each of three versions."""
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30))
+    worker = Receiver(rank - 1, 2) if rank else Sender()
+    seen = []
+    for version in range(3):
+        if rank == 0:
+            train(Group([worker]))
+            store.set(f"address {version}", worker.open_weight_channel())
+            report = worker.send_weights(2, 0.001)
+        else:
+            report = worker.receive_weights(store.get(f"address {version}").decode(), version)
+        assert report.error is None
+        assert rank == 0 or worker.engine.version == version
+        seen.append(checksum_of(worker.engine.module.named_parameters()))
+    return seen
+
+
+def test_processes_have_equal_weights_after_each_version():
+    sent, *received = run(3, three_versions)
+    assert received == [sent, sent]
+    assert len(set(sent)) == 3
+
+
+def fsdp_actor_and_lonely_rollout(tiny_dir):
+    """Ranks 0 and 1 train one sharded actor, rank 2 is a rollout in a pool of its own."""
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1"} if rank == 2 else {"WORLD_SIZE": "2"})
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    if rank == 2:
+        rollout = started(RolloutWorker, config)
+        report = rollout.receive_weights(store.get("address").decode(), 0)
+        return report.error, rollout.weights_checksum(), rollout.engine.version
+    actor = started(ActorWorker, config, 10)
+    actor.update_actor(own_piece(make_batch(8), rank, 2))
+    address = actor.open_weight_channel()
+    if rank == 0:
+        store.set("address", address)
+    report = actor.send_weights(1, 0.01)
+    return report.error, checksum_of(actor.engine.named_full_tensors()), 0
+
+
+def test_a_sharded_actor_fills_a_rollout_in_another_pool(tiny_dir):
+    results = run(3, fsdp_actor_and_lonely_rollout, str(tiny_dir))
+    assert results == [results[0]] * 3
+    assert results[0][0] is None
+
+
+def colocated(tiny_dir):
+    """An actor and a rollout on the same ranks: two updates, each with its sync, and a sleep between."""
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    actor, rollout = ActorWorker(config), RolloutWorker(config)
+    rollout._facts.workers["actor"] = actor
+    actor.init_model(10)
+    rollout.init_model()
+    actor.update_actor(own_piece(make_batch(8), actor.rank, actor.world_size))
+    reports = [rollout.update_weights(0)]
+    first = rollout.weights_checksum() == checksum_of(actor.engine.named_full_tensors())
+    rollout.sleep()
+    actor.update_actor(own_piece(make_batch(8), actor.rank, actor.world_size))
+    reports.append(rollout.update_weights(1))
+    second = rollout.weights_checksum() == checksum_of(actor.engine.named_full_tensors())
+    shared = rollout.engine.module is actor.engine.module
+    return [report.error for report in reports], first, second, rollout.engine.version, shared
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_beside_its_actor_a_rollout_shares_the_module_or_gathers_a_copy(tiny_dir, world):
+    assert run(world, colocated, str(tiny_dir)) == [([None, None], True, True, 1, world == 1)] * world
+
+
+def test_rollout_log_probs_are_the_actors_at_every_version(tiny_dir):
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    config.actor_rollout_ref.rollout.temperature = 0.8
+    recipes = {"actor": ClassWithInitArgs(ActorWorker, config), "rollout": ClassWithInitArgs(RolloutWorker, config)}
+    group = LocalWorkerGroup(ResourcePool([1]), create_colocated_worker_cls(recipes))
+    actor, rollout = group.spawn(["actor", "rollout"]).values()
+    actor.init_model(10)
+    rollout.init_model()
+    for version in range(2):
+        sync_weights(actor, rollout, version)
+        assert actor.weights_checksum() == rollout.weights_checksum()
+        data = rollout.generate_sequences(prompt_batch(12))
+        assert data.meta_info["policy_version"] == version
+        old = actor.compute_log_prob(data).batch["old_log_probs"]
+        torch.testing.assert_close(data.batch["rollout_log_probs"], old, atol=1e-5, rtol=0)
+        actor.update_actor(make_batch(8)).get()
+    group.shutdown()
+
+
+def test_the_driver_flips_the_version_when_every_rank_has_verified(actor, rollout):
+    for version in range(2):
+        train(actor)
+        metrics = sync_weights(actor, rollout, version)
+        assert versions(rollout) == [version] * 2
+        assert set(checksums(rollout)) == {checksums(actor)[0]}
+        assert metrics["training/weight_version"] == version
+    assert metrics["perf/weight_sync_mb"] > 0
+
+
+@pytest.mark.parametrize(
+    ("senders", "receivers"),
+    [
+        (InlineGroup([Sender()]), Group([Receiver(0, 2), Receiver(1, 2)])),
+        (Group([Sender(), Sender(1)]), InlineGroup([Receiver()])),
+    ],
+)
+def test_a_group_in_the_drivers_own_thread_syncs_with_a_larger_one(senders, receivers, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=5))
+    sync_weights(senders, receivers, 0)
+    assert set(checksums(receivers)) == {checksums(senders)[0]}
+
+
+def refused(actor, rollout, words):
+    with pytest.raises(WeightSyncError, match=words):
+        sync_weights(actor, rollout, 5)
+    assert versions(rollout) == [None, None]
+
+
+def test_a_flipped_bit_is_caught_and_no_version_flips(actor, rollout, monkeypatch):
+    broadcast = weight_channel.Channel._broadcast
+
+    def flip(channel, tensor):
+        if channel.num_bytes == 0 and tensor.dtype == torch.uint8 and tensor.numel() > 1000 and channel.rank == 0:
+            tensor = tensor.clone()
+            tensor[700] ^= 16
+        broadcast(channel, tensor)
+
+    monkeypatch.setattr(weight_channel.Channel, "_broadcast", flip)
+    refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
+
+
+def test_a_dropped_bucket_is_caught(actor, rollout, monkeypatch):
+    buckets = weight_channel._buckets
+    monkeypatch.setattr(weight_channel, "_buckets", lambda tensors, size: list(buckets(tensors, 100))[1:])
+    refused(actor, rollout, "2 missing: scale, small")
+
+
+def test_a_bucket_out_of_turn_is_caught(actor, rollout, monkeypatch):
+    send = weight_channel.Channel._send_header
+    numbers = {0: 7}
+
+    def misnumber(channel, header):
+        send(channel, header | {"number": numbers.get(header["number"], header["number"])})
+
+    monkeypatch.setattr(weight_channel.Channel, "_send_header", misnumber)
+    refused(actor, rollout, "bucket 7 in the place of bucket 0")
+
+
+def test_names_missing_unknown_and_of_another_shape_are_listed(actor, rollout):
+    tensors = dict(TiedModel(0).named_parameters())
+    tensors["stranger"] = tensors.pop("layer.bias")
+    tensors["small"] = torch.zeros(4)
+    actor.workers[0].engine.named_full_tensors = lambda: iter(tensors.items())
+    words = r"1 missing: layer.bias; 1 unknown: stranger; 1 of another shape: small \(is \[3\], was sent \[4\]\)"
+    refused(actor, rollout, words)
+
+
+def test_one_rank_that_refuses_keeps_all_versions_from_flipping(actor, rollout):
+    rollout.workers[1].engine.module = TiedModel(0, hidden=7)
+    refused(actor, rollout, "rollout rank 1: engine: .*embed.weight")
+    rollout.workers[1].engine.module = TiedModel(1)
+    sync_weights(actor, rollout, 6)
+    assert versions(rollout) == [6, 6]
+
+
+def test_an_engine_that_never_joins_is_named(actor, monkeypatch):
+    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=1))
+    rollout = Group([Receiver(0, 2)])
+    rollout.world_size = 2
+    with pytest.raises(WeightSyncError, match="rollout rank 1: not there"):
+        sync_weights(actor, rollout, 0)
+    assert versions(rollout) == [None]
+
+
+def test_a_rollout_before_its_first_sync_does_not_generate(tiny_dir):
+    rollout = started(RolloutWorker, tiny_config(tiny_dir))
+    with pytest.raises(RolloutError, match="no verified weights"):
+        rollout.engine.generate([], None)

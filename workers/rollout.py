@@ -1,0 +1,173 @@
+"""The rollout: the policy generating. The driver calls `generate_sequences`, and `sync_weights` between updates.
+
+Where the weights live:
+    beside the actor, one process      the engine decodes with the actor's own module, by reference
+    beside the actor, sharded          one unsharded copy per version, gathered tensor by tensor and freed by `sleep`
+    in a pool of its own               a copy loaded from the model's path, filled by the actor through `weight_channel`
+Decoding issues no collective: ranks decode different numbers of steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_like.dispatch import Dispatch, register
+from verl_like.errors import ConfigError, RolloutError, WeightSyncError, nearest
+from verl_like.protocol import DataProto
+from verl_like.worker import Worker
+from workers.batch_keys import require
+from workers.engines.model import load_model
+from workers.engines.rollout_base import Output, Request, SamplingParams
+from workers.engines.sampling import noise_key
+from workers.weight_sync import SyncReport, WeightReceiver
+from workers.weights import checksum_of
+
+if TYPE_CHECKING:
+    from workers.config import WorkersConfig
+
+ENGINES = ("native",)
+
+
+class RolloutWorker(WeightReceiver, Worker):
+    """Turns prompts into samples, each keyed by (seed, uid, sample index): the same wherever it is made."""
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__()
+        self.policy = config.actor_rollout_ref
+        self.config = self.policy.rollout
+        self.prompt_width: int = config.data.max_prompt_length
+        self.response_width: int = config.data.max_response_length
+        self.seed: int = config.trainer.seed
+        if self.config.name not in ENGINES:
+            hint = nearest(self.config.name, ENGINES)
+            raise ConfigError(f"rollout.name={self.config.name!r} is no engine; there is: {', '.join(ENGINES)}.{hint}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine, which is stale until the first sync. Beside an actor: after the actor's `init_model`."""
+        from workers.engines.native_rollout import NativeEngine
+
+        self.open_process_group()
+        shared = self._actor_module() if self.world_size == 1 else None
+        self.engine = NativeEngine(
+            load_model(self.policy.model, "token").to(self.device) if shared is None else shared,
+            prompt_width=self.prompt_width,
+            response_width=self.response_width,
+            max_num_seqs=self.config.max_num_seqs,
+            owns_weights=shared is None,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        """One response per row; `meta_info` carries the ids of eos and pad, and may override the sampling settings."""
+        require(data, "input_ids", "attention_mask", "position_ids", "sample_index", "uid")
+        sampling, pad = self.sampling_of(data), data.meta_info.get("pad_token_id")
+        if pad is None:
+            raise RolloutError("rollout: meta_info has no pad_token_id; the data loader sets it (pad, else eos).")
+        outputs = self.engine.generate(self.requests_of(data), sampling)
+        columns = response_columns(data, outputs, self.response_width, int(pad))
+        return DataProto.from_dict(tensors=columns, meta_info={"policy_version": self.engine.version})
+
+    def sampling_of(self, data: DataProto) -> SamplingParams:
+        """The config's settings under those of the batch."""
+        eos = data.meta_info.get("eos_token_id")
+        stop = tuple(int(token) for token in ([eos] if isinstance(eos, int) else eos or ()))
+        if not stop:
+            raise RolloutError("rollout: meta_info has no eos_token_id: no response could end. Has the tokenizer one?")
+        names = ("temperature", "top_k", "top_p", "do_sample")
+        settings = {name: data.meta_info.get(name, getattr(self.config, name)) for name in names}
+        return SamplingParams(**settings, max_tokens=self.response_width, stop_token_ids=stop)
+
+    def requests_of(self, data: DataProto) -> list[Request]:
+        """The prompts of the real rows, without padding."""
+        ids, mask, indices = data.batch["input_ids"], data.batch["attention_mask"].bool(), data.batch["sample_index"]
+        if ids.shape[1] != self.prompt_width:
+            raise RolloutError(
+                f"rollout: prompts are {ids.shape[1]} columns wide, data.max_prompt_length is {self.prompt_width}; "
+                "pad them to that width on the left (and do not generate a batch twice)."
+            )
+        attempt, stream = data.meta_info.get("attempt", 0), "validate" if data.meta_info.get("validate") else "train"
+        requests = []
+        for row in range(data.num_real_rows):
+            uid, index = str(data.non_tensor_batch["uid"][row]), int(indices[row])
+            key = noise_key(self.seed, uid, index, attempt, stream)
+            requests.append(Request(ids[row][mask[row]].tolist(), key, f"uid {uid} sample {index}"))
+        return requests
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, version: int) -> SyncReport:
+        """Take over the weights of the actor in this process; the version flips if every rank has verified its copy."""
+        actor: Any = self.sibling("actor")
+        if actor is None:
+            raise WeightSyncError("rollout.update_weights: no actor in this process; call sync_weights on the driver.")
+        self.engine.wake_up()
+        if not self.engine.owns_weights:
+            if self.engine.module is not actor.engine.module:
+                raise WeightSyncError("the actor was built anew after the rollout; call rollout.init_model again.")
+            self.engine.commit(version)
+            return SyncReport()
+        error: str | None = None
+        try:
+            self.engine.load_weights(actor.engine.named_full_tensors())
+        except WeightSyncError as problem:
+            error = f"rollout rank {self.rank}: {problem}"
+        votes = torch.tensor([0 if error is None else 1])
+        if self.world_size > 1:
+            dist.all_reduce(votes)
+        if int(votes) == 0:
+            self.engine.commit(version)
+        return SyncReport(error, self.engine.num_bytes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Hash of the full weights, comparable with the actor's."""
+        return checksum_of(self.engine.module.named_parameters())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Free what training can use; a copy of the weights is gone until the next sync."""
+        self.engine.sleep()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wake_up(self) -> None:
+        """Allocate it again."""
+        self.engine.wake_up()
+
+    def _actor_module(self) -> Any:
+        """The module of the actor in this process, None without one."""
+        actor: Any = self.sibling("actor")
+        if actor is None:
+            return None
+        module = getattr(actor.engine, "module", None)
+        if module is None:
+            raise RolloutError("rollout.init_model shares the actor's module: call the actor's init_model first.")
+        return module
+
+
+def response_columns(data: DataProto, outputs: list[Output], width: int, pad: int) -> dict[str, Tensor]:
+    """The columns that `generate_sequences` writes; rows without an output (pad rows) get an empty response."""
+    prompts, prompt_mask = data.batch["input_ids"], data.batch["attention_mask"]
+    rows = len(prompts)
+    responses = torch.full((rows, width), pad, dtype=torch.long)
+    log_probs = torch.zeros((rows, width))
+    lengths = torch.zeros(rows, dtype=torch.long)
+    for row, output in enumerate(outputs):
+        lengths[row] = count = len(output.tokens)
+        responses[row, :count] = output.tokens
+        log_probs[row, :count] = output.log_probs
+    columns = torch.arange(width)
+    response_mask = (columns < lengths[:, None]).long()
+    positions = data.batch["position_ids"]
+    return {
+        "prompts": prompts.clone(),
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
+        "position_ids": torch.cat([positions, positions[:, -1:] + 1 + columns], dim=1),
+        "response_mask": response_mask,
+        "rollout_log_probs": log_probs,
+    }

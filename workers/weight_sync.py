@@ -1,0 +1,119 @@
+"""Weights from the trainer to the rollout engines: versioned, verified, two-phase. The driver calls `sync_weights`.
+
+    same processes       rollout.update_weights       by reference at world size 1, else one full copy, tensor by tensor
+    other processes      actor.open_weight_channel -> actor.send_weights ‖ rollout.receive_weights
+
+Either way a rank first loads and verifies (names, shapes, bytes), then all ranks vote, and only a unanimous vote flips
+the version. Where it is not unanimous the engines stay stale: they refuse to generate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_like.dispatch import Dispatch, register
+from verl_like.errors import WeightSyncError
+from verl_like.future import gather
+from workers.engines.rollout_base import RolloutEngine
+from workers.weight_channel import Channel, join_store, open_store
+from workers.weights import refuse
+
+
+def sync_weights(actor_group: Any, rollout_group: Any, version: int, bucket_mb: float = 16.0) -> dict[str, float]:
+    """Bring every rollout engine to the actor's weights as `version`, proven equal, or raise `WeightSyncError`."""
+    start = time.perf_counter()
+    if rollout_group.shares_processes_with(actor_group):
+        reports: list[SyncReport] = rollout_group.update_weights(version)
+    else:
+        address = actor_group.open_weight_channel()[0]
+        receive = partial(rollout_group.receive_weights.remote, address, version)
+        send = partial(actor_group.send_weights.remote, rollout_group.world_size, bucket_mb)
+        # A group of one may run in this very thread, when it is called: the larger group is called first.
+        calls = (send, receive) if actor_group.world_size > rollout_group.world_size else (receive, send)
+        reports = [report for side in gather(*(call() for call in calls)) for report in side]
+    errors = [report.error for report in reports if report.error]
+    if errors:
+        raise WeightSyncError(f"version {version} was not taken over: " + "; ".join(errors))
+    return {
+        "timing_s/weight_sync": time.perf_counter() - start,
+        "perf/weight_sync_mb": max(report.num_bytes for report in reports) / 2**20,
+        "training/weight_version": float(version),
+    }
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one rank says after a sync: why it refused, and the bytes it sent or copied."""
+
+    error: str | None = None
+    num_bytes: int = 0
+
+
+class _HasFullTensors(Protocol):
+    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class WeightSender:
+    """Mixed into the actor's worker: the sending side between processes. Needs `self.rank` and `self.engine`."""
+
+    rank: int
+    engine: _HasFullTensors
+    _weight_store: dist.TCPStore | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def open_weight_channel(self) -> str | None:
+        """Rank 0 opens a store for the next sync and returns its address."""
+        if self.rank != 0:
+            return None
+        self._weight_store, address = open_store()
+        return address
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, num_receivers: int, bucket_mb: float) -> SyncReport:
+        """Gather tensor by tensor on all actor ranks; rank 0 sends them to all rollout ranks."""
+        tensors = iter(self.engine.named_full_tensors())
+        try:
+            if self._weight_store is None:
+                return SyncReport()
+            channel = Channel(self._weight_store, 0, num_receivers)
+            channel.send(tensors, bucket_mb)
+            agreed = channel.all_agree(True)
+        except WeightSyncError as error:
+            return SyncReport(f"actor rank {self.rank}: {error}")
+        finally:
+            self._weight_store = None
+            deque(tensors, maxlen=0)  # the other actor ranks are in the same collectives: go through them to the end
+        return SyncReport(None if agreed else "a rollout rank refused the weights", channel.num_bytes)
+
+
+class WeightReceiver:
+    """Mixed into the rollout's worker: the receiving side. Needs `self.rank`, `self.world_size` and `self.engine`."""
+
+    rank: int
+    world_size: int
+    engine: RolloutEngine
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, address: str, version: int) -> SyncReport:
+        """Load what actor rank 0 sends; the version flips if every rank has verified its copy."""
+        error: str | None = None
+        try:
+            channel = Channel(join_store(address), self.rank + 1, self.world_size)
+            try:
+                self.engine.load_weights(channel.receive())
+                refuse("transfer", corrupt=channel.corrupt)
+            except WeightSyncError as problem:
+                error = f"rollout rank {self.rank}: {problem}"
+            if channel.all_agree(error is None):
+                self.engine.commit(version)
+        except WeightSyncError as problem:
+            return SyncReport(error or f"rollout rank {self.rank}: {problem}")
+        return SyncReport(error, channel.num_bytes)
