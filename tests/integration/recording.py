@@ -1,0 +1,52 @@
+"""A trainer that writes down what the roles' weights are, and a role of a user's own. Ray's workers import them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.config import PPOConfig
+from trainer.ppo import Metrics, PPOTrainer
+from verl_like import DataProto, Dispatch, Worker, register
+
+
+class RecordingTrainer(PPOTrainer):
+    """Keeps the weights' hash of every role after each sync."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.history: list[dict[str, set[str]]] = []
+        RecordingTrainer.last = self
+
+    def sync(self) -> Metrics:
+        metrics = super().sync()
+        self.history.append({role: set(self.groups[role].weights_checksum()) for role in self.groups})
+        return metrics
+
+
+class LengthVerifier(Worker):
+    """A role of its own: one point for a response of even length."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Nothing to build."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def verify(self, batch: DataProto) -> DataProto:
+        lengths = batch.batch["response_mask"].sum(-1)
+        return DataProto.from_dict({"even": (lengths % 2 == 0).float()})
+
+
+class VerifiedTrainer(PPOTrainer):
+    """Adds the verifier's point to the score of every sample."""
+
+    def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        verified = self.groups["verifier"].verify.remote(batch)
+        batch, metrics = super().score(batch)
+        points = verified.get().batch["even"]
+        batch.batch["token_level_scores"][:, 0] += points
+        return batch, metrics | {"verifier/mean": float(torch.mean(points))}

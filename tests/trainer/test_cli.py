@@ -1,0 +1,71 @@
+"""The console command works from any folder, and its help fits a screen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = Path(sys.executable).parent / "verl-like"
+
+
+@pytest.fixture
+def decoys(tmp_path: Path) -> Path:
+    """A folder with files that must not be taken for ours."""
+    (tmp_path / "workers").mkdir()
+    for name in ("trainer.py", "workers/__init__.py"):
+        (tmp_path / name).write_text("raise SystemExit('the decoy was imported')", encoding="utf-8")
+    return tmp_path
+
+
+def verl_like(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *arguments],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["ppo", "--help"]])
+def test_help_fits_a_screen(decoys: Path, arguments: list[str]) -> None:
+    done = verl_like(decoys, *arguments)
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) <= 24
+    assert "key=value" in done.stdout
+
+
+def test_the_config_is_shown(decoys: Path) -> None:
+    done = verl_like(decoys, "ppo", "--cfg", "job", "data.train_batch_size=48")
+    assert done.returncode == 0, done.stderr
+    assert "train_batch_size: 48" in done.stdout
+
+
+@pytest.mark.parametrize("flags", [[], ["--cfg", "job"]])
+def test_a_mistyped_key_ends_with_one_line(decoys: Path, flags: list[str]) -> None:
+    done = verl_like(decoys, "ppo", *flags, "+data.tran_files=x")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: There is no key 'data.tran_files'. Did you mean 'data.train_files'")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_config_that_cannot_work_ends_with_one_line(decoys: Path) -> None:
+    done = verl_like(decoys, "ppo", "data.train_files=x")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: actor_rollout_ref.model.path is empty")
+
+
+def test_tab_completes_keys(decoys: Path) -> None:
+    done = verl_like(decoys, "-sc", "query=bash", COMP_LINE="verl-like ppo data.tr")
+    assert done.stdout.split() == ["data.train_batch_size=", "data.train_files=", "data.truncation="]
+
+
+def test_an_unknown_command_is_refused(decoys: Path) -> None:
+    done = verl_like(decoys, "pppo")
+    assert done.returncode == 1
+    assert "no command 'pppo'" in done.stderr

@@ -1,0 +1,100 @@
+"""From command-line overrides to a checked `PPOConfig`.
+
+`load_config` is the way in for code and tests; `trainer.main_ppo` calls `check_overrides` and `from_composed` around
+Hydra's main, which composes by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer import plan
+from trainer.config import PPOConfig
+from verl_like.errors import ConfigError, nearest
+
+CONFIG_DIR = Path(__file__).resolve().parent / "config"
+CONFIG_NAME = "ppo_trainer"
+
+ConfigStore.instance().store(name="ppo_schema", node=PPOConfig)
+OmegaConf.register_new_resolver(
+    "share", lambda pool, preset_pools, *, _root_: plan.share(pool, preset_pools, _root_), replace=True
+)
+
+
+def config_keys(schema: type = PPOConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every (dotted key, type) of the tree, sections included, in declaration order."""
+    for name, kind in typing.get_type_hints(schema).items():
+        yield prefix + name, kind
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield from config_keys(kind, f"{prefix}{name}.")
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse keys that do not exist, with the nearest ones; Hydra would let `+section.typo=` through."""
+    keys = dict(config_keys())
+    open_sections = [key for key, kind in keys.items() if typing.get_origin(kind) is dict]
+    for key in override_keys(overrides):
+        known = key in keys or key == "placement" or key.split(".")[0].split("/")[0] == "hydra"
+        if known or any(key.startswith(section + ".") for section in open_sections):
+            continue
+        leaf = key.rpartition(".")[2]
+        twins = [k for k in keys if k.rpartition(".")[2] == leaf]
+        hint = f" Did you mean {' or '.join(map(repr, twins))}?" if twins else nearest(key, [*keys, "placement"])
+        raise ConfigError(f"There is no key {key!r}.{hint} All keys: verl-like ppo --cfg job")
+
+
+def override_keys(overrides: Sequence[str]) -> list[str]:
+    """The dotted keys that `overrides` set, add or delete."""
+    try:
+        return [o.key_or_group for o in OverridesParser.create().parse_overrides(list(overrides))]
+    except HydraException as err:
+        raise ConfigError(str(err)) from err
+
+
+def from_composed(composed: DictConfig, overrides: Sequence[str]) -> PPOConfig:
+    """Hydra's tree merged back into the schema, resolved, settled and checked."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(PPOConfig), composed)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as err:
+        raise _our_own(err) or ConfigError(str(err)) from err
+    assert isinstance(config, PPOConfig), f"the schema gave a {type(config).__name__}"
+    section = "resource_pool_spec."
+    named = {key.removeprefix(section) for key in override_keys(overrides) if key.startswith(section)}
+    for notice in plan.settle(config, named):
+        logging.getLogger(__name__).warning(notice)
+    from trainer.checks import validate  # it looks into the losses, hence torch: not on the way to --help
+
+    validate(config)
+    return config
+
+
+def _our_own(err: BaseException) -> ConfigError | None:
+    """The `ConfigError` of a resolver, which OmegaConf wraps."""
+    cause = err.__cause__ or err.__context__
+    while cause is not None and not isinstance(cause, ConfigError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def load_config(overrides: Sequence[str]) -> PPOConfig:
+    """`key=value` strings, as on the command line -> the configuration of a run."""
+    check_overrides(overrides)
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            composed = compose(CONFIG_NAME, overrides=list(overrides))
+    except HydraException as err:
+        raise ConfigError(f"{err}\n{err.__cause__}" if err.__cause__ else str(err)) from err
+    return from_composed(composed, overrides)

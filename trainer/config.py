@@ -1,0 +1,132 @@
+"""The whole configuration tree of a PPO run: typed, torch-free, one docstring under every field.
+
+`trainer.compose.load_config` fills it from YAML and overrides; `trainer.checks.validate` holds the cross-checks. These
+dataclasses are the only home of a default; the YAML files beside them hold nothing but interpolations and placements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from workers.config import WorkersConfig
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Prompts: files, sizes, order."""
+
+    train_files: Any = ""
+    """A parquet or JSONL file in verl's schema, or a list of them."""
+    prompt_key: str = "prompt"
+    """Column of the prompts: chat messages, or plain strings."""
+    train_batch_size: int = 1024
+    """Prompts per step."""
+    max_prompt_length: int = 512
+    """Tokens; every prompt is left-padded to it."""
+    max_response_length: int = 512
+    """Tokens; every response is right-padded to it."""
+    shuffle: bool = True
+    """A new order each epoch, from `trainer.seed`."""
+    filter_overlong_prompts: bool = False
+    """Drop (and count) prompts of more than `max_prompt_length` tokens."""
+    truncation: str = "error"
+    """An overlong prompt that was not dropped: error, or cut it at its left or right end."""
+
+
+@dataclass(kw_only=True)
+class KLControlConfig:
+    """The coefficient of the KL in the reward."""
+
+    type: str = "fixed"
+    """fixed or adaptive."""
+    kl_coef: float = 0.001
+    """Its (first) value."""
+    horizon: int = 10000
+    """Samples over which the adaptive controller reacts."""
+    target_kl: float = 0.1
+    """What the adaptive controller steers to."""
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    """From scores to advantages."""
+
+    adv_estimator: str = "gae"
+    """Advantage estimator; gae is the one that needs the critic."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 1.0
+    """GAE's lambda."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide GRPO's advantages by their group's standard deviation."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL to the reference from the reward; starts the reference role."""
+    kl_penalty: str = "kl"
+    """Estimator of that KL."""
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    """Its coefficient."""
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """The run: length, devices, folder."""
+
+    total_epochs: int = 1
+    """Passes over the data."""
+    total_training_steps: int | None = None
+    """Steps; null takes epochs x batches."""
+    critic_warmup: int = 0
+    """First steps in which only the critic is updated."""
+    nnodes: int = 1
+    """Machines."""
+    n_gpus_per_node: int = 1
+    """Devices per machine; where there is no GPU, process slots."""
+    backend: str = "ray"
+    """ray, or local: the same workers without a cluster."""
+    device: str = "auto"
+    """auto takes GPUs where there are any; cpu; cuda."""
+    seed: int = 1
+    """Decides data order, sampling and initial heads."""
+    project_name: str = "verl_like"
+    """First part of the run folder's name."""
+    experiment_name: str = "ppo"
+    """Second part of the run folder's name."""
+    default_local_dir: str = "runs/verl_like/ppo"
+    """Run folder: metrics.jsonl, timeline.json."""
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    """Where metrics go besides metrics.jsonl: console, or nothing."""
+
+
+@dataclass(kw_only=True)
+class RayConfig:
+    """How `trainer.backend=ray` reaches its cluster."""
+
+    address: str | None = None
+    """A running cluster to join; null starts one on this machine."""
+    namespace: str | None = None
+    """Ray's namespace for the run's actors."""
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+    """Passed to `ray.init` as it is."""
+
+
+@dataclass(kw_only=True)
+class PPOConfig(WorkersConfig):
+    """A PPO run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Advantages and KL."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The run."""
+    ray: RayConfig = field(default_factory=RayConfig)
+    """Cluster."""
+    resource_pool_spec: dict[str, list[int]] = field(default_factory=dict)
+    """Pool name -> processes on each of its nodes."""
+    role_mapping: dict[str, str] = field(default_factory=dict)
+    """Role -> pool name; `actor_rollout` is actor and rollout fused in one process."""
+    role_workers: dict[str, str] = field(default_factory=dict)
+    """Role -> dotted path of its worker class, where it is not the built-in one."""
+    cpus_per_process: float | None = None
+    """CPU share of one worker process; null takes min(1, CPUs / processes)."""

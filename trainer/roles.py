@@ -1,0 +1,151 @@
+"""From a placement to running worker groups: the role table, the backends, and the life of the processes.
+
+    with WorkerGroups(config) as groups:
+        print(groups.placement)
+        groups["actor"].init_model(total_steps=100)
+
+Roles are strings. One of your own needs `role_workers.<role>=<dotted path>` and `role_mapping.<role>=<pool>`, nothing
+here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.config import PPOConfig
+from verl_like.errors import ConfigError, nearest
+from verl_like.resources import Node, Placement, PoolPlan, ResourcePool
+from verl_like.worker import Worker
+from verl_like.worker_group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
+
+ROLE_WORKERS = {
+    "actor": "workers.actor.ActorWorker",
+    "rollout": "workers.rollout.RolloutWorker",
+    "ref": "workers.reference.ReferenceWorker",
+    "critic": "workers.critic.CriticWorker",
+}
+"""The built-in roles, in the order in which they are constructed inside a process."""
+
+
+def import_dotted(path: str, what: str) -> Any:
+    """The object at a dotted path; `what` names the setting in messages."""
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{what}={path}: module '{module_name}' cannot be imported: {error}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{what}={path}: module '{module_name}' has no '{name}'.{nearest(name, dir(module))}")
+    return getattr(module, name)
+
+
+def worker_class(config: PPOConfig, role: str) -> type[Worker]:
+    """The class that plays a role: the user's own, or the built-in one."""
+    cls = import_dotted(config.role_workers.get(role) or ROLE_WORKERS[role], f"role_workers.{role}")
+    if not (isinstance(cls, type) and issubclass(cls, Worker)):
+        raise ConfigError(f"role_workers.{role}={config.role_workers[role]} is not a subclass of verl_like.Worker.")
+    return cls
+
+
+class WorkerGroups:
+    """The worker group of every role. Leaving the `with` block ends all processes."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        """Check the whole placement and import every class; only then start processes, pool by pool."""
+        self.config = config
+        self._fused: dict[str, WorkerGroup] = {}
+        self._groups: dict[str, WorkerGroup] = {}
+        self._neighbours: dict[str, Worker] = {}
+        nodes = self._connect()
+        self.placement = Placement.plan(
+            config.resource_pool_spec, config.role_mapping, nodes, cpus_per_process=config.cpus_per_process
+        )
+        classes = {role: worker_class(config, role) for role in self.placement.role_mapping}
+        order = [*ROLE_WORKERS, *classes]
+        try:
+            for plan in self.placement.pools.values():
+                roles = sorted(plan.roles, key=order.index)
+                self._start(plan, {role: classes[role] for role in roles})
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __getitem__(self, role: str) -> Any:
+        if role not in self._groups:
+            hint = nearest(role, self._groups)
+            raise ConfigError(f"this run has no role '{role}'.{hint} Roles: {', '.join(self._groups)}.")
+        return self._groups[role]
+
+    def __contains__(self, role: str) -> bool:
+        return role in self._groups
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __enter__(self) -> WorkerGroups:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def take_calls(self) -> list[dict[str, Any]]:
+        """The calls finished since the last time, of every pool: what the timeline is drawn from."""
+        records = []
+        for pool, group in self._fused.items():
+            headers, group.transport.finished = group.transport.finished, []
+            for h in headers:
+                records.append({"role": h.role, "method": h.method, "rank": h.rank, "pid": h.pid, "start": h.start})
+                records[-1].update(end=h.end, cpu_s=h.cpu_s, pool=pool)
+        return records
+
+    def shutdown(self) -> None:
+        """End every process."""
+        for group in self._fused.values():
+            group.shutdown()
+
+    def _connect(self) -> list[Node]:
+        trainer, settings = self.config.trainer, self.config.ray
+        if trainer.backend == "local":
+            return [Node("this machine", trainer.n_gpus_per_node, float(os.cpu_count() or 1))]
+        from verl_like import ray_backend
+
+        ray_backend.connect(settings.address, settings.namespace, settings.runtime_env)
+        return ray_backend.cluster_nodes(trainer.n_gpus_per_node, use_gpu=trainer.device != "cpu")
+
+    def _start(self, plan: PoolPlan, classes: dict[str, type[Worker]]) -> None:
+        trainer = self.config.trainer
+        recipe = create_colocated_worker_cls({r: ClassWithInitArgs(c, self.config) for r, c in classes.items()})
+        options: dict[str, Any] = {"seed": trainer.seed}
+        options["log_dir"] = str(Path(trainer.default_local_dir).resolve() / "logs")
+        group: WorkerGroup
+        if trainer.backend == "local":
+            from verl_like.local_backend import LocalWorkerGroup
+
+            options.update(device_kind=local_device(trainer.device), neighbours=self._neighbours)
+            group = LocalWorkerGroup(ResourcePool(plan.process_on_nodes), recipe, **options)
+        else:
+            from verl_like.ray_backend import RayResourcePool, RayWorkerGroup
+
+            pool = RayResourcePool(
+                plan.process_on_nodes,
+                use_gpu=plan.nodes[0].kind == "GPU",
+                name_prefix=plan.name,
+                cpus_per_process=plan.cpus_per_process,
+                nodes=plan.nodes,
+            )
+            group = RayWorkerGroup(pool, recipe, **options)
+        self._fused[plan.name] = group
+        self._groups.update(group.spawn(classes))
+
+
+def local_device(device: str) -> str:
+    """`trainer.device` for processes of this machine."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
