@@ -94,6 +94,14 @@ class TrainerConfig:
     """Second part of the run folder's name."""
     default_local_dir: str = "runs/verl_like/ppo"
     """Run folder: metrics.jsonl, timeline.json."""
+    save_freq: int = -1
+    """Steps between checkpoints, the last step's included; -1 writes none."""
+    max_ckpt_to_keep: int | None = None
+    """Committed checkpoints that stay in the run folder; null keeps all."""
+    resume_mode: str = "auto"
+    """auto goes on from the run folder's newest checkpoint, if there is one; disable; resume_path."""
+    resume_from_path: str | None = None
+    """The `global_step_N` folder that resume_mode=resume_path goes on from."""
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Where metrics go besides metrics.jsonl: console, or nothing."""
 

@@ -29,6 +29,8 @@ class OptimConfig:
     """After the warm-up: constant, cosine or linear."""
     min_lr_ratio: float = 0.0
     """Where cosine and linear end, as a share of `lr`."""
+    max_skipped_steps: int = 5
+    """Steps in a row with a non-finite gradient that are skipped; one more stops the run."""
 
 
 @dataclass(kw_only=True)
@@ -55,6 +57,20 @@ class ModelConfig:
     """Attention of transformers: sdpa, eager or flash_attention_2."""
     dtype: str = "float32"
     """Type that the weights are loaded and trained in."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters, which are then all that is trained; 0 trains every weight."""
+    lora_alpha: int = 16
+    """Adapters count lora_alpha / lora_rank times."""
+    target_modules: Any = "all-linear"
+    """Layers that get an adapter: all-linear (all but the head), or a list of names such as q_proj."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What a role puts into its part of a checkpoint."""
+
+    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """model, optimizer, extra (schedule and random state): what a resume needs; hf_model: a Hugging Face folder."""
 
 
 @dataclass(kw_only=True)
@@ -93,6 +109,8 @@ class ActorConfig:
     """Optimizer."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is saved."""
 
 
 @dataclass(kw_only=True)
@@ -165,6 +183,8 @@ class CriticConfig:
     """Largest gradient norm."""
     loss_agg_mode: str = "token-mean"
     """How token losses become one number."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is saved."""
 
 
 @dataclass(kw_only=True)

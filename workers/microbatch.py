@@ -37,6 +37,7 @@ class Rows:
     start: int
     total: int
     padded: int
+    names: list[str]
 
     @classmethod
     def take(cls, data: DataProto, names: Sequence[str], device: torch.device, world_size: int = 1) -> Rows:
@@ -50,7 +51,7 @@ class Rows:
         real = data.num_real_rows
         columns = {name: data.batch[name][:real].to(device) for name in names}
         start, total = (0, real) if data.shard is None else (data.shard.start, data.shard.total)
-        return cls(columns, start, total, padded=len(data))
+        return cls(columns, start, total, len(data), sample_names(data, start)[:real])
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -62,6 +63,14 @@ class Rows:
         return result
 
 
+def sample_names(data: DataProto, start: int) -> list[str]:
+    """What messages call the rows: uid and sample index where the batch has them, else the row's number."""
+    uids, index = data.non_tensor_batch.get("uid"), data.batch.get("sample_index")
+    if uids is None:
+        return [f"row {start + row}" for row in range(len(data))]
+    return [str(uid) if index is None else f"{uid} sample {int(index[row])}" for row, uid in enumerate(uids)]
+
+
 @dataclass(frozen=True)
 class MiniBatch:
     """This rank's rows of one optimizer step, and the counts of the step over all ranks."""
@@ -70,6 +79,7 @@ class MiniBatch:
     num_rows: int
     num_tokens: int
     num_micro_batches: int
+    names: list[str]
 
     @property
     def denominators(self) -> Denominators:
@@ -99,7 +109,8 @@ def mini_batch(rows: Rows, index: int, count: int, micro_size: int, group: dist.
     mask = columns["response_mask"]
     counts = all_reduce(torch.stack([mask.any(dim=-1).sum(), mask.sum()]), group)
     passes = common_passes(len(mine), micro_size, mask.device, group)
-    return MiniBatch(columns, int(counts[0]), int(counts[1]), passes)
+    names = [rows.names[row] for row in mine.tolist()]
+    return MiniBatch(columns, int(counts[0]), int(counts[1]), passes, names)
 
 
 def common_passes(num_rows: int, micro_size: int, device: torch.device, group: dist.ProcessGroup | None) -> int:

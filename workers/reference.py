@@ -1,8 +1,11 @@
-"""The reference: the actor's initial policy, frozen. The driver calls `compute_ref_log_prob`."""
+"""The reference: the actor's initial policy, frozen. The driver calls `compute_ref_log_prob`.
+
+Beside an actor that trains LoRA adapters it loads nothing: the actor's module with its adapters off is the reference.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
@@ -11,6 +14,7 @@ from verl_like.protocol import DataProto
 from verl_like.worker import Worker
 from workers.actor import log_prob_temperature
 from workers.engines.fsdp import TrainEngine
+from workers.engines.lora import adapter_off
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
@@ -28,18 +32,24 @@ class ReferenceWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the policy without an optimizer."""
-        self.engine.build(self)
+        """Load the policy without an optimizer. Beside an actor with adapters: after the actor's `init_model`."""
+        actor: Any = self.sibling("actor")
+        if actor is not None and actor.policy.model.lora_rank > 0:
+            self.engine = actor.engine
+        else:
+            self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` of the responses."""
-        outputs = self.engine.forward_rows(
-            data, self.config.log_prob_micro_batch_size_per_gpu, temperature=self.temperature
-        )
+        with adapter_off(self.engine.module):
+            outputs = self.engine.forward_rows(
+                data, self.config.log_prob_micro_batch_size_per_gpu, temperature=self.temperature
+            )
         return DataProto(batch=TensorDict({"ref_log_prob": outputs["log_probs"]}, batch_size=[len(data)]))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
         """Hash of the full weights."""
-        return self.engine.weights_checksum()
+        with adapter_off(self.engine.module):
+            return self.engine.weights_checksum()

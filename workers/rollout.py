@@ -20,6 +20,7 @@ from verl_like.errors import ConfigError, RolloutError, WeightSyncError, nearest
 from verl_like.protocol import DataProto
 from verl_like.worker import Worker
 from workers.batch_keys import require
+from workers.engines.lora import merged_tensors
 from workers.engines.model import load_model
 from workers.engines.rollout_base import Output, Request, SamplingParams
 from workers.engines.sampling import noise_key
@@ -125,7 +126,7 @@ class RolloutWorker(WeightReceiver, Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
         """Hash of the full weights, comparable with the actor's."""
-        return checksum_of(self.engine.module.named_parameters())
+        return checksum_of(merged_tensors(self.engine.module, self.engine.module.named_parameters()))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:

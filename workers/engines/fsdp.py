@@ -31,8 +31,10 @@ from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError
 from verl_like.tensor_ops import logprobs_and_entropy_from_logits, logprobs_from_logits
+from workers.engines.lora import add_adapter, merged_tensors
 from workers.engines.model import Head, load_model, model_inputs
 from workers.engines.optim import Schedule, build_optimizer, guarded_step
+from workers.engines.skips import SkippedSteps
 from workers.microbatch import (
     Columns,
     MiniBatch,
@@ -74,7 +76,6 @@ class TrainEngine:
         self.optim_config = optim_config
         self.head: Head = head
         self.grad_clip = grad_clip
-        self.skipped_steps = 0
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Load and shard the model on the worker's device; `total_steps` update calls make the schedule."""
@@ -86,10 +87,13 @@ class TrainEngine:
         self.world_size = worker.world_size
         self.module: Any = load_model(self.model_config, self.head).to(self.device)
         self.module.requires_grad_(self.optim_config is not None)
+        if self.optim_config is not None and self.model_config.lora_rank > 0:
+            add_adapter(self.module, self.model_config)
         if self.world_size > 1:
             shard(self.module, self.mesh)
         if self.optim_config is not None:
-            self.optimizer = build_optimizer(self.module.parameters(), self.optim_config)
+            self.optimizer = build_optimizer(self.parameters(), self.optim_config)
+            self.skips = SkippedSteps(self.optim_config.max_skipped_steps, self.group)
             self.scheduler = Schedule(self.optimizer, self.optim_config, total_steps)
 
     @torch.no_grad()
@@ -118,7 +122,7 @@ class TrainEngine:
         temperature: float = 1.0,
         want_entropy: bool = False,
     ) -> dict[str, float]:
-        """One optimizer step per mini-batch and epoch; the metrics of the loss and `grad_norm` are means over them."""
+        """One optimizer step per mini-batch and epoch; the metrics are means over those that were not skipped."""
         rows = Rows.take(data, (*INPUTS, *names), self.device, self.world_size)
         count = count_mini_batches(rows.total, mini_batch_size)
         self.module.train(self.model_config.enable_gradient_checkpointing)
@@ -128,13 +132,13 @@ class TrainEngine:
                 batch = mini_batch(rows, index, count, micro_batch_size, self.group)
                 metrics = self.accumulate(batch, micro_batch_size, loss_fn, temperature, want_entropy)
                 metrics["grad_norm"] = guarded_step(self.optimizer, self.parameters(), self.grad_clip)
+                self.skips.note(metrics["grad_norm"], batch.names)
                 steps.append(metrics)
         self.module.eval()
-        skipped = sum(not math.isfinite(step["grad_norm"]) for step in steps)
-        self.skipped_steps += skipped
-        result = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        taken = [step for step in steps if math.isfinite(step["grad_norm"])]
+        result = {name: sum(step[name] for step in taken or steps) / len(taken or steps) for name in steps[0]}
         result["lr"] = self.scheduler.lr
-        result["skipped_steps"] = float(skipped)
+        result["skipped_steps"] = float(len(steps) - len(taken))
         self.scheduler.step()
         return result
 
@@ -175,23 +179,29 @@ class TrainEngine:
         return {name: column.masked_fill(hidden, 0.0) for name, column in zip(names, found, strict=False)}
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters as the optimizer sees them: this rank's shards."""
-        return list(self.module.parameters())
+        """The parameters as the optimizer sees them: this rank's shards of what is trained."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name as a full float32 CPU tensor, gathered one at a time; collective.
 
-        Every rank must run the iterator to its end. On one CPU rank the tensors are the live weights: do not write.
+        LoRA adapters are merged into the weights they stand beside. Every rank must run the iterator to its end. On one
+        CPU rank the tensors are the live weights: do not write.
         """
-        for name, parameter in self.module.named_parameters():
-            tensor = parameter.detach()
-            if isinstance(tensor, DTensor):
-                tensor = tensor.full_tensor()
-            yield name, tensor.float().cpu()
+        named = self.module.named_parameters()
+        yield from merged_tensors(self.module, ((name, full_tensor(parameter)) for name, parameter in named))
 
     def weights_checksum(self) -> str:
         """A hash of the full weights, equal at every sharding; collective."""
         return checksum_of(self.named_full_tensors())
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """A weight as one float32 CPU tensor; collective where it is sharded."""
+    tensor = parameter.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.float().cpu()
 
 
 def refuse_offload(device: torch.device, config: FSDPConfig) -> None:
