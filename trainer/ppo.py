@@ -36,7 +36,10 @@ PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
 
 
 class PPOTrainer:
-    """Drives the roles in `groups` through PPO steps. To extend it, override a stage and call `run(config, MyTrainer)`."""
+    """Drives the roles in `groups` through PPO steps.
+
+    To extend it, override a stage or a hook and call `run(config, MyTrainer)`.
+    """
 
     def __init__(self, config: PPOConfig, groups: WorkerGroups, tokenizer: Any, loader: PromptLoader) -> None:
         """Nothing is computed yet; `fit` does it all."""
