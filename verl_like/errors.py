@@ -1,0 +1,80 @@
+"""The exception tree. Every message says what, where, the numbers, and the way out.
+
+VerlLikeError
+├── BatchError (ValueError)            columns, lengths, rows of a DataProto
+│   └── MissingColumnError (KeyError)  a column that is not there, with the nearest names
+├── DispatchError (TypeError)          a call that a group cannot split or collect
+├── ConfigError (ValueError)           a setting that cannot work
+├── PlacementError (ValueError)        pools, roles and devices that do not fit together
+├── WorkerError (RuntimeError)         something went wrong in or around a worker process
+│   ├── WorkerDiedError                the process is gone
+│   └── WaitTimeoutError (TimeoutError) a wait with a name passed its deadline
+├── RolloutError (RuntimeError)        generation refused or broke
+├── WeightSyncError (RuntimeError)     weights that are not provably the trainer's
+└── CheckpointError (RuntimeError)     a checkpoint that cannot be written or trusted
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class VerlLikeError(Exception):
+    """Root of everything this project raises on purpose."""
+
+
+class BatchError(VerlLikeError, ValueError):
+    """Columns, lengths or rows of a `DataProto` do not fit."""
+
+
+class MissingColumnError(BatchError, KeyError):
+    """A column was asked for that the batch does not have."""
+
+    def __str__(self) -> str:
+        """The plain message: `KeyError` would quote it."""
+        return str(self.args[0]) if self.args else ""
+
+
+class DispatchError(VerlLikeError, TypeError):
+    """A call cannot be split over a group, or its results cannot be collected."""
+
+
+class ConfigError(VerlLikeError, ValueError):
+    """A setting, or a combination of settings, cannot work."""
+
+
+class PlacementError(VerlLikeError, ValueError):
+    """Pools, roles and devices do not fit together."""
+
+
+class WorkerError(VerlLikeError, RuntimeError):
+    """Something went wrong in or around a worker process."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker process is gone: its calls can never finish."""
+
+
+class WaitTimeoutError(WorkerError, TimeoutError):
+    """A wait passed its deadline; the message names who waited for whom."""
+
+
+class RolloutError(VerlLikeError, RuntimeError):
+    """Generation was refused or broke."""
+
+
+class WeightSyncError(VerlLikeError, RuntimeError):
+    """The weights of a rollout engine are not provably the trainer's."""
+
+
+class CheckpointError(VerlLikeError, RuntimeError):
+    """A checkpoint cannot be written, found or trusted."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint such as " Did you mean 'critic_pool'?", or the empty string when nothing is close."""
+    close = difflib.get_close_matches(name, [str(v) for v in valid], n=3, cutoff=0.5)
+    if not close:
+        return ""
+    return " Did you mean " + " or ".join(repr(c) for c in close) + "?"
