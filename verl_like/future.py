@@ -1,0 +1,113 @@
+"""Results that are still being made. A future holds references to the pieces on the workers; `get()` brings them to the
+driver.
+
+ref, values = reference.compute_ref_log_prob.remote(batch), critic.compute_values.remote(batch)
+ref, values = gather(ref, values)            # waits for both; an error of one never hides the other's
+update = critic.update_critic.remote(values) # a future may be passed on: its pieces travel from worker to worker
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verl_like.transport import Header, Pending, Transport
+from verl_like.watch import wait_for_calls
+
+
+class WorkerFuture:
+    """The result of one call on a group: one pair of references per worker that runs it."""
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        pending: Sequence[Pending],
+        collect: Callable[[list[Header], list[Any]], Any],
+    ):
+        """Made by `WorkerGroup`; `collect` turns headers and payloads, in rank order, into the result."""
+        self.name = name
+        self.transport = transport
+        self.pending = list(pending)
+        self._collect = collect
+        self._outcome: tuple[Any, BaseException | None] | None = None
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The result; waits for it, at most `timeout` seconds (unless given: the group's own deadline for calls)."""
+        if self._outcome is None:
+            try:
+                headers = wait_for_calls(self.transport, self.name, self.pending, timeout)
+                self._outcome = self._collect(headers, [self.transport.fetch(p.payload) for p in self.pending]), None
+            except TimeoutError:
+                raise
+            except Exception as error:  # noqa: BLE001 - kept, and raised at every get
+                self._outcome = None, error
+        value, failure = self._outcome
+        if failure is not None:
+            raise failure
+        return value
+
+    def done(self) -> bool:
+        """Whether `get` would return (or raise) at once."""
+        headers = [p.header for p in self.pending]
+        return self._outcome is not None or len(self.transport.wait(headers, 0.0)) == len(headers)
+
+    def __del__(self) -> None:
+        """A failed call nobody looked at must not vanish in silence: the transport reports it when it next waits."""
+        if getattr(self, "_outcome", True) is None and self.pending:
+            self.transport.abandoned.append((self.name, [p.header for p in self.pending]))
+
+    def __repr__(self) -> str:
+        state = "here" if self._outcome else "on their way"
+        return f"<{type(self).__name__} {self.name}: {len(self.pending)} pieces, {state}>"
+
+
+class DataProtoFuture(WorkerFuture):
+    """The future of a `DataProto`.
+
+    Passed to a group, its pieces go from worker to worker; the driver fetches nothing.
+    """
+
+    def chunk(self, chunks: int) -> list[PartFuture]:
+        """Futures of `chunks` parts of the rows, in order."""
+        return [PartFuture([self], index, chunks) for index in range(chunks)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProtoFuture | PartFuture]) -> PartFuture:
+        """The future of all the rows, in order."""
+        return PartFuture(list(data), 0, 1)
+
+
+class PartFuture:
+    """A part (or a concatenation) of other futures, made on the driver when it is asked for."""
+
+    def __init__(self, sources: Sequence[DataProtoFuture | PartFuture], index: int, chunks: int):
+        """Part `index` of `chunks` of the rows of `sources` together."""
+        self.sources, self.index, self.chunks = list(sources), index, chunks
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The rows of this part."""
+        wholes = gather(*self.sources, timeout=timeout)
+        whole = wholes[0] if len(wholes) == 1 else type(wholes[0]).concat(wholes)
+        return whole.chunk(self.chunks)[self.index] if self.chunks > 1 else whole
+
+
+def gather(*futures: Any, timeout: float | None = None) -> list[Any]:
+    """The results of all the futures, in order. All are waited for, even when one fails.
+
+    The first failure is raised; the other ones are in its attribute `others` and in its notes.
+    """
+    values: list[Any] = []
+    errors: list[Exception] = []
+    for future in futures:
+        try:
+            values.append(future.get(timeout))
+        except Exception as error:  # noqa: BLE001 - raised below, with every other one
+            errors.append(error)
+    if not errors:
+        return values
+    first, *others = errors
+    first.others = others  # type: ignore[attr-defined]
+    for other in others:
+        first.add_note(f"also failed: {type(other).__name__}: {other}")
+    raise first

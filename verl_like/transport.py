@@ -1,0 +1,175 @@
+"""What travels between the driver and a worker process, and the small base that every backend implements.
+
+    pending = transport.submit(rank, call, parts)      # two references: payload and header
+    ready   = transport.wait(references, seconds)      # those that are there
+    value   = transport.fetch(reference)               # the value, or the error of a process that died
+
+`WorkerGroup` is the caller; the transports are `local_backend.InlineTransport` (the caller's thread),
+`local_backend.ChildTransport` (child processes) and `ray_backend.RayTransport`. A call's header is small and tells the
+driver what came back without the data.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from verl_like.errors import WorkerDiedError, WorkerError
+
+if TYPE_CHECKING:
+    from verl_like.watch import Deadlines
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands in a call's arguments for part number `part`, which travels beside the call as a reference."""
+
+    part: int
+
+
+@dataclass(frozen=True)
+class PieceSlot:
+    """Stands for a piece of another group's result: payload at `payload`, headers of all its pieces at `headers`."""
+
+    payload: int
+    headers: tuple[int, ...]
+    index: int
+
+
+@dataclass(frozen=True)
+class WholeSlot:
+    """Stands for the whole of another group's result: its pieces, with their headers, to be concatenated."""
+
+    payloads: tuple[int, ...]
+    headers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One method call on one worker. Arguments may hold slots that `parts` fill."""
+
+    role: str
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RemoteError:
+    """An exception as it left a worker: itself if it can travel, and its traceback as text."""
+
+    exception: BaseException | None
+    type_name: str
+    traceback: str
+
+    def rebuild(self, where: str) -> BaseException:
+        """The exception to raise on the driver, of its own type, with the worker's place and traceback as a note."""
+        error = self.exception
+        if error is None:
+            error = WorkerError(
+                f"{where} raised {self.type_name}, which could not be sent to the driver. Its "
+                f"traceback:\n{self.traceback}"
+            )
+        error.add_note(f"raised in {where}\n{self.traceback.rstrip()}")
+        return error
+
+
+@dataclass
+class Header:
+    """What the driver learns of a finished call at once.
+
+    Who ran it, when, how many rows came back, or why it failed.
+    """
+
+    role: str
+    method: str
+    rank: int
+    pid: int
+    start: float
+    end: float
+    cpu_s: float
+    rows: int | None = None
+    keys: tuple[str, ...] = ()
+    error: RemoteError | None = None
+    mesh_facts: dict[str, dict[str, tuple[int, bool]]] | None = None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The two references that a submitted call gives at once."""
+
+    rank: int
+    payload: Any
+    header: Any
+
+
+class Transport(ABC):
+    """Carries calls to the processes of one pool.
+
+    Every process runs a `verl_like.host.WorkerHost`, one call at a time.
+    """
+
+    kind: str
+    world_size: int
+    deadlines: Deadlines
+    process_key: int
+    """Equal for groups whose workers live in the same processes."""
+    started: list[Header]
+    """What every rank said when its roles were constructed."""
+    finished: list[Header]
+    """Headers of finished calls, oldest first; whoever draws a timeline takes them out."""
+    abandoned: deque[tuple[str, list[Any]]]
+    """Name and header references of every call whose future was dropped unread, until `report_abandoned` has looked."""
+
+    @abstractmethod
+    def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
+        """Queue a call on one process; `parts` are references or values that fill the call's slots."""
+
+    @abstractmethod
+    def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
+        """Those of the references that are there (or failed) within that time; all of them as soon as they are."""
+
+    @abstractmethod
+    def fetch(self, reference: Any) -> Any:
+        """The value behind a reference that is there. Raises `WorkerDiedError` if its process died."""
+
+    @abstractmethod
+    def stacks(self, seconds: float) -> dict[int, str]:
+        """The Python stacks of every process that answers in that time, past the queue of calls."""
+
+    @abstractmethod
+    def regroup(self, pending: Sequence[Pending], num_pieces: int) -> list[Pending]:
+        """The same rows in another number of pieces, without passing through the driver where that can be had."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the processes. Safe to call twice."""
+
+    def report_abandoned(self) -> None:
+        """Log the failures of finished calls that nobody will ask for any more."""
+        for _ in range(len(self.abandoned)):
+            name, headers = self.abandoned.popleft()
+            if len(self.wait(headers, 0.0)) < len(headers):
+                self.abandoned.append((name, headers))
+                continue
+            try:
+                failed = next((h.error for h in map(self.fetch, headers) if h.error is not None), None)
+            except WorkerDiedError as died:
+                logger.error("%s failed and its result was never read: %s", name, died)
+                continue
+            if failed is not None:
+                logger.error("%s failed and its result was never read:\n%s", name, failed.traceback)
+
+    def describe(self, rank: int) -> str:
+        """Where a rank lives, for messages."""
+        return f"rank {rank} of {self.world_size}"
+
+    def share(self, value: Any) -> Any:
+        """A value that several ranks will get: backends with a store put it there once."""
+        return value
