@@ -13,11 +13,35 @@ from workers.config import WorkersConfig
 
 
 @dataclass(kw_only=True)
+class UserCodeConfig:
+    """A name in a file or module of the user's."""
+
+    path: str = ""
+    """A Python file, or a module as one imports it; empty: none."""
+    name: str = ""
+    """What to take from it."""
+
+
+@dataclass(kw_only=True)
+class RewardFunctionConfig(UserCodeConfig):
+    """A reward function of the user's: (data_source, solution_str, ground_truth, extra_info) -> score, sync or async."""
+
+    name: str = "compute_score"
+    """What to take from it."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments that every call gets besides."""
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """Prompts: files, sizes, order."""
 
     train_files: Any = ""
     """A parquet or JSONL file in verl's schema, or a list of them."""
+    val_files: Any = ""
+    """The same for validation; empty: no validation."""
+    custom_cls: UserCodeConfig = field(default_factory=UserCodeConfig)
+    """A data set of the user's: called with data_files, tokenizer and config, it gives rows of that schema."""
     prompt_key: str = "prompt"
     """Column of the prompts: chat messages, or plain strings."""
     train_batch_size: int = 1024
@@ -32,6 +56,8 @@ class DataConfig:
     """Drop (and count) prompts of more than `max_prompt_length` tokens."""
     truncation: str = "error"
     """An overlong prompt that was not dropped: error, or cut it at its left or right end."""
+    on_bad_row: str = "error"
+    """A row that is no prompt (a missing column, no messages, no tokens): error, or skip it and count it."""
 
 
 @dataclass(kw_only=True)
@@ -93,7 +119,13 @@ class TrainerConfig:
     experiment_name: str = "ppo"
     """Second part of the run folder's name."""
     default_local_dir: str = "runs/verl_like/ppo"
-    """Run folder: metrics.jsonl, timeline.json."""
+    """Run folder: configuration, metrics, timeline, rollouts, logs, checkpoints."""
+    test_freq: int = -1
+    """Steps between validations, the last step's included; -1 validates at most before the first step."""
+    val_before_train: bool = True
+    """Validate before the first step, if there are `data.val_files`."""
+    dry_run: bool = False
+    """Check everything, print the plan and the batch sizes, and stop before a process starts."""
     save_freq: int = -1
     """Steps between checkpoints, the last step's included; -1 writes none."""
     max_ckpt_to_keep: int | None = None
@@ -103,7 +135,7 @@ class TrainerConfig:
     resume_from_path: str | None = None
     """The `global_step_N` folder that resume_mode=resume_path goes on from."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Where metrics go besides metrics.jsonl: console, or nothing."""
+    """Where metrics go besides metrics.jsonl: console, tensorboard, wandb."""
 
 
 @dataclass(kw_only=True)
@@ -124,6 +156,8 @@ class PPOConfig(WorkersConfig):
 
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts."""
+    custom_reward_function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
+    """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages and KL."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

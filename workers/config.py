@@ -124,6 +124,22 @@ class RefConfig:
 
 
 @dataclass(kw_only=True)
+class ValidationSamplingConfig:
+    """How validation samples; greedy by default."""
+
+    n: int = 1
+    """Samples per prompt."""
+    do_sample: bool = False
+    """False decodes greedily."""
+    temperature: float = 1.0
+    """Divides the logits."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 takes all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens of this total probability; 1 takes all."""
+
+
+@dataclass(kw_only=True)
 class RolloutConfig:
     """Generation."""
 
@@ -141,8 +157,14 @@ class RolloutConfig:
     """False decodes greedily."""
     max_num_seqs: int = 256
     """Samples decoded together on one rank."""
+    tensor_model_parallel_size: int = 1
+    """vllm: ranks that share one engine; divides the rollout's pool."""
+    gpu_memory_utilization: float = 0.5
+    """vllm: share of a device's memory that the engine takes."""
     log_prob_micro_batch_size_per_gpu: int = 8
     """Samples per forward pass of the old log-probs on one rank."""
+    val_kwargs: ValidationSamplingConfig = field(default_factory=ValidationSamplingConfig)
+    """Sampling in validation."""
 
 
 @dataclass(kw_only=True)
@@ -160,17 +182,23 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(kw_only=True)
+class CriticModelConfig(ModelConfig):
+    """A model folder with its sharding: where verl keeps the critic's."""
+
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding."""
+
+
+@dataclass(kw_only=True)
 class CriticConfig:
     """The value model and its update."""
 
     strategy: str = "fsdp"
     """Training engine."""
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
     """Body of the value model; its head starts at zero."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """Sharding."""
     ppo_mini_batch_size: int | None = None
     """Prompts per optimizer step, over all ranks; null takes the actor's."""
     ppo_micro_batch_size_per_gpu: int = 8
@@ -188,6 +216,36 @@ class CriticConfig:
 
 
 @dataclass(kw_only=True)
+class OverlongBufferConfig:
+    """DAPO's soft punishment of responses that come near `data.max_response_length`."""
+
+    enable: bool = False
+    """Punish them."""
+    len: int = 0
+    """Tokens before the limit over which the punishment grows from 0."""
+    penalty_factor: float = 1.0
+    """The punishment at the limit."""
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig:
+    """Scores: rule functions, a reward model, or both."""
+
+    enable: bool = False
+    """Score with a model; starts the reward_model role."""
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    """Punishment of overlong responses."""
+    rule_weight: float = 1.0
+    """What the rule's score counts beside the model's; 0 runs no rule function."""
+    default_score: float = 0.0
+    """Score of a sample whose rule function raises, returns no finite number, or passes its deadline."""
+    sample_timeout_s: float = 10.0
+    """Deadline of the rule function for one sample."""
+    batch_timeout_s: float = 120.0
+    """Deadline of the rule function for one batch."""
+
+
+@dataclass(kw_only=True)
 class WorkersConfig:
     """The part of the tree that workers read."""
 
@@ -195,6 +253,8 @@ class WorkersConfig:
     """Policy: training, generation, reference."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """Value model."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """Scores."""
     data: Any
     """Workers read `max_prompt_length` and `max_response_length`."""
     trainer: Any

@@ -30,7 +30,7 @@ class CriticWorker(Worker):
         self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
         self.engine = TrainEngine(
             self.config.model,
-            self.config.fsdp_config,
+            self.config.model.fsdp_config,
             head="scalar",
             optim_config=self.config.optim,
             grad_clip=self.config.grad_clip,
