@@ -1,0 +1,101 @@
+"""The core beside verl's and beside plain Ray, in one run: `python benchmarks/bench_core.py --verl-python PATH`.
+
+PATH is the Python of an environment that has verl 0.9.1 and the same Ray and torch; without it only ours and the floor
+are measured.
+The sides run in processes of their own, in turn, several rounds; a figure is the median over rounds. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+SIDE = Path(__file__).with_name("core_side.py")
+LIMITS = {
+    "echo_mb_per_s over verl": (">=", 2.5),
+    "echo_mb_per_s over bare": (">=", 0.8),
+    "chain_s": ("<=", 0.35),
+    "tiny_echo_ms": ("<=", 3.0),
+    "one_to_all_noop_ms": ("<=", 1.0),
+    "dumps_loads_54mb_s": ("<=", 0.02),
+    "repeat_4_ms": ("<=", 40.0),
+    "start_2_workers_s": ("<=", 2.5),
+    "construct_us over verl": ("<=", 3.0),
+    "union_us over verl": ("<=", 3.0),
+    "select_us over verl": ("<=", 3.0),
+    "slice_us over verl": ("<=", 3.0),
+    "two_naps_s": ("<=", 0.55),
+    "entropy_extra_mib": ("<=", 64.0),
+    "import_s": ("<=", 3.0),
+}
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+IMPORT = """
+import sys, time
+began = time.perf_counter()
+import verl_like
+from verl_like import DataProto, LocalWorkerGroup, Worker, register
+seconds = time.perf_counter() - began
+assert not {"ray", "transformers"} & set(sys.modules), "ray or transformers was imported"
+print(seconds)
+"""
+ENTROPY = """
+import resource, torch
+from verl_like.tensor_ops import entropy_from_logits
+torch.set_num_threads(1)
+entropy_from_logits(torch.randn(8, 32768, requires_grad=True)).sum().backward()
+logits = torch.randn(2048, 32768, requires_grad=True)
+gradient = torch.ones_like(logits)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before = peak()
+del gradient
+entropy_from_logits(logits).sum().backward()
+print(peak() - before)
+"""
+
+
+def ask(python: str, *arguments: str) -> str:
+    """The last line that a Python process prints."""
+    done = subprocess.run([python, *arguments], capture_output=True, text=True, check=False, timeout=900, env=ENV)
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)[:80]} failed:\n{done.stderr[-3000:]}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def main() -> None:
+    """Measure every side in turn, then say which limits hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--verl-python", help="Python of an environment with verl 0.9.1")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    sides = {"ours": sys.executable, "bare": sys.executable}
+    if options.verl_python:
+        sides["verl"] = options.verl_python
+    rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for _ in range(options.rounds):
+        for side, python in sides.items():
+            rounds[side].append(json.loads(ask(python, str(SIDE), side)))
+    figures = {side: {k: statistics.median(r[k] for r in all_) for k in all_[0]} for side, all_ in rounds.items()}
+    ours = figures["ours"]
+    ours["import_s"] = statistics.median(float(ask(sys.executable, "-c", IMPORT)) for _ in range(3))
+    ours["entropy_extra_mib"] = float(ask(sys.executable, "-c", ENTROPY))
+    verdicts = {}
+    for name, (relation, limit) in LIMITS.items():
+        key, _, peer = name.partition(" over ")
+        if peer and peer not in figures:
+            continue
+        value = ours[key] / figures[peer][key] if peer else ours[key]
+        verdicts[name] = {
+            "value": round(value, 4),
+            "limit": f"{relation} {limit}",
+            "holds": value >= limit if relation == ">=" else value <= limit,
+        }
+    print(json.dumps({"figures": figures, "limits": verdicts}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
