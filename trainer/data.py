@@ -1,15 +1,15 @@
-"""Prompts: files in verl's schema -> batches of token ids, in an order that depends on the seed alone.
+"""Prompts: rows in verl's schema -> batches of token ids, in an order that depends on the seed alone.
 
-`trainer.ppo` builds one `PromptLoader` and takes a batch per step:
+`trainer.ppo` builds one `PromptLoader` and takes a batch per step; `trainer.validation` takes a whole `PromptSet`:
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     loader = PromptLoader(config, tokenizer)
     for step, batch in zip(range(loader.total_steps), loader): ...
+    for batch in PromptSet(config.data, "val_files", tokenizer).in_order(): ...
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from trainer.config import DataConfig, PPOConfig
-from verl_like.errors import CheckpointError, ConfigError, nearest
+from trainer.data_files import listing, read_rows
+from verl_like.errors import CheckpointError, ConfigError
 from verl_like.protocol import DataProto
 
 logger = logging.getLogger(__name__)
@@ -32,102 +33,38 @@ def load_tokenizer(path: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as err:
-        there = f"it holds {_listing(Path(path))}" if Path(path).is_dir() else "there is no such folder"
+        there = f"it holds {listing(Path(path))}" if Path(path).is_dir() else "there is no such folder"
         raise ConfigError(f"No tokenizer loads from actor_rollout_ref.model.path={path}: {there}.\n{err}") from err
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def read_rows(files: str | Sequence[str], columns: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of parquet or JSONL files, in order; each must have `columns`."""
-    rows: list[dict[str, Any]] = []
-    for name in [files] if isinstance(files, str) else files:
-        path = Path(name)
-        if not path.is_file():
-            raise ConfigError(
-                f"data.train_files: there is no file {path}; {path.parent} holds {_listing(path.parent)}."
-            )
-        new = _read_file(path)
-        for index, row in enumerate(new):
-            for column in columns:
-                if row.get(column) is None:
-                    raise ConfigError(
-                        f"{path}, row {index}: no column {column!r}; there is {', '.join(sorted(row))}."
-                        f"{nearest(column, row)} The prompts' column is set by data.prompt_key."
-                    )
-        rows += new
-    return rows
+class PromptSet:
+    """The prompts of `data.train_files` or `data.val_files`, tokenized; a prompt is known by its row number.
 
-
-def _read_file(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            return list(pq.read_table(path).to_pylist())
-        except pa.ArrowInvalid as err:
-            raise ConfigError(f"{path} is not a readable parquet file: {err}") from err
-    rows = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as err:
-                raise ConfigError(
-                    f"{path}, line {number} is not JSON ({err}); give .parquet, or a JSON object a line."
-                ) from err
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}, line {number} is a JSON {type(row).__name__}, not an object.")
-            rows.append(row)
-    return rows
-
-
-def _listing(folder: Path) -> str:
-    if not folder.is_dir():
-        return "nothing: the folder is not there"
-    names = sorted(entry.name for entry in folder.iterdir())
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"
-
-
-class PromptLoader:
-    """Endless batches of prompts, epoch after epoch; a resumed one goes on where the saved one stopped.
-
-    `num_overlong` counts the prompts that the filter dropped, `num_left_over` those of each epoch's partial last batch.
+    `num_bad` counts the rows that `data.on_bad_row=skip` left out, `num_overlong` the prompts that the filter dropped.
     """
 
-    def __init__(self, config: PPOConfig, tokenizer: Any):
-        """Read, tokenize and filter the files of `config.data`."""
-        self._config: DataConfig = config.data
-        self._trainer = config.trainer
-        self._tokenizer = tokenizer
-        rows = read_rows(self._config.train_files, (self._config.prompt_key, "data_source", "reward_model"))
-        prompts = encode_prompts([row[self._config.prompt_key] for row in rows], tokenizer)
-        fits = [len(ids) <= self._config.max_prompt_length for ids in prompts]
-        kept = [i for i in range(len(rows)) if fits[i] or not self._config.filter_overlong_prompts]
+    def __init__(self, config: DataConfig, setting: str, tokenizer: Any):
+        """Read, tokenize and filter the files that the key `setting` of `config` names."""
+        self._config, self._tokenizer = config, tokenizer
+        rows, self.num_bad = read_rows(config, setting, tokenizer)
+        prompts = encode_prompts([row[config.prompt_key] for row in rows], tokenizer)
+        fits = [len(ids) <= config.max_prompt_length for ids in prompts]
+        kept = [i for i in range(len(rows)) if fits[i] or not config.filter_overlong_prompts]
         self.num_overlong = len(rows) - len(kept)
         self._rows = {i: rows[i] for i in kept}
         self._ids = {i: prompts[i] if fits[i] else self._cut(prompts[i], i) for i in kept}
-        self._order = np.array(kept)
-        self.num_left_over = len(kept) % self._config.train_batch_size
-        self._num_taken = 0
-        self._refuse_too_few(len(rows), max(map(len, prompts), default=0))
-        logger.info(
-            "%d prompts, %d dropped as overlong, %d left over", len(kept), self.num_overlong, self.num_left_over
+        self.rows = np.array(kept, dtype=np.int64)
+        longest = max(map(len, prompts), default=0)
+        self.story = (
+            f"data.{setting} holds {len(rows)} prompts; {self.num_overlong} were dropped for more than "
+            f"data.max_prompt_length={config.max_prompt_length} tokens (the longest has {longest})"
         )
 
-    def _refuse_too_few(self, num_rows: int, longest: int) -> None:
-        size = self._config.train_batch_size
-        if len(self._order) >= size:
-            return
-        raise ConfigError(
-            f"data.train_files holds {num_rows} prompts; {self.num_overlong} were dropped for more than "
-            f"data.max_prompt_length={self._config.max_prompt_length} tokens (the longest has {longest}): "
-            f"{len(self._order)} remain, too few for one batch of data.train_batch_size={size}."
-        )
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def _cut(self, ids: np.ndarray[Any, Any], row: int) -> np.ndarray[Any, Any]:
         limit = self._config.max_prompt_length
@@ -138,27 +75,14 @@ class PromptLoader:
             )
         return ids[-limit:] if self._config.truncation == "left" else ids[:limit]
 
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        return len(self._order) // self._config.train_batch_size
+    def in_order(self) -> Iterator[DataProto]:
+        """Every prompt once, `data.train_batch_size` at a time."""
+        size = self._config.train_batch_size
+        for start in range(0, len(self), size):
+            yield self.batch(self.rows[start : start + size].tolist(), epoch=0)
 
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run: `trainer.total_training_steps`, or epochs x batches."""
-        return self._trainer.total_training_steps or self._trainer.total_epochs * len(self)
-
-    def __iter__(self) -> Iterator[DataProto]:
-        """The next batch and all after it, without end."""
-        while True:
-            epoch, index = divmod(self._num_taken, len(self))
-            order = self._order
-            if self._config.shuffle:
-                order = np.random.default_rng([self._trainer.seed, epoch]).permutation(order)
-            size = self._config.train_batch_size
-            self._num_taken += 1
-            yield self._batch(order[index * size : (index + 1) * size].tolist(), epoch)
-
-    def _batch(self, chosen: list[int], epoch: int) -> DataProto:
+    def batch(self, chosen: list[int], epoch: int) -> DataProto:
+        """These rows, left-padded, with uids of that epoch."""
         width = self._config.max_prompt_length
         input_ids = torch.full((len(chosen), width), self._tokenizer.pad_token_id, dtype=torch.int64)
         attention_mask = torch.zeros_like(input_ids)
@@ -180,11 +104,52 @@ class PromptLoader:
             meta_info={"eos_token_id": self._tokenizer.eos_token_id, "pad_token_id": self._tokenizer.pad_token_id},
         )
 
+
+class PromptLoader:
+    """Endless batches of prompts, epoch after epoch; a resumed one goes on where the saved one stopped.
+
+    `num_left_over` counts the prompts of each epoch's partial last batch, which is dropped.
+    """
+
+    def __init__(self, config: PPOConfig, tokenizer: Any):
+        """Read, tokenize and filter `data.train_files`."""
+        self._config: DataConfig = config.data
+        self._trainer = config.trainer
+        self.prompts = PromptSet(config.data, "train_files", tokenizer)
+        self.num_left_over = len(self.prompts) % self._config.train_batch_size
+        self._num_taken = 0
+        if not len(self):
+            raise ConfigError(
+                f"{self.prompts.story}: {len(self.prompts)} remain, too few for one batch of "
+                f"data.train_batch_size={self._config.train_batch_size}."
+            )
+        logger.info("%s; %d left over", self.prompts.story, self.num_left_over)
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self.prompts) // self._config.train_batch_size
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run: `trainer.total_training_steps`, or epochs x batches."""
+        return self._trainer.total_training_steps or self._trainer.total_epochs * len(self)
+
+    def __iter__(self) -> Iterator[DataProto]:
+        """The next batch and all after it, without end."""
+        while True:
+            epoch, index = divmod(self._num_taken, len(self))
+            order = self.prompts.rows
+            if self._config.shuffle:
+                order = np.random.default_rng([self._trainer.seed, epoch]).permutation(order)
+            size = self._config.train_batch_size
+            self._num_taken += 1
+            yield self.prompts.batch(order[index * size : (index + 1) * size].tolist(), epoch)
+
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands; with the seed in the config, all that a resume needs."""
         return {
             "num_taken": self._num_taken,
-            "num_prompts": len(self._order),
+            "num_prompts": len(self.prompts),
             "batch_size": self._config.train_batch_size,
         }
 

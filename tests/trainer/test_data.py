@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.config import DataConfig, PPOConfig, TrainerConfig
-from trainer.data import PromptLoader, encode_prompts, load_tokenizer, read_rows
+from trainer.config import DataConfig, PPOConfig, TrainerConfig, UserCodeConfig
+from trainer.data import PromptLoader, PromptSet, encode_prompts, load_tokenizer
+from trainer.data_files import read_rows
 from verl_like.errors import CheckpointError, ConfigError
 from workers.config import ActorRolloutRefConfig, ModelConfig
 
@@ -100,15 +101,17 @@ def test_the_partial_last_batch_is_dropped_and_counted(make_loader: Any) -> None
 def test_overlong_prompts_are_filtered_and_counted(make_loader: Any, tmp_path: Path) -> None:
     files = write_jsonl(tmp_path / "p.jsonl", ["a" * length for length in (3, 20, 4, 30)])
     loader = make_loader(files, filter_overlong_prompts=True, train_batch_size=2, shuffle=False)
-    assert loader.num_overlong == 2
+    assert loader.prompts.num_overlong == 2
     assert uids(loader, 1) == [["0-0", "2-0"]]
 
 
 @pytest.mark.parametrize(("truncation", "kept"), [("left", slice(-WIDTH, None)), ("right", slice(None, WIDTH))])
-def test_overlong_prompts_are_cut(make_loader: Any, tmp_path: Path, truncation: str, kept: slice) -> None:
+def test_overlong_prompts_are_cut(
+    make_loader: Any, tokenizer: Any, tmp_path: Path, truncation: str, kept: slice
+) -> None:
     text = "abcdefghijklmnopqrstuvwxyz"
     loader = make_loader(write_jsonl(tmp_path / "p.jsonl", [text]), truncation=truncation, train_batch_size=1)
-    assert loader._tokenizer.decode(next(iter(loader)).batch["input_ids"][0]) == text[kept]
+    assert tokenizer.decode(next(iter(loader)).batch["input_ids"][0]) == text[kept]
 
 
 def test_an_overlong_prompt_is_refused_by_default(make_loader: Any, tmp_path: Path) -> None:
@@ -122,36 +125,105 @@ def test_nothing_left_after_filtering_is_refused_with_the_numbers(make_loader: A
         make_loader(files, filter_overlong_prompts=True)
 
 
+def rows_of(files: Any, **settings: Any) -> list[dict[str, Any]]:
+    return read_rows(DataConfig(train_files=files, **settings), "train_files")[0]
+
+
 def test_parquet_and_jsonl_give_the_same_rows(tiny_dir: Path, tmp_path: Path) -> None:
-    rows = read_rows(str(tiny_dir / "train.parquet"), ["prompt"])
+    rows = rows_of(str(tiny_dir / "train.parquet"))
     path = tmp_path / "train.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    assert read_rows([str(path)], ["prompt"]) == rows
+    assert rows_of([str(path)]) == rows
 
 
 def test_a_missing_file_is_refused_with_what_is_there(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"no file .*tain.parquet; .* holds model, train.parquet"):
-        read_rows(str(tiny_dir / "tain.parquet"), [])
+        rows_of(str(tiny_dir / "tain.parquet"))
 
 
 def test_a_missing_column_is_refused_with_those_there(tiny_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"row 0: no column 'promt'.*data_source.*Did you mean 'prompt'"):
-        read_rows(str(tiny_dir / "train.parquet"), ["promt"])
+    with pytest.raises(ConfigError, match=r"no column 'promt'; there is data_source.*Did you mean 'prompt'"):
+        rows_of(str(tiny_dir / "train.parquet"), prompt_key="promt")
 
 
-@pytest.mark.parametrize(("line", "answer"), [("{", "line 2 is not JSON"), ("3", "line 2 is a JSON int")])
-def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str, answer: str) -> None:
+GOOD = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("bad", "answer"),
+    [
+        ("{", "line 2: not JSON"),
+        ("3", "line 2: it is a int"),
+        (json.dumps({**GOOD, "prompt": []}), "line 2: 'prompt' is empty"),
+        (json.dumps({**GOOD, "prompt": [{"text": "a"}]}), "line 2: 'prompt' is neither a string nor a list of mess"),
+        (
+            json.dumps({**GOOD, "data_source": None}),
+            "line 2: nothing in column 'data_source'; there is prompt, reward_model",
+        ),
+        (json.dumps({**GOOD, "reward_model": {"style": "rule"}}), "line 2: reward_model has no 'ground_truth', only"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_number_or_skipped(
+    tmp_path: Path, bad: str, answer: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a"}\n' + line, encoding="utf-8")
+    path.write_text("\n".join([json.dumps(GOOD), bad, json.dumps(GOOD)]), encoding="utf-8")
     with pytest.raises(ConfigError, match=answer):
-        read_rows(str(path), ["prompt"])
+        rows_of(str(path))
+    assert read_rows(DataConfig(train_files=str(path), on_bad_row="skip"), "train_files") == ([GOOD, GOOD], 1)
+    assert answer[:7] in caplog.text
 
 
 def test_a_bad_parquet_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.parquet"
     path.write_text("no parquet", encoding="utf-8")
     with pytest.raises(ConfigError, match="not a readable parquet file"):
-        read_rows(str(path), [])
+        rows_of(str(path))
+
+
+CUSTOM = """
+def letters(data_files, tokenizer, config):
+    for letter in "abc":
+        rule = {"ground_truth": letter}
+        yield {"prompt": letter * config.max_prompt_length, "data_source": "s", "reward_model": rule}
+
+class Letters:
+    def __init__(self, data_files, tokenizer, config):
+        self.rows = list(letters(data_files, tokenizer, config))
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, index):
+        if index >= len(self):
+            raise RuntimeError("asked for a row that is not there")
+        return self.rows[index]
+"""
+
+
+@pytest.mark.parametrize("name", ["letters", "Letters"])
+def test_rows_may_come_from_a_data_set_of_the_user(tokenizer: Any, tmp_path: Path, name: str) -> None:
+    (tmp_path / "own.py").write_text(CUSTOM, encoding="utf-8")
+    config = DataConfig(custom_cls=UserCodeConfig(path=str(tmp_path / "own.py"), name=name), max_prompt_length=3)
+    (batch,) = PromptSet(config, "train_files", tokenizer).in_order()
+    assert [tokenizer.decode(ids) for ids in batch.batch["input_ids"]] == ["aaa", "bbb", "ccc"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "answer"),
+    [("own.py", "Leters", "no such name; it has Letters, letters"), ("nowhere.py", "Letters", "there is no such file")],
+)
+def test_a_data_set_that_is_not_there_is_refused(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str, answer: str
+) -> None:
+    (tmp_path / "own.py").write_text(CUSTOM, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=answer):
+        PromptSet(DataConfig(custom_cls=UserCodeConfig(path=path, name=name)), "train_files", tokenizer)
+
+
+def test_a_whole_set_comes_once_in_order(tiny_dir: Path, tokenizer: Any) -> None:
+    config = DataConfig(val_files=str(tiny_dir / "val.parquet"), max_prompt_length=WIDTH, train_batch_size=24)
+    batches = list(PromptSet(config, "val_files", tokenizer).in_order())
+    assert [uid for batch in batches for uid in batch.non_tensor_batch["uid"]] == [f"{row}-0" for row in range(32)]
 
 
 def test_a_folder_without_tokenizer_is_refused_with_what_is_there(tmp_path: Path) -> None:
