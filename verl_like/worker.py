@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 
 from verl_like.dispatch import Dispatch, Execute, register
 from verl_like.errors import WorkerError
+from verl_like.random_state import load_random_state, save_random_state
 
 
 @dataclass
@@ -166,6 +168,22 @@ class Worker:
         """Say which data-parallel slice of mesh `mesh_name` this rank computes, and whether its result is the one to "
         "collect."""
         self._mesh_facts[mesh_name] = (dp_rank, is_collect)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, step: int = 0) -> None:
+        """Write what a resume needs of this role into the folder `path`: here each rank's random state.
+
+        A role that learns overrides this and `load_checkpoint`.
+        """
+        Path(path).mkdir(parents=True, exist_ok=True)
+        save_random_state(Path(path) / f"{self.rank}.pt")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Take over what `save_checkpoint` wrote; a rank that had no counterpart keeps its own random state."""
+        saved = Path(path) / f"{self.rank}.pt"
+        if saved.is_file():
+            load_random_state(saved)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

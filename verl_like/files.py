@@ -1,0 +1,39 @@
+"""Files that appear whole or not at all, and what proves that they are still as they were written.
+
+`workers.engines.checkpoint` and `trainer.checkpoint` write and check with these.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write beside `path`, force it to the disk, then rename over what was there."""
+    draft = path.with_name(path.name + ".part")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fingerprint(path: Path) -> dict[str, int]:
+    """Size and crc32 of a file's bytes."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return {"bytes": path.stat().st_size, "crc32": crc}
