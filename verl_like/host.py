@@ -82,19 +82,16 @@ class RoleState:
         set_random_state(saved)
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """The role's random state and log are the process's; whatever was there before comes back afterwards."""
-        saved = get_random_state()
-        set_random_state(self.random_state)
-        with contextlib.ExitStack() as stack:
-            if self.log is not None:
-                stack.enter_context(contextlib.redirect_stdout(_Tee(sys.stdout, self.log)))
-                stack.enter_context(contextlib.redirect_stderr(_Tee(sys.stderr, self.log)))
-            try:
-                yield
-            finally:
-                self.random_state = get_random_state()
-                set_random_state(saved)
+    def logging(self) -> Iterator[None]:
+        """What is printed goes to the role's log too."""
+        if self.log is None:
+            yield
+            return
+        with (
+            contextlib.redirect_stdout(_Tee(sys.stdout, self.log)),
+            contextlib.redirect_stderr(_Tee(sys.stderr, self.log)),
+        ):
+            yield
 
 
 class _Tee(io.TextIOBase):
@@ -119,6 +116,8 @@ class WorkerHost:
     def __init__(self, roles: Recipes, facts: HostFacts, workers: dict[str, Worker] | None = None):
         """`roles` maps a role to its class and constructor arguments; `workers` is where the instances go, by role."""
         self.facts = facts
+        self._in_callers_thread = workers is not None
+        self._random_owner: RoleState | None = None
         self._recipes = roles
         self._states: dict[str, RoleState] = {}
         self._workers: dict[str, Worker] = {} if workers is None else workers
@@ -157,7 +156,7 @@ class WorkerHost:
                 )
                 token = current_facts.set(facts)
                 try:
-                    with state.active():
+                    with self._active(state):
                         self._workers[role] = state.worker = cls(*args, **kwargs)
                 finally:
                     current_facts.reset(token)
@@ -193,7 +192,7 @@ class WorkerHost:
         kwargs = {name: _fill(value, parts, mark.readonly) for name, value in call.kwargs.items()}
         given = next((v for v in [*args, *kwargs.values()] if isinstance(v, DataProto) and v.shard is not None), None)
         shard, rows = (given.shard, len(given)) if given is not None else (None, 0)
-        with state.active():
+        with self._active(state):
             result = method(*args, **kwargs)
             if inspect.iscoroutine(result):
                 result = self._await(result)
@@ -201,6 +200,26 @@ class WorkerHost:
         if isinstance(result, DataProto):
             result.shard = shard
         return result
+
+    @contextlib.contextmanager
+    def _active(self, state: RoleState) -> Iterator[None]:
+        """The role's random state is the process's. It is swapped when another role's turn comes.
+
+        In the caller's own thread the caller draws numbers too: there its state comes back after every call.
+        """
+        if self._random_owner is not state:
+            caller = get_random_state()
+            if self._random_owner is not None:
+                self._random_owner.random_state = caller
+            set_random_state(state.random_state)
+            self._random_owner = state
+        try:
+            with state.logging():
+                yield
+        finally:
+            if self._in_callers_thread:
+                state.random_state, self._random_owner = get_random_state(), None
+                set_random_state(caller)
 
     def _timed(self, call: Call, work: Callable[[], Any]) -> tuple[Any, Header]:
         header = Header(call.role, call.method, self.facts.rank, os.getpid(), time.time(), 0.0, time.process_time())

@@ -139,6 +139,10 @@ class Transport(ABC):
     def fetch(self, reference: Any) -> Any:
         """The value behind a reference that is there. Raises `WorkerDiedError` if its process died."""
 
+    def fetch_all(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
+        """The values, if they all come within that time: one step where a backend has it. None: `wait` and `fetch`."""
+        return None
+
     @abstractmethod
     def stacks(self, seconds: float) -> dict[int, str]:
         """The Python stacks of every process that answers in that time, past the queue of calls."""

@@ -40,6 +40,7 @@ class RayHost:
         """Construct the roles."""
         return self._host.start(master)
 
+    @ray.method(num_returns=2)
     def call(self, call: Call, *parts: Any) -> tuple[Any, Header]:
         """Run one method: payload and header."""
         return self._host.call(call, parts)
@@ -104,7 +105,7 @@ class RayTransport(Transport):
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Queue an actor task."""
-        payload, header = self.actors[rank].call.options(num_returns=2).remote(call, *parts)
+        payload, header = self.actors[rank].call.remote(call, *parts)
         return Pending(rank, payload, header)
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
@@ -120,6 +121,13 @@ class RayTransport(Transport):
             return ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
             raise WorkerDiedError(f"the worker process is gone: {_cause(error)}") from None
+
+    def fetch_all(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
+        """One request for everything; a failure among them is for `fetch` to explain."""
+        try:
+            return list(ray.get(list(references), timeout=seconds))
+        except (RayError, GetTimeoutError):
+            return None
 
     def stacks(self, seconds: float) -> dict[int, str]:
         """Asked through the actors' second thread."""
