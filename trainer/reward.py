@@ -1,7 +1,12 @@
-"""Rule rewards on the driver: responses are decoded here and scored in one process, which a deadline can kill.
+"""Scores on the driver: responses are decoded here and scored in one process, which a deadline can kill.
 
-rewards = manager.remote(batch)     # decodes, then returns at once
-batch = batch.union(rewards.get())  # token_level_scores, the function's other numbers
+`trainer.ppo` calls:
+
+    manager = make_reward_manager(config, tokenizer, data_sources)   # the function is loaded, or refused
+    rewards = manager.remote(batch)                                  # decodes, then returns at once
+    batch = batch.union(rewards.get())                               # token_level_scores, the function's other numbers
+
+With a reward model, `SummedScores` adds its scores to these.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -18,14 +24,32 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainer.batch_columns import read_columns
-from trainer.reward_process import Outcome
+from trainer.config import PPOConfig
+from trainer.reward_process import LATE, FunctionSpec, Outcome
 from verl_like.errors import ConfigError
 from verl_like.protocol import DataProto
+from workers.config import OverlongBufferConfig
+from workers.reward_functions import check_rules
 
 logger = logging.getLogger(__name__)
 Sample = tuple[str, str, Any, dict[str, Any]]
+GRACE_S = 0.5
+"""What a sample gets beyond its deadline before its process is killed: coroutines keep the deadline themselves."""
+
+
+def make_reward_manager(config: PPOConfig, tokenizer: Any, data_sources: Iterable[str]) -> RewardManager:
+    """The manager that `config` asks for; a function that cannot be loaded, or lacks a rule, is refused here."""
+    custom, rules = config.custom_reward_function, config.reward_model
+    spec = FunctionSpec(deadline=rules.sample_timeout_s)
+    if custom.path:
+        spec = FunctionSpec(custom.path, custom.name, custom.reward_kwargs, rules.sample_timeout_s)
+    else:
+        check_rules(data_sources)
+    overlong = rules.overlong_buffer if rules.overlong_buffer.enable else None
+    return RewardManager(tokenizer, spec, rules.default_score, rules.batch_timeout_s, overlong)
 
 
 class RewardFuture:
@@ -44,71 +68,107 @@ class RewardFuture:
         return self._future.done()
 
 
+class SummedScores:
+    """The scores of the rules, weighted, plus those of the reward model: a future like the two it joins."""
+
+    def __init__(self, rules: RewardFuture, model: Any, rule_weight: float):
+        """`model` is the future of `rm_scores`."""
+        self._rules, self._model, self._rule_weight = rules, model, rule_weight
+
+    def get(self, timeout: float | None = None) -> DataProto:
+        """The sum, with the mean of each part among the metrics; waits at most `timeout` seconds for each."""
+        result = self._rules.get(timeout)
+        by_rule = read_columns(result, "token_level_scores")["token_level_scores"]
+        by_model = read_columns(self._model.get(timeout), "rm_scores")["rm_scores"]
+        result.meta_info["reward_metrics"] |= {
+            "reward/rule_score/mean": by_rule.sum(-1).mean().item(),
+            "reward/model_score/mean": by_model.sum(-1).mean().item(),
+        }
+        assert result.batch is not None, "the manager has just written the scores"
+        result.batch["token_level_scores"] = self._rule_weight * by_rule + by_model
+        return result
+
+    def done(self) -> bool:
+        """Whether `get` returns at once."""
+        return bool(self._rules.done() and self._model.done())
+
+
 class RewardManager:
     """Scores batches by a function (data_source, solution_str, ground_truth, extra_info) -> float or dict with "score".
 
-    A sample that raises, or takes longer than `sample_deadline` seconds, gets `default_score`; so does what is left of
-    a batch after `batch_deadline`. Both are counted in `meta_info["reward_metrics"]` and never stop the step.
+    A sample whose call raises, returns no finite number, or passes its deadline gets `default_score`; so does what is
+    left of a batch after `batch_deadline`. They are counted in `meta_info["reward_metrics"]` and never stop the step.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        compute_score: str = "workers.reward_functions.default_compute_score",
+        function: FunctionSpec | None = None,
         default_score: float = 0.0,
-        sample_deadline: float = 10.0,
         batch_deadline: float = 120.0,
+        overlong: OverlongBufferConfig | None = None,
     ):
-        """`compute_score` is the function's dotted path; one that cannot be imported is refused here."""
+        """A function that cannot be loaded is refused here; without one, rows are scored by their data_source."""
         self._tokenizer = tokenizer
-        self._default_score = default_score
-        self._scorer = _Scorer(compute_score, sample_deadline, batch_deadline)
+        self._default_score, self._overlong = default_score, overlong
+        self._scorer = _Scorer(function or FunctionSpec(), batch_deadline)
         try:
             self._scorer.start()
         except (EOFError, OSError, TimeoutError) as err:
             self._scorer.stop()
             raise ConfigError(
-                f"The reward function {compute_score!r} cannot be loaded within {batch_deadline:g} s; what its process "
-                "said is above. Give a dotted path, module.function, that Python finds."
+                f"The reward function {self._scorer.name} is not loaded within {batch_deadline:g} s; what its process "
+                "said is above."
             ) from err
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
     def remote(self, batch: DataProto) -> RewardFuture:
         """Start scoring `batch` (responses, response_mask, data_source, reward_model, extra_info)."""
-        read = read_columns(batch, "responses", "response_mask")
-        mask = read["response_mask"].bool()
-        responses = [row[keep].tolist() for row, keep in zip(read["responses"], mask, strict=True)]
-        solutions = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
+        mask = read_columns(batch, "response_mask")["response_mask"].bool()
         columns = batch.non_tensor_batch
         samples: list[Sample] = [
             (source, solution, rule["ground_truth"], extra)
             for source, solution, rule, extra in zip(
-                columns["data_source"], solutions, columns["reward_model"], columns["extra_info"], strict=True
+                columns["data_source"],
+                decode_responses(batch, self._tokenizer),
+                columns["reward_model"],
+                columns["extra_info"],
+                strict=True,
             )
         ]
         uids = list(columns.get("uid", range(len(samples))))
         return RewardFuture(self._thread.submit(self._score, samples, uids, mask))
 
-    def _score(self, samples: list[Sample], uids: list[Any], mask: torch.Tensor) -> DataProto:
+    def _score(self, samples: list[Sample], uids: list[Any], mask: Tensor) -> DataProto:
         outcomes = self._scorer.score(samples)
         failed = [(uid, error) for uid, (score, _, error) in zip(uids, outcomes, strict=True) if score is None]
         if failed:
+            told = "; ".join(f"{uid}: {error}" for uid, error in failed[:3])
             logger.warning(
-                "%d of %d samples got the default score; first: %s: %s", len(failed), len(samples), *failed[0]
+                "%d of %d samples got the default score %g: %s", len(failed), len(samples), self._default_score, told
             )
-        scores = torch.zeros(mask.shape, dtype=torch.float32)
-        last = (mask.sum(-1) - 1).clamp(min=0)
-        values = [self._default_score if score is None else score for score, _, _ in outcomes]
-        scores[torch.arange(len(values)), last] = torch.tensor(values, dtype=torch.float32)
+        values = torch.tensor([self._default_score if score is None else score for score, _, _ in outcomes])
         names = sorted({name for _, extras, _ in outcomes for name in extras})
         extras = {
-            f"reward_extra/{name}": np.array([extras.get(name, np.nan) for _, extras, _ in outcomes], dtype=np.float64)
-            for name in names
+            name: np.array([extras.get(name, np.nan) for _, extras, _ in outcomes], dtype=np.float64) for name in names
         }
+        if self._overlong is not None:
+            punishment = overlong_punishment(mask.sum(-1), mask.shape[-1], self._overlong)
+            extras["overlong_reward"] = punishment.double().numpy()
+            values = values + punishment
+        scores = torch.zeros(mask.shape, dtype=torch.float32)
+        scores[torch.arange(len(values)), (mask.sum(-1) - 1).clamp(min=0)] = values
         num_late = sum(error == LATE for _, error in failed)
         metrics = {"reward/num_failed": float(len(failed) - num_late), "reward/num_timed_out": float(num_late)}
+        metrics |= {
+            f"reward/{name}/mean": float(np.nanmean(column))
+            for name, column in extras.items()
+            if not np.isnan(column).all()
+        }
         return DataProto.from_dict(
-            tensors={"token_level_scores": scores}, non_tensors=extras, meta_info={"reward_metrics": metrics}
+            tensors={"token_level_scores": scores},
+            non_tensors={f"reward_extra/{name}": column for name, column in extras.items()},
+            meta_info={"reward_metrics": metrics},
         )
 
     def close(self) -> None:
@@ -117,50 +177,81 @@ class RewardManager:
         self._scorer.stop()
 
 
-LATE = "passed its deadline"
+def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
+    """The text of every response, without what stands behind its end."""
+    read = read_columns(batch, "responses", "response_mask")
+    mask = read["response_mask"].bool()
+    responses = [row[keep].tolist() for row, keep in zip(read["responses"], mask, strict=True)]
+    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
+
+
+def overlong_punishment(lengths: Tensor, limit: int, buffer: OverlongBufferConfig) -> Tensor:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) of responses of these lengths.
+
+    0 up to `limit - buffer.len` tokens, from there falling evenly to `-buffer.penalty_factor` at `limit`.
+    """
+    excess = (lengths - (limit - buffer.len)).clamp(min=0)
+    return -excess.float() / buffer.len * buffer.penalty_factor
 
 
 class _Scorer:
     """The other end of `trainer.reward_process`."""
 
-    def __init__(self, compute_score: str, sample_deadline: float, batch_deadline: float):
-        self._compute_score = compute_score
-        self._sample_deadline, self._batch_deadline = sample_deadline, batch_deadline
+    def __init__(self, function: FunctionSpec, batch_deadline: float):
+        self._function, self._batch_deadline = function, batch_deadline
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
+    @property
+    def name(self) -> str:
+        """The function, for messages."""
+        return f"{self._function.path}:{self._function.name}"
+
     def score(self, samples: list[Sample]) -> list[Outcome]:
         """An outcome for every sample."""
-        outcomes: list[Outcome] = []
+        pending = dict(enumerate(samples))
+        outcomes: list[Outcome] = [(None, {}, LATE)] * len(samples)
         end = time.monotonic() + self._batch_deadline
-        while len(outcomes) < len(samples) and time.monotonic() < end:
+        one_by_one = False  # once the process has died: coroutines run side by side, and any of them may have ended it
+        while pending and time.monotonic() < end:
+            asked = dict(list(pending.items())[: 1 if one_by_one else None])
             try:
                 pipe = self.start()
-                pipe.send(samples[len(outcomes) :])
-                while len(outcomes) < len(samples):
-                    if not pipe.poll(max(0.0, min(self._sample_deadline, end - time.monotonic()))):
+                pipe.send(list(asked.items()))
+                while asked:
+                    patience = min(self._function.deadline + GRACE_S, end - time.monotonic())
+                    if not pipe.poll(max(0.0, patience)):
                         raise TimeoutError
-                    outcomes.append(pipe.recv())
+                    number, outcome = pipe.recv()
+                    outcomes[number] = outcome
+                    del pending[number], asked[number]
             except TimeoutError:
                 self.stop()
-                outcomes.append((None, {}, LATE))
+                del pending[next(iter(asked))]
             except (EOFError, OSError):
                 code = self.stop()
-                outcomes.append((None, {}, f"the reward process ended with exit code {code}"))
-        return outcomes + [(None, {}, LATE)] * (len(samples) - len(outcomes))
+                if one_by_one:
+                    (number,) = asked
+                    outcomes[number] = None, {}, f"the reward process ended with exit code {code}"
+                    del pending[number]
+                one_by_one = True
+        return outcomes
 
     def start(self) -> Connection:
         """The pipe to the process, which is started if there is none."""
         if self._pipe is None:
             self._pipe, theirs = Pipe()
             number = theirs.fileno()
-            command = [sys.executable, "-P", "-m", "trainer.reward_process", str(number), self._compute_score]
+            command = [sys.executable, "-P", "-m", "trainer.reward_process", str(number), self._function.to_json()]
             path = os.pathsep.join(entry for entry in sys.path if entry)
             self._process = subprocess.Popen(command, pass_fds=[number], env={**os.environ, "PYTHONPATH": path})
             theirs.close()
             if not self._pipe.poll(self._batch_deadline):
-                raise TimeoutError(f"{self._compute_score} is not imported yet")
-            self._pipe.recv()
+                raise TimeoutError(f"{self.name} is not loaded yet")
+            problem = self._pipe.recv()
+            if problem is not None:
+                self.stop()
+                raise ConfigError(problem)
         return self._pipe
 
     def stop(self) -> int | None:

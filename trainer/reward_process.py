@@ -1,48 +1,100 @@
-"""The process that runs reward functions: `python -m trainer.reward_process FD FUNCTION`; `trainer.reward` starts it.
+"""The process that runs reward functions: `python -m trainer.reward_process FD SPEC`; `trainer.reward` starts it.
 
-Reads lists of samples from the pipe at file descriptor FD and answers each sample at once, so that the driver knows
-which one hangs. FUNCTION is a dotted path. Imports nothing heavy: it starts again after every sample that hangs.
+Reads lists of (number, sample) from the pipe at file descriptor FD and answers each sample at once, so that the driver
+knows which one hangs. SPEC is a `FunctionSpec` as JSON. Coroutine functions run side by side, others one by one.
+Imports nothing heavy: it starts again after every sample that hangs.
 """
 
 from __future__ import annotations
 
-import importlib
+import asyncio
+import inspect
+import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from trainer.user_code import load_user_code
+
 Outcome = tuple[float | None, dict[str, float], str | None]
 """Score (None: failed), other numbers that the function returned, what went wrong."""
+LATE = "passed its deadline"
+MAX_SIDE_BY_SIDE = 64
+"""Calls of a coroutine function that run at the same time."""
 
 
-def score_sample(function: Callable[..., Any], sample: tuple[Any, ...]) -> Outcome:
+@dataclass(frozen=True)
+class FunctionSpec:
+    """Which function, and how it is called."""
+
+    path: str = "workers.reward_functions"
+    name: str = "default_compute_score"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    deadline: float = 10.0
+
+    def to_json(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+
+def read_outcome(result: Any) -> Outcome:
+    """What the function returned, as an outcome; anything but a finite number or a dict with one is refused."""
+    extras = dict(result) if isinstance(result, dict) else {"score": result}
+    score = extras.pop("score", None)
+    if isinstance(score, str) or score is None or not math.isfinite(float(score)):
+        raise ValueError(f"the reward function returned {result!r}; a finite number, or a dict with one as 'score'")
+    return float(score), {str(k): float(v) for k, v in extras.items() if isinstance(v, int | float)}, None
+
+
+def score_sample(function: Callable[..., Any], sample: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     """One sample's outcome; never raises."""
     try:
-        result = function(*sample)
-        extras = dict(result) if isinstance(result, dict) else {"score": result}
-        score = float(extras.pop("score"))
-        if isinstance(result, str) or not math.isfinite(score):
-            raise ValueError(f"the reward function returned {result!r}")
-        return score, {str(k): float(v) for k, v in extras.items() if isinstance(v, int | float)}, None
+        return read_outcome(function(*sample, **kwargs))
     except Exception as err:  # noqa: BLE001 - the process edge: a user's function may raise anything
         return None, {}, f"{type(err).__name__}: {err}"
 
 
-def serve(pipe: Connection, dotted_path: str) -> None:
+async def score_side_by_side(
+    function: Callable[..., Any], spec: FunctionSpec, samples: list[tuple[int, Any]], pipe: Connection
+) -> None:
+    """Every sample's outcome, sent as it comes."""
+    places = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+
+    async def score(number: int, sample: tuple[Any, ...]) -> None:
+        async with places:
+            try:
+                outcome = read_outcome(await asyncio.wait_for(function(*sample, **spec.kwargs), spec.deadline))
+            except TimeoutError:
+                outcome = None, {}, LATE
+            except Exception as err:  # noqa: BLE001 - the process edge: a user's function may raise anything
+                outcome = None, {}, f"{type(err).__name__}: {err}"
+        pipe.send((number, outcome))
+
+    await asyncio.gather(*(score(number, sample) for number, sample in samples))
+
+
+def serve(pipe: Connection, spec: FunctionSpec) -> None:
     """Answer until the other end closes."""
-    module, _, name = dotted_path.rpartition(".")
-    function = getattr(importlib.import_module(module), name)
-    pipe.send("ready")
+    try:
+        function = load_user_code(spec.path, spec.name, "custom_reward_function")
+    except ImportError as err:
+        pipe.send(str(err))
+        return
+    pipe.send(None)
     while True:
         try:
             samples = pipe.recv()
         except EOFError:
             return
-        for sample in samples:
-            pipe.send(score_sample(function, sample))
+        if inspect.iscoroutinefunction(function):
+            asyncio.run(score_side_by_side(function, spec, samples, pipe))
+        else:
+            for number, sample in samples:
+                pipe.send((number, score_sample(function, sample, spec.kwargs)))
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])), sys.argv[2])
+    serve(Connection(int(sys.argv[1])), FunctionSpec(**json.loads(sys.argv[2])))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,24 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.config import PPOConfig, RewardFunctionConfig
 from trainer.data import as_objects, load_tokenizer
-from trainer.reward import RewardManager
+from trainer.reward import RewardFuture, RewardManager, SummedScores, make_reward_manager, overlong_punishment
+from trainer.reward_process import FunctionSpec
 from verl_like.errors import ConfigError
 from verl_like.protocol import DataProto
+from workers.config import OverlongBufferConfig, RewardModelConfig
 
 FUNCTIONS = """
-import os, time
+import asyncio, os, time
 
-def odd(data_source, solution_str, ground_truth, extra_info):
+async def odd_async(data_source, solution_str, ground_truth, extra_info, bonus):
+    if ground_truth == "hang":
+        await asyncio.sleep(60)
+    await asyncio.sleep(0.1)
+    return odd(data_source, solution_str, ground_truth, extra_info, bonus)
+
+def odd(data_source, solution_str, ground_truth, extra_info, bonus):
     if ground_truth == "raise":
         raise RuntimeError("no such answer")
     if ground_truth == "hang":
@@ -28,11 +39,13 @@ def odd(data_source, solution_str, ground_truth, extra_info):
         os._exit(3)
     if ground_truth == "nan":
         return float("nan")
+    if ground_truth == "nothing":
+        return None
     if ground_truth == "text":
         return "0.5"
     if ground_truth == "extra":
         return {"score": 2.0, "accuracy": 1, "note": "not a number"}
-    return float(len(solution_str))
+    return float(len(solution_str)) + bonus
 """
 
 
@@ -41,14 +54,36 @@ def tokenizer(tiny_dir: Path) -> Any:
     return load_tokenizer(str(tiny_dir / "model"))
 
 
+@pytest.fixture(scope="module")
+def managers(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Managers by their settings, each made once."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "odd_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
+    made: dict[Any, RewardManager] = {}
+
+    def make(name: str = "odd", deadline: float = 10.0, **settings: Any) -> RewardManager:
+        key = name, deadline, *settings.items()
+        if key not in made:
+            made[key] = RewardManager(
+                tokenizer, FunctionSpec("odd_rewards", name, {"bonus": 0.0}, deadline), **settings
+            )
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        yield make
+    for manager in made.values():
+        manager.close()
+
+
 @pytest.fixture
-def managers(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    (tmp_path / "odd_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
+    """Managers as a configuration asks for them."""
     made = []
 
-    def make(function: str = "odd_rewards.odd", **settings: Any) -> RewardManager:
-        made.append(RewardManager(tokenizer, function, **settings))
+    def make(sources: Sequence[str] = ("verl_like/tiny_letters",), **sections: Any) -> RewardManager:
+        config = PPOConfig(data=None, trainer=None, **sections)
+        made.append(make_reward_manager(config, tokenizer, sources))
         return made[-1]
 
     yield make
@@ -82,49 +117,117 @@ def test_the_score_stands_at_the_last_response_token(managers: Any, tokenizer: A
     assert scores.meta_info["reward_metrics"] == {"reward/num_failed": 0.0, "reward/num_timed_out": 0.0}
 
 
-def test_the_default_rules_score_the_tiny_task(managers: Any, tokenizer: Any) -> None:
-    manager = managers("workers.reward_functions.default_compute_score")
+def test_the_default_rules_score_the_tiny_task(make_manager: Any, tokenizer: Any) -> None:
+    manager = make_manager()
     batch = make_batch(tokenizer, ["aab", "c"], ["a", "a"], source="verl_like/tiny_letters")
     assert manager.remote(batch).get().batch["token_level_scores"].sum(-1).tolist() == pytest.approx([2 / 3, 0.0])
 
 
-@pytest.mark.parametrize("truth", ["raise", "nan", "text", "exit"])
+@pytest.mark.parametrize("name", ["odd", "odd_async"])
+@pytest.mark.parametrize("truth", ["raise", "nan", "text", "exit", "nothing"])
 def test_a_failing_sample_gets_the_default_score_and_the_others_theirs(
-    managers: Any, tokenizer: Any, truth: str, caplog: pytest.LogCaptureFixture
+    managers: Any, tokenizer: Any, name: str, truth: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scores = managers(default_score=-1.0).remote(make_batch(tokenizer, ["a", "ab", "abc"], ["", truth, ""])).get()
+    scores = managers(name, default_score=-1.0).remote(make_batch(tokenizer, ["a", "ab", "abc"], ["", truth, ""])).get()
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -1.0, 3.0]
     assert scores.meta_info["reward_metrics"] == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
     assert "1-0" in caplog.text
 
 
-def test_a_hanging_sample_is_killed_at_its_deadline(managers: Any, tokenizer: Any) -> None:
-    manager = managers(sample_deadline=1.5)
+@pytest.mark.parametrize("name", ["odd", "odd_async"])
+def test_a_hanging_sample_is_killed_at_its_deadline(managers: Any, tokenizer: Any, name: str) -> None:
+    manager = managers(name, deadline=0.6)
     scores = manager.remote(make_batch(tokenizer, ["a", "ab", "abc"], ["", "hang", ""])).get(timeout=20)
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 3.0]
     assert scores.meta_info["reward_metrics"] == {"reward/num_failed": 0.0, "reward/num_timed_out": 1.0}
 
 
 def test_many_hanging_samples_end_at_the_batch_deadline(managers: Any, tokenizer: Any) -> None:
-    manager = managers(sample_deadline=60.0, batch_deadline=1.0)
+    manager = managers(deadline=60.0, batch_deadline=1.0)
     scores = manager.remote(make_batch(tokenizer, ["a"] * 5, ["hang"] * 5)).get(timeout=20)
     assert scores.meta_info["reward_metrics"]["reward/num_timed_out"] == 5.0
 
 
-@pytest.mark.parametrize("path", ["odd_rewards.even", "no_such_module.odd"])
-def test_a_function_that_cannot_be_imported_is_refused_at_once(managers: Any, path: str) -> None:
-    with pytest.raises(ConfigError, match=path):
-        managers(path)
+@pytest.mark.parametrize(
+    ("path", "name", "answer"),
+    [
+        ("odd_rewards", "even", "odd_rewards has no such name; it has asyncio, odd"),
+        ("no_such_module", "odd", "no_such_module' cannot be imported"),
+        ("no_such_file.py", "odd", "no_such_file.py: there is no such file"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_at_once(
+    make_manager: Any, path: str, name: str, answer: str
+) -> None:
+    with pytest.raises(ConfigError, match=answer):
+        make_manager(custom_reward_function=RewardFunctionConfig(path=path, name=name))
+
+
+def test_a_function_that_dies_while_it_loads_is_refused(make_manager: Any, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "broken.py").write_text("def f(:", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"broken.py:f is not loaded within .* what its process said is above"):
+        make_manager(custom_reward_function=RewardFunctionConfig(path=str(tmp_path / "broken.py"), name="f"))
+    assert "SyntaxError" in capfd.readouterr().err
+
+
+def test_a_function_in_a_file_gets_its_keyword_arguments(make_manager: Any, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "odd_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
+    custom = RewardFunctionConfig(path=str(tmp_path / "odd_rewards.py"), name="odd", reward_kwargs={"bonus": 0.5})
+    manager = make_manager(custom_reward_function=custom)
+    scores = manager.remote(make_batch(tokenizer, ["ab"], [""])).get()
+    assert scores.batch["token_level_scores"].sum().item() == 2.5
+
+
+def test_data_without_a_rule_are_refused(make_manager: Any) -> None:
+    with pytest.raises(ConfigError, match="no rule reward for data_source 'openai/gsm8'"):
+        make_manager(sources=["openai/gsm8"])
+
+
+def test_coroutines_run_side_by_side(managers: Any, tokenizer: Any) -> None:
+    manager = managers("odd_async")
+    began = time.monotonic()
+    manager.remote(make_batch(tokenizer, ["a"] * 40, [""] * 40)).get()
+    assert time.monotonic() - began < 40 * 0.1
+
+
+def test_overlong_responses_are_punished_softly(make_manager: Any, tokenizer: Any) -> None:
+    buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=2.0)
+    lengths = torch.tensor([0, 4, 5, 6, 8])
+    assert overlong_punishment(lengths, 8, buffer).tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
+    manager = make_manager(reward_model=RewardModelConfig(overlong_buffer=buffer))
+    batch = make_batch(tokenizer, ["aaa", "aaaaaa"], ["a", "a"], source="verl_like/tiny_letters")
+    scores = manager.remote(batch).get()  # eos is a token as well
+    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 1.0 - 1.5]
+    assert scores.non_tensor_batch["reward_extra/overlong_reward"].tolist() == [0.0, -1.5]
+    assert scores.meta_info["reward_metrics"]["reward/overlong_reward/mean"] == -0.75
+
+
+def test_rules_and_a_reward_model_add_up_by_weight() -> None:
+    rules, model = Future(), Future()
+    joined = SummedScores(RewardFuture(rules), RewardFuture(model), rule_weight=0.5)
+    assert not joined.done()
+    scores = {"token_level_scores": torch.tensor([[0.0, 2.0], [4.0, 0.0]])}
+    rules.set_result(DataProto.from_dict(scores, meta_info={"reward_metrics": {"reward/num_failed": 0.0}}))
+    model.set_result(DataProto.from_dict({"rm_scores": torch.tensor([[0.0, 1.0], [3.0, 0.0]])}))
+    result = joined.get()
+    assert joined.done()
+    assert result.batch["token_level_scores"].tolist() == [[0.0, 2.0], [5.0, 0.0]]
+    assert result.meta_info["reward_metrics"] == {
+        "reward/num_failed": 0.0,
+        "reward/rule_score/mean": 3.0,
+        "reward/model_score/mean": 2.0,
+    }
 
 
 def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: Any) -> None:
     scores = managers().remote(make_batch(tokenizer, ["a", "ab"], ["extra", ""])).get()
+    assert scores.meta_info["reward_metrics"]["reward/accuracy/mean"] == 1.0
     np.testing.assert_array_equal(scores.non_tensor_batch["reward_extra/accuracy"], [1.0, np.nan])
     assert list(scores.non_tensor_batch) == ["reward_extra/accuracy"]
 
 
 def test_the_caller_does_not_wait(managers: Any, tokenizer: Any) -> None:
-    future = managers(sample_deadline=0.3).remote(make_batch(tokenizer, ["a"], ["hang"]))
+    future = managers(deadline=0.3).remote(make_batch(tokenizer, ["a"], ["hang"]))
     assert not future.done()
     with pytest.raises(TimeoutError):
         future.get(timeout=0.05)
