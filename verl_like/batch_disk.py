@@ -19,10 +19,10 @@ import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from tensordict import TensorDict
 
 from verl_like.columns import Array, object_rows, tensors_of
 from verl_like.errors import BatchError
+from verl_like.tensordicts import TensorDict
 
 T = TypeVar("T")
 

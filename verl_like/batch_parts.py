@@ -11,11 +11,11 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from verl_like import columns
 from verl_like.columns import Array
 from verl_like.errors import BatchError
+from verl_like.tensordicts import TensorDict
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any, Self, overload
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from verl_like import columns
 from verl_like.batch_parts import BatchParts, DataProtoItem
 from verl_like.columns import Array
 from verl_like.errors import BatchError
+from verl_like.tensordicts import TensorDict
 
 _Slice = slice  # the class below has a method of this name
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
 
 from verl_like.columns import Array, tensors_of
+from verl_like.tensordicts import TensorDict
 
 Wire = tuple[int, dict[str, tuple[torch.dtype, tuple[int, ...], Any]]]
 

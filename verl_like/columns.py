@@ -13,9 +13,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
 
 from verl_like.errors import BatchError, MissingColumnError, nearest
+from verl_like.tensordicts import TensorDict
 
 Array = NDArray[Any]
 

@@ -21,13 +21,13 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from verl_like import batch_disk, batch_wire, columns
 from verl_like.batch_parts import DataProtoItem, Shard
 from verl_like.batch_rows import BatchRows
 from verl_like.columns import Array, union_numpy_dict, union_tensor_dict
 from verl_like.errors import BatchError
+from verl_like.tensordicts import NonTensorData, NonTensorStack, TensorDict
 
 __all__ = [
     "DataProto",
