@@ -126,6 +126,21 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
 }
 
 
+SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
+"""Parameters that `compute_advantage` fills from the configuration, not from the batch."""
+
+
+def columns_read(adv_estimator: str) -> tuple[str, ...]:
+    """The batch's columns that an estimator's parameters ask for."""
+    parameters = inspect.signature(look_up(adv_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")).parameters
+    asked = [
+        name
+        for name, parameter in parameters.items()
+        if name == "index" or (parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD)
+    ]
+    return tuple("uid" if name == "index" else name for name in asked if name not in SETTINGS)
+
+
 def compute_advantage(
     batch: DataProto,
     adv_estimator: str,
@@ -141,15 +156,12 @@ def compute_advantage(
     """
     estimator = look_up(adv_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
     settings = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
-    arguments: dict[str, Any] = {}
-    for name, parameter in inspect.signature(estimator).parameters.items():
-        required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-        if name in settings:
-            arguments[name] = settings[name]
-        elif name == "index":
+    arguments: dict[str, Any] = {n: settings[n] for n in inspect.signature(estimator).parameters if n in settings}
+    for name in columns_read(adv_estimator):
+        if name == "uid":
             require(batch, "uid")
-            arguments[name] = batch.non_tensor_batch["uid"]
-        elif required:
+            arguments["index"] = batch.non_tensor_batch["uid"]
+        else:
             arguments |= read_columns(batch, name)
     advantages, returns = estimator(**arguments)
     return write_columns(batch, advantages=advantages, returns=returns)

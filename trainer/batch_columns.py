@@ -1,4 +1,4 @@
-"""Reading and writing a batch's tensor columns on the driver; `trainer.{advantages,kl,metrics}` call it."""
+"""Reading and writing a batch's tensor columns on the driver; `trainer.{ppo,advantages,kl,metrics}` call it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
     require(batch, *names)
     tensors: Any = batch.batch
     return {name: tensors[name] for name in names}
+
+
+def has_column(batch: DataProto, name: str) -> bool:
+    """Whether the batch has this tensor column."""
+    return batch.batch is not None and name in batch.batch.keys()
 
 
 def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:

@@ -75,6 +75,18 @@ class KLControlConfig:
 
 
 @dataclass(kw_only=True)
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling: prompts whose samples all score alike are replaced by further prompts."""
+
+    enable: bool = False
+    """Replace them."""
+    metric: str = "seq_reward"
+    """What must differ: seq_reward (the score), or a number that the reward function returns beside it, such as acc."""
+    max_num_gen_batches: int = 10
+    """Batches generated for one step at most; what is still missing then is filled with groups of equal scores."""
+
+
+@dataclass(kw_only=True)
 class AlgorithmConfig:
     """From scores to advantages."""
 
@@ -86,6 +98,10 @@ class AlgorithmConfig:
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by their group's standard deviation."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """Dynamic sampling."""
+    score_clip: float | None = None
+    """Scores are clamped to -score_clip ... score_clip before anything else; null leaves them."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward; starts the reference role."""
     kl_penalty: str = "kl"
@@ -98,6 +114,8 @@ class AlgorithmConfig:
 class TrainerConfig:
     """The run: length, devices, folder."""
 
+    cls: str = "trainer.ppo.PPOTrainer"
+    """Dotted path of the trainer: PPOTrainer, or a subclass of yours that overrides stages or hooks."""
     total_epochs: int = 1
     """Passes over the data."""
     total_training_steps: int | None = None

@@ -1,4 +1,4 @@
-"""The KL to the reference policy inside the reward: its weight's controllers, its subtraction. `PPOTrainer` calls it.
+"""From scores to rewards: the clamp, the KL to the reference policy, its weight's controllers. `PPOTrainer` calls it.
 
 The KL inside the actor's loss is another thing (`actor.use_kl_loss`) and lives in `workers`.
 """
@@ -61,6 +61,14 @@ def get_kl_controller(kl_ctrl: KLControlConfig) -> KLController:
     raise ConfigError(
         f"unknown algorithm.kl_ctrl.type {kl_ctrl.type!r}; fixed or adaptive.{nearest(kl_ctrl.type, valid)}"
     )
+
+
+def clamp_scores(batch: DataProto, limit: float) -> tuple[DataProto, dict[str, float]]:
+    """The same batch with every score inside [-limit, limit], and the share of samples that this changed."""
+    scores = read_columns(batch, "token_level_scores")["token_level_scores"]
+    clamped = scores.clamp(-limit, limit)
+    changed = (clamped != scores).any(dim=-1).double().mean().item()
+    return write_columns(batch, token_level_scores=clamped), {"critic/score/clamped_ratio": changed}
 
 
 def apply_kl_penalty(

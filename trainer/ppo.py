@@ -4,7 +4,8 @@
             ─> { critic ‖ actor } ─> weight sync ─> next prompts
 
 Every `‖` joins futures: roles on different pools run at the same time, roles on one pool take turns. Which is the case
-is a matter of configuration, and this file does not know it. `run` is what the command line calls.
+is a matter of configuration, and this file does not know it. `run` is what the command line calls; `trainer.dataflow`
+prints the graph of a configuration.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from typing import Any
 import torch
 
 from trainer.advantages import compute_advantage
-from trainer.batch_columns import read_columns, write_columns
+from trainer.batch_columns import has_column, read_columns, write_columns
 from trainer.config import PPOConfig
 from trainer.data import PromptLoader, load_tokenizer
-from trainer.kl import apply_kl_penalty, get_kl_controller
+from trainer.dataflow import REUSE_NOTICE, old_log_probs_are_the_updates_own
+from trainer.dynamic_sampling import collect_groups
+from trainer.kl import apply_kl_penalty, clamp_scores, get_kl_controller
 from trainer.metrics import compute_data_metrics, compute_throughout_metrics, reduce_metrics
 from trainer.reward import RewardManager
-from trainer.roles import WorkerGroups
-from trainer.timeline import call_timings, write_timeline
+from trainer.roles import WorkerGroups, import_dotted
+from trainer.sample_source import SampleSource, SynchronousSource
+from trainer.timeline import Timeline, call_timings
 from trainer.tracking import Tracking
+from verl_like.errors import ConfigError
 from verl_like.future import gather
 from verl_like.protocol import DataProto
+from workers.batch_keys import select_reads
 from workers.weight_sync import sync_weights
 
 Metrics = dict[str, float]
@@ -36,9 +42,15 @@ PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
 
 
 class PPOTrainer:
-    """Drives the roles in `groups` through PPO steps.
+    """Drives the roles in `groups` through PPO steps. To extend it, override a stage or a hook in a subclass.
 
-    To extend it, override a stage or a hook and call `run(config, MyTrainer)`.
+    `trainer.cls=my_module.MyTrainer` then runs it. The stages are the methods that `step` calls. The hooks do nothing
+    here and are called in this order, the indented ones for every step:
+
+        on_init_end       models are built, the rollout has the weights
+        on_train_begin
+            on_step_begin     on_sample_begin     on_sample_end     on_step_end
+        on_train_end      also when a step failed
     """
 
     def __init__(self, config: PPOConfig, groups: WorkerGroups, tokenizer: Any, loader: PromptLoader) -> None:
@@ -46,23 +58,31 @@ class PPOTrainer:
         self.config, self.groups, self.loader = config, groups, loader
         self.rewards = RewardManager(tokenizer)
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        self.source: SampleSource = SynchronousSource(loader, self.make_samples)
         self.global_step = 0
         self.weight_version = 0
         self.timing: Metrics = {}
         self.calls: list[dict[str, Any]] = []
 
     def fit(self) -> None:
-        """Every step of the run; the timeline is written even when one fails."""
+        """Every step of the run."""
         folder = Path(self.config.trainer.default_local_dir)
         with Tracking(folder, self.config.trainer.logger) as tracking:
+            timeline = Timeline(folder / "timeline.json")
             try:
                 self.init_models()
-                for _, prompts in zip(range(self.loader.total_steps), self.loader, strict=False):
+                self.on_init_end()
+                self.on_train_begin()
+                while self.global_step < self.loader.total_steps:
                     self.global_step += 1
-                    tracking.log(self.timed_step(prompts), self.global_step)
+                    metrics = self.timed_step()
+                    timeline.add(self.calls)
+                    tracking.log(metrics, self.global_step)
             finally:
+                self.source.close()
                 self.rewards.close()
-                write_timeline(folder / "timeline.json", self.calls + self.groups.take_calls())
+                timeline.add(self.groups.take_calls())
+                self.on_train_end()
 
     def init_models(self) -> None:
         """Build every role's model, all at once, and give the rollout the actor's weights before the first prompt."""
@@ -72,19 +92,20 @@ class PPOTrainer:
         gather(*(self.groups[role].init_model.remote(**totals.get(role, {})) for role in self.groups))
         self.sync()
 
-    def timed_step(self, prompts: DataProto) -> Metrics:
-        """One step with its times, by stage and by role."""
-        self.timing = {}
+    def timed_step(self) -> Metrics:
+        """One step between its hooks, with its times by stage and by role."""
+        self.timing, self.calls = {}, []
+        self.on_step_begin()
         with self.clock("step"):
-            metrics = self.step(prompts)
-        calls = self.groups.take_calls()
-        self.calls += calls
-        return metrics | call_timings(calls, self.timing)
+            metrics = self.step()
+        metrics |= call_timings(self.calls, self.timing)
+        self.on_step_end(metrics)
+        return metrics
 
-    def step(self, prompts: DataProto) -> Metrics:
+    def step(self) -> Metrics:
         """One PPO step: the dataflow of this module's first lines."""
         with self.clock("gen"):
-            batch = self.generate(prompts)
+            batch = self.source.take()
         with self.clock("score"):
             batch, score_metrics = self.score(batch)
         with self.clock("adv"):
@@ -95,24 +116,79 @@ class PPOTrainer:
             sync_metrics = self.sync()
         return self.batch_metrics(batch) | score_metrics | kl_metrics | update_metrics | sync_metrics
 
-    def generate(self, prompts: DataProto) -> DataProto:
-        """`rollout.n` samples of every prompt. A sample is known by its uid and its index among that uid's samples."""
+    # ------------------------------------------------------------------------------------------------------- the stages
+
+    def make_samples(self, prompts: Iterator[DataProto]) -> DataProto:
+        """The samples of one step, and with `filter_groups` as many draws of prompts as they take."""
+        self.on_sample_begin()
+        filtered = self.config.algorithm.filter_groups
+        if filtered.enable:
+            batch, metrics = collect_groups(
+                lambda attempt: self.with_rewards(self.generate(next(prompts), attempt)),
+                self.config.data.train_batch_size,
+                filtered,
+            )
+            batch.meta_info["metrics"] = metrics
+        else:
+            batch = self.generate(next(prompts))
+        self.on_sample_end(batch)
+        return batch
+
+    def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
+        """`rollout.n` samples of every prompt, each with the version of the policy that made it.
+
+        A sample is known by its uid and its index among that uid's samples; `attempt` counts the draws of one step.
+        """
         num_samples = self.config.actor_rollout_ref.rollout.n
         batch = prompts.repeat(num_samples, interleave=True)
         index = torch.arange(num_samples).repeat(len(prompts))
-        batch = batch.union(DataProto.from_dict({"sample_index": index}))
-        samples = self.groups["rollout"].generate_sequences(batch.select([*PROMPT_COLUMNS, "sample_index"], ["uid"]))
+        batch = self.roll_out(batch.union(DataProto.from_dict({"sample_index": index})), attempt=attempt)
+        if self.config.algorithm.adv_estimator == "remax":
+            baselines = self.greedy_scores(prompts).repeat_interleave(num_samples)
+            batch = batch.union(DataProto.from_dict({"reward_baselines": baselines}))
+        return batch
+
+    def greedy_scores(self, prompts: DataProto) -> torch.Tensor:
+        """The score of every prompt's greedy answer: what ReMax compares its samples with."""
+        first = DataProto.from_dict({"sample_index": torch.zeros(len(prompts), dtype=torch.int64)})
+        answers = self.roll_out(prompts.select().union(first), do_sample=False)
+        return read_columns(self.with_rewards(answers), "token_level_scores")["token_level_scores"].sum(dim=-1)
+
+    def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
+        """The rows of prompts with a response each; `settings` go to the rollout beside the batch's own."""
+        asked = self.needed(batch, "rollout", "generate_sequences")
+        asked.meta_info = asked.meta_info | settings
+        samples = self.groups["rollout"].generate_sequences(asked)
+        version = torch.full((len(samples),), samples.meta_info.pop("policy_version"), dtype=torch.int64)
         batch.pop(PROMPT_COLUMNS)
-        return batch.union(samples)
+        samples.meta_info = {}
+        return write_columns(batch.union(samples), policy_version=version)
+
+    def with_rewards(self, batch: DataProto) -> DataProto:
+        """The batch with its scores, waited for: for what must see them before the score stage."""
+        rewards = self.launch_rewards(batch).get()
+        metrics = rewards.meta_info.pop("reward_metrics", {})
+        batch = batch.union(rewards)
+        batch.meta_info["metrics"] = metrics
+        return batch
+
+    def launch_rewards(self, batch: DataProto) -> Any:
+        """The future of `token_level_scores`."""
+        return self.rewards.remote(batch)
 
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Four independent readings of the same samples: all launched, then joined."""
-        calls = [self.rewards.remote(batch), self.groups["actor"].compute_log_prob.remote(batch)]
+        """Independent readings of the same samples: all launched, then joined.
+
+        Readings that the batch has already are not made again, nor are old log-probs that the update itself will find.
+        """
+        metrics: Metrics = batch.meta_info.pop("metrics", {})
+        calls = [] if has_column(batch, "token_level_scores") else [self.launch_rewards(batch)]
+        if not self.policy_is_current(batch):
+            calls.append(self.call("actor", "compute_log_prob", batch))
         if "ref" in self.groups:
-            calls.append(self.groups["ref"].compute_ref_log_prob.remote(batch))
+            calls.append(self.call("ref", "compute_ref_log_prob", batch))
         if "critic" in self.groups:
-            calls.append(self.groups["critic"].compute_values.remote(batch))
-        metrics: Metrics = {}
+            calls.append(self.call("critic", "compute_values", batch))
         for result in gather(*calls):
             metrics |= result.meta_info.pop("reward_metrics", {})
             batch = batch.union(result)
@@ -122,8 +198,11 @@ class PPOTrainer:
         """Scores to rewards (less the KL, if that is asked for) to advantages and returns."""
         algorithm = self.config.algorithm
         metrics: Metrics = {}
+        if algorithm.score_clip is not None:
+            batch, metrics = clamp_scores(batch, algorithm.score_clip)
         if algorithm.use_kl_in_reward:
-            batch, metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
+            batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
+            metrics |= kl_metrics
         else:
             write_columns(batch, token_level_rewards=read_columns(batch, "token_level_scores")["token_level_scores"])
         batch = compute_advantage(
@@ -139,9 +218,9 @@ class PPOTrainer:
         """Critic and actor learn at the same time, where their pools differ."""
         calls = []
         if "critic" in self.groups:
-            calls.append(self.groups["critic"].update_critic.remote(batch))
+            calls.append(self.call("critic", "update_critic", batch))
         if self.global_step > self.config.trainer.critic_warmup:
-            calls.append(self.groups["actor"].update_actor.remote(batch))
+            calls.append(self.call("actor", "update_actor", batch))
         metrics: Metrics = {}
         for result in gather(*calls):
             metrics |= reduce_metrics(result.meta_info["metrics"])
@@ -159,21 +238,71 @@ class PPOTrainer:
         metrics = compute_data_metrics(batch, use_critic="critic" in self.groups)
         return metrics | compute_throughout_metrics(batch, seconds, num_devices)
 
+    # -------------------------------------------------------------------------------------------------------- the hooks
+
+    def on_init_end(self) -> None:
+        """Models are built, and the rollout has the actor's weights."""
+
+    def on_train_begin(self) -> None:
+        """Before the first step."""
+
+    def on_step_begin(self) -> None:
+        """`self.global_step` is the number of the step that begins."""
+
+    def on_sample_begin(self) -> None:
+        """Before the samples of a step are made."""
+
+    def on_sample_end(self, batch: DataProto) -> None:
+        """`batch` are the samples, as they go into the score stage."""
+
+    def on_step_end(self, metrics: Metrics) -> None:
+        """`metrics` are written next; what is added to them is written too."""
+
+    def on_train_end(self) -> None:
+        """After the last step, or after the one that failed."""
+
+    # ---------------------------------------------------------------------------------------------------------- helpers
+
+    def call(self, role: str, method: str, batch: DataProto) -> Any:
+        """The future of a role's method, which gets the columns that it reads."""
+        return getattr(self.groups[role], method).remote(self.needed(batch, role, method))
+
+    def needed(self, batch: DataProto, role: str, method: str) -> DataProto:
+        """The columns that the role's class says the method reads; a class that says nothing gets them all."""
+        return select_reads(batch, self.groups[role].roles[role], method)
+
+    def policy_is_current(self, batch: DataProto) -> bool:
+        """Whether the update's own forward pass is the old log-probs, so that no pass need find them before."""
+        own = old_log_probs_are_the_updates_own(self.config)
+        return own and bool((read_columns(batch, "policy_version")["policy_version"] == self.weight_version).all())
+
     @contextmanager
     def clock(self, stage: str) -> Iterator[None]:
-        """Wall time of a stage, as `timing_s/<stage>`."""
+        """Wall time of a stage, as `timing_s/<stage>`; the calls that finished in it become the stage's."""
         began = time.perf_counter()
         try:
             yield
         finally:
             self.timing[stage] = time.perf_counter() - began
+            self.calls += [call | {"stage": stage, "step": self.global_step} for call in self.groups.take_calls()]
 
 
-def run(config: PPOConfig, trainer_cls: type[PPOTrainer] = PPOTrainer) -> None:
+def run(config: PPOConfig, trainer_cls: type[PPOTrainer] | None = None) -> None:
     """A whole run: data first, then the placement, then processes, then steps."""
     torch.set_num_threads(1)  # sums come out alike whatever the machine; the driver's share of the arithmetic is small
+    trainer_cls = trainer_cls or trainer_class(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     loader = PromptLoader(config, tokenizer)
     with WorkerGroups(config) as groups:
         print(groups.placement, flush=True)
+        if old_log_probs_are_the_updates_own(config):
+            print(REUSE_NOTICE, flush=True)
         trainer_cls(config, groups, tokenizer, loader).fit()
+
+
+def trainer_class(config: PPOConfig) -> type[PPOTrainer]:
+    """The class at `trainer.cls`."""
+    cls = import_dotted(config.trainer.cls, "trainer.cls")
+    if not (isinstance(cls, type) and issubclass(cls, PPOTrainer)):
+        raise ConfigError(f"trainer.cls={config.trainer.cls} is not a subclass of trainer.PPOTrainer.")
+    return cls

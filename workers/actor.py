@@ -62,7 +62,8 @@ class ActorWorker(WeightSender, Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_actor(self, data: DataProto) -> DataProto:
         """One PPO update over the batch; its metrics, the same on every rank, are in `meta_info["metrics"]`."""
-        names = ["old_log_probs", "advantages"] + (["ref_log_prob"] if self.config.use_kl_loss else [])
+        names = ["advantages"] + (["ref_log_prob"] if self.config.use_kl_loss else [])
+        names += [] if self.finds_old_log_probs(data) else ["old_log_probs"]
         metrics = self.engine.update(
             data,
             names,
@@ -75,6 +76,15 @@ class ActorWorker(WeightSender, Worker):
         )
         return DataProto(meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
 
+    def finds_old_log_probs(self, data: DataProto) -> bool:
+        """Whether the update's own forward pass gives the old log-probs of a batch that has none.
+
+        It does when the update is one optimizer step, and the samples are of the policy as it is now.
+        """
+        num_rows = len(data) if data.shard is None else data.shard.total
+        one_step = self.config.ppo_epochs == 1 and self.config.ppo_mini_batch_size * self.policy.rollout.n == num_rows
+        return one_step and "old_log_probs" not in data.batch.keys()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
         """Hash of the full weights."""
@@ -84,7 +94,7 @@ class ActorWorker(WeightSender, Worker):
         """PPO's policy loss, less the entropy bonus, plus the KL to the reference: this micro-batch's share."""
         config, mask = self.config, columns["response_mask"]
         loss, metrics = POLICY_LOSSES["vanilla"](
-            columns["old_log_probs"],
+            columns.get("old_log_probs", outputs["log_probs"].detach()),
             outputs["log_probs"],
             columns["advantages"],
             mask,

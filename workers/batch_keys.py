@@ -47,6 +47,8 @@ COLUMNS: dict[str, Column] = {
         Column("advantages", "[rows, R]", "float32", "the driver's compute_advantage"),
         Column("returns", "[rows, R]", "float32", "the driver's compute_advantage"),
         Column("sample_index", "[rows]", "int64", "the driver's repeat by rollout.n"),
+        Column("policy_version", "[rows]", "int64", "the driver, of the weights that made the sample"),
+        Column("reward_baselines", "[rows]", "float32", "the driver's greedy_scores, for remax"),
         Column("uid", "[rows]", "object", _DATA),
         Column("raw_prompt", "[rows]", "object", _DATA),
         Column("data_source", "[rows]", "object", _DATA),
@@ -54,6 +56,38 @@ COLUMNS: dict[str, Column] = {
         Column("extra_info", "[rows]", "object", _DATA),
     )
 }
+
+_NAMED = ("uid", "sample_index")
+_SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", *_NAMED)
+
+READS: dict[str, tuple[str, ...]] = {
+    "generate_sequences": ("input_ids", "attention_mask", "position_ids", *_NAMED),
+    "compute_log_prob": _SEQUENCES,
+    "compute_ref_log_prob": _SEQUENCES,
+    "compute_values": _SEQUENCES,
+    "update_critic": (*_SEQUENCES, "values", "returns"),
+    "update_actor": (*_SEQUENCES, "old_log_probs", "ref_log_prob", "rollout_log_probs", "advantages"),
+}
+"""What each method of the built-in workers reads of a batch; some of it only under some configurations."""
+
+
+def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
+    """The columns that a worker's method reads; None where nobody has said so, and it should get them all.
+
+    A class of the user's says it in a class attribute `READS`, method name -> columns, which is looked at first.
+    """
+    own: dict[str, tuple[str, ...]] = getattr(worker_class, "READS", {})
+    built_in = getattr(worker_class, method).__module__.partition(".")[0] == "workers"
+    return own.get(method, READS.get(method) if built_in else None)
+
+
+def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto:
+    """The batch with only those columns that the method reads and the batch has, by reference."""
+    names = reads_of(worker_class, method)
+    if names is None:
+        return batch
+    tensors = [name for name in names if batch.batch is not None and name in batch.batch.keys()]
+    return batch.select(tensors, [name for name in names if name in batch.non_tensor_batch])
 
 
 def require(batch: DataProto, *names: str) -> None:
