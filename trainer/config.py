@@ -120,6 +120,8 @@ class TrainerConfig:
     """Passes over the data."""
     total_training_steps: int | None = None
     """Steps; null takes epochs x batches."""
+    stop_at: dict[str, float] = field(default_factory=dict)
+    """Metric -> value: the run ends with the first step in which one of them is reached."""
     critic_warmup: int = 0
     """First steps in which only the critic is updated."""
     nnodes: int = 1

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 def close_run(folder: str | Path, failure: BaseException | None) -> None:
     """At a run's end: keep how it ended, write the report. An error here is only logged: it must not hide `failure`."""
+    if not (Path(folder) / "metrics.jsonl").exists():
+        return  # it ended before it began: the folder may hold anything
     try:
         note = Path(folder) / FAILURE_FILE
         if failure is None:

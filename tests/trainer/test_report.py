@@ -100,8 +100,15 @@ def test_a_run_without_a_step_has_a_report_with_its_failure(tmp_path: Path) -> N
 def test_a_report_that_cannot_be_written_does_not_hide_the_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    close_run(tmp_path / "nowhere", RuntimeError("the cause"))
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "report.html.part").mkdir()
+    close_run(tmp_path, RuntimeError("the cause"))
     assert "try: verl-like report" in caplog.text
+
+
+def test_a_run_that_ended_before_it_began_leaves_its_folder_alone(tmp_path: Path) -> None:
+    close_run(tmp_path, RuntimeError("the cause"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_no_run_is_refused_with_those_that_are(tmp_path: Path) -> None:
