@@ -9,21 +9,25 @@ import torch
 from trainer.config import PPOConfig
 from trainer.kl import get_kl_controller
 from verl_like.errors import ConfigError, nearest
+from workers.config import SAVE_CONTENTS
+from workers.engines.sharding import STRATEGIES, settle
 from workers.losses import LOSS_AGG_MODES, kl_penalty
 
 CHOICES = {
-    "actor_rollout_ref.actor.strategy": ("fsdp",),
+    "actor_rollout_ref.actor.strategy": STRATEGIES,
     "actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant", "cosine", "linear"),
     "actor_rollout_ref.actor.loss_agg_mode": LOSS_AGG_MODES,
     "actor_rollout_ref.rollout.name": ("native",),
-    "critic.strategy": ("fsdp",),
+    "critic.strategy": STRATEGIES,
     "critic.loss_agg_mode": LOSS_AGG_MODES,
     "critic.optim.lr_scheduler_type": ("constant", "cosine", "linear"),
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "data.truncation": ("error", "left", "right"),
     "trainer.backend": ("ray", "local"),
     "trainer.device": ("auto", "cpu", "cuda"),
 }
 POSITIVE = (
+    "algorithm.filter_groups.max_num_gen_batches",
     "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
     "actor_rollout_ref.actor.ppo_epochs",
@@ -73,12 +77,65 @@ def validate(config: PPOConfig) -> None:
     steps = config.trainer.total_training_steps
     if steps is not None and steps <= 0:
         raise ConfigError(f"trainer.total_training_steps={steps}: it must be above 0, or null for epochs x batches.")
-    if config.algorithm.adv_estimator == "remax":
-        raise ConfigError("algorithm.adv_estimator=remax needs greedy baselines, which the driver does not generate.")
+    clip = config.algorithm.score_clip
+    if clip is not None and clip <= 0:
+        raise ConfigError(f"algorithm.score_clip={clip}: it must be above 0, or null to leave scores as they are.")
     get_kl_controller(config.algorithm.kl_ctrl)
     for estimator in (config.algorithm.kl_penalty, config.actor_rollout_ref.actor.kl_loss_type):
         kl_penalty(torch.zeros(1), torch.zeros(1), estimator)
+    _check_checkpoints(config)
     _check_batches(config)
+    _check_token_budgets(config)
+    actor = config.actor_rollout_ref.actor
+    settle(actor.strategy, actor.fsdp_config, "actor_rollout_ref.actor.fsdp_config")
+    settle(actor.strategy, config.actor_rollout_ref.ref.fsdp_config, "actor_rollout_ref.ref.fsdp_config")
+    settle(config.critic.strategy, config.critic.model.fsdp_config, "critic.model.fsdp_config")
+
+
+def _check_token_budgets(config: PPOConfig) -> None:
+    """A micro-batch holds at least one sample of full length."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    if not (policy.actor.use_dynamic_bsz or critic.use_dynamic_bsz):
+        return
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    budgets = {
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": policy.actor.ppo_max_token_len_per_gpu,
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": policy.rollout.log_prob_max_token_len_per_gpu,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": policy.ref.log_prob_max_token_len_per_gpu,
+        "critic.ppo_max_token_len_per_gpu": critic.ppo_max_token_len_per_gpu,
+    }
+    for key, tokens in budgets.items():
+        if tokens is not None and tokens < longest:
+            raise ConfigError(
+                f"{key}={tokens} tokens is less than one sample of data.max_prompt_length + data.max_response_length = "
+                f"{longest} tokens; raise it to that."
+            )
+
+
+def _check_checkpoints(config: PPOConfig) -> None:
+    trainer = config.trainer
+    if trainer.save_freq == 0 or trainer.save_freq < -1:
+        raise ConfigError(
+            f"trainer.save_freq={trainer.save_freq}: a number of steps above 0, or -1 for no checkpoints."
+        )
+    if trainer.max_ckpt_to_keep is not None and trainer.max_ckpt_to_keep < 1:
+        raise ConfigError(f"trainer.max_ckpt_to_keep={trainer.max_ckpt_to_keep}: 1 or more, or null to keep all.")
+    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
+        raise ConfigError(
+            f"trainer.resume_mode={trainer.resume_mode} and trainer.resume_from_path={trainer.resume_from_path}: "
+            "resume_mode=resume_path and a global_step_N folder go together; set both or neither."
+        )
+    contents = {
+        "actor_rollout_ref.actor": config.actor_rollout_ref.actor.checkpoint.save_contents,
+        "critic": config.critic.checkpoint.save_contents,
+    }
+    for section, names in contents.items():
+        for name in names:
+            if name not in SAVE_CONTENTS:
+                raise ConfigError(
+                    f"{section}.checkpoint.save_contents names {name!r}; choose among {', '.join(SAVE_CONTENTS)}."
+                    f"{nearest(name, SAVE_CONTENTS)}"
+                )
 
 
 def _check_batches(config: PPOConfig) -> None:

@@ -10,13 +10,14 @@ from torch import Tensor
 from verl_like.dispatch import Dispatch, register
 from verl_like.protocol import DataProto
 from verl_like.worker import Worker
+from workers.engines.checkpoint import Checkpointed
 from workers.engines.fsdp import TrainEngine
 from workers.losses import POLICY_LOSSES, agg_loss, kl_penalty
-from workers.microbatch import Columns, MiniBatch
+from workers.microbatch import Budget, Columns, MiniBatch
 from workers.weight_sync import WeightSender
 
 if TYPE_CHECKING:
-    from workers.config import RolloutConfig, WorkersConfig
+    from workers.config import ActorConfig, RefConfig, RolloutConfig, WorkersConfig
 
 
 def log_prob_temperature(rollout: RolloutConfig) -> float:
@@ -24,7 +25,13 @@ def log_prob_temperature(rollout: RolloutConfig) -> float:
     return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
 
-class ActorWorker(WeightSender, Worker):
+def log_prob_budget(section: RolloutConfig | RefConfig, actor: ActorConfig) -> Budget:
+    """What a log-prob pass may hold, by the rollout's or the reference's section."""
+    tokens = section.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+    return Budget.of(actor.use_dynamic_bsz, section.log_prob_micro_batch_size_per_gpu, tokens)
+
+
+class ActorWorker(Checkpointed, WeightSender, Worker):
     """Scores responses under the current policy and improves it by PPO."""
 
     engine: TrainEngine
@@ -34,9 +41,13 @@ class ActorWorker(WeightSender, Worker):
         self.policy = config.actor_rollout_ref
         self.config = self.policy.actor
         self.temperature = log_prob_temperature(self.policy.rollout)
+        self.budget = Budget.of(
+            self.config.use_dynamic_bsz, self.config.ppo_micro_batch_size_per_gpu, self.config.ppo_max_token_len_per_gpu
+        )
         self.engine = TrainEngine(
             self.policy.model,
             self.config.fsdp_config,
+            strategy=self.config.strategy,
             head="token",
             optim_config=self.config.optim,
             grad_clip=self.config.grad_clip,
@@ -52,7 +63,7 @@ class ActorWorker(WeightSender, Worker):
         """`old_log_probs` and `entropys` of the responses under the policy as it is now."""
         outputs = self.engine.forward_rows(
             data,
-            self.policy.rollout.log_prob_micro_batch_size_per_gpu,
+            log_prob_budget(self.policy.rollout, self.config),
             temperature=self.temperature,
             want_entropy=True,
         )
@@ -68,7 +79,7 @@ class ActorWorker(WeightSender, Worker):
             data,
             names,
             mini_batch_size=self.config.ppo_mini_batch_size * self.policy.rollout.n,
-            micro_batch_size=self.config.ppo_micro_batch_size_per_gpu,
+            budget=self.budget,
             epochs=self.config.ppo_epochs,
             loss_fn=self.loss,
             temperature=self.temperature,

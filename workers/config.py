@@ -39,10 +39,10 @@ class FSDPConfig:
 
     fsdp_size: int = -1
     """Ranks per sharding group; -1 shards over the whole pool."""
-    param_offload: bool = False
-    """Keep parameters in host memory between calls."""
-    optimizer_offload: bool = False
-    """Keep optimizer state in host memory between calls."""
+    param_offload: bool | None = None
+    """Keep parameters in host memory between calls; null is what the strategy says."""
+    optimizer_offload: bool | None = None
+    """Keep optimizer state in host memory between updates; null is what the strategy says."""
 
 
 @dataclass(kw_only=True)
@@ -53,16 +53,24 @@ class ModelConfig:
     """Folder (or hub name) of the model and, for the actor, its tokenizer."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
-    attn_implementation: str = "sdpa"
-    """Attention of transformers: sdpa, eager or flash_attention_2."""
+    attn_implementation: str = "auto"
+    """auto takes the first that runs here of flash_attention_2, sdpa, eager; or one of these."""
+    use_remove_padding: bool = True
+    """Run rows end to end without their padding, where the model computes that right."""
     dtype: str = "float32"
     """Type that the weights are loaded and trained in."""
+    compute_dtype: str | None = None
+    """Mixed precision: compute in this type (bfloat16) and add gradients up in float32; null computes in `dtype`."""
     lora_rank: int = 0
     """Rank of LoRA adapters, which are then all that is trained; 0 trains every weight."""
     lora_alpha: int = 16
     """Adapters count lora_alpha / lora_rank times."""
     target_modules: Any = "all-linear"
     """Layers that get an adapter: all-linear (all but the head), or a list of names such as q_proj."""
+
+
+SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+"""What `checkpoint.save_contents` may name."""
 
 
 @dataclass(kw_only=True)
@@ -78,11 +86,15 @@ class ActorConfig:
     """The policy's update."""
 
     strategy: str = "fsdp"
-    """Training engine."""
+    """How the model lies over the ranks: single, ddp, fsdp or fsdp_offload."""
     ppo_mini_batch_size: int = 64
     """Prompts per optimizer step, over all ranks; divides `data.train_batch_size`."""
     ppo_micro_batch_size_per_gpu: int = 8
     """Samples per forward and backward pass on one rank; no effect on the result."""
+    use_dynamic_bsz: bool = False
+    """Cut micro-batches by tokens, not by samples: the actor's, the reference's and those of old log-probs."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Real tokens per forward and backward pass on one rank, under `use_dynamic_bsz`."""
     ppo_epochs: int = 1
     """Passes over the batch per update."""
     clip_ratio: float = 0.2
@@ -119,6 +131,8 @@ class RefConfig:
 
     log_prob_micro_batch_size_per_gpu: int = 8
     """Samples per forward pass on one rank."""
+    log_prob_max_token_len_per_gpu: int | None = None
+    """Real tokens per forward pass on one rank, under the actor's `use_dynamic_bsz`; null takes the actor's."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
 
@@ -163,6 +177,8 @@ class RolloutConfig:
     """vllm: share of a device's memory that the engine takes."""
     log_prob_micro_batch_size_per_gpu: int = 8
     """Samples per forward pass of the old log-probs on one rank."""
+    log_prob_max_token_len_per_gpu: int | None = None
+    """Real tokens per such pass, under the actor's `use_dynamic_bsz`; null takes the actor's."""
     val_kwargs: ValidationSamplingConfig = field(default_factory=ValidationSamplingConfig)
     """Sampling in validation."""
 
@@ -194,7 +210,7 @@ class CriticConfig:
     """The value model and its update."""
 
     strategy: str = "fsdp"
-    """Training engine."""
+    """How the model lies over the ranks: single, ddp, fsdp or fsdp_offload."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     """Body of the value model; its head starts at zero."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -203,6 +219,10 @@ class CriticConfig:
     """Prompts per optimizer step, over all ranks; null takes the actor's."""
     ppo_micro_batch_size_per_gpu: int = 8
     """Samples per forward and backward pass on one rank; no effect on the result."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens; null takes the actor's."""
+    ppo_max_token_len_per_gpu: int | None = None
+    """Real tokens per forward and backward pass on one rank, under `use_dynamic_bsz`; null takes the actor's."""
     ppo_epochs: int | None = None
     """Passes over the batch per update; null takes the actor's."""
     cliprange_value: float = 0.5

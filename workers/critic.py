@@ -10,15 +10,16 @@ from torch import Tensor
 from verl_like.dispatch import Dispatch, register
 from verl_like.protocol import DataProto
 from verl_like.worker import Worker
+from workers.engines.checkpoint import Checkpointed
 from workers.engines.fsdp import TrainEngine
 from workers.losses import agg_loss, compute_value_loss
-from workers.microbatch import Columns, MiniBatch
+from workers.microbatch import Budget, Columns, MiniBatch
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 
-class CriticWorker(Worker):
+class CriticWorker(Checkpointed, Worker):
     """Predicts, before each response token, the return that will follow."""
 
     def __init__(self, config: WorkersConfig) -> None:
@@ -28,9 +29,15 @@ class CriticWorker(Worker):
         prompts = actor.ppo_mini_batch_size if own.ppo_mini_batch_size is None else own.ppo_mini_batch_size
         self.mini_batch_size = prompts * config.actor_rollout_ref.rollout.n
         self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
+        self.budget = Budget.of(
+            actor.use_dynamic_bsz if own.use_dynamic_bsz is None else own.use_dynamic_bsz,
+            own.ppo_micro_batch_size_per_gpu,
+            own.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+        )
         self.engine = TrainEngine(
             self.config.model,
             self.config.model.fsdp_config,
+            strategy=self.config.strategy,
             head="scalar",
             optim_config=self.config.optim,
             grad_clip=self.config.grad_clip,
@@ -44,7 +51,7 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """`values`: entry j is read at the position before response token j, and zero outside the response mask."""
-        columns = self.engine.forward_rows(data, self.config.ppo_micro_batch_size_per_gpu)
+        columns = self.engine.forward_rows(data, self.budget)
         return DataProto(batch=TensorDict(columns, batch_size=[len(data)]))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
@@ -54,7 +61,7 @@ class CriticWorker(Worker):
             data,
             ("values", "returns"),
             mini_batch_size=self.mini_batch_size,
-            micro_batch_size=self.config.ppo_micro_batch_size_per_gpu,
+            budget=self.budget,
             epochs=self.epochs,
             loss_fn=self.loss,
         )

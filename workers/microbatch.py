@@ -3,8 +3,10 @@
 - The real rows of the piece are kept, pad rows of the dispatch are dropped (`Rows.take`), results are put back in place
   with zeros for the pad rows (`Rows.restore`).
 - Mini-batch k of K is the set of global rows `g % K == k`: the same samples at every number of ranks (`mini_batch`).
-- Every rank runs the same number of forward and backward passes: a rank with fewer rows runs dummy rows that nothing
-  attends to in the loss (`micro_batches`), so that collectives match.
+- Micro-batches are cut by rows or by tokens (`Budget`), longest rows first, so that one pass has rows of like length;
+  rows of which nothing is asked are in none (`cut`).
+- Every rank runs the same number of forward and backward passes: a rank with fewer runs passes over a dummy row of
+  which nothing is asked (`passes`), so that collectives match.
 - Denominators are counts over the whole mini-batch, all ranks (`MiniBatch.num_rows`, `num_tokens`): losses divided by
   them are added up over micro-batches and ranks, never averaged.
 """
@@ -30,8 +32,21 @@ Columns = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Budget:
+    """What one forward pass may hold on one rank: so many rows, or rows of so many real tokens together."""
+
+    rows: int | None = None
+    tokens: int | None = None
+
+    @classmethod
+    def of(cls, use_dynamic_bsz: bool, rows: int, tokens: int) -> Budget:
+        """The budget that a role's section sets: by tokens if `use_dynamic_bsz`, else by rows."""
+        return cls(tokens=tokens) if use_dynamic_bsz else cls(rows=rows)
+
+
+@dataclass(frozen=True)
 class Rows:
-    """The real rows of one rank's piece: the columns asked for, and where they stand in the whole batch."""
+    """The real rows of one rank's piece: the columns asked for, on the CPU, and their place in the whole batch."""
 
     columns: Columns
     start: int
@@ -40,8 +55,8 @@ class Rows:
     names: list[str]
 
     @classmethod
-    def take(cls, data: DataProto, names: Sequence[str], device: torch.device, world_size: int = 1) -> Rows:
-        """Columns of the real rows on `device`; a piece that no dispatch cut is refused on more than one rank."""
+    def take(cls, data: DataProto, names: Sequence[str], world_size: int = 1) -> Rows:
+        """Columns of the real rows; a piece that no dispatch cut is refused on more than one rank."""
         require(data, *names)
         if data.shard is None and world_size > 1:
             raise BatchError(
@@ -49,17 +64,18 @@ class Rows:
                 "call the method through its worker group, which splits the batch."
             )
         real = data.num_real_rows
-        columns = {name: data.batch[name][:real].to(device) for name in names}
+        columns = {name: data.batch[name][:real].cpu() for name in names}
         start, total = (0, real) if data.shard is None else (data.shard.start, data.shard.total)
         return cls(columns, start, total, len(data), sample_names(data, start)[:real])
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
 
-    def restore(self, column: Tensor) -> Tensor:
-        """A result for the real rows as a float32 CPU column of the piece's length, zero in the pad rows."""
-        result = torch.zeros((self.padded, *column.shape[1:]), dtype=torch.float32)
-        result[: len(column)] = column
+    def restore(self, pieces: Sequence[Tensor], order: Sequence[Sequence[int]]) -> Tensor:
+        """Results of the micro-batches `order` as one float32 CPU column of the piece; rows in none are zero."""
+        result = torch.zeros((self.padded, *pieces[0].shape[1:]), dtype=torch.float32)
+        for piece, numbers in zip(pieces, order, strict=False):
+            result[list(numbers)] = piece.float().cpu()
         return result
 
 
@@ -78,7 +94,6 @@ class MiniBatch:
     columns: Columns
     num_rows: int
     num_tokens: int
-    num_micro_batches: int
     names: list[str]
 
     @property
@@ -101,42 +116,63 @@ def count_mini_batches(total: int, mini_batch_size: int) -> int:
     )
 
 
-def mini_batch(rows: Rows, index: int, count: int, micro_size: int, group: dist.ProcessGroup | None) -> MiniBatch:
-    """Mini-batch `index` of `count` on this rank; collective over `group`, which shares the counts."""
+def mini_batch(
+    rows: Rows, index: int, count: int, group: dist.ProcessGroup | None, device: torch.device | None = None
+) -> MiniBatch:
+    """Mini-batch `index` of `count` on this rank; collective over `group`, which shares the counts through `device`."""
     numbers = torch.arange(rows.start, rows.start + len(rows))
     mine = (numbers % count == index).nonzero().squeeze(1)
-    columns = {name: column[mine.to(column.device)] for name, column in rows.columns.items()}
-    mask = columns["response_mask"]
-    counts = all_reduce(torch.stack([mask.any(dim=-1).sum(), mask.sum()]), group)
-    passes = common_passes(len(mine), micro_size, mask.device, group)
-    names = [rows.names[row] for row in mine.tolist()]
-    return MiniBatch(columns, int(counts[0]), int(counts[1]), passes, names)
+    columns = {name: column[mine] for name, column in rows.columns.items()}
+    mask = columns["response_mask"] != 0
+    counts = all_reduce(torch.stack([mask.any(dim=-1).sum(), mask.sum()]).to(device), group)
+    num_rows, num_tokens = counts.tolist()
+    return MiniBatch(columns, num_rows, num_tokens, [rows.names[row] for row in mine.tolist()])
 
 
-def common_passes(num_rows: int, micro_size: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """The largest number of micro-batches that any rank of `group` needs."""
-    if micro_size < 1:
-        raise ConfigError(f"a micro-batch of {micro_size} samples per rank is none; set it to 1 or more.")
-    mine = torch.tensor([-(-num_rows // micro_size)], device=device)
-    return int(all_reduce(mine, group, dist.ReduceOp.MAX))
+def cut(lengths: Sequence[int], budget: Budget, *, rectangles: bool = False) -> list[list[int]]:
+    """Row numbers of every micro-batch: longest rows first, none of length 0.
+
+    With `rectangles` a row takes as many tokens of the budget as the longest of its micro-batch.
+    """
+    if (budget.rows or budget.tokens or 0) < 1:
+        raise ConfigError(f"{budget}: a micro-batch holds 1 row or token at least; raise its size.")
+    order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
+    if budget.rows is not None:
+        return [order[start : start + budget.rows] for start in range(0, len(order), budget.rows)]
+    limit = budget.tokens or 0
+    if order and lengths[order[0]] > limit:
+        raise ConfigError(
+            f"a row of {lengths[order[0]]} tokens exceeds the budget of {limit} tokens per micro-batch; raise "
+            "ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu to the longest prompt plus response."
+        )
+    cuts: list[list[int]] = []
+    room = 0
+    for row in order:
+        size = lengths[cuts[-1][0]] if rectangles and room else lengths[row]
+        if size > room:
+            cuts.append([])
+            room, size = limit, lengths[row]
+        cuts[-1].append(row)
+        room -= size
+    return cuts
 
 
-def micro_batches(columns: Columns, micro_size: int, num_passes: int) -> Iterator[tuple[Columns, int]]:
-    """`num_passes` pairs of (columns, real rows): the rows in order, then dummies of one row with no real row."""
-    num_rows = len(next(iter(columns.values())))
-    for start in range(0, num_passes * micro_size, micro_size):
-        real = min(micro_size, num_rows - start)
-        if real > 0:
-            yield {name: column[start : start + real] for name, column in columns.items()}, real
-        else:
-            yield _dummy(columns), 0
+def passes(
+    columns: Columns, cuts: Sequence[Sequence[int]], group: dist.ProcessGroup | None, device: torch.device
+) -> Iterator[tuple[Columns, int]]:
+    """Pairs of (columns, real rows) for every micro-batch, then dummies until the busiest rank is through.
 
-
-def _dummy(columns: Columns) -> Columns:
-    """One row of zeros that may be attended to (no NaN) and that no loss counts (its response mask is zero)."""
-    dummy = {name: column.new_zeros((1, *column.shape[1:])) for name, column in columns.items()}
-    dummy["attention_mask"] = torch.ones_like(dummy["attention_mask"])
-    return dummy
+    There is one pass at least. Collective over `group`, by way of `device`. A dummy is one row of one token, which no
+    loss counts: its response mask is zero.
+    """
+    busiest = int(all_reduce(torch.tensor([max(1, len(cuts))], device=device), group, dist.ReduceOp.MAX))
+    for numbers in cuts:
+        picked = torch.tensor(numbers)
+        yield {name: column[picked] for name, column in columns.items()}, len(numbers)
+    for _ in range(busiest - len(cuts)):
+        dummy = {name: column.new_zeros((1, *column.shape[1:])) for name, column in columns.items()}
+        dummy["attention_mask"][:, 0] = 1
+        yield dummy, 0
 
 
 def all_reduce(

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from verl_like.dispatch import Dispatch, register
 from verl_like.protocol import DataProto
 from verl_like.worker import Worker
-from workers.actor import log_prob_temperature
+from workers.actor import log_prob_budget, log_prob_temperature
 from workers.engines.fsdp import TrainEngine
 from workers.engines.lora import adapter_off
 
@@ -28,7 +28,8 @@ class ReferenceWorker(Worker):
         policy = config.actor_rollout_ref
         self.config = policy.ref
         self.temperature = log_prob_temperature(policy.rollout)
-        self.engine = TrainEngine(policy.model, self.config.fsdp_config, head="token")
+        self.budget = log_prob_budget(self.config, policy.actor)
+        self.engine = TrainEngine(policy.model, self.config.fsdp_config, strategy=policy.actor.strategy)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -43,9 +44,7 @@ class ReferenceWorker(Worker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` of the responses."""
         with adapter_off(self.engine.module):
-            outputs = self.engine.forward_rows(
-                data, self.config.log_prob_micro_batch_size_per_gpu, temperature=self.temperature
-            )
+            outputs = self.engine.forward_rows(data, self.budget, temperature=self.temperature)
         return DataProto(batch=TensorDict({"ref_log_prob": outputs["log_probs"]}, batch_size=[len(data)]))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

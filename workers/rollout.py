@@ -21,7 +21,7 @@ from verl_like.protocol import DataProto
 from verl_like.worker import Worker
 from workers.batch_keys import require
 from workers.engines.lora import merged_tensors
-from workers.engines.model import load_model
+from workers.engines.loading import load_model
 from workers.engines.rollout_base import Output, Request, SamplingParams
 from workers.engines.sampling import noise_key
 from workers.weight_sync import SyncReport, WeightReceiver
@@ -55,7 +55,7 @@ class RolloutWorker(WeightReceiver, Worker):
         self.open_process_group()
         shared = self._actor_module() if self.world_size == 1 else None
         self.engine = NativeEngine(
-            load_model(self.policy.model, "token").to(self.device) if shared is None else shared,
+            load_model(self.policy.model, "token", self.device) if shared is None else shared,
             prompt_width=self.prompt_width,
             response_width=self.response_width,
             max_num_seqs=self.config.max_num_seqs,

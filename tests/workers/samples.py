@@ -11,7 +11,15 @@ from tensordict import TensorDict
 
 from verl_like.protocol import DataProto
 from verl_like.split import split_rows
-from workers.config import ActorRolloutRefConfig, CriticConfig, ModelConfig, OptimConfig, RolloutConfig, WorkersConfig
+from workers.config import (
+    ActorRolloutRefConfig,
+    CriticConfig,
+    CriticModelConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    WorkersConfig,
+)
 
 PROMPT, RESPONSE, VOCAB = 6, 5, 50
 
@@ -21,7 +29,9 @@ def tiny_config(tiny_dir: Path | str, **actor: Any) -> WorkersConfig:
     model = ModelConfig(path=str(Path(tiny_dir) / "model"))
     config = WorkersConfig(
         actor_rollout_ref=ActorRolloutRefConfig(model=model, rollout=RolloutConfig(n=1)),
-        critic=CriticConfig(model=model, optim=OptimConfig(lr=1e-3), ppo_micro_batch_size_per_gpu=3),
+        critic=CriticConfig(
+            model=CriticModelConfig(path=model.path), optim=OptimConfig(lr=1e-3), ppo_micro_batch_size_per_gpu=3
+        ),
         data=SimpleNamespace(max_prompt_length=PROMPT, max_response_length=RESPONSE),
         trainer=SimpleNamespace(seed=0),
     )

@@ -3,26 +3,28 @@ import math
 import pytest
 import torch
 from distributed import run
-from samples import PROMPT, RESPONSE, VOCAB, make_batch, own_piece, started, tiny_config
+from samples import RESPONSE, VOCAB, make_batch, own_piece, started, tiny_config
 
 from verl_like.errors import ConfigError
 from workers.actor import ActorWorker
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
 from workers.critic import CriticWorker
-from workers.engines.fsdp import INPUTS, TrainEngine, refuse_offload
+from workers.engines.fsdp import INPUTS, TrainEngine
 from workers.engines.optim import guarded_step, lr_factor
 from workers.losses import LOSS_AGG_MODES
-from workers.microbatch import Rows, mini_batch
+from workers.microbatch import Budget, Rows, mini_batch
 
+THREE_ROWS = Budget(rows=3)
 ACTOR_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob")
 
 
-def gradients(worker, data, names, micro_batch_size=3):
+def gradients(worker, data, names, budget=THREE_ROWS):
     """Full gradients of one mini-batch of all rows, by name."""
     engine = worker.engine
-    rows = Rows.take(data, (*INPUTS, *names), engine.device, engine.world_size)
-    batch = mini_batch(rows, 0, 1, micro_batch_size, engine.group)
-    engine.accumulate(batch, micro_batch_size, worker.loss, 1.0, True)
+    rows = Rows.take(data, (*INPUTS, *names), engine.world_size)
+    batch = mini_batch(rows, 0, 1, engine.group)
+    with engine.running(engine.optimizer):
+        engine.accumulate(batch, budget, worker.loss, 1.0, True)
     full = {}
     for name, parameter in engine.module.named_parameters():
         grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
@@ -103,9 +105,9 @@ def test_one_row_on_two_ranks_trains_as_one_on_one(tiny_dir):
 def test_the_gradient_does_not_depend_on_the_micro_batch_cut(tiny_dir, mode):
     actor = tiny_actor(tiny_dir, loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True)
     batch = make_batch(9)
-    whole = gradients(actor, batch, ACTOR_COLUMNS, 9)
-    for size in (1, 2, 4):
-        assert_equal_gradients(gradients(actor, batch, ACTOR_COLUMNS, size), whole)
+    whole = gradients(actor, batch, ACTOR_COLUMNS, Budget(rows=9))
+    for budget in (Budget(rows=1), Budget(rows=2), Budget(rows=4), Budget(tokens=11), Budget(tokens=25)):
+        assert_equal_gradients(gradients(actor, batch, ACTOR_COLUMNS, budget), whole)
 
 
 def test_gradient_checkpointing_changes_nothing(tiny_dir):
@@ -127,8 +129,8 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_each_row_alone_without_padding(tmp_path, family, temperature):
+@pytest.mark.parametrize(("temperature", "packed"), [(1.0, True), (0.7, True), (0.7, False)])
+def test_log_probs_are_those_of_each_row_alone_without_padding(tmp_path, family, temperature, packed):
     import transformers
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
@@ -136,11 +138,11 @@ def test_log_probs_are_those_of_each_row_alone_without_padding(tmp_path, family,
     config = getattr(transformers, family)(**sizes, **FAMILIES[family], pad_token_id=0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path)
-    attention = "eager" if family == "BloomConfig" else "sdpa"
-    engine = TrainEngine(ModelConfig(path=str(tmp_path), attn_implementation=attention), FSDPConfig())
+    engine = TrainEngine(ModelConfig(path=str(tmp_path), use_remove_padding=packed), FSDPConfig())
     engine.build(ActorWorker(tiny_config(tmp_path)))
+    assert engine.packs == (packed and family != "BloomConfig")
     batch = make_batch(5)
-    outputs = engine.forward_rows(batch, 2, temperature=temperature, want_entropy=True)
+    outputs = engine.forward_rows(batch, Budget(rows=2), temperature=temperature, want_entropy=True)
     for row in range(5):
         real = batch.batch["attention_mask"][row].bool()
         tokens = batch.batch["input_ids"][row][real]
@@ -234,16 +236,9 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
 
 def test_rows_longer_than_the_model_s_positions_are_refused(tiny_dir):
     actor = tiny_actor(tiny_dir)
-    actor.engine.module.config.max_position_embeddings = 8
-    with pytest.raises(ConfigError, match=f"rows of {PROMPT + RESPONSE - 1} tokens.*8 positions"):
-        actor.compute_log_prob(make_batch(2))
-
-
-def test_offloading_is_what_the_cpu_does_and_is_refused_elsewhere():
-    config = FSDPConfig(param_offload=True)
-    refuse_offload(torch.device("cpu"), config)
-    with pytest.raises(ConfigError, match="fsdp_config.param_offload: this engine keeps its state on cuda:0"):
-        refuse_offload(torch.device("cuda", 0), config)
+    actor.engine.module.config.max_position_embeddings = 4
+    with pytest.raises(ConfigError, match=r"a row of \d+ tokens.*4 positions"):
+        actor.compute_log_prob(make_batch(9))
 
 
 def test_a_sharding_size_that_does_not_divide_the_ranks_is_refused(tiny_dir):

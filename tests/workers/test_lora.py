@@ -11,8 +11,9 @@ from workers.actor import ActorWorker
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
 from workers.critic import CriticWorker
 from workers.engines.fsdp import TrainEngine, full_tensor
+from workers.engines.loading import load_model
 from workers.engines.lora import is_adapter, save_adapter
-from workers.engines.model import load_model
+from workers.microbatch import Budget
 from workers.reference import ReferenceWorker
 from workers.rollout import RolloutWorker
 from workers.weights import WeightSink
@@ -92,8 +93,8 @@ def test_five_versions_of_merged_weights_score_as_the_unmerged_and_do_not_add_up
         for name, tensor in actor.engine.named_full_tensors():
             sink.write_tensor(name, tensor)
         sink.verify("test")
-        ours = actor.engine.forward_rows(batch, ROWS)["log_probs"]
-        torch.testing.assert_close(copy.forward_rows(batch, ROWS)["log_probs"], ours, atol=1e-5, rtol=0)
+        ours = actor.engine.forward_rows(batch, Budget(rows=ROWS))["log_probs"]
+        torch.testing.assert_close(copy.forward_rows(batch, Budget(rows=ROWS))["log_probs"], ours, atol=1e-5, rtol=0)
 
 
 def test_a_reference_beside_the_actor_is_the_base_of_its_module(tiny_dir):
@@ -167,8 +168,8 @@ def test_the_adapter_alone_loads_by_peft(tiny_dir, tmp_path):
     save_adapter(tmp_path, actor.engine.module, actor.policy.model, parameters)
     copy = plain_engine(tiny_dir / "model")
     PeftModel.from_pretrained(copy.module, tmp_path)
-    ours = actor.engine.forward_rows(batch, ROWS)["log_probs"]
-    torch.testing.assert_close(copy.forward_rows(batch, ROWS)["log_probs"], ours, atol=1e-6, rtol=0)
+    ours = actor.engine.forward_rows(batch, Budget(rows=ROWS))["log_probs"]
+    torch.testing.assert_close(copy.forward_rows(batch, Budget(rows=ROWS))["log_probs"], ours, atol=1e-6, rtol=0)
 
 
 def test_layers_that_do_not_exist_or_are_not_linear_are_refused(tiny_dir):

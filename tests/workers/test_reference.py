@@ -20,7 +20,7 @@ def test_the_reference_scores_as_the_actor_did_before_training(tiny_dir):
 
 def test_the_reference_holds_no_optimizer_and_no_gradient(tiny_dir):
     reference = started(ReferenceWorker, tiny_config(tiny_dir))
-    assert not hasattr(reference.engine, "optimizer")
+    assert reference.engine.optimizer is None
     assert not any(parameter.requires_grad for parameter in reference.engine.parameters())
 
 

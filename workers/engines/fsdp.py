@@ -1,49 +1,61 @@
-"""The one training engine: a Hugging Face causal LM, sharded by FSDP2, that scores rows and takes optimizer steps.
+"""The one training engine: a Hugging Face causal LM, laid over its ranks, that scores rows and takes optimizer steps.
 
-Every role that has a model (actor, critic, reference) owns one `TrainEngine` and adds what is its own: a loss.
+Every role that has a model (actor, critic, reference, reward model) owns one `TrainEngine` and adds what is its own: a
+loss.
 
-    engine = TrainEngine(model_config, fsdp_config, head="token", optim_config=optim, grad_clip=1.0)
-    engine.build(worker, total_steps)                               # opens the process group, loads, shards
-    columns = engine.forward_rows(data, micro_batch_size=8)         # {"log_probs": [rows, R]}
-    metrics = engine.update(data, names, mini_batch_size=64, micro_batch_size=8, epochs=1, loss_fn=loss_fn)
+    engine = TrainEngine(model_config, fsdp_config, strategy="fsdp", head="token", optim_config=optim, grad_clip=1.0)
+    engine.build(worker, total_steps)                               # opens the process group, shards, loads
+    columns = engine.forward_rows(data, Budget(tokens=16384))       # {"log_probs": [rows, R]}
+    metrics = engine.update(data, names, mini_batch_size=64, budget=Budget(rows=8), epochs=1, loss_fn=loss_fn)
 
 The loss function gets what the model says about a micro-batch, its columns, and the counts of the whole mini-batch. It
 returns its share of the loss and of every metric: shares are added over micro-batches and ranks. So neither the cut
 nor the number of ranks changes a result beyond float rounding.
 
-The device mesh has named axes: "replicate" and "shard". On a mesh of one rank the module stays a plain one (sharding
-over one rank changes no bit), so that an engine in the same process can read its weights by reference.
+Rows run without their padding (`packing`) where the model can. `sharding` has the strategies and the mesh. On one rank,
+and under strategy ddp, the module is a plain one, so that an engine in the same process can read it by reference.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl_like.errors import ConfigError
 from verl_like.tensor_ops import logprobs_and_entropy_from_logits, logprobs_from_logits
+from workers.engines.attention import packed_rows
+from workers.engines.loading import load_weights
 from workers.engines.lora import add_adapter, merged_tensors
-from workers.engines.model import Head, load_model, model_inputs
+from workers.engines.model import Head, dtype_of, empty_model
 from workers.engines.optim import Schedule, build_optimizer, guarded_step
+from workers.engines.packing import (
+    can_pack,
+    check_rows,
+    last_token_reads,
+    needed_tokens,
+    packed_feed,
+    padded_feed,
+    read,
+    response_reads,
+)
+from workers.engines.sharding import add_up_gradients, build_mesh, data_axes, resident, settle, shard
 from workers.engines.skips import SkippedSteps
 from workers.microbatch import (
+    Budget,
     Columns,
     MiniBatch,
     Rows,
     all_reduce,
-    common_passes,
     count_mini_batches,
-    micro_batches,
+    cut,
     mini_batch,
+    passes,
 )
 from workers.weights import checksum_of
 
@@ -54,9 +66,12 @@ if TYPE_CHECKING:
 
 LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model outputs, columns, mini-batch counts) -> (share of the loss, shares of the metrics)."""
+Reads = Callable[[Columns], Tensor]
+"""Columns -> [rows, T] mask of the positions that get a head."""
 
-INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-"""Columns that every forward pass reads."""
+TOKENS = ("input_ids", "attention_mask", "position_ids")
+INPUTS = (*TOKENS, "responses", "response_mask")
+"""Columns that every pass over responses reads."""
 
 
 class TrainEngine:
@@ -67,48 +82,69 @@ class TrainEngine:
         model_config: ModelConfig,
         fsdp_config: FSDPConfig,
         *,
+        strategy: str = "fsdp",
         head: Head = "token",
         optim_config: OptimConfig | None = None,
         grad_clip: float = 1.0,
     ) -> None:
         self.model_config = model_config
-        self.fsdp_config = fsdp_config
+        self.sharding = settle(strategy, fsdp_config)
+        compute = model_config.compute_dtype
+        self.compute_dtype = None if compute is None else dtype_of(compute, "model.compute_dtype")
         self.optim_config = optim_config
         self.head: Head = head
         self.grad_clip = grad_clip
+        self.optimizer: torch.optim.Optimizer | None = None
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
-        """Load and shard the model on the worker's device; `total_steps` update calls make the schedule."""
+        """Shard and load the model on the worker's device; `total_steps` update calls make the schedule."""
         worker.open_process_group()
-        self.device = worker.device
-        refuse_offload(self.device, self.fsdp_config)
-        self.mesh = build_mesh(self.device, worker.world_size, self.fsdp_config.fsdp_size)
-        self.group = dist.group.WORLD if worker.world_size > 1 else None
-        self.world_size = worker.world_size
-        self.module: Any = load_model(self.model_config, self.head).to(self.device)
-        self.module.requires_grad_(self.optim_config is not None)
-        if self.optim_config is not None and self.model_config.lora_rank > 0:
+        self.device, self.world_size = worker.device, worker.world_size
+        self.group = dist.group.WORLD if self.world_size > 1 else None
+        self.mesh = build_mesh(self.device, data_axes(self.world_size, self.sharding))
+        self.is_sharded = self.world_size > 1 and self.sharding.strategy != "ddp"
+        trained = self.optim_config is not None
+        self.module: Any = empty_model(self.model_config, self.head, self.device)
+        self.module.requires_grad_(trained)
+        if trained and self.model_config.lora_rank > 0:
             add_adapter(self.module, self.model_config)
-        if self.world_size > 1:
-            shard(self.module, self.mesh)
+        if self.is_sharded:
+            shard(self.module, self.mesh, self.compute_dtype)
+        load_weights(self.module, self.model_config, self.head, self.device, self.mesh.get_local_rank("shard"))
         if self.optim_config is not None:
             self.optimizer = build_optimizer(self.parameters(), self.optim_config)
             self.skips = SkippedSteps(self.optim_config.max_skipped_steps, self.group)
             self.scheduler = Schedule(self.optimizer, self.optim_config, total_steps)
+        self.packs = False
+        with self.running():
+            self.packs = self.model_config.use_remove_padding and can_pack(self.module, self.device)
 
-    @torch.no_grad()
     def forward_rows(
-        self, data: DataProto, micro_batch_size: int, *, temperature: float = 1.0, want_entropy: bool = False
+        self, data: DataProto, budget: Budget, *, temperature: float = 1.0, want_entropy: bool = False
     ) -> Columns:
         """For every row `log_probs` (and `entropys`), or `values`: [rows, R], zero outside the response mask."""
-        rows = Rows.take(data, INPUTS, self.device, self.world_size)
-        passes = common_passes(len(rows), micro_batch_size, self.device, self.group)
-        self.module.eval()
+        rows = self._take(data, INPUTS)
+        return self._each_pass(rows, budget, response_reads, lambda c: self.outputs(c, temperature, want_entropy))
+
+    def score_rows(self, data: DataProto, budget: Budget) -> Tensor:
+        """The scalar head's number at the last real token of every row: [rows]; zero for a row without tokens."""
+        rows = self._take(data, TOKENS)
+        found = self._each_pass(
+            rows, budget, last_token_reads, lambda c: {"scores": self._read(c, last_token_reads(c))}
+        )
+        return found["scores"][:, 0]
+
+    @torch.no_grad()
+    def _each_pass(self, rows: Rows, budget: Budget, reads: Reads, compute: Callable[[Columns], Columns]) -> Columns:
+        """Run `compute` over the micro-batches of these rows, and put what it says back in their places."""
+        cuts = self._cut(rows.columns, budget, reads)
         pieces: dict[str, list[Tensor]] = {}
-        for columns, real in micro_batches(rows.columns, micro_batch_size, passes):
-            for name, column in self.outputs(columns, temperature, want_entropy).items():
-                pieces.setdefault(name, []).append(column[:real].float().cpu())
-        return {name: rows.restore(torch.cat(columns)) for name, columns in pieces.items()}
+        self.module.eval()
+        with self.running():
+            for columns, real in passes(rows.columns, cuts, self.group, self.device):
+                for name, column in compute(columns).items():
+                    pieces.setdefault(name, []).append(column[:real])
+        return {name: rows.restore(columns, cuts) for name, columns in pieces.items()}
 
     def update(
         self,
@@ -116,21 +152,22 @@ class TrainEngine:
         names: Sequence[str],
         *,
         mini_batch_size: int,
-        micro_batch_size: int,
+        budget: Budget,
         epochs: int,
         loss_fn: LossFn,
         temperature: float = 1.0,
         want_entropy: bool = False,
     ) -> dict[str, float]:
         """One optimizer step per mini-batch and epoch; the metrics are means over those that were not skipped."""
-        rows = Rows.take(data, (*INPUTS, *names), self.device, self.world_size)
+        rows = self._take(data, (*INPUTS, *names))
         count = count_mini_batches(rows.total, mini_batch_size)
+        assert self.optimizer is not None, "a frozen engine was asked for an update"
         self.module.train(self.model_config.enable_gradient_checkpointing)
         steps: list[dict[str, float]] = []
-        for _ in range(epochs):
-            for index in range(count):
-                batch = mini_batch(rows, index, count, micro_batch_size, self.group)
-                metrics = self.accumulate(batch, micro_batch_size, loss_fn, temperature, want_entropy)
+        with self.running(self.optimizer):
+            for index in list(range(count)) * epochs:
+                batch = mini_batch(rows, index, count, self.group, self.device)
+                metrics = self.accumulate(batch, budget, loss_fn, temperature, want_entropy)
                 metrics["grad_norm"] = guarded_step(self.optimizer, self.parameters(), self.grad_clip)
                 self.skips.note(metrics["grad_norm"], batch.names)
                 steps.append(metrics)
@@ -143,40 +180,66 @@ class TrainEngine:
         return result
 
     def accumulate(
-        self, batch: MiniBatch, micro_batch_size: int, loss_fn: LossFn, temperature: float, want_entropy: bool
+        self, batch: MiniBatch, budget: Budget, loss_fn: LossFn, temperature: float = 1.0, want_entropy: bool = False
     ) -> dict[str, float]:
         """Add the gradients of one mini-batch; its metrics, added over micro-batches and ranks."""
         totals: dict[str, Tensor] = {}
-        for columns, real in micro_batches(batch.columns, micro_batch_size, batch.num_micro_batches):
-            loss, shares = loss_fn(self.outputs(columns, temperature, want_entropy), columns, batch)
+        cuts = self._cut(batch.columns, budget, response_reads)
+        for columns, real in passes(batch.columns, cuts, self.group, self.device):
+            outputs = self.outputs(columns, temperature, want_entropy)
+            own = {name: column.to(self.device, non_blocking=True) for name, column in columns.items()}
+            loss, shares = loss_fn(outputs, own, batch)
             loss.backward()
             for name, share in shares.items():
                 share = share.detach().float() if real else torch.zeros((), device=self.device)  # a dummy adds nothing
                 totals[name] = totals[name] + share if name in totals else share
+        if self.group is not None and not self.is_sharded:
+            add_up_gradients(self.parameters(), self.group)
         summed = all_reduce(torch.stack(list(totals.values())), self.group)
         return dict(zip(totals, summed.tolist(), strict=True))
 
     def outputs(self, columns: Columns, temperature: float = 1.0, want_entropy: bool = False) -> Columns:
-        """One forward pass: [rows, R] columns for the response positions, zero where the response mask is.
-
-        What position t - 1 says is about token t: the last token is not fed, and only the last R positions get a head.
-        """
-        width = columns["responses"].size(1)
-        sequence = (columns[name][:, :-1] for name in ("input_ids", "attention_mask", "position_ids"))
-        inputs = model_inputs(self.module, *sequence)
-        hidden = columns["response_mask"] == 0
-        if self.head == "scalar":
-            return {"values": self.module(**inputs)[:, -width:, 0].float().masked_fill(hidden, 0.0)}
-        if "logits_to_keep" in inspect.signature(self.module.forward).parameters:
-            inputs["logits_to_keep"] = width
-        logits, labels = self.module(**inputs).logits[:, -width:], columns["responses"]
-        if want_entropy:
-            both = logprobs_and_entropy_from_logits(logits, labels, temperature=temperature, inplace_backward=True)
-            found: tuple[Tensor, ...] = both
+        """One forward pass: [rows, R] columns for the response positions, zero where the response mask is."""
+        inside = columns["response_mask"] != 0
+        flat = self._read(columns, response_reads(columns))
+        names: tuple[str, ...]
+        found: tuple[Tensor, ...]
+        if self.head != "token":
+            names, found = ("values",), (flat[:, 0].float(),)
         else:
-            found = (logprobs_from_logits(logits, labels, temperature=temperature, inplace_backward=True),)
-        names = ("log_probs", "entropys")
-        return {name: column.masked_fill(hidden, 0.0) for name, column in zip(names, found, strict=False)}
+            names, labels = ("log_probs", "entropys"), columns["responses"][inside].to(self.device)
+            if want_entropy:
+                found = logprobs_and_entropy_from_logits(flat, labels, temperature=temperature, inplace_backward=True)
+            else:
+                found = (logprobs_from_logits(flat, labels, temperature=temperature, inplace_backward=True),)
+        inside = inside.to(self.device)
+        zeros = found[0].new_zeros(inside.shape)
+        return {name: zeros.masked_scatter(inside, column) for name, column in zip(names, found, strict=False)}
+
+    def _take(self, data: DataProto, names: Sequence[str]) -> Rows:
+        rows = Rows.take(data, names, self.world_size)
+        check_rows(self.module, rows.columns)
+        return rows
+
+    def _cut(self, columns: Columns, budget: Budget, reads: Reads) -> list[list[int]]:
+        lengths = needed_tokens(columns, reads(columns)).sum(dim=1).tolist()
+        return cut(lengths, budget, rectangles=not self.packs)
+
+    def _read(self, columns: Columns, reads: Tensor) -> Tensor:
+        """The head's output at the positions `reads`, row by row."""
+        feed = (packed_feed if self.packs else padded_feed)(columns, reads, self.device)
+        dtype = None if self.is_sharded else self.compute_dtype
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            return read(self.module, feed)
+
+    @contextmanager
+    def running(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """Within, the module (and the optimizer's state) is on the device, and packed rows attend row by row."""
+        with ExitStack() as stack:
+            stack.enter_context(resident(self.module, optimizer, self.sharding, self.device))
+            if self.packs:
+                stack.enter_context(packed_rows(self.module))
+            yield
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters as the optimizer sees them: this rank's shards of what is trained."""
@@ -188,8 +251,9 @@ class TrainEngine:
         LoRA adapters are merged into the weights they stand beside. Every rank must run the iterator to its end. On one
         CPU rank the tensors are the live weights: do not write.
         """
-        named = self.module.named_parameters()
-        yield from merged_tensors(self.module, ((name, full_tensor(parameter)) for name, parameter in named))
+        with resident(self.module, None, self.sharding, self.device):
+            named = self.module.named_parameters()
+            yield from merged_tensors(self.module, ((name, full_tensor(parameter)) for name, parameter in named))
 
     def weights_checksum(self) -> str:
         """A hash of the full weights, equal at every sharding; collective."""
@@ -202,37 +266,3 @@ def full_tensor(parameter: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.float().cpu()
-
-
-def refuse_offload(device: torch.device, config: FSDPConfig) -> None:
-    """On the CPU everything is in host memory, which is what offloading asks for; elsewhere it is not built yet."""
-    wanted = [name for name in ("param_offload", "optimizer_offload") if getattr(config, name)]
-    if wanted and device.type != "cpu":
-        keys = " and ".join(f"fsdp_config.{name}" for name in wanted)
-        raise ConfigError(f"{keys}: this engine keeps its state on {device}; set {keys} to False.")
-
-
-def build_mesh(device: torch.device, world_size: int, fsdp_size: int) -> DeviceMesh:
-    """The mesh of one role: axis "shard", under an axis "replicate" when `fsdp_size` is a part of the ranks."""
-    size = world_size if fsdp_size == -1 else fsdp_size
-    if size < 1 or world_size % size:
-        valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ConfigError(
-            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} ranks; valid: -1 (all), {valid}."
-        )
-    if size == world_size:
-        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
-
-
-def shard(module: Any, mesh: DeviceMesh) -> None:
-    """FSDP2, one unit per decoder layer and one for the rest; gradients are added over ranks, not averaged."""
-    layers = set(module._no_split_modules or ())
-    for child in module.modules():
-        if type(child).__name__ in layers:
-            fully_shard(child, mesh=mesh, reshard_after_forward=True)
-    fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.set_gradient_divide_factor(1.0)
-            child.set_force_sum_reduction_for_comms(True)

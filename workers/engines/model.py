@@ -1,24 +1,30 @@
-"""Loading a Hugging Face causal LM for training, with its token head or with a scalar head. `engines/fsdp` calls this.
+"""A Hugging Face causal LM for training, with its token head or a scalar one, before it has weights.
 
+`engines/fsdp` makes one by `empty_model`, shards it, and has `engines/loading` fill it: no rank ever holds the whole.
 Dropout is off for good: with it the log-probs of one policy would differ between two passes, and PPO's ratio would be
 noise before the first step.
 """
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from verl_like.errors import ConfigError, nearest
+from workers.engines.attention import resolve_attention
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
 
-Head = Literal["token", "scalar"]
+Head = Literal["token", "scalar", "score"]
+"""token: the model's own. scalar: a number a position, from zero. score: the same, from the folder's `score.weight`."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ScalarHeadModel(nn.Module):
@@ -31,16 +37,17 @@ class ScalarHeadModel(nn.Module):
         super().__init__()
         self.config = causal_lm.config
         self._no_split_modules = causal_lm._no_split_modules
-        self._prefix: str = causal_lm.base_model_prefix
-        setattr(self, self._prefix, causal_lm.base_model)
+        self.base_model_prefix: str = causal_lm.base_model_prefix
+        setattr(self, self.base_model_prefix, causal_lm.base_model)
         hidden_size = causal_lm.get_input_embeddings().embedding_dim
-        self.score = nn.Linear(hidden_size, 1, bias=False)
-        nn.init.zeros_(self.score.weight)
+        self.score = nn.Linear(hidden_size, 1, bias=False, dtype=causal_lm.dtype)
+        if not self.score.weight.is_meta:
+            nn.init.zeros_(self.score.weight)
 
     @property
     def body(self) -> Any:
         """The base model, without its language-model head."""
-        return getattr(self, self._prefix)
+        return getattr(self, self.base_model_prefix)
 
     def forward(self, **inputs: Any) -> Tensor:
         """One scalar per position: [rows, width, 1]."""
@@ -48,14 +55,23 @@ class ScalarHeadModel(nn.Module):
         return scores
 
 
-def load_model(config: ModelConfig, head: Head) -> Any:
-    """The module in evaluation mode, from the folder `config.path`."""
+def body_of(module: Any) -> Any:
+    """The base model under either head."""
+    return module.body if isinstance(module, ScalarHeadModel) else module.base_model
+
+
+def dtype_of(name: str, key: str = "model.dtype") -> torch.dtype:
+    """The type of that name; `key` is where the name was set."""
+    if name not in DTYPES:
+        raise ConfigError(f"{key}={name!r} is unknown; valid: {', '.join(DTYPES)}.{nearest(name, DTYPES)}")
+    return DTYPES[name]
+
+
+def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
+    """The module that `config.path` describes, in evaluation mode: parameters on the meta device, buffers real."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if config.dtype not in dtypes:
-        valid = ", ".join(dtypes)
-        raise ConfigError(f"model.dtype={config.dtype!r} is unknown; valid: {valid}.{nearest(config.dtype, dtypes)}")
+    dtype = dtype_of(config.dtype)
     if not (Path(config.path) / "config.json").is_file():
         raise ConfigError(
             f"model.path={config.path!r} is not a Hugging Face model folder (no config.json there); "
@@ -66,30 +82,31 @@ def load_model(config: ModelConfig, head: Head) -> Any:
         for name, value in hf_config.to_dict().items():
             if "drop" in name and isinstance(value, float):
                 setattr(hf_config, name, 0.0)
-        model = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            config=hf_config,
-            dtype=dtypes[config.dtype],
-            attn_implementation=config.attn_implementation,
-            local_files_only=True,
-        )
+        model_cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
+        if model_cls is None:
+            raise ValueError(f"model type {hf_config.model_type!r} has no causal LM in this transformers")
+        attention = resolve_attention(config.attn_implementation, device, dtype, model_cls)
+        with _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
+            module = model if head == "token" else ScalarHeadModel(model)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path={config.path!r} does not load as a causal LM: {error}") from error
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return (model if head == "token" else ScalarHeadModel(model)).eval()
+    return module.eval()
 
 
-def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> dict[str, Any]:
-    """Keyword arguments of one forward pass over padded rows; a family without position ids (BLOOM) gets none."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and input_ids.size(1) > limit:
-        raise ConfigError(
-            f"rows of {input_ids.size(1)} tokens are longer than the model's {limit} positions; "
-            "lower data.max_prompt_length or data.max_response_length."
-        )
-    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
-    body = model.body if isinstance(model, ScalarHeadModel) else model
-    if "position_ids" in inspect.signature(body.forward).parameters:
-        inputs["position_ids"] = position_ids
-    return inputs
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within, a module's parameters are made without memory; its buffers (rotary tables) are computed as ever."""
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
