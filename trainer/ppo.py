@@ -70,18 +70,19 @@ class PPOTrainer:
         with Tracking(folder, self.config.trainer.logger) as tracking:
             timeline = Timeline(folder / "timeline.json")
             try:
-                self.init_models()
+                with self.clock("init"):
+                    self.init_models()
                 self.on_init_end()
                 self.on_train_begin()
                 while self.global_step < self.loader.total_steps:
                     self.global_step += 1
                     metrics = self.timed_step()
-                    timeline.add(self.calls)
+                    timeline.add(self.take_calls())
                     tracking.log(metrics, self.global_step)
             finally:
                 self.source.close()
                 self.rewards.close()
-                timeline.add(self.groups.take_calls())
+                timeline.add(self.take_calls())
                 self.on_train_end()
 
     def init_models(self) -> None:
@@ -94,7 +95,7 @@ class PPOTrainer:
 
     def timed_step(self) -> Metrics:
         """One step between its hooks, with its times by stage and by role."""
-        self.timing, self.calls = {}, []
+        self.timing = {}
         self.on_step_begin()
         with self.clock("step"):
             metrics = self.step()
@@ -275,6 +276,11 @@ class PPOTrainer:
         """Whether the update's own forward pass is the old log-probs, so that no pass need find them before."""
         own = old_log_probs_are_the_updates_own(self.config)
         return own and bool((read_columns(batch, "policy_version")["policy_version"] == self.weight_version).all())
+
+    def take_calls(self) -> list[dict[str, Any]]:
+        """The workers' calls since the last time, each with its stage and step."""
+        calls, self.calls = self.calls, []
+        return calls
 
     @contextmanager
     def clock(self, stage: str) -> Iterator[None]:

@@ -5,7 +5,6 @@ Placement and backend do not change the numbers.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -16,45 +15,13 @@ from typing import Any
 import pytest
 
 from tests.integration.recording import RecordingTrainer, VerifiedTrainer
+from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import PPOTrainer, load_config, run
 
 COMMAND = Path(sys.executable).parent / "verl-like"
 SPLIT_2_1 = ("placement=split", "trainer.n_gpus_per_node=3")
 SPLIT_2_2 = ("placement=split", "trainer.n_gpus_per_node=4")
 COLOCATE_2 = ("placement=colocate", "trainer.n_gpus_per_node=2")
-
-
-def overrides(tiny: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        f"actor_rollout_ref.model.path={tiny}/model",
-        f"data.train_files={tiny}/train.parquet",
-        f"trainer.default_local_dir={folder}",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=16",
-        "data.max_response_length=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.rollout.n=2",
-        "critic.optim.lr=1e-3",
-        "algorithm.use_kl_in_reward=true",
-        "trainer.total_training_steps=3",
-        "trainer.logger=[]",
-        *more,
-    ]
-
-
-def lines(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def numbers(folder: Path) -> list[dict[str, float]]:
-    """The metric lines without what depends on the clock or on the transport."""
-    return [{k: v for k, v in line.items() if not k.startswith(("timing", "perf/"))} for line in lines(folder)]
-
-
-def calls(folder: Path, method: str) -> list[dict[str, Any]]:
-    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
-    return [event for event in events if event["ph"] == "X" and event["name"] == method]
 
 
 @pytest.fixture(scope="module")

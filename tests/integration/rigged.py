@@ -1,0 +1,95 @@
+"""Workers and trainers that misbehave, or write down what happens. Worker processes import them from here."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from trainer.ppo import Metrics, PPOTrainer
+from verl_like import DataProto, Dispatch, register
+from workers.actor import ActorWorker
+from workers.critic import CriticWorker
+from workers.rollout import RolloutWorker
+
+SLOW_S = 1.0
+
+
+class FailingCritic(CriticWorker):
+    """Fails in its first update."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_critic(self, data: DataProto) -> DataProto:
+        raise FloatingPointError("the critic is broken")
+
+
+class FailingActor(ActorWorker):
+    """Fails in its first update, later than the critic."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_actor(self, data: DataProto) -> DataProto:
+        time.sleep(SLOW_S)
+        raise ArithmeticError("the actor is broken too")
+
+
+class TruncatingRollout(RolloutWorker):
+    """Every third response is empty, and no response ends with eos."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        made = super().generate_sequences(data)
+        width = made.batch["responses"].shape[1]
+        lengths = torch.where(torch.arange(len(made)) % 3 == 0, 0, width)
+        mask = (torch.arange(width) < lengths[:, None]).long()
+        letter = int(data.batch["input_ids"][0, -1])  # any token but eos
+        made.batch["responses"] = torch.full_like(made.batch["responses"], letter)
+        made.batch["response_mask"] = mask
+        made.batch["attention_mask"][:, -width:] = mask
+        made.batch["input_ids"][:, -width:] = made.batch["responses"]
+        made.batch["rollout_log_probs"] = made.batch["rollout_log_probs"] * mask
+        return made
+
+
+class NotedTrainer(PPOTrainer):
+    """Keeps the hooks' names in the order of their calls, and the samples of the last step."""
+
+    notes: list[str]
+    batch: DataProto
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        NotedTrainer.notes = []
+
+    def on_init_end(self) -> None:
+        self.notes.append("init_end")
+
+    def on_train_begin(self) -> None:
+        self.notes.append("train_begin")
+
+    def on_step_begin(self) -> None:
+        self.notes.append(f"step_begin {self.global_step}")
+
+    def on_sample_begin(self) -> None:
+        self.notes.append("sample_begin")
+
+    def on_sample_end(self, batch: DataProto) -> None:
+        self.notes.append(f"sample_end {len(batch)}")
+
+    def on_step_end(self, metrics: Metrics) -> None:
+        self.notes.append(f"step_end {self.global_step}")
+        metrics["mine"] = 42.0
+
+    def on_train_end(self) -> None:
+        self.notes.append("train_end")
+
+    def update(self, batch: DataProto) -> Metrics:
+        NotedTrainer.batch = batch
+        return super().update(batch)
+
+
+class TwoPassTrainer(NotedTrainer):
+    """Always finds the old log-probs in a pass of their own."""
+
+    def policy_is_current(self, batch: DataProto) -> bool:
+        return False
