@@ -11,7 +11,7 @@ from trainer.kl import get_kl_controller
 from verl_like.errors import ConfigError, nearest
 from workers.config import SAVE_CONTENTS
 from workers.engines.sharding import STRATEGIES, settle
-from workers.losses import LOSS_AGG_MODES, kl_penalty
+from workers.losses import LOSS_AGG_MODES, compute_rollout_importance_weights, get_policy_loss, kl_penalty
 
 CHOICES = {
     "actor_rollout_ref.actor.strategy": STRATEGIES,
@@ -38,6 +38,7 @@ POSITIVE = (
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.temperature",
     "critic.ppo_micro_batch_size_per_gpu",
+    "reward_model.micro_batch_size_per_gpu",
     "critic.grad_clip",
     "data.max_prompt_length",
     "data.max_response_length",
@@ -86,10 +87,23 @@ def validate(config: PPOConfig) -> None:
     _check_checkpoints(config)
     _check_batches(config)
     _check_token_budgets(config)
+    _check_losses(config)
     actor = config.actor_rollout_ref.actor
     settle(actor.strategy, actor.fsdp_config, "actor_rollout_ref.actor.fsdp_config")
     settle(actor.strategy, config.actor_rollout_ref.ref.fsdp_config, "actor_rollout_ref.ref.fsdp_config")
     settle(config.critic.strategy, config.critic.model.fsdp_config, "critic.model.fsdp_config")
+
+
+def _check_losses(config: PPOConfig) -> None:
+    """What the actor's loss would refuse at its first step."""
+    get_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    correction, zero = config.algorithm.rollout_correction, torch.zeros(1, 1)
+    if correction.rollout_is is not None:
+        compute_rollout_importance_weights(zero, zero, zero, **vars(correction))
+    if config.reward_model.enable and not config.reward_model.model.path:
+        raise ConfigError(
+            "reward_model.enable=true needs reward_model.model.path: the folder of a sequence classifier."
+        )
 
 
 def _check_token_budgets(config: PPOConfig) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.config import WorkersConfig
+from workers.config import RolloutCorrectionConfig, WorkersConfig
 
 
 @dataclass(kw_only=True)
@@ -102,6 +102,8 @@ class AlgorithmConfig:
     """Dynamic sampling."""
     score_clip: float | None = None
     """Scores are clamped to -score_clip ... score_clip before anything else; null leaves them."""
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    """Importance weights of the policy loss."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward; starts the reference role."""
     kl_penalty: str = "kl"

@@ -25,9 +25,12 @@ def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
     """Whether samples of the current policy need no old log-probs before the update.
 
     True if the first forward pass of the update sees every row under the weights that made it, and nothing reads the
-    old log-probs earlier: one mini-batch, one epoch, no KL in the reward. (Models train without dropout.)
+    old log-probs earlier: one mini-batch, one epoch, no KL in the reward, no importance correction. (Models
+    train without dropout.)
     """
     actor = config.actor_rollout_ref.actor
+    if config.algorithm.rollout_correction.rollout_is is not None:
+        return False
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size != config.data.train_batch_size:
         return False
     return not config.algorithm.use_kl_in_reward and "old_log_probs" not in columns_read(config.algorithm.adv_estimator)
@@ -62,7 +65,9 @@ def step_nodes(config: PPOConfig) -> list[Node]:
     on_role("gen", "rollout", "generate_sequences", "input_ids", "responses", "response_mask", "rollout_log_probs")
     if algorithm.adv_estimator == "remax":
         on_driver("gen", "greedy_scores", ("responses",), "reward_baselines")
-    on_driver("score", "rewards", ("responses",), "token_level_scores")
+    on_role("score", "reward_model", "compute_rm_score", "rm_scores")
+    rm_scores = ("rm_scores",) if "reward_model" in pools else ()
+    on_driver("score", "rewards", ("responses", *rm_scores), "token_level_scores")
     if not own_old:
         on_role("score", "actor", "compute_log_prob", "old_log_probs")
     on_role("score", "ref", "compute_ref_log_prob", "ref_log_prob")

@@ -27,6 +27,7 @@ ROLE_WORKERS = {
     "rollout": "workers.rollout.RolloutWorker",
     "ref": "workers.reference.ReferenceWorker",
     "critic": "workers.critic.CriticWorker",
+    "reward_model": "workers.reward.RewardModelWorker",
 }
 """The built-in roles, in the order in which they are constructed inside a process."""
 

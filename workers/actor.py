@@ -12,12 +12,18 @@ from verl_like.protocol import DataProto
 from verl_like.worker import Worker
 from workers.engines.checkpoint import Checkpointed
 from workers.engines.fsdp import TrainEngine
-from workers.losses import POLICY_LOSSES, agg_loss, kl_penalty
+from workers.losses import (
+    Denominators,
+    agg_loss,
+    compute_rollout_importance_weights,
+    get_policy_loss,
+    kl_penalty,
+)
 from workers.microbatch import Budget, Columns, MiniBatch
 from workers.weight_sync import WeightSender
 
 if TYPE_CHECKING:
-    from workers.config import ActorConfig, RefConfig, RolloutConfig, WorkersConfig
+    from workers.config import ActorConfig, RefConfig, RolloutConfig, RolloutCorrectionConfig, WorkersConfig
 
 
 def log_prob_temperature(rollout: RolloutConfig) -> float:
@@ -41,6 +47,8 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         self.policy = config.actor_rollout_ref
         self.config = self.policy.actor
         self.temperature = log_prob_temperature(self.policy.rollout)
+        self.correction: RolloutCorrectionConfig = config.algorithm.rollout_correction
+        self.policy_loss = get_policy_loss(self.config.policy_loss.loss_mode)
         self.budget = Budget.of(
             self.config.use_dynamic_bsz, self.config.ppo_micro_batch_size_per_gpu, self.config.ppo_max_token_len_per_gpu
         )
@@ -74,6 +82,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
     def update_actor(self, data: DataProto) -> DataProto:
         """One PPO update over the batch; its metrics, the same on every rank, are in `meta_info["metrics"]`."""
         names = ["advantages"] + (["ref_log_prob"] if self.config.use_kl_loss else [])
+        names += ["rollout_log_probs"] if self.correction.rollout_is is not None else []
         names += [] if self.finds_old_log_probs(data) else ["old_log_probs"]
         metrics = self.engine.update(
             data,
@@ -104,22 +113,41 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
     def loss(self, outputs: Columns, columns: Columns, batch: MiniBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """PPO's policy loss, less the entropy bonus, plus the KL to the reference: this micro-batch's share."""
         config, mask = self.config, columns["response_mask"]
-        loss, metrics = POLICY_LOSSES["vanilla"](
-            columns.get("old_log_probs", outputs["log_probs"].detach()),
+        divisors: Denominators = {**batch.denominators, "loss_scale_factor": config.loss_scale_factor}
+        old_log_probs = columns.get("old_log_probs", outputs["log_probs"].detach())
+        weights = self.importance_weights(old_log_probs, columns)
+        loss, metrics = self.policy_loss(
+            old_log_probs,
             outputs["log_probs"],
             columns["advantages"],
             mask,
             config.loss_agg_mode,
             config,
-            **batch.denominators,
+            weights,
+            **divisors,
         )
         metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
         metrics["pg_loss"] = loss
+        if weights is not None:
+            metrics["rollout_is_weight"] = agg_loss(weights, mask, "token-mean", **divisors)
         if config.entropy_coeff != 0:
-            metrics["entropy"] = agg_loss(outputs["entropys"], mask, config.loss_agg_mode, **batch.denominators)
+            metrics["entropy"] = agg_loss(outputs["entropys"], mask, config.loss_agg_mode, **divisors)
             loss = loss - config.entropy_coeff * metrics["entropy"]
         if config.use_kl_loss:
             kl = kl_penalty(outputs["log_probs"], columns["ref_log_prob"], config.kl_loss_type)
-            metrics["kl_loss"] = agg_loss(kl, mask, config.loss_agg_mode, **batch.denominators)
+            metrics["kl_loss"] = agg_loss(kl, mask, config.loss_agg_mode, **divisors)
             loss = loss + config.kl_loss_coef * metrics["kl_loss"]
         return loss, metrics
+
+    def importance_weights(self, old_log_probs: Tensor, columns: Columns) -> Tensor | None:
+        """The trainer's over the rollout engine's probability of each token, bounded; None without a correction."""
+        if self.correction.rollout_is is None:
+            return None
+        return compute_rollout_importance_weights(
+            old_log_probs,
+            columns["rollout_log_probs"],
+            columns["response_mask"],
+            rollout_is=self.correction.rollout_is,
+            rollout_is_mode=self.correction.rollout_is_mode,
+            rollout_is_threshold=self.correction.rollout_is_threshold,
+        )

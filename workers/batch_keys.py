@@ -42,6 +42,7 @@ COLUMNS: dict[str, Column] = {
         Column("entropys", "[rows, R]", "float32", "actor.compute_log_prob"),
         Column("ref_log_prob", "[rows, R]", "float32", "ref.compute_ref_log_prob"),
         Column("values", "[rows, R]", "float32", "critic.compute_values"),
+        Column("rm_scores", "[rows, R]", "float32", "reward_model.compute_rm_score"),
         Column("token_level_scores", "[rows, R]", "float32", "the reward"),
         Column("token_level_rewards", "[rows, R]", "float32", "the driver's KL penalty"),
         Column("advantages", "[rows, R]", "float32", "the driver's compute_advantage"),
@@ -65,6 +66,7 @@ READS: dict[str, tuple[str, ...]] = {
     "compute_log_prob": _SEQUENCES,
     "compute_ref_log_prob": _SEQUENCES,
     "compute_values": _SEQUENCES,
+    "compute_rm_score": _SEQUENCES,
     "update_critic": (*_SEQUENCES, "values", "returns"),
     "update_actor": (*_SEQUENCES, "old_log_probs", "ref_log_prob", "rollout_log_probs", "advantages"),
 }

@@ -13,14 +13,16 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule; the scheduler steps once per `update_*` call."""
+    """The optimizer and its learning-rate schedule; the scheduler steps once per `update_*` call."""
 
+    optimizer: str = "AdamW"
+    """AdamW, or the dotted path of a class, which gets those of the settings below that its constructor knows."""
     lr: float = 1e-6
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW's two moments."""
+    """Decay rates of the two moments."""
     eps: float = 1e-8
-    """AdamW's denominator floor."""
+    """Floor of the denominator."""
     weight_decay: float = 0.01
     """Decoupled weight decay."""
     lr_warmup_steps: int = 0
@@ -82,6 +84,26 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
+class PolicyLossConfig:
+    """Which policy loss."""
+
+    loss_mode: str = "vanilla"
+    """vanilla, gspo, cispo, reinforce, or the dotted path of a function of the user's."""
+
+
+@dataclass(kw_only=True)
+class RolloutCorrectionConfig:
+    """Importance weights where the rollout engine's probabilities are not the trainer's: decoupled PPO, TIS."""
+
+    rollout_is: str | None = None
+    """token or sequence: what gets one weight; null weighs nothing."""
+    rollout_is_threshold: float = 2.0
+    """Bound of the weights; 1 or more."""
+    rollout_is_mode: str = "truncate"
+    """truncate caps weights at the threshold; mask gives zero to those outside [1 / threshold, threshold]."""
+
+
+@dataclass(kw_only=True)
 class ActorConfig:
     """The policy's update."""
 
@@ -105,8 +127,12 @@ class ActorConfig:
     """Upper clip range; null takes `clip_ratio`."""
     clip_ratio_c: float = 3.0
     """Dual-clip bound for negative advantages; above 1."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """The loss itself."""
     loss_agg_mode: str = "token-mean"
     """How token losses become one number."""
+    loss_scale_factor: float | None = None
+    """Divisor of seq-mean-token-sum-norm; null takes `data.max_response_length`."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
@@ -248,15 +274,29 @@ class OverlongBufferConfig:
 
 
 @dataclass(kw_only=True)
+class ScoringModelConfig:
+    """A sequence classifier with one output, on the actor's tokenizer."""
+
+    path: str = ""
+    """Its Hugging Face folder."""
+    dtype: str = "float32"
+    """Type that it is loaded in."""
+
+
+@dataclass(kw_only=True)
 class RewardModelConfig:
     """Scores: rule functions, a reward model, or both."""
 
     enable: bool = False
     """Score with a model; starts the reward_model role."""
+    model: ScoringModelConfig = field(default_factory=ScoringModelConfig)
+    """That model."""
+    micro_batch_size_per_gpu: int = 8
+    """Samples per forward pass of the model on one rank."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     """Punishment of overlong responses."""
     rule_weight: float = 1.0
-    """What the rule's score counts beside the model's; 0 runs no rule function."""
+    """What the rule's score counts beside the model's; 0 leaves the score to the model."""
     default_score: float = 0.0
     """Score of a sample whose rule function raises, returns no finite number, or passes its deadline."""
     sample_timeout_s: float = 10.0
@@ -279,3 +319,5 @@ class WorkersConfig:
     """Workers read `max_prompt_length` and `max_response_length`."""
     trainer: Any
     """Workers read `seed` and `device`."""
+    algorithm: Any
+    """Workers read `rollout_correction`."""

@@ -18,6 +18,7 @@ from workers.config import (
     ModelConfig,
     OptimConfig,
     RolloutConfig,
+    RolloutCorrectionConfig,
     WorkersConfig,
 )
 
@@ -34,6 +35,7 @@ def tiny_config(tiny_dir: Path | str, **actor: Any) -> WorkersConfig:
         ),
         data=SimpleNamespace(max_prompt_length=PROMPT, max_response_length=RESPONSE),
         trainer=SimpleNamespace(seed=0),
+        algorithm=SimpleNamespace(rollout_correction=RolloutCorrectionConfig()),
     )
     section = config.actor_rollout_ref.actor
     section.optim = OptimConfig(lr=1e-3)

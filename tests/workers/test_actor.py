@@ -5,7 +5,7 @@ from samples import make_batch, started, tiny_config
 
 from verl_like.errors import MissingColumnError
 from workers.actor import ActorWorker, log_prob_temperature
-from workers.config import RolloutConfig
+from workers.config import PolicyLossConfig, RolloutConfig, RolloutCorrectionConfig
 
 METRICS = {"pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "grad_norm", "lr", "skipped_steps"}
 
@@ -72,3 +72,41 @@ def test_greedy_rollouts_count_as_temperature_one():
     assert log_prob_temperature(RolloutConfig(temperature=0.7)) == 0.7
     assert log_prob_temperature(RolloutConfig(temperature=0.7, do_sample=False)) == 1.0
     assert log_prob_temperature(RolloutConfig(temperature=0.0)) == 1.0
+
+
+@pytest.mark.parametrize("mode", ["gspo", "cispo", "reinforce"])
+def test_the_loss_mode_chooses_the_policy_loss(tiny_dir, mode):
+    plain, other = (gradient_norm(tiny_dir, policy_loss=PolicyLossConfig(loss_mode=m)) for m in ("vanilla", mode))
+    assert other > 0
+    assert other != pytest.approx(plain, rel=1e-3)
+
+
+def test_a_scale_factor_divides_the_summed_loss(tiny_dir):
+    norms = [
+        gradient_norm(tiny_dir, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=f) for f in (None, 5, 10)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[2] == pytest.approx(norms[1] / 2, rel=1e-4)
+
+
+def test_importance_weights_of_the_rollout_s_log_probs_weigh_the_loss(tiny_dir):
+    batch = make_batch(4)
+    for shift, weight in ((0.0, 1.0), (0.5, math.exp(0.5)), (3.0, 2.0), (-0.5, math.exp(-0.5))):
+        batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] - shift
+        metrics = corrected(tiny_dir, batch, rollout_is="token")
+        assert metrics["actor/rollout_is_weight"] == pytest.approx(weight, rel=1e-5)
+        assert metrics["actor/grad_norm"] == pytest.approx(weight * gradient_norm(tiny_dir), rel=1e-4)
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] - 3.0
+    masked = corrected(tiny_dir, batch, rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=1.5)
+    assert masked["actor/rollout_is_weight"] == masked["actor/grad_norm"] == 0.0
+
+
+def corrected(tiny_dir, batch, **correction):
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    config.algorithm.rollout_correction = RolloutCorrectionConfig(**correction)
+    return started(ActorWorker, config, 1).update_actor(batch).meta_info["metrics"]
+
+
+def gradient_norm(tiny_dir, **actor):
+    worker = started(ActorWorker, tiny_config(tiny_dir, ppo_mini_batch_size=4, **actor), 1)
+    return worker.update_actor(make_batch(4)).meta_info["metrics"]["actor/grad_norm"]

@@ -1,33 +1,37 @@
-"""AdamW, its learning-rate schedule, one guarded optimizer step. `engines/fsdp` builds and steps these."""
+"""The optimizer, its learning-rate schedule, one guarded optimizer step. `engines/fsdp` builds and steps these."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError, nearest
+from verl_like.registry import look_up
 
 if TYPE_CHECKING:
     from workers.config import OptimConfig
 
+OPTIMIZERS: dict[str, Any] = {"AdamW": torch.optim.AdamW}
 SCHEDULES = ("constant", "cosine", "linear")
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters."""
-    return torch.optim.AdamW(
-        list(parameters),
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,  # one pass over memory, and the same bits wherever a shard begins
-    )
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer over all parameters, with what its constructor knows of the config, and fused where it can be."""
+    cls = look_up(config.optimizer, OPTIMIZERS, "optimizer")
+    known = inspect.signature(cls).parameters
+    settings: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "eps", "weight_decay") if name in known}
+    if "betas" in known:
+        settings["betas"] = (config.betas[0], config.betas[1])
+    if "fused" in known:
+        settings["fused"] = True  # one pass over memory, and the same bits wherever a shard begins
+    optimizer: torch.optim.Optimizer = cls(list(parameters), **settings)
+    return optimizer
 
 
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
