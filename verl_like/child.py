@@ -1,7 +1,7 @@
-"""The program of a child process of the local backend: `python -P -m verl_like.child FD`.
+"""The program of a child process of the local backend: `python -P -m verl_like.child FD`, and the wire to it.
 
 A reader thread takes messages off the pipe: calls go to the main thread's queue, a request for stacks is answered past
-the queue. When the driver is gone the pipe closes and the process ends.
+the queue. When the driver is gone the pipe closes and the process ends, in the middle of a call too.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ import pickle
 import queue
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 
 
-def send(connection: Connection, lock: threading.Lock, message: Any) -> None:
-    """One message: the pickle, then its out-of-band buffers as they are."""
+def send(connection: Connection, lock: threading.Lock, number: int, method: str, content: Any) -> None:
+    """One message: number and method in the clear, the pickled content, then its out-of-band buffers as they are."""
     buffers: list[pickle.PickleBuffer] = []
-    body = cloudpickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    body = cloudpickle.dumps(content, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
     with lock:
-        connection.send((len(body), [view.nbytes for view in views]))
+        connection.send((number, method, [view.nbytes for view in views]))
         connection.send_bytes(body)
         for view in views:
             if view.nbytes:
                 connection.send_bytes(view)
 
 
-def receive(connection: Connection) -> Any:
-    """The counterpart of `send`. Raises EOFError when the other side is gone."""
-    _, sizes = connection.recv()
+def receive(connection: Connection) -> tuple[int, str, Callable[[], Any]]:
+    """The counterpart of `send`; the content is unpickled by whoever can answer for it. EOFError: nobody is there."""
+    number, method, sizes = connection.recv()
     body = connection.recv_bytes()
     buffers = []
     for size in sizes:
@@ -40,7 +41,7 @@ def receive(connection: Connection) -> Any:
         if size:
             connection.recv_bytes_into(buffer)
         buffers.append(buffer)
-    return pickle.loads(body, buffers=buffers)
+    return number, method, lambda: pickle.loads(body, buffers=buffers)
 
 
 def main() -> None:
@@ -49,35 +50,40 @@ def main() -> None:
     sys.path[:] = connection.recv()
     import torch
 
+    from verl_like.errors import WorkerError
     from verl_like.host import WorkerHost
 
     torch.set_num_threads(1)
     host: list[WorkerHost] = []
-    calls: queue.Queue[tuple[int, str, tuple[Any, ...]]] = queue.Queue()
+    calls: queue.Queue[tuple[int, str, Callable[[], Any]]] = queue.Queue()
 
     def read() -> None:
         try:
             while True:
-                number, method, args = receive(connection)
+                number, method, load = receive(connection)
                 if method == "stacks":
-                    send(connection, lock, (number, host[0].stacks() if host else "starting", None))
+                    send(connection, lock, number, "answer", host[0].stacks() if host else "starting")
                 else:
-                    calls.put((number, method, args))
+                    calls.put((number, method, load))
         except (EOFError, OSError):
             os._exit(0)
 
     threading.Thread(target=read, name="pipe", daemon=True).start()
     while True:
-        number, method, args = calls.get()
+        number, method, load = calls.get()
         try:
+            args = load()
             if method == "host":
                 host.append(WorkerHost(*args))
                 result: Any = None
             else:
                 result = getattr(host[0], method)(*args)
-            send(connection, lock, (number, result, None))
-        except Exception as error:  # noqa: BLE001 - the process edge
-            send(connection, lock, (number, None, error))
+            send(connection, lock, number, "answer", result)
+        except WorkerError as error:
+            send(connection, lock, number, "error", str(error))
+        except Exception as error:  # noqa: BLE001 - the process edge: what cannot be read or sent is told as text
+            text = f"{type(error).__name__}: {error}"
+            send(connection, lock, number, "error", f"arguments or result cannot travel between processes: {text}")
 
 
 if __name__ == "__main__":

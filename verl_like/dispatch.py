@@ -100,12 +100,16 @@ class Scatter(list[Any]):
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to split a call and collect its results. `data_parallel` marks those whose result is one `DataProto`."""
+    """A way to split a call and collect its results.
+
+    `form` tells what the results are together: one `batch`, a `list`, the `first` of them, or something of the collect
+    function's `own`. `collecting_ranks` gives those whose results count, where it is not all of them.
+    """
 
     dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     collect_fn: Callable[[Any, list[Any]], Any]
-    data_parallel: bool = False
-    mesh_name: str | None = None
+    form: str = "own"
+    collecting_ranks: Callable[[WorkerGroup], list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,8 @@ def _per_worker(fn: Callable[[WorkerGroup, Any, str], list[Any]]) -> Callable[..
 
     @functools.wraps(fn)
     def dispatch_fn(group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        named = {name: fn(group, value, name) for name, value in kwargs.items()}
-        return tuple(fn(group, value, f"argument {i}") for i, value in enumerate(args)), named
+        named = {name: fn(group, value, f"argument '{name}'") for name, value in kwargs.items()}
+        return tuple(fn(group, value, _argument(group, i)) for i, value in enumerate(args)), named
 
     return dispatch_fn
 
@@ -157,14 +161,18 @@ def dispatch_dp_compute_proto(group: WorkerGroup, value: Any, name: str) -> list
 def dispatch_dp_compute_proto_with_func(group: WorkerGroup, func: Any, *args: Any, **kwargs: Any) -> Any:
     """The first argument is a function and goes to every worker; the others are split."""
     if not callable(func):
-        raise DispatchError(f"{group.name}: the first argument must be a function, got {type(func).__name__}.")
-    split_args, split_kwargs = dispatch_dp_compute_proto(group, *args, **kwargs)
-    return ([func] * group.world_size, *split_args), split_kwargs
+        raise DispatchError(f"{group.call_site}: {_argument(group, 0)} must be a function, got {type(func).__name__}.")
+    size = group.world_size
+    split_args = [split_over(group, value, _argument(group, i), size) for i, value in enumerate(args, 1)]
+    split_kwargs = {name: split_over(group, value, f"argument '{name}'", size) for name, value in kwargs.items()}
+    return ([func] * size, *split_args), split_kwargs
 
 
 def dispatch_direct_rollout(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
     """Refused: such methods are called by a rollout server, not through a group."""
-    raise DispatchError(f"{group.name}: a DIRECT_ROLLOUT_METHOD is not called through its group.")
+    raise DispatchError(
+        f"{group.call_site}: a DIRECT_ROLLOUT_METHOD is not called through its group; ask the rollout server."
+    )
 
 
 def collect_list(group: WorkerGroup, outputs: list[Any]) -> list[Any]:
@@ -177,11 +185,17 @@ def collect_first(group: WorkerGroup, outputs: list[Any]) -> Any:
     return outputs[0]
 
 
+def _argument(group: WorkerGroup, position: int) -> str:
+    """What the method calls a positional argument."""
+    site = group.call_site
+    return f"argument {position}" if isinstance(site, str) else site.argument(position)
+
+
 def _checked_list(group: WorkerGroup, value: Any, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)) or len(value) != group.world_size:
         size = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
         raise DispatchError(
-            f"{group.name}: {name} must be a list with one element for each of {group.world_size} workers, "
+            f"{group.call_site}: {name} must be a list with one element for each of {group.world_size} workers, "
             f"got {type(value).__name__}{size}. To send one value to all of them, use Dispatch.ONE_TO_ALL."
         )
     return list(value)
@@ -196,8 +210,12 @@ def register_dispatch_mode(
     """Add a dispatch mode; `Dispatch.<NAME>` exists from then on."""
     if dispatch_mode_name.upper() in _MODES:
         raise DispatchError(f"dispatch mode {dispatch_mode_name} exists already: update_dispatch_mode changes it.")
-    _MODES[dispatch_mode_name.upper()] = Mode(dispatch_fn, collect_fn)
-    member: Dispatch = Dispatch.register(dispatch_mode_name)
+    return _add_mode(dispatch_mode_name, Mode(dispatch_fn, collect_fn))
+
+
+def _add_mode(name: str, mode: Mode) -> Dispatch:
+    _MODES[name.upper()] = mode
+    member: Dispatch = Dispatch.register(name)
     return member
 
 
@@ -216,12 +234,14 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
         pieces = split_over(group, value, name, max(dp_ranks) + 1)
         return [pieces[dp] for dp in dp_ranks]
 
-    def collect_fn(group: WorkerGroup, outputs: list[Any]) -> Any:
+    def collecting_ranks(group: WorkerGroup) -> list[int]:
         facts = group.mesh_facts(mesh_name)
-        chosen = sorted((dp, rank) for rank, (dp, is_collect) in enumerate(facts) if is_collect)
-        return collect_dataproto(group, [outputs[rank] for _, rank in chosen])
+        return [rank for _, rank in sorted((dp, rank) for rank, (dp, is_collect) in enumerate(facts) if is_collect)]
 
-    return Mode(dispatch_fn, collect_fn, data_parallel=True, mesh_name=mesh_name)
+    def collect_fn(group: WorkerGroup, outputs: list[Any]) -> Any:
+        return collect_dataproto(group, [outputs[rank] for rank in collecting_ranks(group)])
+
+    return Mode(dispatch_fn, collect_fn, "batch", collecting_ranks)
 
 
 def mode_of(dispatch_mode: Any, where: str) -> Mode:
@@ -245,9 +265,6 @@ def mode_of(dispatch_mode: Any, where: str) -> Mode:
     return _MODES[name]
 
 
-get_predefined_dispatch_fn = functools.partial(mode_of, where="get_predefined_dispatch_fn")
-
-
 def register(
     dispatch_mode: Any = None,
     execute_mode: Execute | None = None,
@@ -255,14 +272,15 @@ def register(
     materialize_futures: bool = True,
     readonly: bool = False,
 ) -> Callable[[F], F]:
-    """Mark a worker's method as callable through its group.
+    """Mark a worker's method (also an `async def`, which runs to its end) as callable through its group.
 
     Args:
         dispatch_mode: a `Dispatch` member, a dict of `dispatch_fn` and `collect_fn`, or the result of
             `make_nd_compute_dataproto_dispatch_fn`; `Dispatch.ALL_TO_ALL` unless given.
         execute_mode: `Execute.ALL` (unless given) or `Execute.RANK_ZERO`.
         blocking: whether `group.method(...)` waits. `group.method.remote(...)` never does.
-        materialize_futures: whether a future among the arguments reaches the method as its value.
+        materialize_futures: whether a future among the arguments reaches the method as its value; if not, the method
+            gets an object whose `get()` gives it.
         readonly: the method promises not to write into its batch, which is then handed over without a private copy.
     """
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
@@ -284,18 +302,14 @@ def registered_methods(cls: type) -> Iterator[tuple[str, Callable[..., Any], Reg
             yield name, method, mark
 
 
-for _name, _dispatch, _collect in (
-    ("RANK_ZERO", dispatch_all_to_all, collect_first),
-    ("ONE_TO_ALL", dispatch_one_to_all, collect_list),
-    ("ALL_TO_ALL", dispatch_all_to_all, collect_list),
-    ("DP_COMPUTE", dispatch_dp_compute, collect_list),
-    ("DP_COMPUTE_METRIC", dispatch_dp_compute_proto, collect_list),
-    ("DIRECT_ROLLOUT_METHOD", dispatch_direct_rollout, collect_list),
+for _name, _dispatch, _collect, _form in (
+    ("RANK_ZERO", dispatch_all_to_all, collect_first, "first"),
+    ("ONE_TO_ALL", dispatch_one_to_all, collect_list, "list"),
+    ("ALL_TO_ALL", dispatch_all_to_all, collect_list, "list"),
+    ("DP_COMPUTE", dispatch_dp_compute, collect_list, "list"),
+    ("DP_COMPUTE_METRIC", dispatch_dp_compute_proto, collect_list, "list"),
+    ("DIRECT_ROLLOUT_METHOD", dispatch_direct_rollout, collect_list, "list"),
+    ("DP_COMPUTE_PROTO", dispatch_dp_compute_proto, collect_dataproto, "batch"),
+    ("DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_proto_with_func, collect_dataproto, "batch"),
 ):
-    register_dispatch_mode(_name, _dispatch, _collect)
-for _name, _dispatch in (
-    ("DP_COMPUTE_PROTO", dispatch_dp_compute_proto),
-    ("DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_proto_with_func),
-):
-    _MODES[_name] = Mode(_dispatch, collect_dataproto, data_parallel=True)
-    Dispatch.register(_name)
+    _add_mode(_name, Mode(_dispatch, _collect, _form))

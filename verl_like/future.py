@@ -1,5 +1,4 @@
-"""Results that are still being made. A future holds references to the pieces on the workers; `get()` brings them to the
-driver.
+"""Results that are still being made. A future holds references to pieces on the workers; `get()` brings them here.
 
 ref, values = reference.compute_ref_log_prob.remote(batch), critic.compute_values.remote(batch)
 ref, values = gather(ref, values)            # waits for both; an error of one never hides the other's
@@ -8,9 +7,11 @@ update = critic.update_critic.remote(values) # a future may be passed on: its pi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl_like.errors import BatchError
 from verl_like.transport import Header, Pending, Transport
 from verl_like.watch import wait_for_calls
 
@@ -24,11 +25,19 @@ class WorkerFuture:
         transport: Transport,
         pending: Sequence[Pending],
         collect: Callable[[list[Header], list[Any]], Any],
+        form: str = "own",
+        pieces: Sequence[Pending] | None = None,
     ):
-        """Made by `WorkerGroup`; `collect` turns headers and payloads, in rank order, into the result."""
+        """Made by `WorkerGroup`; `collect` turns headers and payloads, in rank order, into the result.
+
+        `form` says how `pieces` (all of `pending`, unless given) make the result: a `batch`, a `list`, the `first` of
+        them, or by a function of its `own`, which only `collect` knows.
+        """
         self.name = name
         self.transport = transport
         self.pending = list(pending)
+        self.form = form
+        self.pieces = self.pending if pieces is None else list(pieces)
         self._collect = collect
         self._outcome: tuple[Any, BaseException | None] | None = None
 
@@ -62,9 +71,17 @@ class WorkerFuture:
         headers = [p.header for p in self.pending]
         return self._outcome is not None or len(self.transport.wait(headers, 0.0)) == len(headers)
 
+    def travels_on(self, transport: Transport) -> bool:
+        """Whether another group's workers can be given the pieces by reference."""
+        return self.form == "batch" and self.transport.kind == transport.kind
+
+    def part(self) -> list[Pending]:
+        """The pieces, in row order, as references."""
+        return self.pieces
+
     def __del__(self) -> None:
         """A failed call nobody looked at must not vanish in silence: the transport reports it when it next waits."""
-        if getattr(self, "_outcome", True) is None and self.pending:
+        if getattr(self, "_outcome", True) is None:
             self.transport.abandoned.append((self.name, [p.header for p in self.pending]))
 
     def __repr__(self) -> str:
@@ -73,23 +90,24 @@ class WorkerFuture:
 
 
 class DataProtoFuture(WorkerFuture):
-    """The future of a `DataProto`.
-
-    Passed to a group, its pieces go from worker to worker; the driver fetches nothing.
-    """
+    """The future of a `DataProto`. Passed to a group, its pieces go from worker to worker: nothing is fetched here."""
 
     def chunk(self, chunks: int) -> list[PartFuture]:
         """Futures of `chunks` parts of the rows, in order."""
+        if chunks < 1:
+            raise BatchError(f"chunk needs at least 1 part, not {chunks}.")
         return [PartFuture([self], index, chunks) for index in range(chunks)]
 
     @staticmethod
     def concat(data: Sequence[DataProtoFuture | PartFuture]) -> PartFuture:
         """The future of all the rows, in order."""
+        if not data:
+            raise BatchError("concat of no futures: there is nothing to take the columns from.")
         return PartFuture(list(data), 0, 1)
 
 
 class PartFuture:
-    """A part (or a concatenation) of other futures, made on the driver when it is asked for."""
+    """A part (or a concatenation) of other futures. Given to a group, it travels as references too."""
 
     def __init__(self, sources: Sequence[DataProtoFuture | PartFuture], index: int, chunks: int):
         """Part `index` of `chunks` of the rows of `sources` together."""
@@ -101,17 +119,37 @@ class PartFuture:
         whole = wholes[0] if len(wholes) == 1 else type(wholes[0]).concat(wholes)
         return whole.chunk(self.chunks)[self.index] if self.chunks > 1 else whole
 
+    @property
+    def transport(self) -> Transport:
+        """That of the first source."""
+        return self.sources[0].transport
+
+    @property
+    def name(self) -> str:
+        """What it is a part of."""
+        return "+".join(source.name for source in self.sources)
+
+    def travels_on(self, transport: Transport) -> bool:
+        """Whether another group's workers can be given the rows by reference."""
+        return all(source.travels_on(transport) for source in self.sources)
+
+    def part(self) -> list[Pending]:
+        """The rows of this part as references to pieces."""
+        pieces = [piece for source in self.sources for piece in source.part()]
+        return pieces if self.chunks == 1 else [self.transport.regroup(pieces, self.chunks, even=False)[self.index]]
+
 
 def gather(*futures: Any, timeout: float | None = None) -> list[Any]:
-    """The results of all the futures, in order. All are waited for, even when one fails.
+    """The results of all the futures, in order. All are waited for (together `timeout` seconds), even when one fails.
 
     The first failure is raised; the other ones are in its attribute `others` and in its notes.
     """
+    end = None if timeout is None else time.monotonic() + timeout
     values: list[Any] = []
     errors: list[Exception] = []
     for future in futures:
         try:
-            values.append(future.get(timeout))
+            values.append(future.get(None if end is None else max(0.0, end - time.monotonic())))
         except Exception as error:  # noqa: BLE001 - raised below, with every other one
             errors.append(error)
     if not errors:

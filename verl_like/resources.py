@@ -11,6 +11,7 @@ Devices are GPUs where they exist and CPU slots otherwise. Roles are strings: a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
     Role.ActorRollout: (Role.Actor, Role.Rollout),
     Role.ActorRolloutRef: (Role.Actor, Role.Rollout, Role.RefPolicy),
 }
+
+
+def cpu_share(cpus: float, num_processes: int) -> float:
+    """CPUs of one process when so many share `cpus`: one at most, rounded down to what a cluster can count."""
+    return min(1.0, math.floor(cpus / num_processes * 1e4) / 1e4)
 
 
 class ResourcePool:
@@ -121,9 +127,8 @@ class Placement:
         counts = {name: list(ResourcePool(list(per_node)).store) for name, per_node in resource_pool_spec.items()}
         roles = _roles_by_pool(counts, role_mapping)
         num_processes = sum(map(sum, counts.values()))
-        cpus = (
-            cpus_per_process if cpus_per_process is not None else min(1.0, sum(n.cpus for n in nodes) / num_processes)
-        )
+        given = cpus_per_process
+        cpus = cpu_share(sum(node.cpus for node in nodes), num_processes) if given is None else given
         if cpus <= 0:
             raise PlacementError(f"cpus_per_process must be above 0, got {cpus}.")
         free = {i: [node.devices, node.cpus] for i, node in enumerate(nodes)}
@@ -232,9 +237,9 @@ class ResourcePoolManager:
         self,
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[str, str],
-        pool_cls: type[ResourcePool] = ResourcePool,
+        pool_cls: type[ResourcePool] | None = None,
     ):
-        """`pool_cls` is what `create_resource_pool` makes (`RayResourcePool` for Ray)."""
+        """`pool_cls` is what `create_resource_pool` makes; unless given, a `RayResourcePool`."""
         self.resource_pool_spec = {name: list(counts) for name, counts in resource_pool_spec.items()}
         self.mapping = dict(mapping)
         self.pool_cls = pool_cls
@@ -243,6 +248,10 @@ class ResourcePoolManager:
 
     def create_resource_pool(self) -> None:
         """Make the pools; nothing is started yet."""
+        if self.pool_cls is None:
+            from verl_like.ray_backend import RayResourcePool
+
+            self.pool_cls = RayResourcePool
         self.resource_pool_dict = {name: self.pool_cls(counts) for name, counts in self.resource_pool_spec.items()}
 
     def get_resource_pool(self, role: str) -> ResourcePool:

@@ -1,9 +1,10 @@
 """Cutting a `DataProto` into one piece per worker, and making one batch of the pieces that come back.
 
 A batch of N rows over n workers becomes n contiguous pieces of ceil(N / n) rows. Where that does not come out even, the
-last pieces are filled with copies of the first rows; `Shard` marks them (the last rows of a piece), the engines give
-them no weight, and the host drops their results. The caller's batch is never touched. Used by `verl_like.dispatch` on
-the driver and by `verl_like.host` in workers.
+last pieces are filled with copies of the first rows; `Shard` marks them (the last rows of a piece) and the engines give
+them no weight. A result keeps its pad rows while it stays among workers; its header says how many rows are real, and
+whoever makes one batch of the pieces drops the rest. The caller's batch is never touched. Used by
+`verl_like.dispatch` and `verl_like.worker_group` on the driver and by `verl_like.host` in workers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import BatchError, DispatchError
-from verl_like.future import DataProtoFuture, PartFuture
+from verl_like.future import PartFuture, WorkerFuture
 from verl_like.protocol import DataProto, Shard
 from verl_like.transport import Header
 
@@ -25,34 +26,30 @@ if TYPE_CHECKING:
 class FutureShard:
     """Piece `index` of `count` of a result that is still being made: it travels as references."""
 
-    future: DataProtoFuture
+    future: WorkerFuture | PartFuture
     index: int
     count: int
 
 
 def split_over(group: WorkerGroup, value: Any, name: str, num_pieces: int) -> list[Any]:
     """Pieces of a batch, or of the future of one, for `num_pieces` data-parallel ranks."""
-    if isinstance(value, DataProtoFuture):
-        return [FutureShard(value, i, num_pieces) for i in range(num_pieces)]
-    if isinstance(value, PartFuture):
+    if isinstance(value, WorkerFuture | PartFuture):
+        if value.travels_on(group.transport):
+            return [FutureShard(value, i, num_pieces) for i in range(num_pieces)]
         value = value.get()
     if not isinstance(value, DataProto):
         raise DispatchError(
             f"{group.call_site}: {name} must be a DataProto (or the future of one) to be split over {num_pieces} "
-            "workers, "
-            f"got {type(value).__name__}. Put other values into meta_info, or register the method with "
+            f"worker(s), got {type(value).__name__}. Put other values into meta_info, or register the method with "
             "Dispatch.ONE_TO_ALL."
         )
     if len(value) == 0:
-        raise BatchError(f"{group.call_site}: {name} has no rows, nothing to split over {num_pieces} workers.")
+        raise BatchError(f"{group.call_site}: {name} has no rows, nothing to split over {num_pieces} worker(s).")
     return split_rows(value, num_pieces)
 
 
 def split_rows(data: DataProto, num_pieces: int) -> list[DataProto]:
-    """`num_pieces` contiguous pieces of equal length, the last ones padded and marked.
-
-    Pieces without pad rows share storage.
-    """
+    """Contiguous pieces of equal length, the last ones padded and marked; pieces without pad rows share storage."""
     total = len(data)
     size = -(-total // num_pieces)
     pieces = []
@@ -74,36 +71,47 @@ def view_rows(data: DataProto, start: int, stop: int) -> DataProto:
 
 
 def place_piece(piece: DataProto, index: int, rows_of_all: Sequence[int]) -> DataProto:
-    """Give a piece that came straight from another group its `Shard`, padded to the longest piece's length."""
-    rows, longest = len(piece), max(rows_of_all)
-    if rows == 0 and longest > 0:
+    """Give a piece that came straight from another group its `Shard`, and the longest piece's length."""
+    rows, longest = rows_of_all[index], max(rows_of_all)
+    if len(piece) >= longest:
+        placed = view_rows(piece, 0, longest)
+    elif len(piece) == 0:
         raise BatchError(
             f"piece {index} of {len(rows_of_all)} has no rows (rows per piece: {list(rows_of_all)}), so it cannot be "
-            "padded with its "
-            "own rows. Fetch the batch with .get() and pass it on, or use fewer workers."
+            "padded with its own rows. Fetch the batch with .get() and pass it on, or use fewer workers."
         )
-    if rows < longest:
-        piece = piece.select_idxs([*range(rows), *(i % rows for i in range(longest - rows))])
-    piece.shard = Shard(
+    else:
+        placed = piece.select_idxs([i % len(piece) for i in range(longest)])
+    placed.shard = Shard(
         index=index, count=len(rows_of_all), start=sum(rows_of_all[:index]), rows=rows, total=sum(rows_of_all)
     )
-    return piece
+    return placed
 
 
-def drop_pad_rows(result: Any, shard: Shard | None, given_rows: int, where: str) -> Any:
-    """A method's result without what it made of pad rows.
+def count_real_rows(result: DataProto, given_rows: int, where: str) -> int:
+    """Rows of a method's result that do not come from pad rows: of k rows per row given, k per real one.
 
-    A method may return a whole multiple of the rows it was given.
+    `result.shard` is that of the piece of `given_rows` rows that the method got.
     """
-    if shard is None or not isinstance(result, DataProto) or shard.rows == given_rows or len(result) == 0:
-        return result
+    shard = result.shard
+    if shard is None or shard.rows == given_rows or len(result) == 0:
+        return len(result)
     if len(result) % given_rows:
         raise DispatchError(
             f"{where} returned {len(result)} rows for {given_rows} ({given_rows - shard.rows} of them padding): "
-            "results of padded "
-            "calls must have the rows of the input or a whole multiple of them, so that padding can be dropped."
+            "results of padded calls must have the rows of the input or a whole multiple of them, so that padding can "
+            "be dropped."
         )
-    return view_rows(result, 0, shard.rows * (len(result) // given_rows))
+    return shard.rows * (len(result) // given_rows)
+
+
+def drop_padding(payload: Any, header: Header) -> Any:
+    """A payload without what the method made of pad rows; shares storage and keeps the shard of its input."""
+    if not isinstance(payload, DataProto) or header.rows in (None, len(payload)):
+        return payload
+    kept = view_rows(payload, 0, header.rows or 0)
+    kept.shard = payload.shard
+    return kept
 
 
 def collect_dataproto(group: WorkerGroup, outputs: list[Any]) -> DataProto:
@@ -112,18 +120,40 @@ def collect_dataproto(group: WorkerGroup, outputs: list[Any]) -> DataProto:
         if not isinstance(output, DataProto):
             raise DispatchError(
                 f"{group.call_site} returned {type(output).__name__} on rank {rank}; a data-parallel method must "
-                "return a DataProto."
+                "return a DataProto. To collect one value per rank, register it with Dispatch.DP_COMPUTE_METRIC."
             )
-    real = [output for output in outputs if output.shard is None or output.shard.rows > 0]
-    kept = real or outputs
-    return DataProto.concat(kept) if len(kept) > 1 else kept[0].writable_copy()
+    return join_pieces(outputs)
 
 
-def regroup_pieces(headers: Sequence[Header], payloads: Sequence[Any], num_pieces: int) -> list[tuple[Any, Header]]:
-    """The rows of some pieces in `num_pieces` pieces, each with a header; an error among them goes into every piece."""
+def join_pieces(pieces: Sequence[DataProto]) -> DataProto:
+    """The rows of all pieces in memory of their own."""
+    kept = [piece for piece in pieces if piece.shard is None or piece.shard.rows > 0] or list(pieces)
+    return DataProto.concat(kept) if len(kept) > 1 else kept[0].slice(0, len(kept[0]))
+
+
+def regroup_pieces(
+    headers: Sequence[Header], payloads: Sequence[Any], num_pieces: int, even: bool
+) -> list[tuple[Any, Header]]:
+    """The rows of some pieces in `num_pieces` pieces, each with a header; an error among them goes into every piece.
+
+    Even pieces are those of `split_rows`, padded; otherwise they are those of `DataProto.chunk`.
+    """
     failed = next((h for h in headers if h.error is not None), None)
     if failed is not None:
         return [(None, failed)] * num_pieces
-    whole = DataProto.concat([p for p in payloads if len(p)] or list(payloads))
-    cut = whole.chunk(num_pieces)
-    return [(piece, replace(headers[0], rows=len(piece), mesh_facts=None)) for piece in cut]
+    whole = join_pieces([drop_padding(require_batch(p, h), h) for p, h in zip(payloads, headers, strict=True)])
+    cut = split_rows(whole, num_pieces) if even else whole.chunk(num_pieces)
+    return [
+        (piece, replace(headers[0], rows=piece.num_real_rows, mesh_facts=None, rank=rank))
+        for rank, piece in enumerate(cut)
+    ]
+
+
+def require_batch(payload: Any, header: Header) -> DataProto:
+    """The payload of a call that had to return a batch."""
+    if not isinstance(payload, DataProto):
+        raise DispatchError(
+            f"{header.role}.{header.method} returned {type(payload).__name__} on rank {header.rank}; its future was "
+            "passed on as a batch, so it must return a DataProto."
+        )
+    return payload

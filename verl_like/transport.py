@@ -11,16 +11,19 @@ driver what came back without the data.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import pickle
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from verl_like.errors import WorkerDiedError, WorkerError
+from verl_like.errors import WorkerError
 
 if TYPE_CHECKING:
+    from verl_like.host import HostFacts
     from verl_like.watch import Deadlines
 
 logger = logging.getLogger(__name__)
@@ -44,10 +47,30 @@ class PieceSlot:
 
 @dataclass(frozen=True)
 class WholeSlot:
-    """Stands for the whole of another group's result: its pieces, with their headers, to be concatenated."""
+    """Stands for the whole of another call's result: its pieces with their headers, and how they become one value."""
 
     payloads: tuple[int, ...]
     headers: tuple[int, ...]
+    form: str
+
+
+@dataclass(frozen=True)
+class LazySlot:
+    """Stands for what another slot stands for, but reaches the method as a `FutureArgument`: its parts travel held."""
+
+    slot: PieceSlot | WholeSlot
+
+
+class Held:
+    """A part that is not resolved on the way: the worker gets it when it asks. Backends with a store subclass this."""
+
+    def __init__(self, value: Any) -> None:
+        """A value that is there; or, in a subclass, a reference."""
+        self.value = value
+
+    def get(self) -> Any:
+        """The value."""
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -62,29 +85,29 @@ class Call:
 
 @dataclass
 class RemoteError:
-    """An exception as it left a worker: itself if it can travel, and its traceback as text."""
+    """An exception as it left a worker: pickled, if it can be, and its traceback as text."""
 
-    exception: BaseException | None
+    pickled: bytes | None
     type_name: str
     traceback: str
 
     def rebuild(self, where: str) -> BaseException:
         """The exception to raise on the driver, of its own type, with the worker's place and traceback as a note."""
-        error = self.exception
+        error: BaseException | None = None
+        if self.pickled is not None:
+            with contextlib.suppress(Exception):  # its class may be importable in the worker only
+                error = pickle.loads(self.pickled)
         if error is None:
-            error = WorkerError(
-                f"{where} raised {self.type_name}, which could not be sent to the driver. Its "
-                f"traceback:\n{self.traceback}"
-            )
+            error = WorkerError(f"{where} raised {self.type_name}, an exception that cannot be sent to the driver.")
         error.add_note(f"raised in {where}\n{self.traceback.rstrip()}")
         return error
 
 
 @dataclass
 class Header:
-    """What the driver learns of a finished call at once.
+    """What the driver learns of a finished call at once: who ran it, when, how many rows came back, or why it failed.
 
-    Who ran it, when, how many rows came back, or why it failed.
+    `rows` counts the real rows of the payload; rows after them are padding.
     """
 
     role: str
@@ -107,17 +130,17 @@ class Pending:
     rank: int
     payload: Any
     header: Any
+    role: str
 
 
 class Transport(ABC):
-    """Carries calls to the processes of one pool.
-
-    Every process runs a `verl_like.host.WorkerHost`, one call at a time.
-    """
+    """Carries calls to the processes of one pool. Every process runs a `WorkerHost`, one call at a time."""
 
     kind: str
     world_size: int
     deadlines: Deadlines
+    facts: Sequence[HostFacts]
+    """What every rank was started with."""
     process_key: int
     """Equal for groups whose workers live in the same processes."""
     started: list[Header]
@@ -125,7 +148,13 @@ class Transport(ABC):
     finished: list[Header]
     """Headers of finished calls, oldest first; whoever draws a timeline takes them out."""
     abandoned: deque[tuple[str, list[Any]]]
-    """Name and header references of every call whose future was dropped unread, until `report_abandoned` has looked."""
+    """Name and header references of every call whose future was dropped unread, for `report_abandoned`."""
+
+    def __init__(self, facts: Sequence[HostFacts], deadlines: Deadlines) -> None:
+        """Nothing is started yet."""
+        self.facts, self.deadlines, self.world_size = list(facts), deadlines, len(facts)
+        self.process_key = id(self)
+        self.started, self.finished, self.abandoned = [], [], deque()
 
     @abstractmethod
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
@@ -148,12 +177,34 @@ class Transport(ABC):
         """The Python stacks of every process that answers in that time, past the queue of calls."""
 
     @abstractmethod
-    def regroup(self, pending: Sequence[Pending], num_pieces: int) -> list[Pending]:
-        """The same rows in another number of pieces, without passing through the driver where that can be had."""
+    def regroup(self, pending: Sequence[Pending], num_pieces: int, even: bool = True) -> list[Pending]:
+        """The same rows in another number of pieces, cut by `split.regroup_pieces`; does not wait for them."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """End the processes. Safe to call twice."""
+
+    @abstractmethod
+    def place(self, rank: int) -> str:
+        """Process and machine of a rank, in words."""
+
+    def describe(self, rank: int, role: str | None = None) -> str:
+        """A rank for messages: role, place, and where that role's log is."""
+        facts = self.facts[rank]
+        place = ", ".join(part for part in (self.place(rank), facts.log_in_words(role)) if part)
+        return f"{role or facts.name} rank {rank} of {self.world_size} ({place})"
+
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those of the ranks that can never answer although no reference says so, and why: a machine that is gone."""
+        return {}
+
+    def hold(self, reference: Any) -> Any:
+        """A part that reaches the worker unresolved, as a `Held`."""
+        return Held(self.fetch(reference))
+
+    def share(self, value: Any) -> Any:
+        """A value that several ranks will get: backends with a store put it there once."""
+        return value
 
     def report_abandoned(self) -> None:
         """Log the failures of finished calls that nobody will ask for any more."""
@@ -163,17 +214,8 @@ class Transport(ABC):
                 self.abandoned.append((name, headers))
                 continue
             try:
-                failed = next((h.error for h in map(self.fetch, headers) if h.error is not None), None)
-            except WorkerDiedError as died:
-                logger.error("%s failed and its result was never read: %s", name, died)
-                continue
+                failed = next((h.error.traceback for h in map(self.fetch, headers) if h.error is not None), None)
+            except WorkerError as error:
+                failed = str(error)
             if failed is not None:
-                logger.error("%s failed and its result was never read:\n%s", name, failed.traceback)
-
-    def describe(self, rank: int) -> str:
-        """Where a rank lives, for messages."""
-        return f"rank {rank} of {self.world_size}"
-
-    def share(self, value: Any) -> Any:
-        """A value that several ranks will get: backends with a store put it there once."""
-        return value
+                logger.error("%s failed and its result was never read:\n%s", name, failed)

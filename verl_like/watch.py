@@ -1,26 +1,21 @@
-"""Every wait has a name and a deadline. Past a warning age it says who waits for whom; past the deadline it shows the
-workers' stacks.
+"""Every wait has a name and a deadline. Past a warning age it says who waits for whom; past the deadline it raises.
 
-Called by futures (`wait_for_calls`) and by the backends when they place and start processes (`Patience`).
+What it raises shows the workers' own Python stacks and the likely cause (`verl_like.stacks`). Called by futures and by
+the backends when they start processes (`wait_for_calls`), and where a backend waits for places (`Patience`).
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from verl_like.errors import WaitTimeoutError, WorkerDiedError
+from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
+from verl_like.stacks import likely_cause
 from verl_like.transport import Header, Pending, Transport
 
 logger = logging.getLogger(__name__)
-_COLLECTIVE = re.compile(
-    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>all_reduce|all_gather\w*|reduce_scatter\w*|'
-    r"broadcast\w*|barrier|all_to_all\w*|reduce|gather\w*|scatter\w*|send\w*|recv\w*|monitored_barrier|init_process_group)$",
-    re.MULTILINE,
-)
 
 
 @dataclass(frozen=True)
@@ -28,11 +23,17 @@ class Deadlines:
     """How long each kind of wait may take, in seconds."""
 
     placement_s: float = 120.0
+    """Until the cluster gives a pool its places."""
     start_s: float = 180.0
+    """Until the processes are there and their roles constructed."""
     rendezvous_s: float = 300.0
+    """Until all ranks have met to open a process group."""
     call_s: float = 7200.0
+    """A call on a group; also a collective inside one."""
     warn_s: float = 60.0
+    """The age at which a wait is logged for the first time, then at twice that age, and so on."""
     grace_s: float = 8.0
+    """What the other ranks get to finish when one has failed."""
 
 
 class Patience:
@@ -65,105 +66,97 @@ class Patience:
             self.next_warning_s *= 2
 
 
-def wait_for_calls(transport: Transport, name: str, pending: Sequence[Pending], timeout: float | None) -> list[Header]:
+def wait_for_calls(
+    transport: Transport, name: str, pending: Sequence[Pending], timeout: float | None = None, setting: str = "call_s"
+) -> list[Header]:
     """The headers of a group call, in rank order; raises the first failure as soon as it is certain.
 
     When one rank fails, the others get a grace period before the error is raised: they may be stuck in a collective
-    that it left.
+    that it left. `setting` names the deadline, unless `timeout` is given.
     """
     limits = transport.deadlines
     transport.report_abandoned()
-    patience = Patience(name, limits.call_s if timeout is None else timeout, limits.warn_s)
-    open_calls = {p.header: p for p in pending}
-    headers: dict[int, Header] = {}
-    failures: list[BaseException] = []
-    failed_at = 0.0
-    while open_calls:
-        for reference in transport.wait(list(open_calls), patience.remaining()):
-            call = open_calls.pop(reference)
+    patience = Patience(name, getattr(limits, setting) if timeout is None else timeout, limits.warn_s)
+    calls = _OpenCalls(transport, name, pending)
+    failed_at: float | None = None
+    while True:
+        calls.take(transport.wait(list(calls.open), patience.remaining()))
+        if not calls.open:
+            break
+        calls.give_up(transport.lost(p.rank for p in calls.open.values()))
+        if calls.failures:
+            failed_at = patience.age_s if failed_at is None else failed_at
+            if patience.age_s - failed_at >= limits.grace_s:
+                calls.failures[0].add_note(f"not finished {limits.grace_s:.0f} s after the failure: {calls.late()}")
+                break
+        elif patience.over():
+            way_out = f"raise watch.{setting}" if timeout is None else "give more time"
+            raise WaitTimeoutError(_diagnosis(transport, patience, calls, way_out))
+        patience.warn_if_old(calls.late())
+    transport.finished.extend(calls.headers.values())
+    if calls.failures:
+        raise _with_others(calls.failures)
+    return [calls.headers[p.rank] for p in pending]
+
+
+class _OpenCalls:
+    """The calls of one wait that are not answered, and what the others answered."""
+
+    def __init__(self, transport: Transport, name: str, pending: Sequence[Pending]):
+        self.transport, self.name = transport, name
+        self.open = {p.header: p for p in pending}
+        self.headers: dict[int, Header] = {}
+        self.failures: list[BaseException] = []
+
+    def take(self, ready: Iterable[object]) -> None:
+        """Read the headers that are there."""
+        for reference in ready:
+            call = self.open.pop(reference)
+            where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
             try:
-                headers[call.rank] = header = transport.fetch(reference)
+                self.headers[call.rank] = header = self.transport.fetch(reference)
             except WorkerDiedError as died:
-                failures.append(WorkerDiedError(f"{name}, {transport.describe(call.rank)}: {died}"))
+                self.failures.append(WorkerDiedError(f"{where}: {died}"))
+            except WorkerError as error:
+                self.failures.append(WorkerError(f"{where}: {error}"))
             else:
                 if header.error is not None:
-                    failures.append(header.error.rebuild(f"{name}, {transport.describe(call.rank)}"))
-            failed_at = failed_at or (patience.age_s if failures else 0.0)
-        waiting_for = ", ".join(transport.describe(p.rank) for p in open_calls.values())
-        if open_calls and failures and patience.age_s - failed_at >= limits.grace_s:
-            failures[0].add_note(f"not finished {limits.grace_s:.0f} s after the failure: {waiting_for}")
-            break
-        if open_calls and patience.over() and not failures:
-            raise WaitTimeoutError(_diagnosis(transport, patience, waiting_for, [p.rank for p in open_calls.values()]))
-        if open_calls:
-            patience.warn_if_old(waiting_for)
-    transport.finished.extend(headers.values())
-    if failures:
-        raise _with_others(failures)
-    return [headers[p.rank] for p in pending]
+                    self.failures.append(header.error.rebuild(where))
+
+    def give_up(self, lost: dict[int, str]) -> None:
+        """Fail the calls on ranks that are gone."""
+        for reference, call in list(self.open.items()):
+            if call.rank in lost:
+                del self.open[reference]
+                where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
+                self.failures.append(WorkerDiedError(f"{where}: {lost[call.rank]}"))
+
+    def late(self) -> str:
+        """Who has not answered."""
+        return ", ".join(self.transport.describe(p.rank, p.role) for p in self.open.values())
 
 
 def _with_others(failures: list[BaseException]) -> BaseException:
-    """The failure that explains most.
-
-    A death before an exception; what other ranks raised becomes a note unless it is the same.
-    """
+    """The failure that explains most: a death before an exception; others become notes unless they are the same."""
     first = next((f for f in failures if isinstance(f, WorkerDiedError)), failures[0])
+    same = 0
     for other in failures:
         if other is not first and (type(other), str(other)) != (type(first), str(first)):
             first.add_note(f"another rank raised {type(other).__name__}: {other}")
+        else:
+            same += 1
+    if same > 1:
+        first.add_note(f"{same} ranks raised this")
     return first
 
 
-def _diagnosis(transport: Transport, patience: Patience, waiting_for: str, ranks: Sequence[int]) -> str:
+def _diagnosis(transport: Transport, patience: Patience, calls: _OpenCalls, way_out: str) -> str:
     stacks = transport.stacks(5.0)
     lines = [
-        f"{patience.what}: {waiting_for} did not finish within {patience.limit_s:.1f} s.",
-        likely_cause(stacks, ranks),
+        f"{patience.what}: {calls.late()} did not finish within {patience.limit_s:.1f} s.",
+        likely_cause(stacks, [p.rank for p in calls.open.values()]),
     ]
     for rank in range(transport.world_size):
         lines.append(f"--- stack of {transport.describe(rank)}\n{stacks.get(rank, 'no answer')}")
-    lines.append("If the work is only slow, raise the deadline for calls (watch.call_s).")
+    lines.append(f"If the work is only slow, {way_out}.")
     return "\n".join(lines)
-
-
-def likely_cause(stacks: dict[int, str], ranks: Sequence[int]) -> str:
-    """One sentence on why ranks do not come back, read off their stacks."""
-    where: dict[int, tuple[str, str]] = {}
-    for rank, stack in stacks.items():
-        found = list(_COLLECTIVE.finditer(stack))
-        if found:
-            where[rank] = found[-1]["name"], _caller_of(stack, found[0].start())
-    silent = [rank for rank in ranks if rank not in stacks]
-    if silent:
-        names = ", ".join(map(str, silent))
-        return f"Likely cause: rank {names} does not answer (its process is stopped, swapping, or in native code)."
-    places = ", ".join(f"rank {rank} in {name} ({place})" for rank, (name, place) in sorted(where.items()))
-    if len({name for name, _ in where.values()}) > 1 or len(set(where.values())) > 1:
-        return f"Likely cause: the ranks are in different collectives and wait for each other: {places}."
-    absent = [rank for rank in stacks if rank not in where]
-    if where and absent:
-        return f"Likely cause: {places} waits in a collective that rank {', '.join(map(str, absent))} never entered."
-    if where:
-        missing = "a rank outside this group, or the network, is missing"
-        return f"Likely cause: all ranks are in the same collective ({places}): {missing}."
-    return f"Likely cause: rank {', '.join(map(str, ranks))} is still computing (or sleeping); see its stack."
-
-
-def _caller_of(stack: str, position: int) -> str:
-    """The frame outside torch.distributed that entered the collective."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack[:position])
-    for file, line, name in reversed(frames):
-        if "/torch/" not in file:
-            return f"{name}, {file.rsplit('/', 1)[-1]}:{line}"
-    return "torch.distributed"
-
-
-def raise_start_errors(transport: Transport, headers: Sequence[Header]) -> None:
-    """Raise the first constructor error once, whatever number of ranks met it."""
-    failed = [h for h in headers if h.error is not None]
-    if failed and failed[0].error is not None:
-        error = failed[0].error.rebuild(f"the constructor on {transport.describe(failed[0].rank)}")
-        if len(failed) > 1:
-            error.add_note(f"{len(failed)} of {len(headers)} ranks failed in their constructors")
-        raise error

@@ -41,6 +41,7 @@ class ProcessFacts:
     role: str = "worker"
     master: tuple[str, int] | None = None
     rendezvous_s: float = 300.0
+    call_s: float = 7200.0
     device_kind: str = "cpu"
     workers: dict[str, Worker] = field(default_factory=dict)
 
@@ -128,20 +129,37 @@ class Worker:
                 )
             return
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
-        limit = timedelta(seconds=self._facts.rendezvous_s)
+        limit = timedelta(seconds=self._facts.call_s)
         if self.world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
             return
         address, port = self.get_master_addr_port()
         try:
-            client = TCPStore(address, port, self.world_size, is_master=False, timeout=limit)
-            store = PrefixStore("default", client)
+            store = self._meet(address, port)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
+        except WorkerError:
+            raise
         except (RuntimeError, dist.DistError) as error:
             raise WorkerError(
                 f"rendezvous of {self.role} rank {self.rank} of {self.world_size} at {address}:{port} failed "
-                f"(limit {self._facts.rendezvous_s:.0f} s): {error}"
+                f"(limit {self._facts.rendezvous_s:.0f} s, watch.rendezvous_s): {error}"
             ) from error
+
+    def _meet(self, address: str, port: int) -> PrefixStore:
+        """The group's store, once every rank has come to it; says which ones did not."""
+        limit = timedelta(seconds=self._facts.rendezvous_s)
+        store = PrefixStore("default", TCPStore(address, port, self.world_size, is_master=False, timeout=limit))
+        store.set(f"rank {self.rank}", "here")
+        names = [f"rank {rank}" for rank in range(self.world_size)]
+        try:
+            store.wait(names, limit)
+        except dist.DistError as error:
+            missing = [name for name in names if not store.check([name])]
+            raise WorkerError(
+                f"{self.role} rank {self.rank} of {self.world_size} waited {self._facts.rendezvous_s:.0f} s "
+                f"(watch.rendezvous_s) at {address}:{port} for {', '.join(missing)} to open the process group."
+            ) from error
+        return store
 
     def get_master_addr_port(self) -> tuple[str, int]:
         """Host and port of the group's store; rank 0's process holds it open from the start."""

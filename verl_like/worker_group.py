@@ -13,22 +13,19 @@ group, and plain `<method>` on the groups that `spawn` gives:
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
-from verl_like.columns import tensors_of
 from verl_like.dispatch import Execute, Mode, Registration, mode_of, registered_methods
 from verl_like.errors import DispatchError, PlacementError, nearest
-from verl_like.future import DataProtoFuture, PartFuture, WorkerFuture
+from verl_like.future import DataProtoFuture, WorkerFuture
 from verl_like.protocol import DataProto
-from verl_like.split import FutureShard
-from verl_like.transport import Call, Header, Pending, PieceSlot, Slot, Transport, WholeSlot
-
-SHARED_BYTES = 100_000
+from verl_like.sending import Sender
+from verl_like.split import drop_padding
+from verl_like.transport import Header, Transport
 
 
 class ClassWithInitArgs:
@@ -68,15 +65,12 @@ def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> Col
 
 
 class CallSite:
-    """Names for messages while a call is being dispatched.
+    """Names for messages while a call is dispatched: `critic.compute_values`, and what the method calls arguments."""
 
-    `critic.compute_values`, and what the method calls its arguments.
-    """
-
-    def __init__(self, name: str, method: Callable[..., Any]):
+    def __init__(self, role: str, method: str, function: Callable[..., Any]):
         """Parameters are those after `self`."""
-        self.name = name
-        self.parameters = list(inspect.signature(method).parameters)[1:]
+        self.role, self.name = role, f"{role}.{method}"
+        self.parameters = list(inspect.signature(function).parameters)[1:]
 
     def __str__(self) -> str:
         return self.name
@@ -94,8 +88,11 @@ class BoundMethod:
     def __init__(self, group: WorkerGroup, role: str, method: str, function: Callable[..., Any], mark: Registration):
         """Made by `WorkerGroup` for every registered method."""
         self.group, self.role, self.method, self.mark = group, role, method, mark
-        self.site = CallSite(f"{role}.{method}", function)
+        self.site = CallSite(role, method, function)
         self.mode: Mode = mode_of(mark.dispatch_mode, self.site.name)
+        first = mark.execute_mode is Execute.RANK_ZERO or getattr(mark.dispatch_mode, "name", "") == "RANK_ZERO"
+        self.target: Any = _FirstRank(group) if first else group
+        self.form = "first" if first and self.mode.form == "list" else self.mode.form
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,105 +102,54 @@ class BoundMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run it and return a future at once."""
-        group = self.group
-        group.call_site = self.site
-        split_args, split_kwargs = self.mode.dispatch_fn(group, *args, **kwargs)
+        target = self.target
+        self.group.call_site = self.site
+        split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         for name, values in [*enumerate(split_args), *split_kwargs.items()]:
-            if not isinstance(values, (list, tuple)) or len(values) != group.world_size:
+            if not isinstance(values, (list, tuple)) or len(values) != target.world_size:
                 raise DispatchError(
                     f"{self.site}: the dispatch function must give a list with one element per worker "
-                    f"({group.world_size}) for "
-                    f"every argument; for argument {name!r} it gave {type(values).__name__}."
+                    f"({target.world_size}) for every argument; for argument {name!r} it gave {type(values).__name__}."
                 )
-        only_first = (
-            self.mark.execute_mode is Execute.RANK_ZERO or getattr(self.mark.dispatch_mode, "name", "") == "RANK_ZERO"
-        )
-        ranks = [0] if only_first else range(group.world_size)
-        sender = _Sender(group.transport, self.mark.materialize_futures)
-        calls = []
-        for rank in ranks:
-            call_args = tuple(values[rank] for values in split_args)
-            calls.append((rank, call_args, {name: values[rank] for name, values in split_kwargs.items()}))
-        pending = [sender.submit(rank, self.role, self.method, a, k) for rank, a, k in calls]
-        kind = DataProtoFuture if self.mode.data_parallel else WorkerFuture
-        return kind(self.site.name, group.transport, pending, self._collector(only_first))
+        sender = Sender(self.group.transport, self.mark.materialize_futures)
+        pending = []
+        for rank in range(target.world_size):
+            its_args = [values[rank] for values in split_args]
+            its_kwargs = {name: values[rank] for name, values in split_kwargs.items()}
+            pending.append(sender.submit(rank, self.role, self.method, its_args, its_kwargs))
+        pieces = [pending[rank] for rank in self.mode.collecting_ranks(target)] if self.mode.collecting_ranks else None
+        kind = DataProtoFuture if self.form == "batch" else WorkerFuture
+        future = kind(self.site.name, self.group.transport, pending, self._collect, self.form, pieces)
+        self.group.unread.add(future)
+        return future
 
-    def _collector(self, only_first: bool) -> Callable[[list[Header], list[Any]], Any]:
-        def collect(headers: list[Header], outputs: list[Any]) -> Any:
-            self.group.learn_mesh_facts(headers)
-            self.group.call_site = self.site
-            return outputs[0] if only_first else self.mode.collect_fn(self.group, outputs)
-
-        return collect
-
-
-class _Sender:
-    """Turns the arguments of one dispatched call into what travels.
-
-    Values, shared values, and references to other results.
-    """
-
-    def __init__(self, transport: Transport, materialize: bool):
-        self.transport, self.materialize = transport, materialize
-        self._shared: dict[int, tuple[Any, Any]] = {}
-        self._regrouped: dict[tuple[int, int], list[Pending]] = {}
-
-    def submit(self, rank: int, role: str, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
-        parts: list[Any] = []
-        packed = tuple(self._pack(value, parts) for value in args)
-        named = {name: self._pack(value, parts) for name, value in kwargs.items()}
-        return self.transport.submit(rank, Call(role, method, packed, named), parts)
-
-    def _pack(self, value: Any, parts: list[Any]) -> Any:
-        if isinstance(value, FutureShard):
-            if value.future.transport.kind != self.transport.kind:
-                raise DispatchError(
-                    f"{value.future.name}: its result lives on another backend; pass on future.get() instead."
-                )
-            pieces = self._pieces(value)
-            headers = tuple(_add(parts, piece.header) for piece in pieces)
-            return PieceSlot(_add(parts, pieces[value.index].payload), headers, value.index)
-        if isinstance(value, PartFuture) and self.materialize:
-            return value.get()
-        if isinstance(value, WorkerFuture) and self.materialize:
-            if value.transport.kind != self.transport.kind:
-                return value.get()
-            headers = tuple(_add(parts, pending.header) for pending in value.pending)
-            return WholeSlot(tuple(_add(parts, pending.payload) for pending in value.pending), headers)
-        if _num_bytes(value) >= SHARED_BYTES:
-            if id(value) not in self._shared:
-                self._shared[id(value)] = value, self.transport.share(value)
-            return Slot(_add(parts, self._shared[id(value)][1]))
-        return value
-
-    def _pieces(self, shard: FutureShard) -> list[Pending]:
-        if len(shard.future.pending) == shard.count:
-            return shard.future.pending
-        key = id(shard.future), shard.count
-        if key not in self._regrouped:
-            self._regrouped[key] = self.transport.regroup(shard.future.pending, shard.count)
-        return self._regrouped[key]
+    def _collect(self, headers: list[Header], payloads: list[Any]) -> Any:
+        group = self.group
+        group.learn_mesh_facts(headers)
+        group.call_site = self.site
+        outputs = [drop_padding(payload, header) for payload, header in zip(payloads, headers, strict=True)]
+        if self.form != "batch":  # a batch is copied when its pieces are joined
+            outputs = [o.slice(0, len(o)) if isinstance(o, DataProto) else o for o in outputs]
+        return outputs[0] if self.form == "first" else self.mode.collect_fn(self.target, outputs)
 
 
-def _add(parts: list[Any], value: Any) -> int:
-    parts.append(value)
-    return len(parts) - 1
+class _FirstRank:
+    """A group as the dispatch functions of a `RANK_ZERO` call see it: one worker, which gets and returns everything."""
 
+    world_size = 1
 
-def _num_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return int(value.nbytes)
-    if isinstance(value, DataProto):
-        tensors = sum(column.nbytes for column in tensors_of(value.batch).values())
-        return tensors + sum(column.nbytes for column in value.non_tensor_batch.values())
-    return 0
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def mesh_facts(self, mesh_name: str) -> list[tuple[int, bool]]:
+        return [(0, True)]
 
 
 class WorkerGroup:
-    """The workers of one role (or of several, fused) on the processes of one pool.
-
-    Backends subclass it to start the processes.
-    """
+    """The workers of one role (or of several, fused) on one pool. Backends subclass it to start the processes."""
 
     def __init__(self, transport: Transport, roles: dict[str, type], prefixed: bool):
         """`roles` maps role to class; with `prefixed`, methods are named `<role>_<method>`."""
@@ -211,11 +157,11 @@ class WorkerGroup:
         self.roles = dict(roles)
         self.prefixed = prefixed
         self.call_site: CallSite | str = self.name
-        self._mesh: dict[str, dict[str, list[tuple[int, bool]]]] = {}
+        self.unread: weakref.WeakSet[WorkerFuture] = weakref.WeakSet()
+        self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
         self.learn_mesh_facts(transport.started)
-        for role, cls in self.roles.items():
-            for method, function, mark in registered_methods(cls):
-                self._bind(f"{role}_{method}" if prefixed else method, BoundMethod(self, role, method, function, mark))
+        for name, (role, method, function, mark) in method_table(roles, prefixed).items():
+            setattr(self, name, BoundMethod(self, role, method, function, mark))
 
     @property
     def name(self) -> str:
@@ -233,17 +179,19 @@ class WorkerGroup:
         for role in prefix_set:
             if role not in self.roles:
                 raise PlacementError(
-                    f"group {self.name} has no role '{role}'.{nearest(role, self.roles)} Roles: "
-                    f"{', '.join(self.roles)}."
+                    f"group {self.name} has no role '{role}'.{nearest(role, self.roles)} "
+                    f"Roles: {', '.join(self.roles)}."
                 )
             spawned[role] = WorkerGroup(self.transport, {role: self.roles[role]}, prefixed=False)
-            spawned[role]._mesh = self._mesh
+            spawned[role]._mesh, spawned[role].unread = self._mesh, self.unread
         return spawned
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Make every role's group an attribute of this one."""
         for role, group in self.spawn(prefix_set).items():
-            self._bind(role, group)
+            if hasattr(self, role):
+                raise DispatchError(f"role '{role}' would shadow an attribute of group {self.name}. Rename the role.")
+            setattr(self, role, group)
 
     def shares_processes_with(self, other: WorkerGroup) -> bool:
         """Whether both groups' workers live in the same processes."""
@@ -251,37 +199,75 @@ class WorkerGroup:
 
     def mesh_facts(self, mesh_name: str) -> list[tuple[int, bool]]:
         """(dp rank, collects?) of every rank on a mesh that the workers registered."""
-        for role in self.roles:
-            known = self._mesh.get(role, {})
-            if mesh_name in known:
-                return known[mesh_name]
-        names = sorted({name for role in self.roles for name in self._mesh.get(role, {})})
-        raise DispatchError(
-            f"{self.call_site}: no worker of {self.name} has registered mesh '{mesh_name}'.{nearest(mesh_name, names)} "
-            "Registered: "
-            f"{', '.join(names) or 'none'}. Workers do it with _register_dispatch_collect_info, before or in a call "
-            "that was waited for."
-        )
+        facts = self._find_mesh(mesh_name)
+        if len(facts) < self.world_size:
+            for future in list(self.unread):  # it may be one of these calls that registers the mesh
+                with contextlib.suppress(Exception):  # kept by the future, for whoever reads it
+                    future.get()
+            facts = self._find_mesh(mesh_name)
+        if len(facts) < self.world_size:
+            names = sorted({name for role in self.roles for name in self._mesh.get(role, {})})
+            missing = [rank for rank in range(self.world_size) if rank not in facts]
+            raise DispatchError(
+                f"{self.call_site}: rank(s) {missing} of {self.name} have not registered mesh '{mesh_name}'."
+                f"{nearest(mesh_name, names)} Registered: {', '.join(names) or 'none'}. Workers do it with "
+                "_register_dispatch_collect_info, in the constructor or in a call before this one."
+            )
+        _check_mesh(f"{self.call_site}: mesh '{mesh_name}'", facts)
+        return [facts[rank] for rank in range(self.world_size)]
+
+    def _find_mesh(self, mesh_name: str) -> dict[int, tuple[int, bool]]:
+        called = "" if isinstance(self.call_site, str) else self.call_site.role
+        roles = sorted(self.roles, key=lambda role: role != called)  # a mesh of the called role comes first
+        return next((facts for role in roles if (facts := self._mesh.get(role, {}).get(mesh_name))), {})
 
     def learn_mesh_facts(self, headers: Sequence[Header]) -> None:
-        """Take in what workers reported.
-
-        Every header that follows a registration carries it, so nothing is ever asked for.
-        """
+        """Take in what workers reported: every header carries it, so nothing is ever asked for."""
         for header in headers:
             for role, meshes in (header.mesh_facts or {}).items():
                 for mesh, fact in meshes.items():
-                    of_role = self._mesh.setdefault(role, {})
-                    of_role.setdefault(mesh, [(0, False)] * self.world_size)[header.rank] = fact
+                    self._mesh.setdefault(role, {}).setdefault(mesh, {})[header.rank] = fact
 
     def shutdown(self) -> None:
         """End the group's processes. Safe to call twice; groups spawned from it end with it."""
         self.transport.shutdown()
 
-    def _bind(self, name: str, value: Any) -> None:
-        if hasattr(self, name):
+
+def method_table(
+    roles: dict[str, type], prefixed: bool
+) -> dict[str, tuple[str, str, Callable[..., Any], Registration]]:
+    """What a group of these roles will be able to do: name on the group -> role, method, function, registration."""
+    table: dict[str, tuple[str, str, Callable[..., Any], Registration]] = {}
+    for role, cls in roles.items():
+        for method, function, mark in registered_methods(cls):
+            name = f"{role}_{method}" if prefixed else method
+            if name in _RESERVED:
+                raise DispatchError(
+                    f"the registered method '{name}' of {role} ({cls.__name__}) would shadow an attribute of its "
+                    "group. Rename the method."
+                )
+            if name in table:
+                other = ".".join(table[name][:2])
+                raise DispatchError(f"{role}.{method} and {other} would both be '{name}' on the group. Rename a role.")
+            table[name] = role, method, function, mark
+    return table
+
+
+_RESERVED = {name for name in dir(WorkerGroup) if not name.startswith("__")} | {
+    "call_site",
+    "prefixed",
+    "roles",
+    "transport",
+    "unread",
+}
+
+
+def _check_mesh(where: str, facts: dict[int, tuple[int, bool]]) -> None:
+    dp_ranks = [dp for dp, _ in facts.values()]
+    for dp in range(max(dp_ranks) + 1):
+        collecting = [rank for rank, fact in facts.items() if fact == (dp, True)]
+        if len(collecting) != 1:
             raise DispatchError(
-                f"the registered method '{name}' of {self.name} would shadow an attribute of its group. Rename the "
-                "method."
+                f"{where}: data-parallel rank {dp} of {max(dp_ranks) + 1} needs exactly one rank that collects, it has "
+                f"{collecting}. Registered by rank: {facts}."
             )
-        setattr(self, name, value)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+import socket
+import time
 from typing import Any
 
 import ray
 
+from verl_like.environment import ONE_THREAD, environment
 from verl_like.resources import Node
-
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def connect(
@@ -18,16 +18,17 @@ def connect(
 ) -> None:
     """Join a Ray cluster, or start one on this machine, unless this process is connected already.
 
-    Workers get one thread each.
+    Workers get one thread each, unless the user's environment or `runtime_env` says otherwise.
     """
     if ray.is_initialized():
         return
     env = dict(runtime_env or {})
+    unset = {name: value for name, value in ONE_THREAD.items() if name not in os.environ}
     if address is not None:
         env["env_vars"] = {**ONE_THREAD, **env.get("env_vars", {})}
     else:
         options = {"include_dashboard": False, **options}
-    with _environment({} if address else ONE_THREAD):
+    with environment({} if address else unset):
         ray.init(
             address=address,
             namespace=namespace,
@@ -38,16 +39,46 @@ def connect(
         )
 
 
-@contextmanager
-def _environment(values: dict[str, str]) -> Any:
-    """Variables that processes started meanwhile inherit; a value the user set is kept."""
-    added = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
+class NodeProbe:
+    """Tells soon whether a node is gone: its Ray daemon's port is refused, or silent three times in a row.
+
+    The cluster itself may take half a minute to declare a node dead.
+    """
+
+    def __init__(self, every_s: float = 2.0, patience: int = 3) -> None:
+        """A node is asked at most once in `every_s` seconds."""
+        self.every_s, self.patience = every_s, patience
+        self._known: dict[str, dict[str, Any]] = {}
+        self._asked: dict[str, float] = {}
+        self._silent: dict[str, int] = {}
+
+    def name(self, node_id: str) -> str:
+        """The node's address."""
+        return str(self._node(node_id)["NodeManagerAddress"])
+
+    def why_gone(self, node_id: str) -> str | None:
+        """Why nothing on that node can ever answer; None while it lives."""
+        if time.monotonic() - self._asked.get(node_id, 0.0) >= self.every_s:
+            self._asked[node_id] = time.monotonic()
+            self._silent[node_id] = 0 if self._answers(node_id) else self._silent.get(node_id, 0) + 1
+        if self._silent.get(node_id, 0) < self.patience:
+            return None
+        node = self._node(node_id)
+        where = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+        return f"its node {node['NodeManagerAddress']} ({node_id[:8]}) is gone: no Ray daemon answers at {where}."
+
+    def _answers(self, node_id: str) -> bool:
+        node = self._node(node_id)
+        try:
+            with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=1.0):
+                return True
+        except OSError:
+            return False
+
+    def _node(self, node_id: str) -> dict[str, Any]:
+        if node_id not in self._known:
+            self._known |= {node["NodeID"]: node for node in ray.nodes()}
+        return self._known[node_id]
 
 
 def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> list[Node]:

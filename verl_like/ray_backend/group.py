@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
-from ray import cloudpickle as ray_pickle
+import cloudpickle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl_like.environment import checked_worker_env
+from verl_like.errors import PlacementError
 from verl_like.host import HostFacts
+from verl_like.ray_backend.host import HostActor
 from verl_like.ray_backend.pools import RayResourcePool
-from verl_like.ray_backend.transport import HostActor, RayTransport
+from verl_like.ray_backend.transport import RayTransport
 from verl_like.watch import Deadlines
-from verl_like.worker_group import ClassWithInitArgs, WorkerGroup
+from verl_like.worker_group import ClassWithInitArgs, WorkerGroup, method_table
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -20,7 +24,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         """Nothing is constructed yet."""
-        super().__init__(cls, *args, **kwargs)
+        metadata = getattr(cls, "__ray_metadata__", None)  # what `ray.remote(Worker)` made: take the worker out again
+        super().__init__(metadata.modified_class.__ray_actor_class__ if metadata else cls, *args, **kwargs)
         self.options: dict[str, Any] = {}
 
     def update_options(self, options: dict[str, Any]) -> None:
@@ -41,41 +46,39 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: ClassWithInitArgs,
         *,
         name_prefix: str = "worker",
-        worker_env: dict[str, str] | None = None,
+        worker_env: Mapping[str, str] | None = None,
         deadlines: Deadlines | None = None,
         seed: int = 0,
         log_dir: str | None = None,
         master_port: int = 0,
     ) -> None:
-        """Starts one actor per process of the pool, under names that no other run has, and constructs the roles in "
-        "them."""
+        """Starts one actor per process of the pool, under names that no other run has, and constructs the roles."""
+        if not isinstance(resource_pool, RayResourcePool):
+            raise PlacementError(f"RayWorkerGroup needs a RayResourcePool, got a {type(resource_pool).__name__}.")
         roles = ray_cls_with_init.roles(name_prefix)
-        recipes = ray_pickle.dumps({role: (made.cls, made.args, made.kwargs) for role, made in roles.items()})
+        classes = {role: made.cls for role, made in roles.items()}
+        method_table(classes, ray_cls_with_init.fused)
+        env = checked_worker_env(worker_env)
+        recipes = cloudpickle.dumps({role: (made.cls, made.args, made.kwargs) for role, made in roles.items()})
         limits = deadlines or resource_pool.deadlines
         bundles = resource_pool.bundles()
-        kind = "cuda" if resource_pool.use_gpu else "cpu"
-        name, run = "+".join(roles), uuid.uuid4().hex[:8]
-        one_node = len(resource_pool.store) == 1
+        name, size, kind = "+".join(roles), len(bundles), "cuda" if resource_pool.use_gpu else "cpu"
+        times, one_node = (limits.rendezvous_s, limits.call_s), len(resource_pool.store) == 1
         facts = [
-            HostFacts(name, rank, len(bundles), b.local_rank, kind, seed, log_dir, limits.rendezvous_s, one_node)
-            for rank, b in enumerate(bundles)
+            HostFacts(name, rank, size, bundle.local_rank, kind, seed, log_dir, *times, one_node)
+            for rank, bundle in enumerate(bundles)
         ]
+        run = uuid.uuid4().hex[:8]
+        names = [f"{name}-{rank}-{run}" for rank in range(size)]
         actors = []
-        for fact, bundle in zip(facts, bundles, strict=True):
-            options: dict[str, Any] = {
-                "num_cpus": bundle.cpus,
-                "num_gpus": bundle.gpus,
-                "max_restarts": 0,
-                "max_task_retries": 0,
-            }
-            options["name"] = f"{name}-{fact.rank}-{run}"
+        for actor_name, fact, bundle in zip(names, facts, bundles, strict=True):
+            options: dict[str, Any] = {"name": actor_name, "num_cpus": bundle.cpus, "num_gpus": bundle.gpus}
+            options |= {"max_restarts": 0, "max_task_retries": 0}
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
-            if worker_env:
-                options["runtime_env"] = {"env_vars": dict(worker_env)}
+            if env:
+                options["runtime_env"] = {"env_vars": env}
             for made in roles.values():
                 options.update(getattr(made, "options", {}))
             actors.append(HostActor.options(**options).remote(recipes, fact))
-        where = [f"actor {name}-{fact.rank}-{run}" for fact in facts]
-        transport = RayTransport(actors, facts, limits, master_port, where)
-        transport.where = [f"pid {h.pid}" for h in transport.started]
-        super().__init__(transport, {role: made.cls for role, made in roles.items()}, prefixed=ray_cls_with_init.fused)
+        transport = RayTransport(actors, facts, limits, master_port, names)
+        super().__init__(transport, classes, prefixed=ray_cls_with_init.fused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from verl_like.errors import PlacementError, WaitTimeoutError
 from verl_like.ray_backend.cluster import amounts, connect, free_resources
-from verl_like.resources import Node, ResourcePool
+from verl_like.resources import Node, ResourcePool, cpu_share
 from verl_like.watch import Deadlines, Patience
 
 
@@ -34,28 +35,28 @@ class RayResourcePool(ResourcePool):
         process_on_nodes: Sequence[int],
         use_gpu: bool | None = None,
         name_prefix: str = "pool",
-        max_colocate_count: int = 1,
+        max_colocate_count: int = 10,
+        accelerator_type: str | None = None,
         cpus_per_process: float | None = None,
         nodes: Sequence[Node] = (),
         deadlines: Deadlines | None = None,
     ) -> None:
-        """`max_colocate_count` groups may be put on the pool side by side.
+        """`max_colocate_count` groups may be put on the pool side by side; each process gets that part of its place.
 
-        `nodes` pins its entries. GPUs are used where there are any.
+        GPUs are used where there are any, unless `use_gpu` says so. `nodes` says where the entries of
+        `process_on_nodes` go; otherwise each goes to a node of its own if there are enough that fit.
         """
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
         self.name = f"{name_prefix}-{uuid.uuid4().hex[:8]}"
+        self.accelerator_type = accelerator_type
         self.cpus_per_process = cpus_per_process
         self.nodes = list(nodes)
         self.deadlines = deadlines or Deadlines()
         self._bundles: list[Bundle] | None = None
 
     def bundles(self) -> list[Bundle]:
-        """A place for every rank, in rank order.
-
-        Waits for the cluster to have them all, up to the deadline for placement.
-        """
+        """A place for every rank, in rank order; waits for them, up to the deadline for placement."""
         if self._bundles is None:
             self._bundles = self._reserve()
         return self._bundles
@@ -64,40 +65,65 @@ class RayResourcePool(ResourcePool):
         """One placement group per node, in rank order."""
         return list(dict.fromkeys(bundle.group for bundle in self.bundles()))
 
+    def release(self) -> None:
+        """Give the places back to the cluster; end the groups on them first. The next group reserves anew."""
+        if self._bundles is not None and ray.is_initialized():
+            for group in self.get_placement_groups():
+                remove_placement_group(group)
+        self._bundles = None
+
     def _reserve(self) -> list[Bundle]:
         connect()
-        if self.use_gpu is None:
-            self.use_gpu = ray.cluster_resources().get("GPU", 0) > 0
-        gpus = 1.0 if self.use_gpu else 0.0
-        if self.cpus_per_process is None:
-            self.cpus_per_process = min(1.0, ray.cluster_resources().get("CPU", 1.0) / self.world_size)
-        need = {"CPU": self.cpus_per_process, **({"GPU": gpus} if gpus else {})}
-        _refuse_impossible(self, need)
-        groups = []
-        for entry, count in enumerate(self.store):
-            pinned = {"_soft_target_node_id": self.nodes[entry].key} if self.nodes and self.nodes[entry].key else {}
-            groups.append(
-                placement_group([dict(need)] * count, strategy="STRICT_PACK", name=f"{self.name}-{entry}", **pinned)
+        need = self._need()
+        targets = _targets(self, need)
+        groups = [
+            placement_group(
+                [dict(need)] * count, strategy="STRICT_PACK", name=f"{self.name}-{entry}", _soft_target_node_id=target
             )
+            for entry, (count, target) in enumerate(zip(self.store, targets, strict=True))
+        ]
+        try:
+            self._await(groups, need)
+        except BaseException:
+            for group in groups:
+                remove_placement_group(group)
+            raise
+        share = self.max_colocate_count
+        cpus, gpus = (math.floor(need.get(kind, 0.0) / share * 1e4) / 1e4 for kind in ("CPU", "GPU"))
+        return [
+            Bundle(group, i, i, cpus, gpus)
+            for group, count in zip(groups, self.store, strict=True)
+            for i in range(count)
+        ]
+
+    def _need(self) -> dict[str, float]:
+        """What one process takes."""
+        have = ray.cluster_resources()
+        if self.use_gpu is None:
+            self.use_gpu = have.get("GPU", 0) > 0
+        if self.cpus_per_process is None:
+            self.cpus_per_process = cpu_share(have.get("CPU", 1.0), self.world_size)
+        need = {"CPU": self.cpus_per_process}
+        if self.use_gpu:
+            need["GPU"] = 1.0
+        if self.accelerator_type:
+            need[self.accelerator_type] = 1e-4
+        return need
+
+    def _await(self, groups: Sequence[PlacementGroup], need: dict[str, float]) -> None:
         patience = Patience(f"placement of pool {self.name}", self.deadlines.placement_s, self.deadlines.warn_s)
         waiting = [group.ready() for group in groups]
         while waiting:
             waiting = ray.wait(waiting, num_returns=len(waiting), timeout=patience.remaining())[1]
+            wanted = f"{self.store} processes of {amounts(need)} each"
             if waiting and patience.over():
-                for group in groups:
-                    remove_placement_group(group)
                 raise WaitTimeoutError(
-                    f"{patience.what}: the cluster did not give {self.store} processes of {need} within "
-                    f"{patience.limit_s:.0f} s. "
-                    f"Free now: {free_resources()}. Lower cpus_per_process or the pool's size, or stop what holds "
-                    "them."
+                    f"{patience.what}: the cluster did not give {wanted} within {patience.limit_s:.0f} s "
+                    f"(watch.placement_s). Free now: {free_resources()}. Lower cpus_per_process or the pool's size, or "
+                    "stop what holds them."
                 )
-            patience.warn_if_old(f"{self.store} processes of {need}; free now: {free_resources()}")
-        places = zip(groups, self.store, strict=True)
-        share = self.max_colocate_count
-        return [
-            Bundle(g, i, i, self.cpus_per_process / share, gpus / share) for g, count in places for i in range(count)
-        ]
+            if waiting:
+                patience.warn_if_old(f"{wanted}; free now: {free_resources()}")
 
 
 class SubRayResourcePool(RayResourcePool):
@@ -111,18 +137,26 @@ class SubRayResourcePool(RayResourcePool):
             per_node += [n for node in range(len(pool.store)) if (n := sum(nodes[rank] == node for rank in ranks))]
         first = sources[0][0]
         super().__init__(
-            per_node, first.use_gpu, "sub", first.max_colocate_count, first.cpus_per_process, deadlines=first.deadlines
+            per_node,
+            first.use_gpu,
+            "sub",
+            first.max_colocate_count,
+            cpus_per_process=first.cpus_per_process,
+            deadlines=first.deadlines,
         )
         self.sources = list(sources)
 
+    def release(self) -> None:
+        """Nothing: the places belong to the pools this one is made of."""
+
     def _reserve(self) -> list[Bundle]:
         taken = [pool.bundles()[rank] for pool, ranks in self.sources for rank in ranks]
+        self.use_gpu = self.sources[0][0].use_gpu
         return [replace(bundle, local_rank=local) for bundle, local in zip(taken, self.local_rank_list(), strict=True)]
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[SubRayResourcePool]:
-    """Cut a pool into parts of `split_size` ranks each (an int), or of these sizes (a list that sums to the pool's "
-    "size)."""
+    """Cut a pool into parts of `split_size` ranks each (an int), or of these sizes (a list that sums to its size)."""
     total = resource_pool.world_size
     sizes = [split_size] * (total // max(split_size, 1)) if isinstance(split_size, int) else list(split_size)
     if sum(sizes) != total or any(size < 1 for size in sizes):
@@ -144,17 +178,23 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> SubR
     return SubRayResourcePool([(pool, range(pool.world_size)) for pool in (first, second)])
 
 
-def _refuse_impossible(pool: RayResourcePool, need: dict[str, float]) -> None:
-    """No node is large enough: no wait can mend that."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
+    """The node each entry of the pool should go to: the given ones, or one of its own for each if that can be had.
+
+    Refuses what no wait can mend: an entry that is larger than any node.
+    """
+    if pool.nodes:
+        return [node.key or None for node in pool.nodes]
+    nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))
+    chosen: list[str | None] = []
     for count in pool.store:
-        if not any(all(node["Resources"].get(k, 0) + 1e-9 >= v * count for k, v in need.items()) for node in nodes):
-            have = "; ".join(
-                f"{n['NodeManagerAddress']}: {amounts({k: n['Resources'].get(k, 0) for k in need})}" for n in nodes
-            )
-            wanted = amounts({k: v * count for k, v in need.items()})
+        wanted = {kind: amount * count for kind, amount in need.items()}
+        fitting = [n["NodeID"] for n in nodes if all(n["Resources"].get(k, 0) + 1e-9 >= v for k, v in wanted.items())]
+        if not fitting:
+            have = [f"{n['NodeManagerAddress']}: {amounts({k: n['Resources'].get(k, 0) for k in need})}" for n in nodes]
             raise PlacementError(
-                f"pool {pool.name} wants {count} processes on one node ({wanted}), and no node has that in all. Nodes: "
-                f"{have}. "
-                "Lower cpus_per_process or the pool's size."
+                f"pool {pool.name} wants {count} processes on one node ({amounts(wanted)}), and no node has that in "
+                f"all. Nodes: {'; '.join(have)}. Lower cpus_per_process or the pool's size."
             )
+        chosen.append(next((node for node in fitting if node not in chosen), None))
+    return chosen if None not in chosen else [None] * len(chosen)

@@ -2,67 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
-from ray import cloudpickle as ray_pickle
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from verl_like.errors import WaitTimeoutError, WorkerDiedError
-from verl_like.host import HostFacts, WorkerHost
+from verl_like import stacks
+from verl_like.errors import WorkerDiedError, WorkerError
+from verl_like.host import HostFacts
+from verl_like.ray_backend.cluster import NodeProbe
 from verl_like.split import regroup_pieces
-from verl_like.transport import Call, Header, Pending, Transport
-from verl_like.watch import Deadlines, Patience, raise_start_errors
-
-OWN_PACKAGES = ("verl_like", "workers", "trainer")
-
-
-class RayHost:
-    """The actor class: a `WorkerHost` behind Ray's method calls. Stacks are answered by a thread of their own."""
-
-    def __init__(self, recipes: bytes, facts: HostFacts) -> None:
-        """The roles come pickled: what they import must be ours, even where the driver's folder holds namesakes."""
-        prefer_own_packages()
-        import torch
-
-        torch.set_num_threads(1)
-        self._host = WorkerHost(ray_pickle.loads(recipes), facts)
-
-    def open_store(self, port: int) -> tuple[str, int]:
-        """Bind the rendezvous store on this node."""
-        return self._host.open_store(ray.util.get_node_ip_address(), port)
-
-    def start(self, master: tuple[str, int] | None) -> Header:
-        """Construct the roles."""
-        return self._host.start(master)
-
-    @ray.method(num_returns=2)
-    def call(self, call: Call, *parts: Any) -> tuple[Any, Header]:
-        """Run one method: payload and header."""
-        return self._host.call(call, parts)
-
-    @ray.method(concurrency_group="control")
-    def stacks(self) -> str:
-        """What the process is doing, asked past the queue of calls."""
-        return self._host.stacks()
-
-
-HostActor = ray.remote(concurrency_groups={"control": 1})(RayHost)  # type: ignore[call-overload]
-
-
-def prefer_own_packages() -> None:
-    """Move folders with namesakes of our packages behind our own on the import path (Ray puts the driver's folder "
-    "first)."""
-    root = str(Path(__file__).resolve().parents[2])
-    others = [
-        p for p in sys.path if p != root and any((Path(p) / f).exists() for n in OWN_PACKAGES for f in (n, f"{n}.py"))
-    ]
-    if others:
-        sys.path[:] = [p for p in sys.path if p not in others and p != root] + [root, *others]
+from verl_like.transport import Call, Held, Pending, Transport
+from verl_like.watch import Deadlines, wait_for_calls
 
 
 class RayTransport(Transport):
@@ -76,43 +28,34 @@ class RayTransport(Transport):
         facts: Sequence[HostFacts],
         deadlines: Deadlines,
         master_port: int,
-        where: Sequence[str],
+        names: Sequence[str],
     ):
         """Lets rank 0 bind the rendezvous and constructs the roles everywhere."""
-        self.actors, self.facts, self.deadlines, self.where = list(actors), list(facts), deadlines, list(where)
-        self.world_size, self.finished, self.abandoned = len(actors), [], deque()
-        self.process_key = id(self)
+        super().__init__(facts, deadlines)
+        self.actors, self.names = list(actors), list(names)
+        self._probe = NodeProbe()
+        self._nodes: dict[int, str] = {}
         try:
-            master = self._await("rendezvous", [self.actors[0].open_store.remote(master_port)])[0]
-            self.started = self._await("start", [actor.start.remote(master) for actor in self.actors])
-            raise_start_errors(self, self.started)
+            master = self.actors[0].open_store.remote(master_port)
+            asked = [actor.start.remote(master) for actor in self.actors]
+            calls = [Pending(rank, node, header, facts[0].name) for rank, (node, header) in enumerate(asked)]
+            self.started = wait_for_calls(self, f"start of {facts[0].name}", calls, setting="start_s")
+            self._nodes = dict(enumerate(ray.get([call.payload for call in calls])))
         except BaseException:
             self.shutdown()
             raise
 
-    def _await(self, what: str, references: Sequence[Any]) -> list[Any]:
-        patience = Patience(f"{what} of {self.facts[0].name}", self.deadlines.start_s, self.deadlines.warn_s)
-        waiting = list(references)
-        while waiting:
-            waiting = ray.wait(waiting, num_returns=len(waiting), timeout=patience.remaining())[1]
-            late = ", ".join(self.describe(rank) for rank, reference in enumerate(references) if reference in waiting)
-            if waiting and patience.over():
-                raise WaitTimeoutError(
-                    f"{patience.what} took longer than {patience.limit_s:.0f} s: no answer from {late}."
-                )
-            patience.warn_if_old(late)
-        return [self.fetch(reference) for reference in references]
-
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Queue an actor task."""
         payload, header = self.actors[rank].call.remote(call, *parts)
-        return Pending(rank, payload, header)
+        return Pending(rank, payload, header, call.role)
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """Those that are in the store, or failed."""
-        ready: list[Any] = ray.wait(list(references), num_returns=len(references), timeout=seconds, fetch_local=False)[
-            0
-        ]
+        """Those that are in the store, or failed; none when Ray has been shut down."""
+        if not ray.is_initialized():
+            return []
+        wanted = list(references)
+        ready: list[Any] = ray.wait(wanted, num_returns=len(wanted), timeout=seconds, fetch_local=False)[0]
         return ready
 
     def fetch(self, reference: Any) -> Any:
@@ -121,6 +64,12 @@ class RayTransport(Transport):
             return ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
             raise WorkerDiedError(f"the worker process is gone: {_cause(error)}") from None
+        except RayTaskError as error:
+            if isinstance(error.cause, WorkerError):
+                raise error.cause from None
+            raise WorkerError(f"arguments or result cannot travel between processes: {error.cause}") from None
+        except RayError as error:
+            raise WorkerError(f"Ray cannot bring the answer: {error}") from None
 
     def fetch_all(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
         """One request for everything; a failure among them is for `fetch` to explain."""
@@ -130,9 +79,10 @@ class RayTransport(Transport):
             return None
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Asked through the actors' second thread."""
+        """Asked through the actors' second thread; of one on this machine that cannot answer, by signal."""
         asked = [actor.stacks.remote() for actor in self.actors]
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=seconds)
+        here = ray.get_runtime_context().get_node_id()
         found = {}
         for rank, reference in enumerate(asked):
             if reference in ready:
@@ -140,19 +90,26 @@ class RayTransport(Transport):
                     found[rank] = ray.get(reference, timeout=seconds)
                 except (RayError, GetTimeoutError):
                     continue
+            elif self._nodes.get(rank) == here and (path := self.facts[rank].log_path()):
+                if text := stacks.by_signal(self.started[rank].pid, path):
+                    found[rank] = text
         return found
 
-    def regroup(self, pending: Sequence[Pending], num_pieces: int) -> list[Pending]:
+    def regroup(self, pending: Sequence[Pending], num_pieces: int, even: bool = True) -> list[Pending]:
         """A task cuts the rows again; they do not pass through the driver."""
         flat = [p.header for p in pending] + [p.payload for p in pending]
-        made = _regroup.options(num_returns=2 * num_pieces).remote(num_pieces, *flat)
-        return [Pending(i, made[2 * i], made[2 * i + 1]) for i in range(num_pieces)]
+        made = _regroup.options(num_returns=2 * num_pieces).remote(num_pieces, even, *flat)
+        return [Pending(i, made[2 * i], made[2 * i + 1], pending[0].role) for i in range(num_pieces)]
 
-    def describe(self, rank: int) -> str:
-        """The role or roles, rank and place."""
-        fact = self.facts[rank]
-        logs = f", log {fact.log_dir}/{fact.name.split('+')[0]}-{rank}.log" if fact.log_dir else ""
-        return f"{fact.name} rank {rank} of {self.world_size} ({self.where[rank]}{logs})"
+    def place(self, rank: int) -> str:
+        """The process and its node; before it has started, the actor's name."""
+        if rank not in self._nodes:
+            return f"actor {self.names[rank]}"
+        return f"pid {self.started[rank].pid} on {self._probe.name(self._nodes[rank])}"
+
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Ranks whose node's Ray daemon does not answer any more."""
+        return {rank: why for rank in ranks if rank in self._nodes and (why := self._probe.why_gone(self._nodes[rank]))}
 
     def shutdown(self) -> None:
         """Kill the actors."""
@@ -164,11 +121,23 @@ class RayTransport(Transport):
         """Into the object store, once for all ranks."""
         return ray.put(value)
 
+    def hold(self, reference: Any) -> Any:
+        """The reference itself: Ray resolves only what is a task's own argument."""
+        return HeldReference(reference)
+
+
+class HeldReference(Held):
+    """A reference that the worker resolves when it asks for the value."""
+
+    def get(self) -> Any:
+        """Wait for it and bring it to the worker's process."""
+        return ray.get(self.value)
+
 
 @ray.remote(num_cpus=0)
-def _regroup(num_pieces: int, *flat: Any) -> tuple[Any, ...]:
+def _regroup(num_pieces: int, even: bool, *flat: Any) -> tuple[Any, ...]:
     half = len(flat) // 2
-    return tuple(value for pair in regroup_pieces(flat[:half], flat[half:], num_pieces) for value in pair)
+    return tuple(value for pair in regroup_pieces(flat[:half], flat[half:], num_pieces, even) for value in pair)
 
 
 def _cause(error: Exception) -> str:
