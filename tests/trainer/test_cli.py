@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,37 @@ def verl_like(folder: Path, *arguments: str, **environment: str) -> subprocess.C
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["ppo", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], *([command, "--help"] for command in ("ppo", "explain", "doctor", "report"))]
+)
 def test_help_fits_a_screen(decoys: Path, arguments: list[str]) -> None:
+    began = time.perf_counter()
     done = verl_like(decoys, *arguments)
+    if "ppo" not in arguments:
+        assert time.perf_counter() - began < 1
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) <= 24
-    assert "key=value" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    assert "verl-like" in done.stdout
+
+
+def test_a_folder_that_is_no_run_ends_with_one_line(decoys: Path) -> None:
+    done = verl_like(decoys, "report", "nowhere")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: nowhere is no folder, so there is nothing to report. A run folder is trainer.default_local_dir.\n"
+    )
+
+
+def test_a_command_with_the_wrong_number_of_arguments_shows_its_help(decoys: Path) -> None:
+    assert "usage: verl-like report RUN_DIR" in verl_like(decoys, "report").stderr
+
+
+def test_explain_starts_nothing(decoys: Path) -> None:
+    done = verl_like(decoys, "explain", "data.train_files=x", "actor_rollout_ref.model.path=y")
+    assert done.returncode == 0, done.stderr
+    assert "What a step does" in done.stdout
+    assert sorted(path.name for path in decoys.iterdir()) == ["trainer.py", "workers"]
 
 
 def test_the_config_is_shown(decoys: Path) -> None:

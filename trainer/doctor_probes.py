@@ -1,0 +1,103 @@
+"""What `verl-like doctor` runs, each in a process of its own: `python -m trainer.doctor_probes NAME` prints what works.
+
+A probe that fails ends with the error; `trainer.doctor` shows its last line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+def torch() -> str:
+    """One gloo all-reduce between two processes."""
+    import torch
+    import torch.distributed as dist
+    from torch.multiprocessing import get_context
+
+    with tempfile.TemporaryDirectory() as folder:
+        other = get_context("spawn").Process(target=_join, args=(1, f"{folder}/store"))
+        other.start()
+        total = _join(0, f"{folder}/store")
+        other.join(30)
+    if total != 3.0 or other.exitcode != 0:
+        raise RuntimeError(f"1 + 2 over gloo gave {total}, the other process ended with {other.exitcode}")
+    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    nccl = "" if not cards else ", nccl" if dist.is_nccl_available() else ", NO nccl"
+    return f"two processes added up over gloo{nccl}; cards: {', '.join(cards) or 'none, roles run on the CPU'}"
+
+
+def _join(rank: int, store: str) -> float:
+    import torch.distributed as dist
+    from torch import tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    total = tensor(float(rank + 1))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def ray() -> str:
+    """A cluster on this machine, one remote call."""
+    import ray
+
+    began = time.perf_counter()
+    ray.init(num_cpus=1, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    started = time.perf_counter() - began
+    call: Any = ray.remote(_process_id)
+    answer = ray.get(call.remote(), timeout=15)
+    ray.shutdown()
+    return f"started a cluster in {started:.1f} s and called process {answer}"
+
+
+def _process_id() -> int:
+    return os.getpid()
+
+
+def rollout() -> str:
+    """A tiny model: its weights synced once from actor to rollout, then one token."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from trainer import WorkerGroups, load_config
+    from verl_like import DataProto
+    from workers.weight_sync import sync_weights
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+        model: Any = LlamaForCausalLM
+        model(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes)).save_pretrained(Path(folder) / "model")
+        settings = [
+            f"actor_rollout_ref.model.path={folder}/model",
+            f"trainer.default_local_dir={folder}",
+            "algorithm.adv_estimator=grpo",
+            "data.max_prompt_length=4",
+            "data.max_response_length=1",
+            "data.train_files=none",
+            "trainer.backend=local",
+        ]
+        with WorkerGroups(load_config(settings)) as groups:
+            groups["actor"].init_model(total_steps=1)
+            groups["rollout"].init_model()
+            sync_weights(groups["actor"], groups["rollout"], 1)
+            tokens = torch.tensor([[1, 2, 3, 4]])
+            columns = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "position_ids": tokens - 1}
+            batch = DataProto.from_dict(
+                {**columns, "sample_index": torch.zeros(1, dtype=torch.int64)}, {"uid": ["0-0"]}
+            )
+            batch.meta_info = {"eos_token_id": 0, "pad_token_id": 0}
+            token = int(groups["rollout"].generate_sequences(batch).batch["responses"][0, 0])
+    return f"synced one version of the weights, then generated token {token}"
+
+
+PROBES = {"torch": torch, "ray": ray, "rollout": rollout}
+
+if __name__ == "__main__":
+    print(PROBES[sys.argv[1]]())
