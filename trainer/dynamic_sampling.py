@@ -26,18 +26,18 @@ def collect_groups(
 ) -> tuple[DataProto, dict[str, float]]:
     """`num_prompts` groups whose samples differ, in the order they were drawn, and how many draws that took.
 
-    `draw(attempt)` gives scored samples of further prompts; the metrics in their meta_info are added up. After
-    `max_num_gen_batches` draws the places that are still empty go to groups of equal scores, the first ones drawn: the
-    batch keeps its size, and the metrics say how many.
+    `draw(attempt)` gives scored samples of further prompts; of the metrics in their meta_info, counts are added up and
+    the others averaged. After `max_num_gen_batches` draws the places that are still empty go to groups of equal scores,
+    the first ones drawn: the batch keeps its size, and the metrics say how many.
     """
     kept: list[DataProto] = []
     spare: list[DataProto] = []
-    reward_metrics: dict[str, float] = {}
+    reward_metrics: dict[str, list[float]] = {}
     num_kept = num_drawn = attempt = 0
     while num_kept < num_prompts and attempt < config.max_num_gen_batches:
         samples = draw(attempt)
         for name, value in samples.meta_info.pop("metrics", {}).items():
-            reward_metrics[name] = reward_metrics.get(name, 0.0) + value
+            reward_metrics.setdefault(name, []).append(value)
         group = group_numbers(samples)
         differs = groups_that_differ(read_metric(samples, config.metric), group)
         rows = torch.from_numpy(differs[group])
@@ -56,7 +56,8 @@ def collect_groups(
     batch = first_groups(join(kept), num_prompts)
     if missing:
         batch = join([batch, first_groups(join(spare), missing)])
-    metrics = reward_metrics | {
+    metrics = {name: sum(v) if "/num_" in name else sum(v) / len(v) for name, v in reward_metrics.items()}
+    metrics |= {
         "dynamic_sampling/num_gen_batches": float(attempt),
         "dynamic_sampling/num_groups_drawn": float(num_drawn),
         "dynamic_sampling/num_groups_of_equal_scores": float(missing),

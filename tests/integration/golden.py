@@ -1,0 +1,42 @@
+"""The golden curve: five seeded PPO steps on the tiny task, number by number in `golden_ppo.json`.
+
+    python -m tests.integration.golden        # writes it anew, after a change that means to move the numbers
+
+`test_golden.py` runs the same steps and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import tempfile
+from pathlib import Path
+
+from tests.integration.runs import numbers, overrides
+from trainer import load_config, run
+
+HOME = Path(__file__).resolve().parent
+FILE = HOME / "golden_ppo.json"
+NAMES = (
+    "critic/score/mean", "critic/rewards/mean", "response_length/mean", "critic/values/mean", "critic/advantages/max",
+    "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/reward_kl_penalty", "critic/vf_loss", "critic/grad_norm",
+)  # fmt: skip
+
+
+def curve(tiny: Path, folder: Path) -> list[dict[str, float]]:
+    """The numbers of five steps with critic, reference, adaptive KL and two mini-batches, in this process."""
+    settings = ("trainer.backend=local", "placement=colocate", "trainer.total_training_steps=5")
+    run(load_config(overrides(tiny, folder, *settings, "algorithm.kl_ctrl.type=adaptive")))
+    return [{name: line[name] for name in NAMES} for line in numbers(folder)]
+
+
+def main() -> None:
+    """Write the file."""
+    make = runpy.run_path(str(HOME.parents[1] / "examples/tiny/make.py"))["make"]
+    with tempfile.TemporaryDirectory() as folder:
+        found = curve(make(Path(folder) / "tiny"), Path(folder) / "run")
+    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
