@@ -197,6 +197,14 @@ class RolloutConfig:
     """False decodes greedily."""
     max_num_seqs: int = 256
     """Samples decoded together on one rank."""
+    kv_cache_gb: float = 4.0
+    """Most memory of keys and values on one rank, in GiB; native and vllm on CPUs."""
+    sampling_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further sampling settings: min_p, min_tokens, stop_strings (a list), logit_bias (token id -> number)."""
+    update_weights_bucket_megabytes: float = 16.0
+    """Weights travel to the rollout in pieces of about this size."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """vllm: further arguments of its LLM class, such as quantization."""
     tensor_model_parallel_size: int = 1
     """vllm: ranks that share one engine; divides the rollout's pool."""
     gpu_memory_utilization: float = 0.5

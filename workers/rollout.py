@@ -1,10 +1,11 @@
 """The rollout: the policy generating. The driver calls `generate_sequences`, and `sync_weights` between updates.
 
 Where the weights live:
-    beside the actor, one process      the engine decodes with the actor's own module, by reference
+    beside the actor, whole            the native engine decodes with the actor's own module, by reference
     beside the actor, sharded          one unsharded copy per version, gathered tensor by tensor and freed by `sleep`
-    in a pool of its own               a copy loaded from the model's path, filled by the actor through `weight_channel`
-Decoding issues no collective: ranks decode different numbers of steps.
+    in a pool of its own               a copy filled by the actor through `weight_channel`
+Decoding issues no collective: ranks decode different numbers of steps. `engines.build_rollout` chooses the engine;
+ranks that share one (tensor parallelism) get the same rows, and the first of them answers.
 """
 
 from __future__ import annotations
@@ -15,22 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_like.dispatch import Dispatch, register
-from verl_like.errors import ConfigError, RolloutError, WeightSyncError, nearest
+from verl_like.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.protocol import DataProto
 from verl_like.worker import Worker
 from workers.batch_keys import require
-from workers.engines.lora import merged_tensors
-from workers.engines.loading import load_model
-from workers.engines.rollout_base import Output, Request, SamplingParams
+from workers.engines.build_rollout import build_engine, check_engine, ranks_per_engine
+from workers.engines.rollout_base import EXTRA_SAMPLING, Output, Request, SamplingParams, sampling_params
 from workers.engines.sampling import noise_key
 from workers.weight_sync import SyncReport, WeightReceiver
-from workers.weights import checksum_of
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
-ENGINES = ("native",)
+MESH = "rollout"
+"""Ranks with one data rank share an engine."""
 
 
 class RolloutWorker(WeightReceiver, Worker):
@@ -43,26 +43,18 @@ class RolloutWorker(WeightReceiver, Worker):
         self.prompt_width: int = config.data.max_prompt_length
         self.response_width: int = config.data.max_response_length
         self.seed: int = config.trainer.seed
-        if self.config.name not in ENGINES:
-            hint = nearest(self.config.name, ENGINES)
-            raise ConfigError(f"rollout.name={self.config.name!r} is no engine; there is: {', '.join(ENGINES)}.{hint}")
+        check_engine(config, self.world_size)
+        ranks = ranks_per_engine(config)
+        self._register_dispatch_collect_info(MESH, self.rank // ranks, is_collect=self.rank % ranks == 0)
+        self._whole_config = config
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the engine, which is stale until the first sync. Beside an actor: after the actor's `init_model`."""
-        from workers.engines.native_rollout import NativeEngine
-
         self.open_process_group()
-        shared = self._actor_module() if self.world_size == 1 else None
-        self.engine = NativeEngine(
-            load_model(self.policy.model, "token", self.device) if shared is None else shared,
-            prompt_width=self.prompt_width,
-            response_width=self.response_width,
-            max_num_seqs=self.config.max_num_seqs,
-            owns_weights=shared is None,
-        )
+        self.engine = build_engine(self._whole_config, self)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
     def generate_sequences(self, data: DataProto) -> DataProto:
         """One response per row; `meta_info` carries the ids of eos and pad, and may override the sampling settings."""
         require(data, "input_ids", "attention_mask", "position_ids", "sample_index", "uid")
@@ -71,7 +63,13 @@ class RolloutWorker(WeightReceiver, Worker):
             raise RolloutError("rollout: meta_info has no pad_token_id; the data loader sets it (pad, else eos).")
         outputs = self.engine.generate(self.requests_of(data), sampling)
         columns = response_columns(data, outputs, self.response_width, int(pad))
-        return DataProto.from_dict(tensors=columns, meta_info={"policy_version": self.engine.version})
+        columns["weights_id"] = torch.full((len(data),), self.engine.weights_id)
+        reasons = [output.finish_reason for output in outputs]
+        return DataProto.from_dict(
+            columns,
+            {"finish_reason": reasons + ["pad"] * (len(data) - len(reasons))},
+            {"policy_version": self.engine.version},
+        )
 
     def sampling_of(self, data: DataProto) -> SamplingParams:
         """The config's settings under those of the batch."""
@@ -80,8 +78,10 @@ class RolloutWorker(WeightReceiver, Worker):
         if not stop:
             raise RolloutError("rollout: meta_info has no eos_token_id: no response could end. Has the tokenizer one?")
         names = ("temperature", "top_k", "top_p", "do_sample")
-        settings = {name: data.meta_info.get(name, getattr(self.config, name)) for name in names}
-        return SamplingParams(**settings, max_tokens=self.response_width, stop_token_ids=stop)
+        settings = {name: getattr(self.config, name) for name in names} | self.config.sampling_kwargs
+        own = {*names, "max_tokens", *EXTRA_SAMPLING} & data.meta_info.keys()
+        settings |= {name: data.meta_info[name] for name in own}
+        return sampling_params(settings, self.response_width, stop)
 
     def requests_of(self, data: DataProto) -> list[Request]:
         """The prompts of the real rows, without padding."""
@@ -126,7 +126,7 @@ class RolloutWorker(WeightReceiver, Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
         """Hash of the full weights, comparable with the actor's."""
-        return checksum_of(merged_tensors(self.engine.module, self.engine.module.named_parameters()))
+        return self.engine.weights_checksum()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
@@ -138,16 +138,6 @@ class RolloutWorker(WeightReceiver, Worker):
         """Allocate it again."""
         self.engine.wake_up()
 
-    def _actor_module(self) -> Any:
-        """The module of the actor in this process, None without one."""
-        actor: Any = self.sibling("actor")
-        if actor is None:
-            return None
-        module = getattr(actor.engine, "module", None)
-        if module is None:
-            raise RolloutError("rollout.init_model shares the actor's module: call the actor's init_model first.")
-        return module
-
 
 def response_columns(data: DataProto, outputs: list[Output], width: int, pad: int) -> dict[str, Tensor]:
     """The columns that `generate_sequences` writes; rows without an output (pad rows) get an empty response."""
@@ -155,11 +145,13 @@ def response_columns(data: DataProto, outputs: list[Output], width: int, pad: in
     rows = len(prompts)
     responses = torch.full((rows, width), pad, dtype=torch.long)
     log_probs = torch.zeros((rows, width))
+    versions = torch.zeros((rows, width), dtype=torch.int32)
     lengths = torch.zeros(rows, dtype=torch.long)
     for row, output in enumerate(outputs):
         lengths[row] = count = len(output.tokens)
         responses[row, :count] = output.tokens
         log_probs[row, :count] = output.log_probs
+        versions[row, :count] = output.versions
     columns = torch.arange(width)
     response_mask = (columns < lengths[:, None]).long()
     positions = data.batch["position_ids"]
@@ -171,4 +163,5 @@ def response_columns(data: DataProto, outputs: list[Output], width: int, pad: in
         "position_ids": torch.cat([positions, positions[:, -1:] + 1 + columns], dim=1),
         "response_mask": response_mask,
         "rollout_log_probs": log_probs,
+        "token_versions": versions,
     }

@@ -2,7 +2,7 @@
 
 `weight_sync` opens a channel per sync and drops it after: a restarted engine simply joins the next one. Tensors travel
 whole in buckets of about `bucket_mb`; a bucket's header carries its number and, per tensor, name, dtype, shape and
-crc32. The default process group is not touched.
+a 64-bit hash. The default process group is not touched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.errors import WeightSyncError
-from workers.weights import NamedTensors, byte_view, crc_of
+from workers.weights import NamedTensors, byte_view, hash_of
 
 FORM_TIMEOUT = timedelta(seconds=20)
 """How long a rank waits for the others to join."""
@@ -62,7 +62,7 @@ class Channel:
         """Broadcast all tensors; a tensor larger than a bucket travels alone."""
         number = -1
         for number, bucket in enumerate(_buckets(tensors, int(bucket_mb * 2**20))):
-            header = [(name, str(t.dtype), list(t.shape), crc_of(byte_view(t))) for name, t in bucket]
+            header = [(name, str(t.dtype), list(t.shape), hash_of(byte_view(t))) for name, t in bucket]
             self._send_header({"number": number, "tensors": header})
             pieces = [byte_view(tensor) for _, tensor in bucket]
             payload = torch.cat(pieces, out=self._room(sum(map(len, pieces)))) if len(pieces) > 1 else pieces[0]
@@ -80,13 +80,13 @@ class Channel:
             expected += 1
             if not header["tensors"]:
                 return
-            tensors = [(name, _dtype(dtype), shape, crc) for name, dtype, shape, crc in header["tensors"]]
+            tensors = [(name, _dtype(dtype), shape, number) for name, dtype, shape, number in header["tensors"]]
             sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape, _ in tensors]
             payload = self._room(sum(sizes))
             self._broadcast(payload)
             self.num_bytes += payload.numel()
-            for (name, dtype, shape, crc), piece in zip(tensors, torch.split(payload, sizes), strict=True):
-                if crc_of(piece) != crc:
+            for (name, dtype, shape, number), piece in zip(tensors, torch.split(payload, sizes), strict=True):
+                if hash_of(piece) != number:
                     self.corrupt.append(name)
                 yield name, _aligned(piece, dtype).view(dtype).reshape(shape)
 

@@ -31,7 +31,7 @@ def test_a_column_nobody_knows_gets_the_nearest_name():
 def test_every_tensor_column_says_its_rows_and_dtype():
     for column in COLUMNS.values():
         assert column.shape.startswith("[rows")
-        assert column.dtype in ("int64", "float32", "object")
+        assert column.dtype in ("int64", "int32", "float32", "object")
         assert column.written_by
 
 

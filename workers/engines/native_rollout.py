@@ -4,13 +4,14 @@
 
 A sample's tokens and log-probs are the same bits whatever else is in the batch: at least `MIN_ROWS` rows are always
 computed (fewer change the bits of a linear layer), on one CPU thread (several share the rows out by their number);
-attention runs over one width set by config (`slot_cache`), and the noise is keyed by the sample (`sampling`).
+attention runs over whole blocks of columns (`slot_cache`), and the noise is keyed by the sample (`sampling`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,125 +19,111 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_like.errors import ConfigError, RolloutError
+from verl_like.errors import ConfigError
 from workers.engines.grouped_attention import grouped_decoding
-from workers.engines.rollout_base import Output, Request, RolloutEngine, SamplingParams
+from workers.engines.lora import merged_tensors
+from workers.engines.rollout_base import (
+    EngineLimits,
+    Output,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    ends_with_stop_string,
+)
 from workers.engines.sampling import choose_tokens, uniforms
-from workers.engines.slot_cache import SlotCache, Slots
-from workers.weights import WeightSink
+from workers.engines.slot_cache import SlotCache, Slots, least_window, slot_width, slots_that_fit, whole_blocks
+from workers.engines.weight_copy import allocate_weights, free_weights
+from workers.weights import Fingerprint, WeightSink
 
 MIN_ROWS = 4
 """Fewest rows of a forward pass: a linear layer's bits change at 1 to 3 rows."""
-PREFILL_ROWS = 64
-"""Most prompts of one prefill pass, to bound its memory."""
+PREFILL_PROMPTS = 64
+"""Most distinct prompts of one prefill pass, to bound its memory."""
 
 
 class NativeEngine(RolloutEngine):
     """Generates with a module it shares with the trainer (`owns_weights=False`) or has for itself."""
 
     def __init__(
-        self, module: Any, *, prompt_width: int, response_width: int, max_num_seqs: int, owns_weights: bool
+        self,
+        module: Any,
+        limits: EngineLimits,
+        *,
+        owns_weights: bool,
+        decode: Callable[[list[int]], str] | None = None,
     ) -> None:
+        super().__init__(limits, decode)
         self.config = module.config.get_text_config()
-        _check_model(self.config, prompt_width + response_width)
+        _check_model(self.config, limits.prompt_width + limits.response_width)
         self.module = module
-        self.prompt_width = prompt_width
-        self.response_width = response_width
-        self.max_num_seqs = max_num_seqs
         self.owns_weights = owns_weights
-        self.asleep = False
+        self.vocab_size = self.config.vocab_size
+        parameters = list(module.parameters())
+        self.num_bytes = sum(weight.numel() * weight.element_size() for weight in parameters)
+        width = slot_width(self.config, limits.prompt_width, limits.response_width)
+        fit = slots_that_fit(self.config, width, parameters[0].dtype, limits.kv_cache_gb, MIN_ROWS)
+        self.max_active = min(limits.max_num_seqs, fit)
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
-        """One output per request; memory for keys and values is held during the call only."""
-        if self.version is None or self.asleep:
-            state = "is asleep" if self.asleep else "has no verified weights (it is new, was asleep, or a sync failed)"
-            raise RolloutError(
-                f"rollout: this engine {state}; sync_weights(actor_group, rollout_group, version) makes it ready."
-            )
-        self._check_requests(requests, sampling)
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The module's parameters, LoRA merged."""
+        return merged_tensors(self.module, self.module.named_parameters())
+
+    def commit(self, version: int) -> None:
+        """From here on samples are those of `version`; a generation held between two steps goes on with it."""
+        if not self.owns_weights:
+            self._fingerprint = Fingerprint()
+            for name, tensor in self.module.named_parameters():
+                self._fingerprint.note(name, tensor)
+        super().commit(version)
+
+    def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
         with _inference(self.module):
-            return _Generation(self, requests, sampling).run() if requests else []
+            return _Generation(self, requests, sampling).run()
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy every tensor into the module's own weights."""
-        self.version = None
-        self.wake_up()
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         sink = WeightSink(self.module)
         for name, tensor in tensors:
             sink.write_tensor(name, tensor)
         sink.verify("engine")
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the weights."""
-        return sum(weight.numel() * weight.element_size() for weight in self.module.parameters())
+    def _free(self) -> None:
+        self._shapes = free_weights(self.module)
 
-    def commit(self, version: int) -> None:
-        """From here on samples are those of `version`."""
-        self.version = version
-
-    def sleep(self) -> None:
-        """Free the weights if they are the engine's own."""
-        if self.owns_weights and not self.asleep:
-            self.version = None
-            self._shapes = [parameter.shape for parameter in self.module.parameters()]
-            for parameter in self.module.parameters():
-                parameter.data = parameter.data.new_empty(0)
-        self.asleep = True
-
-    def wake_up(self) -> None:
-        """Allocate the weights again; they are to be loaded before the next `generate`."""
-        if self.owns_weights and self.asleep:
-            for parameter, shape in zip(self.module.parameters(), self._shapes, strict=True):
-                parameter.data = parameter.data.new_empty(shape)
-        self.asleep = False
-
-    def _check_requests(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        if sampling.max_tokens > self.response_width:
-            raise RolloutError(
-                f"rollout: max_tokens={sampling.max_tokens} does not fit the {self.response_width} response columns; "
-                "raise data.max_response_length."
-            )
-        for request in requests:
-            length = len(request.prompt)
-            if not 1 <= length <= self.prompt_width:
-                way_out = "raise data.max_prompt_length or truncate it" if length else "drop it from the data"
-                raise RolloutError(
-                    f"rollout: the prompt of {request.name} has {length} tokens; "
-                    f"1 to {self.prompt_width} fit: {way_out}."
-                )
-            low, high = min(request.prompt), max(request.prompt)
-            if low < 0 or high >= self.config.vocab_size:
-                raise RolloutError(
-                    f"rollout: the prompt of {request.name} has token id {low if low < 0 else high}, outside the "
-                    f"vocabulary of {self.config.vocab_size}; tokenizer and actor_rollout_ref.model.path do not fit."
-                )
+    def _allocate(self) -> None:
+        allocate_weights(self.module, self._shapes)
 
 
 class _Generation:
     """One call of `generate`: what every request has produced, and which request sits in which slot.
 
-    Requests in flight fill slots 0..num_active-1; the last one moves into a freed slot, so a pass runs over a prefix.
+    Requests in flight fill slots 0..num_active-1; the last ones move into freed slots, so a pass runs over a prefix.
+    A request that begins with tokens already made (`forced`) is fed them one by one instead of drawing, so that its
+    keys and values, and with them its bits, are those of an uninterrupted run.
     """
 
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        self.engine, self.sampling = engine, sampling
+        self.engine, self.sampling, self.requests = engine, sampling, requests
         self.device = next(engine.module.parameters()).device
         self.keys = np.array([request.key for request in requests], dtype=np.uint64)
         self.stop = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
         self.prompts = [tuple(request.prompt) for request in requests]
         self.prompt_lengths = torch.tensor([len(prompt) for prompt in self.prompts])
-        self.names = [request.name for request in requests]
-        self.tokens = torch.zeros((len(requests), sampling.max_tokens), dtype=torch.long)
-        self.log_probs = torch.zeros((len(requests), sampling.max_tokens))
+        shape = (len(requests), sampling.max_tokens)
+        self.tokens = torch.zeros(shape, dtype=torch.long)
+        self.log_probs = torch.zeros(shape)
+        self.versions = torch.zeros(shape, dtype=torch.int32)
         self.lengths = torch.zeros(len(requests), dtype=torch.long)
+        self.forced = torch.zeros(len(requests), dtype=torch.long)
         self.stopped = torch.zeros(len(requests), dtype=torch.bool)
-        self.max_active = min(engine.max_num_seqs, len(requests))
+        self._take_partial()
+        self.waiting = deque(range(len(requests)))
+        self.max_active = min(engine.max_active, len(requests))
         self.num_active = 0
-        self.next_request = 0
         num_slots = max(MIN_ROWS, self.max_active)
         self.request_of_slot = torch.zeros(num_slots, dtype=torch.long)
-        self.slots = Slots(num_slots, engine.prompt_width, engine.response_width, self.device)
+        longest = max(map(len, self.prompts))
+        width = slot_width(engine.config, longest, sampling.max_tokens)
+        self.slots = Slots(num_slots, width, least_window(engine.config), self.device)
         self.cache = SlotCache(engine.config.num_hidden_layers, self.slots)
         parameters = inspect.signature(engine.module.forward).parameters
         self.takes_positions = "position_ids" in parameters
@@ -144,50 +131,89 @@ class _Generation:
 
     def run(self) -> list[Output]:
         """Prefill when a group of prompts can enter, else decode one token of everything in flight."""
-        while self.num_active or self.next_request < len(self.prompts):
+        version = self.engine.version
+        finish = "length"
+        while self.num_active or self.waiting:
+            if self.engine.control.checkpoint():
+                finish = "abort"
+                break
+            if self.engine.version != version:
+                version = self.engine.version
+                self._start_over()
             group = self._entering()
             if group:
                 self._prefill(group)
             else:
                 self._decode()
-        return [
-            Output(self.tokens[i, :n].clone(), self.log_probs[i, :n].clone(), "stop" if self.stopped[i] else "length")
-            for i, n in enumerate(self.lengths.tolist())
-        ]
+        return [self._output(request, finish) for request in range(len(self.prompts))]
 
-    def _entering(self) -> range:
+    def _output(self, request: int, finish: str) -> Output:
+        length = max(int(self.lengths[request]), int(self.forced[request]))
+        reason = "stop" if self.stopped[request] else "length" if length == self.sampling.max_tokens else finish
+        made = slice(0, length)
+        return Output(
+            self.tokens[request, made].clone(),
+            self.log_probs[request, made].clone(),
+            reason,
+            self.versions[request, made].clone(),
+        )
+
+    def _take_partial(self) -> None:
+        for index, request in enumerate(self.requests):
+            if request.partial is not None:
+                self.forced[index] = length = len(request.partial.tokens)
+                self.tokens[index, :length] = request.partial.tokens
+                self.log_probs[index, :length] = request.partial.log_probs
+                self.versions[index, :length] = request.partial.versions
+
+    def _start_over(self) -> None:
+        """The weights are new: what is in flight is read again with them, and goes on where it was."""
+        active = self.request_of_slot[: self.num_active]
+        self.forced[active] = torch.maximum(self.forced[active], self.lengths[active])
+        self.lengths[active] = 0
+        self.waiting.extendleft(reversed(active.tolist()))
+        self.num_active = 0
+
+    def _entering(self) -> list[int]:
         """The next requests to prefill: none while fewer than `MIN_ROWS` of those waiting would fit."""
-        waiting = len(self.prompts) - self.next_request
-        count = min(waiting, self.max_active - self.num_active, PREFILL_ROWS)
-        worthwhile = count >= min(MIN_ROWS, waiting, self.max_active)
-        return range(self.next_request, self.next_request + count if worthwhile else self.next_request)
+        count = min(len(self.waiting), self.max_active - self.num_active)
+        if count < min(MIN_ROWS, len(self.waiting), self.max_active):
+            return []
+        group: list[int] = []
+        distinct: set[tuple[int, ...]] = set()
+        while self.waiting and len(group) < count:
+            distinct.add(self.prompts[self.waiting[0]])
+            if len(distinct) > PREFILL_PROMPTS:
+                break
+            group.append(self.waiting.popleft())
+        return group
 
-    def _prefill(self, group: range) -> None:
+    def _prefill(self, group: list[int]) -> None:
         """One pass over the distinct prompts of the group; samples of one prompt share it."""
         index = {prompt: i for i, prompt in enumerate(dict.fromkeys(self.prompts[r] for r in group))}
         sources = torch.tensor([index[self.prompts[r]] for r in group], device=self.device)
-        slots = torch.arange(self.num_active, self.num_active + len(group))
         rows = [*index, *[(0,)] * (MIN_ROWS - len(index))]
-        width = self.engine.prompt_width
+        lengths = torch.tensor([len(row) for row in rows], device=self.device)
+        width = whole_blocks(int(lengths.max()))
         ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=self.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.device)
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        attention_mask = self.slots.aim_prefill(mask, sources, slots.to(self.device))
+        positions = (self.slots.columns[:width] - (width - lengths)[:, None]).clamp(min=0)
+        attention_mask = self.slots.aim_prefill(lengths, width, sources, self.num_active)
         logits = self._forward(ids, positions, attention_mask)
+        slots = torch.arange(self.num_active, self.num_active + len(group))
         self.request_of_slot[slots] = torch.tensor(group)
         self.num_active += len(group)
-        self.next_request = group.stop
         self._append(slots, logits[sources])
 
     def _decode(self) -> None:
         """One more token for slots 0..num_active-1; those beyond, up to `MIN_ROWS`, compute what nobody reads."""
-        num_rows = max(MIN_ROWS, self.num_active)
-        requests = self.request_of_slot[:num_rows]
-        steps = self.lengths[requests] - 1
+        requests = self.request_of_slot[: max(MIN_ROWS, self.num_active)]
+        steps = (self.lengths[requests] - 1).clamp(min=0)
         positions = self.prompt_lengths[requests] + steps
         ids = self.tokens[requests, steps]
-        attention_mask = self.slots.aim_decode(num_rows, steps.to(self.device))
-        logits = self._forward(ids.to(self.device)[:, None], positions.to(self.device)[:, None], attention_mask)
+        longest = int(positions[: self.num_active].max())
+        positions = positions.clamp(max=longest).to(self.device)
+        attention_mask = self.slots.aim_decode(positions, longest)
+        logits = self._forward(ids.to(self.device)[:, None], positions[:, None], attention_mask)
         self._append(torch.arange(self.num_active), logits[: self.num_active])
 
     def _forward(self, ids: Tensor, positions: Tensor, attention_mask: Tensor) -> Tensor:
@@ -205,27 +231,40 @@ class _Generation:
         requests = self.request_of_slot[slots]
         steps = self.lengths[requests]
         noise = torch.from_numpy(uniforms(self.keys[requests.numpy()], steps.numpy()))
-        tokens, log_probs = (x.cpu() for x in choose_tokens(logits, noise.to(self.device), self.sampling))
-        broken = ~log_probs.isfinite()
-        if broken.any():
-            name = self.names[int(requests[broken][0])]
-            raise RolloutError(
-                f"rollout: the model's logits are not finite for {name} at response token {int(steps[broken][0])} "
-                f"(weights of version {self.engine.version}); look for NaN in the last update."
-            )
+        tokens, log_probs = (x.cpu() for x in choose_tokens(logits, noise.to(self.device), self.sampling, steps))
+        new = steps >= self.forced[requests]
+        if not bool(new.all()):
+            tokens = torch.where(new, tokens, self.tokens[requests, steps])
+            log_probs = torch.where(new, log_probs, self.log_probs[requests, steps])
         self.tokens[requests, steps] = tokens
         self.log_probs[requests, steps] = log_probs
+        self.versions[requests[new], steps[new]] = int(self.engine.version or 0)
         self.lengths[requests] += 1
-        self.stopped[requests] = torch.isin(tokens, self.stop)
-        finished = self.stopped[requests] | (self.lengths[requests] == self.sampling.max_tokens)
-        for slot in sorted(slots[finished].tolist(), reverse=True):
-            self._leave(slot)
+        self.stopped[requests] = stopped = torch.isin(tokens, self.stop) | self._said(requests, steps)
+        finished = stopped | (self.lengths[requests] == self.sampling.max_tokens)
+        if bool(finished.any()):
+            self._leave(slots[finished])
 
-    def _leave(self, slot: int) -> None:
-        self.num_active -= 1
-        if slot != self.num_active:
-            self.cache.move(self.num_active, slot)
-            self.request_of_slot[slot] = self.request_of_slot[self.num_active].item()
+    def _said(self, requests: Tensor, steps: Tensor) -> Tensor:
+        """Which of these requests have just completed a stop string."""
+        said = torch.zeros(len(requests), dtype=torch.bool)
+        strings, decode = self.sampling.stop_strings, self.engine.decode
+        if strings and decode is not None:
+            for row, (request, step) in enumerate(zip(requests.tolist(), steps.tolist(), strict=True)):
+                if step + 1 >= self.sampling.min_tokens:
+                    said[row] = ends_with_stop_string(self.tokens[request, : step + 1].tolist(), strings, decode)
+        return said
+
+    def _leave(self, finished: Tensor) -> None:
+        """Empty these slots; those in use beyond the new number of active ones move into the gaps."""
+        left = self.num_active - len(finished)
+        gaps = finished[finished < left]
+        beyond = torch.arange(left, self.num_active)
+        movers = beyond[~torch.isin(beyond, finished)]
+        if len(gaps):
+            self.cache.move(movers.to(self.device), gaps.to(self.device))
+            self.request_of_slot[gaps] = self.request_of_slot[movers]
+        self.num_active = left
 
 
 def _check_model(config: Any, width: int) -> None:

@@ -37,19 +37,71 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
     return numbers
 
 
-def choose_tokens(logits: Tensor, noise: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+def choose_tokens(
+    logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Tokens [rows] and their log-probs [rows] from logits [rows, vocabulary] and one uniform number per row.
 
-    The log-prob is that of the whole distribution at the temperature, before top-k, top-p and min-p.
+    The log-prob is the policy's: of the whole distribution at the temperature, before bias, minimum length, top-k,
+    top-p and min-p. `positions` [rows] are those of the tokens in their responses, which a minimum length reads.
     """
     log_probs = torch.log_softmax(logits.float() / sampling.log_prob_temperature, dim=-1)
-    if sampling.do_sample:
-        cumulative = filtered_probs(log_probs, sampling).cumsum(dim=-1)
-        target = noise.to(cumulative).unsqueeze(1) * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    drawn = constrained(log_probs, sampling, positions)
+    if not sampling.do_sample:
+        tokens = logits.argmax(dim=-1) if drawn is log_probs else drawn.argmax(dim=-1)
+    elif _is_plain(sampling):
+        tokens = _inverse_of_blocks(drawn.exp(), noise)
     else:
-        tokens = logits.argmax(dim=-1)
+        tokens = _inverse(filtered_probs(drawn, sampling), noise)
     return tokens, log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def constrained(log_probs: Tensor, sampling: SamplingParams, positions: Tensor | None) -> Tensor:
+    """Log-probs with the bias added and, before the minimum length, no stop token; not normalised again."""
+    drawn = log_probs
+    if sampling.logit_bias:
+        tokens, values = zip(*sampling.logit_bias, strict=True)
+        bias = torch.tensor(values, device=drawn.device) / sampling.log_prob_temperature
+        drawn = drawn.index_add(1, torch.tensor(tokens, device=drawn.device), bias.expand(len(drawn), -1))
+    if sampling.min_tokens and positions is not None:
+        early = (positions < sampling.min_tokens).to(drawn.device)
+        stops = torch.zeros(drawn.shape[1], dtype=torch.bool, device=drawn.device)
+        stops[[token for token in sampling.stop_token_ids if 0 <= token < len(stops)]] = True
+        drawn = drawn.masked_fill(early[:, None] & stops, -torch.inf)
+    if drawn is log_probs:
+        return drawn
+    return torch.log_softmax(drawn, dim=-1)
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    """Whether the whole distribution is drawn from."""
+    return sampling.top_k == -1 and sampling.top_p == 1 and sampling.min_p == 0
+
+
+def _inverse(probs: Tensor, noise: Tensor) -> Tensor:
+    """The token at which the cumulative distribution passes the noise."""
+    cumulative = probs.cumsum(dim=-1)
+    target = noise.to(cumulative).unsqueeze(1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=probs.shape[1] - 1)
+
+
+_BLOCK = 256
+
+
+def _inverse_of_blocks(probs: Tensor, noise: Tensor) -> Tensor:
+    """`_inverse` in two stages, blocks of tokens and then tokens of one block: a large vocabulary is read once."""
+    rows, vocabulary = probs.shape
+    if vocabulary <= 2 * _BLOCK:
+        return _inverse(probs.double(), noise)
+    blocks = torch.nn.functional.pad(probs, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
+    ends = blocks.sum(dim=-1).double().cumsum(dim=-1)
+    target = noise.to(ends).unsqueeze(1) * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)
+    start = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks[torch.arange(rows, device=probs.device), block.squeeze(1)].double().cumsum(dim=-1)
+    last = (inside < inside[:, -1:]).sum(dim=-1, keepdim=True)  # rounding never runs past the last likely token
+    offset = torch.searchsorted(inside, target - start, right=True).minimum(last)
+    return (block * _BLOCK + offset).squeeze(1)
 
 
 def filtered_probs(log_probs: Tensor, sampling: SamplingParams) -> Tensor:

@@ -1,9 +1,10 @@
-"""The key-value cache of the native engine: one slot per sample, all of one width set by config.
+"""The key-value cache of the native engine: one slot per sample, filled from the left.
 
-Columns of a slot: 0 is never attended to, 1..P hold the prompt (padded on the left), P+1..P+R the response. Samples of
-different lengths decode together, each writing its own column. Two facts keep the bits of a row independent of its
-neighbours: attention always runs over the same number of columns, and the never-attended column 0 keeps transformers
-from dropping a mask that happens to be all ones in one batch and not in another. `native_rollout` is the caller.
+Column 0 of a slot is never attended to, columns 1..n hold the n tokens so far; samples of different lengths decode
+together, each writing its own next column. Three facts keep the bits of a row independent of its neighbours: a pass
+looks at a number of columns that is a multiple of `BLOCK` (the sums over columns then group alike; masked columns add
+zeros), prompts are padded to multiples of it too, and the never-attended column 0 keeps transformers from dropping a
+mask that happens to be all ones in one batch and not in another. `native_rollout` is the caller.
 """
 
 from __future__ import annotations
@@ -12,36 +13,82 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from verl_like.errors import RolloutError
+
+BLOCK = 16
+"""Widths are multiples of this many columns: the lanes of the widest vector instructions."""
+SMALL_PRODUCT = 400
+"""Below this many multiplications torch takes another kernel for a batch of products, with other bits."""
+
+
+def whole_blocks(count: int) -> int:
+    """`count` rounded up to a multiple of `BLOCK`."""
+    return -(-count // BLOCK) * BLOCK
+
+
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """(query heads, key-value heads, head size) of a model."""
+    heads: int = config.num_attention_heads
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, size
+
+
+def least_window(config: Any) -> int:
+    """Fewest columns that a decode step looks at."""
+    heads, groups, size = heads_of(config)
+    return whole_blocks(-(-SMALL_PRODUCT * groups // (heads * size)))
+
+
+def slot_width(config: Any, prompt_width: int, response_width: int) -> int:
+    """Columns of a slot that holds any prompt, padded, and any response."""
+    return max(least_window(config), whole_blocks(1 + whole_blocks(prompt_width) + response_width))
+
+
+def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float, least: int) -> int:
+    """How many slots of `width` columns the limit allows; refused where not even the least number fits."""
+    _, groups, size = heads_of(config)
+    slot_bytes = 2 * config.num_hidden_layers * groups * size * width * dtype.itemsize
+    fit = int(limit_gb * 2**30 / slot_bytes)
+    if fit < least:
+        raise RolloutError(
+            f"rollout: a cache of kv_cache_gb={limit_gb:g} is too small. One sample of up to {width} tokens takes "
+            f"{slot_bytes / 2**30:.3g} GiB of keys and values, and at least {least} are computed together: set "
+            f"actor_rollout_ref.rollout.kv_cache_gb to {1.01 * least * slot_bytes / 2**30:.3g} or more, or lower "
+            "data.max_prompt_length or data.max_response_length."
+        )
+    return fit
 
 
 class Slots:
-    """Where the next forward pass writes, shared by all layers, and which columns each slot may attend to."""
+    """Where the next forward pass writes and how far it looks, shared by all layers."""
 
-    def __init__(self, num_slots: int, prompt_width: int, response_width: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, width: int, least: int, device: torch.device) -> None:
         self.num_slots = num_slots
-        self.prompt_width = prompt_width
-        self.width = 1 + prompt_width + response_width
-        self.mask = torch.zeros((num_slots, self.width), dtype=torch.long, device=device)
+        self.width = width
+        self.least_window = least
         self.is_prefill = True
-        self.targets = torch.empty(0, dtype=torch.long, device=device)
-        self.sources = torch.empty(0, dtype=torch.long, device=device)
+        self.window = 0
+        self.first = 0
+        self.columns = torch.arange(width, device=device)
+        self.targets = self.sources = torch.empty(0, dtype=torch.long, device=device)
+        self.gather = torch.empty(0, dtype=torch.long, device=device)
 
-    def aim_prefill(self, prompt_mask: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
-        """Slot `targets[i]` will hold prompt `sources[i]` of the batch; returns the batch's attention mask."""
-        self.is_prefill, self.sources, self.targets = True, sources, targets
-        mask = torch.nn.functional.pad(prompt_mask, (1, 0))
-        self.mask[targets] = 0
-        self.mask[targets, : mask.shape[1]] = mask[sources]
-        return mask
+    def aim_prefill(self, lengths: Tensor, width: int, sources: Tensor, first: int) -> Tensor:
+        """Slots from `first` on will hold prompts `sources` of a batch padded on the left; returns its mask."""
+        self.is_prefill, self.sources, self.first, self.window = True, sources, first, 1 + width
+        self.gather = (self.columns[:width] + (width - lengths)[:, None]).clamp(max=width - 1)
+        mask = self.columns[:width] >= (width - lengths)[:, None]
+        return pad(mask.long(), (1, 0))
 
-    def aim_decode(self, num_rows: int, steps: Tensor) -> Tensor:
-        """Slots 0..num_rows-1 each write response token `steps[slot]`; returns their attention mask."""
-        self.is_prefill = False
-        self.sources = torch.arange(num_rows, device=steps.device)
-        self.targets = 1 + self.prompt_width + steps
-        self.mask[self.sources, self.targets] = 1
-        return self.mask[:num_rows]
+    def aim_decode(self, positions: Tensor, longest: int) -> Tensor:
+        """Slots 0, 1, ... each write the token of this position (at most `longest`); returns their mask."""
+        self.is_prefill, self.window = False, max(self.least_window, whole_blocks(longest + 2))
+        self.sources, self.targets = self.columns.new_ones(len(positions)).cumsum(0) - 1, positions + 1
+        columns = self.columns[: self.window]
+        return ((columns > 0) & (columns <= self.targets[:, None])).long()
 
 
 class SlotLayer(CacheLayerMixin):
@@ -69,28 +116,23 @@ class SlotLayer(CacheLayerMixin):
     def _store(self, stored: Tensor, new: Tensor) -> Tensor:
         slots = self.slots
         if slots.is_prefill:
-            wide = torch.nn.functional.pad(new, (0, 0, 1, 0))
-            stored[slots.targets, :, : wide.shape[2]] = wide[slots.sources]
-            return wide
+            left = new.transpose(1, 2)[slots.sources[:, None], slots.gather[slots.sources]]
+            stored[slots.first : slots.first + len(left), :, 1 : slots.window] = left.transpose(1, 2)
+            return pad(new, (0, 0, 1, 0))
         stored[slots.sources, :, slots.targets] = new.squeeze(2)
-        return stored[: len(slots.sources)]
+        return stored[: len(slots.sources), :, : slots.window]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns attended over, first column)."""
-        return (1 + query_length if self.slots.is_prefill else self.slots.width), 0
+        return self.slots.window, 0
 
     def get_seq_length(self) -> int:
         """The first query's column: 1 in prefill; the last one when decoding, so that the mask alone decides."""
-        return 1 if self.slots.is_prefill else self.slots.width - 1
+        return 1 if self.slots.is_prefill else self.slots.window - 1
 
     def get_max_length(self) -> int:
         """Columns of a slot."""
         return self.slots.width
-
-    def move(self, source: int, target: int) -> None:
-        """Copy one slot over another."""
-        self.keys[target] = self.keys[source]
-        self.values[target] = self.values[source]
 
 
 class SlotCache(Cache):
@@ -100,8 +142,8 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(slots) for _ in range(num_layers)])
         self.slots = slots
 
-    def move(self, source: int, target: int) -> None:
-        """Copy one slot over another in every layer, with its mask."""
-        self.slots.mask[target] = self.slots.mask[source]
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots over others in every layer, as far as they are filled."""
         for layer in self.layers:
-            layer.move(source, target)
+            for stored in (layer.keys, layer.values):
+                stored[targets, :, : self.slots.window] = stored[sources, :, : self.slots.window]

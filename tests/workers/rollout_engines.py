@@ -1,0 +1,96 @@
+"""One tiny model and every rollout engine on it, for the contract suite; usable in vLLM's own environment."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from workers.engines.rollout_base import EngineLimits, Request, RolloutEngine, SamplingParams
+from workers.engines.sampling import noise_key
+
+VOCAB, PROMPT, RESPONSE, STOP = 64, 9, 14, (2, 5, 7)
+LETTERS = [chr(ord("!") + token) for token in range(VOCAB)]
+
+
+def make_model(folder: Path, seed: int = 0) -> Any:
+    """A Llama whose distributions are neither flat nor sharp, saved in `folder`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        initializer_range=0.1,
+        max_position_embeddings=128,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def decode(tokens: list[int]) -> str:
+    """Text of token ids: one letter each."""
+    return "".join(LETTERS[token] for token in tokens)
+
+
+def make_engine(name: str, model: Any, folder: Path, max_num_seqs: int = 64) -> RolloutEngine:
+    """An engine with weights of its own, stale."""
+    limits = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=max_num_seqs, kv_cache_gb=1.0)
+    if name == "vllm":
+        from workers.engines.vllm_rollout import VllmEngine, VllmSettings
+
+        return VllmEngine(VllmSettings(str(folder)), limits, decode=decode)
+    own = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.zero_()
+    if name == "hf":
+        from workers.engines.hf_rollout import HFEngine
+
+        return HFEngine(own, limits, decode=decode)
+    from workers.engines.native_rollout import NativeEngine
+
+    return NativeEngine(own, limits, owns_weights=True, decode=decode)
+
+
+def load(engine: RolloutEngine, model: Any, version: int) -> None:
+    """What a sync does to one engine."""
+    engine.load_weights((name, weight.detach()) for name, weight in model.named_parameters())
+    engine.commit(version)
+
+
+def make_prompts() -> list[list[int]]:
+    """Ragged, with the longest and the shortest that fit."""
+    random = np.random.default_rng(0)
+    ragged = [random.integers(8, VOCAB, size=n).tolist() for n in random.integers(1, PROMPT + 1, size=14)]
+    return [*ragged, random.integers(8, VOCAB, size=PROMPT).tolist(), [11]]
+
+
+def requests_of(prompts: list[list[int]], n: int = 1) -> list[Request]:
+    """`n` samples of every prompt, as the role makes them."""
+    return [
+        Request(prompt, noise_key(0, f"{row}-0", index), f"uid {row}-0 sample {index}")
+        for row, prompt in enumerate(prompts)
+        for index in range(n)
+    ]
+
+
+def settings(**changes: Any) -> SamplingParams:
+    """Sampling with three stop tokens unless said otherwise."""
+    return SamplingParams(**{"max_tokens": RESPONSE, "stop_token_ids": STOP, **changes})
+
+
+def full_logits(model: Any, prompt: list[int], tokens: torch.Tensor) -> torch.Tensor:
+    """What the trainer's forward says about every response token: [tokens, vocabulary]."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([prompt + tokens.tolist()])).logits
+    return logits[0, len(prompt) - 1 : -1]
