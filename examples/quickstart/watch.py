@@ -1,0 +1,78 @@
+"""Run a command and say how much memory it and all its descendants took at most. `run.sh` calls it.
+
+    python watch.py COMMAND ...             runs COMMAND, ends with its exit code
+    python watch.py --reached FOLDER GOAL   ends with 0 if the last step of the run in FOLDER has that mean reward
+
+A page that several processes share is counted once (Linux' proportional set size).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+INTERVAL_S = 0.25
+
+
+def descendants(root: int) -> list[int]:
+    """`root` and every process below it."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:  # it has just ended
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def memory_bytes(pid: int) -> int:
+    """Pages of a process, those it shares divided by how many share them; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
+
+def watch(command: list[str]) -> int:
+    """Run `command`; Ctrl-C reaches it by itself, and this process waits for its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    peak, most = 0, 0
+    while True:
+        if Path("/proc/self/smaps_rollup").exists():
+            sizes = [size for pid in descendants(child.pid) if (size := memory_bytes(pid))]
+            peak, most = max((peak, most), (sum(sizes), len(sizes)))
+        try:
+            code = child.wait(INTERVAL_S)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    if peak:
+        print(f"peak memory of all {most} processes together: {peak / 1e9:.2f} GB", flush=True)
+    return code if code >= 0 else 128 - code
+
+
+def has_reached(folder: Path, goal: float) -> bool:
+    """Whether the last step in `metrics.jsonl` has a mean reward of `goal`."""
+    try:
+        last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    except (OSError, IndexError, ValueError):
+        return False
+    return bool(last.get("critic/score/mean", 0.0) >= goal)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--reached":
+        sys.exit(not has_reached(Path(sys.argv[2]), float(sys.argv[3])))
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    sys.exit(watch(sys.argv[1:]))
