@@ -20,6 +20,7 @@ import torch
 
 from trainer.advantages import compute_advantage
 from trainer.batch_columns import has_column, read_columns, write_columns
+from trainer.checkpoint import Checkpoints
 from trainer.config import PPOConfig
 from trainer.data import PromptLoader, load_tokenizer
 from trainer.dataflow import REUSE_NOTICE, old_log_probs_are_the_updates_own
@@ -59,6 +60,7 @@ class PPOTrainer:
         self.rewards = RewardManager(tokenizer)
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.source: SampleSource = SynchronousSource(loader, self.make_samples)
+        self.checkpoints = Checkpoints(config)
         self.global_step = 0
         self.weight_version = 0
         self.timing: Metrics = {}
@@ -67,8 +69,9 @@ class PPOTrainer:
     def fit(self) -> None:
         """Every step of the run."""
         folder = Path(self.config.trainer.default_local_dir)
+        self.checkpoints.cut_back()
         with Tracking(folder, self.config.trainer.logger) as tracking:
-            timeline = Timeline(folder / "timeline.json")
+            timeline = Timeline(folder / "timeline.json", resume=self.checkpoints.goes_on_here)
             try:
                 with self.clock("init"):
                     self.init_models()
@@ -79,6 +82,7 @@ class PPOTrainer:
                     metrics = self.timed_step()
                     timeline.add(self.take_calls())
                     tracking.log(metrics, self.global_step)
+                    self.save()
             finally:
                 self.source.close()
                 self.rewards.close()
@@ -86,11 +90,12 @@ class PPOTrainer:
                 self.on_train_end()
 
     def init_models(self) -> None:
-        """Build every role's model, all at once, and give the rollout the actor's weights before the first prompt."""
+        """Build every role's model, all at once; give the rollout the actor's weights before the first prompt."""
         steps = self.loader.total_steps
         actor_steps = max(steps - self.config.trainer.critic_warmup, 1)
         totals = {"actor": {"total_steps": actor_steps}, "critic": {"total_steps": steps}}
         gather(*(self.groups[role].init_model.remote(**totals.get(role, {})) for role in self.groups))
+        self.resume()
         self.sync()
 
     def timed_step(self) -> Metrics:
@@ -262,6 +267,30 @@ class PPOTrainer:
     def on_train_end(self) -> None:
         """After the last step, or after the one that failed."""
 
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+
+    def save(self) -> None:
+        """A checkpoint of all roles and of the driver, if one is due after this step."""
+        if self.checkpoints.is_due(self.global_step, self.loader.total_steps):
+            self.checkpoints.save(self.global_step, self.groups, self.state_dict())
+
+    def resume(self) -> None:
+        """Go on from the checkpoint that `trainer.resume_mode` chose, if there is one."""
+        state = self.checkpoints.load(self.groups)
+        if state is not None:
+            self.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver itself needs to go on, as JSON has it."""
+        state = {"global_step": self.global_step, "weight_version": self.weight_version, "kl_coef": self.kl_ctrl.value}
+        return state | {"loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; the sync that follows makes its weight version again."""
+        self.global_step, self.weight_version = state["global_step"], state["weight_version"] - 1
+        self.kl_ctrl.value = state["kl_coef"]
+        self.loader.load_state_dict(state["loader"])
+
     # ---------------------------------------------------------------------------------------------------------- helpers
 
     def call(self, role: str, method: str, batch: DataProto) -> Any:
@@ -299,6 +328,7 @@ def run(config: PPOConfig, trainer_cls: type[PPOTrainer] | None = None) -> None:
     trainer_cls = trainer_cls or trainer_class(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     loader = PromptLoader(config, tokenizer)
+    Checkpoints(config)  # a folder that this run cannot go on from is refused before any process starts
     with WorkerGroups(config) as groups:
         print(groups.placement, flush=True)
         if old_log_probs_are_the_updates_own(config):

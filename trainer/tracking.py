@@ -18,11 +18,11 @@ class Tracking:
     """
 
     def __init__(self, folder: str | Path, logger: Sequence[str] = ("console",)):
-        """Begin `metrics.jsonl` anew in `folder`, which is made if it is not there."""
+        """Go on with `metrics.jsonl` in `folder`; what is not there is made."""
         path = Path(folder) / "metrics.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            self._file = path.open("a", encoding="utf-8")
         except OSError as err:
             raise ConfigError(f"trainer.default_local_dir={folder} cannot be written: {err}") from err
         self._console = "console" in logger

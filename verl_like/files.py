@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and what proves that they are still as they were written.
+"""Files and folders that appear whole or not at all, and what proves that they are still as they were written.
 
 `workers.engines.checkpoint` and `trainer.checkpoint` write and check with these.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import zlib
 from pathlib import Path
 
@@ -28,6 +29,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def put_in_place(part: Path, folder: Path) -> None:
+    """Give a finished folder its name; one that has that name makes way only then."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.replace(old)
+    part.replace(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def fingerprint(path: Path) -> dict[str, int]:

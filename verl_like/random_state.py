@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ def save_random_state(path: Path) -> None:
     """Write the present state: that of a role while one of its methods runs."""
     state = get_random_state()
     kind, keys, *rest = state["numpy"]
-    torch.save(state | {"numpy": (kind, keys.tolist(), *rest)}, path)
+    buffer = io.BytesIO()
+    torch.save(state | {"numpy": (kind, keys.tolist(), *rest)}, buffer)
+    path.write_bytes(buffer.getvalue())
 
 
 def load_random_state(path: Path) -> None:

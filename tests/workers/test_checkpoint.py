@@ -11,7 +11,7 @@ import torch
 from distributed import run
 from samples import make_batch, own_piece, started, tiny_config
 
-from verl_like.errors import CheckpointError, ConfigError
+from verl_like.errors import CheckpointError
 from workers.actor import ActorWorker
 from workers.config import OptimConfig
 from workers.critic import CriticWorker
@@ -90,7 +90,7 @@ def test_two_ranks_go_on_bit_for_bit(tiny_dir, tmp_path):
     assert expected[0][0][0]["drawn"] != expected[1][0][0]["drawn"]
 
 
-@pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize("worlds", [(1, 2), (4, 2), (2, 1)])
 def test_another_number_of_ranks_goes_on(tiny_dir, tmp_path, worlds):
     def on(world, function):
         return (run(world, function, *arguments) if world > 1 else [function(*arguments)])[0]
@@ -216,13 +216,10 @@ def test_another_models_checkpoint_is_refused_with_the_tensors_that_do_not_fit(t
     assert "missing in it: model.layers.0.self_attn.q_proj.lora_A.default.weight" in message
 
 
-def test_a_checkpoint_without_weights_or_with_unknown_contents_is_refused(tiny_dir, tmp_path):
+def test_a_checkpoint_without_weights_is_no_place_to_go_on_from(tiny_dir, tmp_path):
     actor = saved(tiny_dir, tmp_path / "actor", contents=["hf_model"])
-    assert "holds no weights to go on from: checkpoint.save_contents lacked 'model'" in refusal(
-        actor, tmp_path / "actor"
-    )
-    with pytest.raises(ConfigError, match="save_contents names 'modl'.*Did you mean 'model'"):
-        saved(tiny_dir, tmp_path / "other", contents=["modl"])
+    message = refusal(actor, tmp_path / "actor")
+    assert "holds no weights to go on from: checkpoint.save_contents lacked 'model'" in message
 
 
 def fill_the_disk(tiny_dir, folder):

@@ -24,8 +24,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from verl_like.dispatch import Dispatch, register
-from verl_like.errors import CheckpointError, ConfigError, nearest
-from verl_like.files import fingerprint, sync_folder, write_whole
+from verl_like.errors import CheckpointError
+from verl_like.files import fingerprint, put_in_place, write_whole
 from verl_like.random_state import load_random_state, save_random_state
 from workers.engines.fsdp import full_tensor
 from workers.engines.hf_export import export_huggingface
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from workers.config import CheckpointConfig
     from workers.engines.fsdp import TrainEngine
 
-CONTENTS = ("model", "optimizer", "extra", "hf_model")
-"""What `save_contents` may name."""
 MANIFEST = "manifest.json"
 logger = logging.getLogger(__name__)
 
@@ -61,15 +59,11 @@ class Checkpointed:
 
 def save_engine(engine: TrainEngine, folder: Path, step: int, config: CheckpointConfig) -> None:
     """Write `folder`; collective. Whatever fails, a folder that was there before stays as it is."""
-    for name in config.save_contents:
-        if name not in CONTENTS:
-            hint = nearest(name, CONTENTS)
-            raise ConfigError(f"checkpoint.save_contents names {name!r}; there is {', '.join(CONTENTS)}.{hint}")
     part = folder.with_name(folder.name + ".part")
     ranks = Ranks(engine.group, f"the checkpoint {folder} was not written (an earlier one is untouched)")
     try:
         _write(engine, ranks, part, step, config.save_contents)
-        ranks.first_does(lambda: _put_in_place(part, folder))
+        ranks.first_does(lambda: put_in_place(part, folder))
     except CheckpointError:
         if ranks.mine == 0:
             shutil.rmtree(part, ignore_errors=True)
@@ -81,7 +75,7 @@ def _write(engine: TrainEngine, ranks: Ranks, part: Path, step: int, contents: l
     tensors = weights(engine) if "model" in contents else {}
     tensors |= optimizer_state(engine) if "optimizer" in contents else {}
     if tensors:
-        ranks.all_do(lambda: _save_shards(tensors, part / "shards", ranks))
+        ranks.all_do(lambda: _save_shards(tensors, part / "shards"))
     if "extra" in contents:
         ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.pt"))
     if engine.model_config.lora_rank > 0:
@@ -116,7 +110,7 @@ def load_engine(engine: TrainEngine, folder: Path) -> None:
     tensors = weights(engine)
     refuse_other_model(folder, {n: list(t.shape) for n, t in tensors.items()}, saved)
     state = empty_optimizer_state(engine, saved)
-    ranks.all_do(lambda: dcp.load(tensors | state, checkpoint_id=folder / "shards", no_dist=ranks.count == 1))
+    ranks.all_do(lambda: dcp.load(tensors | state, checkpoint_id=folder / "shards"))
     put_optimizer_state(engine, state)
     if "optimizer" not in manifest["contents"]:
         logger.warning("%s holds no optimizer state (save_contents): the moments start from zero.", folder)
@@ -231,21 +225,10 @@ def _size(facts: dict[str, int]) -> str:
     return f"{facts['bytes']} bytes of crc32 {facts['crc32']:08x}"
 
 
-def _save_shards(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    dcp.save(tensors, checkpoint_id=folder, no_dist=ranks.count == 1)
+def _save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
+    dcp.save(tensors, checkpoint_id=folder)
 
 
 def _make_empty(part: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
     (part / "random").mkdir(parents=True)
-
-
-def _put_in_place(part: Path, folder: Path) -> None:
-    """The finished folder under its name; one that was there gives way only then."""
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.replace(old)
-    part.replace(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)

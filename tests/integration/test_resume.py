@@ -1,0 +1,135 @@
+"""Killed at any moment and started again with the same command, a run writes the lines it would have written."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import calls, lines, numbers, overrides
+from trainer import load_config, run
+from verl_like.errors import CheckpointError
+
+STEPS = 6
+SETTINGS = (
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=2",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=20",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.critic_warmup=1",
+    "trainer.save_freq=2",
+    "trainer.max_ckpt_to_keep=2",
+)
+LOCAL = ("trainer.backend=local", "trainer.n_gpus_per_node=1")
+
+
+def settings_of(tiny: Path, folder: Path, *more: str) -> list[str]:
+    return overrides(tiny, folder, *SETTINGS, *more)
+
+
+def start(settings: list[str]) -> Any:
+    """A process of its own that runs these settings."""
+    ray_token = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    process = multiprocessing.get_context("forkserver").Process(target=run_settings, args=(settings, ray_token))
+    process.start()
+    return process
+
+
+def run_settings(settings: list[str], environment: dict[str, str] | None = None) -> None:
+    os.environ.update(environment or {})
+    run(load_config(settings))
+
+
+def finish(process: Any) -> None:
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def kill(process: Any, folder: Path, num_lines: int, seconds: float) -> None:
+    """`kill -9`, a moment after so many lines are written."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
+    while not metrics.is_file() or metrics.read_bytes().count(b"\n") < num_lines:
+        assert time.monotonic() < deadline, "the run writes no lines"
+        assert process.is_alive(), "the run ended before it could be killed"
+        time.sleep(0.002)
+    time.sleep(seconds)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    finish(start(settings_of(tiny_dir, folder, *LOCAL)))
+    assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 1))
+    return folder
+
+
+def test_a_run_killed_twice_goes_on_bit_for_bit(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1000)
+    chance = random.Random(seed)
+    settings = settings_of(tiny_dir, tmp_path, *LOCAL)
+    for _ in range(2):
+        kill(start(settings), tmp_path, chance.randint(2, STEPS - 2), chance.random() * 0.1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9')
+    finish(start(settings))
+    assert numbers(tmp_path) == numbers(whole), f"chance {seed}"
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_4", "global_step_6"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
+    assert calls(tmp_path, "load_checkpoint")
+
+
+def test_a_finished_run_has_nothing_to_do_until_it_is_to_be_longer(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    run_settings(settings_of(tiny_dir, folder, *LOCAL))
+    assert numbers(folder) == numbers(whole)
+    run_settings(settings_of(tiny_dir, folder, *LOCAL, f"trainer.total_training_steps={STEPS + 1}"))
+    assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 2))
+
+
+def test_a_folder_of_another_configuration_is_refused_before_anything_starts(whole: Path, tiny_dir: Path) -> None:
+    before = (whole / "metrics.jsonl").read_text()
+    changed = (
+        *LOCAL,
+        "actor_rollout_ref.actor.clip_ratio=0.3",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    )
+    with pytest.raises(CheckpointError) as error:
+        run_settings(settings_of(tiny_dir, whole, *changed))
+    assert "another configuration: actor_rollout_ref.actor.clip_ratio was 0.2, is 0.3. Start" in str(error.value)
+    assert (whole / "metrics.jsonl").read_text() == before
+
+
+def test_a_later_run_goes_on_in_a_folder_of_its_own(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
+    start_from = f"trainer.resume_from_path={whole}/global_step_4"
+    path = ("trainer.resume_mode=resume_path", start_from, "trainer.save_freq=-1")
+    run_settings(settings_of(tiny_dir, tmp_path, *LOCAL, *path))
+    assert numbers(tmp_path) == numbers(whole)[4:]
+
+
+@pytest.mark.ray
+def test_a_split_run_on_ray_killed_and_started_again_agrees(
+    whole: Path, tiny_dir: Path, tmp_path: Path, ray_session: None
+) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    split = ("placement=split", "trainer.n_gpus_per_node=2", f"ray.address={address}")
+    settings = settings_of(tiny_dir, tmp_path, *split)
+    kill(start(settings), tmp_path, 3, 0.0)
+    finish(start(settings))
+    assert numbers(tmp_path) == numbers(whole)
+    assert json.loads((tmp_path / "global_step_6" / "commit.json").read_text())["step"] == STEPS
