@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.compose import load_config
     from trainer.config import PPOConfig
-    from trainer.ppo import PPOTrainer, run
+    from trainer.ppo import PPOTrainer
     from trainer.roles import WorkerGroups
+    from trainer.start import run
 
 __all__ = ["PPOConfig", "PPOTrainer", "WorkerGroups", "load_config", "run"]
-_HOME = {"PPOConfig": "config", "PPOTrainer": "ppo", "WorkerGroups": "roles", "load_config": "compose", "run": "ppo"}
+_HOME = {"PPOConfig": "config", "PPOTrainer": "ppo", "WorkerGroups": "roles", "load_config": "compose", "run": "start"}
 
 
 def __getattr__(name: str) -> Any:

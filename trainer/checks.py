@@ -8,8 +8,11 @@ import torch
 
 from trainer.config import PPOConfig
 from trainer.kl import get_kl_controller
+from trainer.tracking import TRACKERS
 from verl_like.errors import ConfigError, nearest
 from workers.config import SAVE_CONTENTS
+from workers.engines.build_rollout import ENGINES
+from workers.engines.rollout_base import check_sampling_kwargs
 from workers.engines.sharding import STRATEGIES, settle
 from workers.losses import LOSS_AGG_MODES, compute_rollout_importance_weights, get_policy_loss, kl_penalty
 
@@ -17,7 +20,7 @@ CHOICES = {
     "actor_rollout_ref.actor.strategy": STRATEGIES,
     "actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant", "cosine", "linear"),
     "actor_rollout_ref.actor.loss_agg_mode": LOSS_AGG_MODES,
-    "actor_rollout_ref.rollout.name": ("native",),
+    "actor_rollout_ref.rollout.name": ENGINES,
     "critic.strategy": STRATEGIES,
     "critic.loss_agg_mode": LOSS_AGG_MODES,
     "critic.optim.lr_scheduler_type": ("constant", "cosine", "linear"),
@@ -35,6 +38,8 @@ POSITIVE = (
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
     "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.kv_cache_gb",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.temperature",
     "critic.ppo_micro_batch_size_per_gpu",
@@ -47,7 +52,6 @@ POSITIVE = (
     "trainer.nnodes",
     "trainer.total_epochs",
 )
-TRACKERS = ("console",)
 
 
 def read(config: Any, key: str) -> Any:
@@ -70,6 +74,7 @@ def validate(config: PPOConfig) -> None:
         if name not in TRACKERS:
             raise ConfigError(
                 f"trainer.logger names {name!r}; there is {', '.join(TRACKERS)}, and metrics.jsonl is always written."
+                f"{nearest(name, TRACKERS)}"
             )
     if not config.actor_rollout_ref.model.path:
         raise ConfigError("actor_rollout_ref.model.path is empty: give the folder of a model with its tokenizer.")
@@ -88,6 +93,7 @@ def validate(config: PPOConfig) -> None:
     _check_batches(config)
     _check_token_budgets(config)
     _check_losses(config)
+    check_sampling_kwargs(config.actor_rollout_ref.rollout.sampling_kwargs, config.data.max_response_length)
     actor = config.actor_rollout_ref.actor
     settle(actor.strategy, actor.fsdp_config, "actor_rollout_ref.actor.fsdp_config")
     settle(actor.strategy, config.actor_rollout_ref.ref.fsdp_config, "actor_rollout_ref.ref.fsdp_config")

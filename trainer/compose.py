@@ -1,6 +1,6 @@
 """From command-line overrides to a checked `PPOConfig`.
 
-`load_config` is the way in for code and tests; `trainer.main_ppo` calls `check_overrides` and `from_composed` around
+`load_config` is the way in for code and tests; `trainer.main_ppo` calls `prepare_overrides` and `from_composed` around
 Hydra's main, which composes by itself.
 """
 
@@ -41,13 +41,24 @@ def config_keys(schema: type = PPOConfig, prefix: str = "") -> Iterator[tuple[st
             yield from config_keys(kind, f"{prefix}{name}.")
 
 
+def prepare_overrides(overrides: Sequence[str]) -> list[str]:
+    """What Hydra gets: every key is known, shorthands are written out, and pools and roles need no `+`."""
+    overrides = plan.expand_shorthands(overrides)
+    check_overrides(overrides)
+    return ["++" + o if o.startswith(tuple(f"{section}." for section in open_sections())) else o for o in overrides]
+
+
+def open_sections() -> list[str]:
+    """Sections that take any key, such as role_mapping."""
+    return [key for key, kind in config_keys() if typing.get_origin(kind) is dict]
+
+
 def check_overrides(overrides: Sequence[str]) -> None:
     """Refuse keys that do not exist, with the nearest ones; Hydra would let `+section.typo=` through."""
     keys = dict(config_keys())
-    open_sections = [key for key, kind in keys.items() if typing.get_origin(kind) is dict]
     for key in override_keys(overrides):
         known = key in keys or key == "placement" or key.split(".")[0].split("/")[0] == "hydra"
-        if known or any(key.startswith(section + ".") for section in open_sections):
+        if known or any(key.startswith(section + ".") for section in open_sections()):
             continue
         leaf = key.rpartition(".")[2]
         twins = [k for k in keys if k.rpartition(".")[2] == leaf]
@@ -71,13 +82,14 @@ def from_composed(composed: DictConfig, overrides: Sequence[str]) -> PPOConfig:
     except OmegaConfBaseException as err:
         raise _our_own(err) or ConfigError(str(err)) from err
     assert isinstance(config, PPOConfig), f"the schema gave a {type(config).__name__}"
-    section = "resource_pool_spec."
-    named = {key.removeprefix(section) for key in override_keys(overrides) if key.startswith(section)}
-    for notice in plan.settle(config, named):
-        logging.getLogger(__name__).warning(notice)
+    section, keys = "resource_pool_spec.", override_keys(overrides)
+    notices = plan.settle(config, {key.removeprefix(section) for key in keys if key.startswith(section)})
     from trainer.checks import validate  # it looks into the losses, hence torch: not on the way to --help
+    from trainer.unread import check_unread
 
     validate(config)
+    for notice in notices + check_unread(config, keys):
+        logging.getLogger(__name__).warning(notice)
     return config
 
 
@@ -91,10 +103,10 @@ def _our_own(err: BaseException) -> ConfigError | None:
 
 def load_config(overrides: Sequence[str]) -> PPOConfig:
     """`key=value` strings, as on the command line -> the configuration of a run."""
-    check_overrides(overrides)
+    overrides = prepare_overrides(overrides)
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = compose(CONFIG_NAME, overrides=list(overrides))
+            composed = compose(CONFIG_NAME, overrides=overrides)
     except HydraException as err:
         raise ConfigError(f"{err}\n{err.__cause__}" if err.__cause__ else str(err)) from err
     return from_composed(composed, overrides)

@@ -66,6 +66,11 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def data_sources(self) -> set[str]:
+        """The names by which rules for rewards are found."""
+        return {str(row["data_source"]) for row in self._rows.values()}
+
     def _cut(self, ids: np.ndarray[Any, Any], row: int) -> np.ndarray[Any, Any]:
         limit = self._config.max_prompt_length
         if self._config.truncation == "error":
@@ -118,6 +123,8 @@ class PromptLoader:
         self.prompts = PromptSet(config.data, "train_files", tokenizer)
         self.num_left_over = len(self.prompts) % self._config.train_batch_size
         self._num_taken = 0
+        self.validation = PromptSet(config.data, "val_files", tokenizer) if config.data.val_files else None
+        """The prompts of `data.val_files`, if there are any."""
         if not len(self):
             raise ConfigError(
                 f"{self.prompts.story}: {len(self.prompts)} remain, too few for one batch of "
@@ -144,6 +151,11 @@ class PromptLoader:
             size = self._config.train_batch_size
             self._num_taken += 1
             yield self.prompts.batch(order[index * size : (index + 1) * size].tolist(), epoch)
+
+    @property
+    def data_sources(self) -> set[str]:
+        """Of training and validation rows: each needs a reward."""
+        return self.prompts.data_sources | (self.validation.data_sources if self.validation else set())
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands; with the seed in the config, all that a resume needs."""

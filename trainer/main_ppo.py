@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trainer.compose import CONFIG_DIR, CONFIG_NAME, check_overrides, from_composed
-from verl_like.errors import ConfigError, PlacementError
+from trainer.compose import CONFIG_DIR, CONFIG_NAME, from_composed, prepare_overrides
+from verl_like.errors import CheckpointError, ConfigError, PlacementError
 
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name=CONFIG_NAME, version_base="1.3")
 def _job(composed: DictConfig) -> None:
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("trainer").setLevel(logging.INFO)
+    hydra_config = HydraConfig.get()
     try:
-        config = from_composed(composed, HydraConfig.get().overrides.task)
-    except (ConfigError, PlacementError) as err:
-        sys.exit(f"error: {err}")
-    from trainer.ppo import run
+        config = from_composed(composed, hydra_config.overrides.task)
+        if hydra_config.mode == RunMode.MULTIRUN:
+            config.trainer.default_local_dir += f"/{hydra_config.job.num}"
+        from trainer.start import run
 
-    run(config)
+        run(config)
+    except (CheckpointError, ConfigError, PlacementError) as err:
+        sys.exit(f"error: {err}")
 
 
 def main() -> None:
     """Check the overrides in `sys.argv`, then let Hydra compose, print (`--cfg job`, `--help`) or run."""
     arguments = sys.argv[1:]
     if not {"-sc", "--shell-completion"} & set(arguments):
+        overrides = [a for a in arguments if not a.startswith("-") and ("=" in a or a.startswith("~"))]
         try:
-            check_overrides([a for a in arguments if not a.startswith("-") and ("=" in a or a.startswith("~"))])
+            sys.argv[1:] = [a for a in arguments if a not in overrides] + prepare_overrides(overrides)
         except ConfigError as err:
             sys.exit(f"error: {err}")
     _job()

@@ -7,13 +7,19 @@ checks the settled pools against the nodes and prints the plan.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trainer.config import PPOConfig
 from verl_like.errors import ConfigError, nearest
 
-BUILT_IN_ROLES = ("actor", "rollout", "ref", "critic")
+BUILT_IN_ROLES = ("actor", "rollout", "ref", "critic", "reward_model")
+SHORTHANDS = {
+    "colocate_all": {"placement": "colocate"},
+    "colocate_actor_ref": {"placement": "standalone", "role_mapping.ref": "actor_pool"},
+    "colocate_critic_reward": {"placement": "standalone", "role_mapping.reward_model": "critic_pool"},
+}
+"""OpenRLHF's words for a placement -> the overrides that they stand for."""
 
 
 def inactive_roles(config: Any) -> dict[str, str]:
@@ -28,7 +34,32 @@ def inactive_roles(config: Any) -> dict[str, str]:
         inactive["critic"] = f"algorithm.adv_estimator={name} takes no values"
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):
         inactive["ref"] = "there is no KL in the reward or the loss"
+    if not config.reward_model.enable:
+        inactive["reward_model"] = "reward_model.enable=false"
     return inactive
+
+
+def expand_shorthands(overrides: Sequence[str]) -> list[str]:
+    """`overrides` with `colocate_...=true` written out; beside another word on the placement it is refused."""
+    pairs = [(override, *override.partition("=")[::2]) for override in overrides]
+    chosen = {key for _, key, value in pairs if key in SHORTHANDS and _is_true(key, value)}
+    kept = [override for override, key, _ in pairs if key not in SHORTHANDS]
+    meant = {key: value for word in sorted(chosen) for key, value in SHORTHANDS[word].items()}
+    if "colocate_all" in chosen:
+        meant = SHORTHANDS["colocate_all"]
+    rivals = [o for o in kept if o.lstrip("+~").startswith(("placement=", "role_mapping", "resource_pool_spec"))]
+    if chosen and rivals:
+        raise ConfigError(
+            f"{' and '.join(sorted(chosen))} and {' and '.join(rivals)} both say where roles run; keep one of them. "
+            f"The shorthand stands for {' '.join(f'{key}={value}' for key, value in meant.items())}."
+        )
+    return kept + [f"{key}={value}" for key, value in meant.items()]
+
+
+def _is_true(word: str, value: str) -> bool:
+    if value.lower() not in ("true", "false"):
+        raise ConfigError(f"{word}={value}: true or false.")
+    return value.lower() == "true"
 
 
 def share(pool: str, preset_pools: Iterable[str], config: Any) -> list[int]:
@@ -61,17 +92,24 @@ def settle(config: PPOConfig, named_pools: set[str]) -> list[str]:
     `named_pools` are the pools that the user wrote: unlike a preset's, they are not dropped.
     """
     inactive = inactive_roles(config)
+    dropped = {}
     for role, why in inactive.items():
         if config.role_workers.pop(role, None):
             raise ConfigError(f"role_workers.{role} is set, but this run has no such role: {why}.")
-        config.role_mapping.pop(role, None)
+        if role in config.role_mapping:
+            dropped[role] = config.role_mapping.pop(role)
     _check_roles(config, inactive)
     spec, used = config.resource_pool_spec, set(config.role_mapping.values())
     idle = [pool for pool in spec if pool not in used]
     for pool in idle:
         if pool in named_pools:
+            meant = "".join(
+                f" {role} is mapped to it, but not part of this run: {inactive[role]}."
+                for role, its_pool in dropped.items()
+                if its_pool == pool
+            )
             raise ConfigError(
-                f"No role uses the pool {pool!r} (role_mapping: {config.role_mapping}). Map a role to it with "
+                f"No role uses the pool {pool!r} (role_mapping: {config.role_mapping}).{meant} Map a role to it with "
                 f"role_mapping.<role>={pool}, or drop the override resource_pool_spec.{pool}={spec[pool]}."
             )
         del spec[pool]

@@ -4,8 +4,8 @@
             ─> { critic ‖ actor } ─> weight sync ─> next prompts
 
 Every `‖` joins futures: roles on different pools run at the same time, roles on one pool take turns. Which is the case
-is a matter of configuration, and this file does not know it. `run` is what the command line calls; `trainer.dataflow`
-prints the graph of a configuration.
+is a matter of configuration, and this file does not know it. `trainer.start.run` makes the trainer and calls `fit`;
+`trainer.dataflow` prints the graph of a configuration.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from trainer.advantages import compute_advantage
 from trainer.batch_columns import has_column, read_columns, write_columns
 from trainer.checkpoint import Checkpoints
 from trainer.config import PPOConfig
-from trainer.data import PromptLoader, load_tokenizer
-from trainer.dataflow import REUSE_NOTICE, old_log_probs_are_the_updates_own
+from trainer.data import PromptLoader
+from trainer.dataflow import old_log_probs_are_the_updates_own
 from trainer.dynamic_sampling import collect_groups
 from trainer.kl import apply_kl_penalty, clamp_scores, get_kl_controller
 from trainer.metrics import compute_data_metrics, compute_throughout_metrics, reduce_metrics
-from trainer.reward import RewardManager
-from trainer.roles import WorkerGroups, import_dotted
+from trainer.reward import RewardManager, SummedScores
+from trainer.roles import WorkerGroups
+from trainer.run_folder import write_samples
 from trainer.sample_source import SampleSource, SynchronousSource
+from trainer.stopping import reached_goal
 from trainer.timeline import Timeline, call_timings
-from trainer.tracking import Tracking
-from verl_like.errors import ConfigError
+from trainer.tracking import make_tracking
+from trainer.validation import validation_is_due, validation_metrics
 from verl_like.future import gather
 from verl_like.protocol import DataProto
 from workers.batch_keys import select_reads
@@ -54,10 +56,12 @@ class PPOTrainer:
         on_train_end      also when a step failed
     """
 
-    def __init__(self, config: PPOConfig, groups: WorkerGroups, tokenizer: Any, loader: PromptLoader) -> None:
+    def __init__(
+        self, config: PPOConfig, groups: WorkerGroups, tokenizer: Any, loader: PromptLoader, rewards: RewardManager
+    ) -> None:
         """Nothing is computed yet; `fit` does it all."""
-        self.config, self.groups, self.loader = config, groups, loader
-        self.rewards = RewardManager(tokenizer)
+        self.config, self.groups, self.tokenizer, self.loader, self.rewards = config, groups, tokenizer, loader, rewards
+        self.folder = Path(config.trainer.default_local_dir)
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.source: SampleSource = SynchronousSource(loader, self.make_samples)
         self.checkpoints = Checkpoints(config)
@@ -68,24 +72,28 @@ class PPOTrainer:
 
     def fit(self) -> None:
         """Every step of the run."""
-        folder = Path(self.config.trainer.default_local_dir)
         self.checkpoints.cut_back()
-        with Tracking(folder, self.config.trainer.logger) as tracking:
-            timeline = Timeline(folder / "timeline.json", resume=self.checkpoints.goes_on_here)
+        with make_tracking(self.config, self.loader.total_steps) as tracking:
+            timeline = Timeline(self.folder / "timeline.json", resume=self.checkpoints.goes_on_here)
             try:
                 with self.clock("init"):
                     self.init_models()
                 self.on_init_end()
                 self.on_train_begin()
+                if self.global_step == 0 and (scores := self.validate()):
+                    tracking.log(scores, 0)
                 while self.global_step < self.loader.total_steps:
                     self.global_step += 1
                     metrics = self.timed_step()
                     timeline.add(self.take_calls())
                     tracking.log(metrics, self.global_step)
-                    self.save()
+                    done = reached_goal(metrics, self.config.trainer.stop_at)
+                    self.save(is_last=bool(done))
+                    if done:
+                        print(done, flush=True)
+                        break
             finally:
                 self.source.close()
-                self.rewards.close()
                 timeline.add(self.take_calls())
                 self.on_train_end()
 
@@ -105,6 +113,7 @@ class PPOTrainer:
         with self.clock("step"):
             metrics = self.step()
         metrics |= call_timings(self.calls, self.timing)
+        metrics |= self.validate()
         self.on_step_end(metrics)
         return metrics
 
@@ -120,7 +129,9 @@ class PPOTrainer:
             update_metrics = self.update(batch)
         with self.clock("update_weights"):
             sync_metrics = self.sync()
-        return self.batch_metrics(batch) | score_metrics | kl_metrics | update_metrics | sync_metrics
+        metrics = self.batch_metrics(batch) | score_metrics | kl_metrics | update_metrics | sync_metrics
+        write_samples(self.folder / "rollouts", self.global_step, batch, self.tokenizer)
+        return metrics
 
     # ------------------------------------------------------------------------------------------------------- the stages
 
@@ -179,8 +190,12 @@ class PPOTrainer:
         return batch
 
     def launch_rewards(self, batch: DataProto) -> Any:
-        """The future of `token_level_scores`."""
-        return self.rewards.remote(batch)
+        """The future of `token_level_scores`: the rules' scores, with those of a reward model where there is one."""
+        rules = self.rewards.remote(batch)
+        if "reward_model" not in self.groups:
+            return rules
+        model = self.call("reward_model", "compute_rm_score", batch)
+        return SummedScores(rules, model, self.config.reward_model.rule_weight)
 
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Independent readings of the same samples: all launched, then joined.
@@ -235,7 +250,16 @@ class PPOTrainer:
     def sync(self) -> Metrics:
         """The rollout gets the actor's weights as a new version, verified."""
         self.weight_version += 1
-        return sync_weights(self.groups["actor"], self.groups["rollout"], self.weight_version)
+        bucket_mb = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
+        return sync_weights(self.groups["actor"], self.groups["rollout"], self.weight_version, bucket_mb)
+
+    def validate(self) -> Metrics:
+        """Metrics of the whole validation set, if a validation is due after this step (0: before the first)."""
+        if not validation_is_due(self.config, self.global_step, self.loader.total_steps):
+            return {}
+        with self.clock("testing"):
+            metrics = validation_metrics(self)
+        return metrics | {"timing_s/testing": self.timing["testing"]}
 
     def batch_metrics(self, batch: DataProto) -> Metrics:
         """What the step's samples look like, and how fast they were made."""
@@ -269,9 +293,9 @@ class PPOTrainer:
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
-    def save(self) -> None:
+    def save(self, is_last: bool = False) -> None:
         """A checkpoint of all roles and of the driver, if one is due after this step."""
-        if self.checkpoints.is_due(self.global_step, self.loader.total_steps):
+        if self.checkpoints.is_due(self.global_step, self.global_step if is_last else self.loader.total_steps):
             self.checkpoints.save(self.global_step, self.groups, self.state_dict())
 
     def resume(self) -> None:
@@ -320,25 +344,3 @@ class PPOTrainer:
         finally:
             self.timing[stage] = time.perf_counter() - began
             self.calls += [call | {"stage": stage, "step": self.global_step} for call in self.groups.take_calls()]
-
-
-def run(config: PPOConfig, trainer_cls: type[PPOTrainer] | None = None) -> None:
-    """A whole run: data first, then the placement, then processes, then steps."""
-    torch.set_num_threads(1)  # sums come out alike whatever the machine; the driver's share of the arithmetic is small
-    trainer_cls = trainer_cls or trainer_class(config)
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-    loader = PromptLoader(config, tokenizer)
-    Checkpoints(config)  # a folder that this run cannot go on from is refused before any process starts
-    with WorkerGroups(config) as groups:
-        print(groups.placement, flush=True)
-        if old_log_probs_are_the_updates_own(config):
-            print(REUSE_NOTICE, flush=True)
-        trainer_cls(config, groups, tokenizer, loader).fit()
-
-
-def trainer_class(config: PPOConfig) -> type[PPOTrainer]:
-    """The class at `trainer.cls`."""
-    cls = import_dotted(config.trainer.cls, "trainer.cls")
-    if not (isinstance(cls, type) and issubclass(cls, PPOTrainer)):
-        raise ConfigError(f"trainer.cls={config.trainer.cls} is not a subclass of trainer.PPOTrainer.")
-    return cls

@@ -46,6 +46,8 @@ def make_reward_manager(config: PPOConfig, tokenizer: Any, data_sources: Iterabl
     spec = FunctionSpec(deadline=rules.sample_timeout_s)
     if custom.path:
         spec = FunctionSpec(custom.path, custom.name, custom.reward_kwargs, rules.sample_timeout_s)
+    elif rules.enable and rules.rule_weight == 0:
+        spec = FunctionSpec(name="no_rule")
     else:
         check_rules(data_sources)
     overlong = rules.overlong_buffer if rules.overlong_buffer.enable else None

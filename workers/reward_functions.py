@@ -55,6 +55,13 @@ def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: Map
     return float(verify(gold, answer, timeout_seconds=None))
 
 
+def no_rule(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> float:
+    """0: where a reward model alone decides."""
+    return 0.0
+
+
 REWARDS: dict[str, RewardFunction] = {
     "verl_like/tiny_letters": tiny_letters,
     "openai/gsm8k": gsm8k,

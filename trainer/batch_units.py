@@ -1,0 +1,74 @@
+"""How many prompts, samples and tokens each part of a step takes: in all, on a rank, in a micro-batch.
+
+`trainer.start` prints the table before a process starts. `… at most` are upper bounds: prompts and responses of full
+length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.config import PPOConfig
+from verl_like.resources import expand_roles
+
+
+@dataclass(frozen=True)
+class Row:
+    """One part of a step; a rank computes `micro_samples` at once or, where that is None, `micro_tokens`."""
+
+    part: str
+    role: str
+    prompts: int
+    micro_samples: int | None
+    micro_tokens: int = 0
+
+
+def rows_of(config: PPOConfig) -> list[Row]:
+    """The parts of a step in order, of the roles of this run."""
+    policy, critic, batch = config.actor_rollout_ref, config.critic, config.data.train_batch_size
+    actor, rollout, ref = policy.actor, policy.rollout, policy.ref
+    mini, tokens = actor.ppo_mini_batch_size, actor.ppo_max_token_len_per_gpu
+
+    def cut(samples: int, own_tokens: int | None, dynamic: bool = actor.use_dynamic_bsz) -> tuple[int | None, int]:
+        return None if dynamic else samples, tokens if own_tokens is None else own_tokens
+
+    critic_dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
+    critic_cut = cut(critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu, critic_dynamic)
+    old_cut = cut(rollout.log_prob_micro_batch_size_per_gpu, rollout.log_prob_max_token_len_per_gpu)
+    found = [
+        Row("generate", "rollout", batch, rollout.max_num_seqs),
+        Row("old log-probs", "actor", batch, *old_cut),
+        Row("reference", "ref", batch, *cut(ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_max_token_len_per_gpu)),
+        Row("values", "critic", batch, *critic_cut),
+        Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *critic_cut),
+        Row("actor mini-batch", "actor", mini, *cut(actor.ppo_micro_batch_size_per_gpu, tokens)),
+    ]
+    return [row for row in found if row.role in expand_roles(config.role_mapping)]
+
+
+HEAD = (
+    *("", "ranks", "prompts", "samples", "tokens at most"),
+    *("samples per rank", "tokens per rank at most", "samples at once", "tokens at once"),
+)
+
+
+def batch_table(config: PPOConfig) -> str:
+    """The table of `rows_of`: sizes in prompts, samples and tokens."""
+    width = config.data.max_prompt_length + config.data.max_response_length
+    num_samples = config.actor_rollout_ref.rollout.n
+    pools = expand_roles(config.role_mapping)
+    lines: list[tuple[str, ...]] = [HEAD]
+    for row in rows_of(config):
+        ranks = sum(config.resource_pool_spec[pools[row.role]])
+        samples = row.prompts * num_samples
+        on_rank = -(-samples // ranks)
+        at_once = min(row.micro_samples, on_rank) if row.micro_samples is not None else None
+        cells = (ranks, row.prompts, samples, samples * width, on_rank, on_rank * width)
+        micro = ("-", f"{row.micro_tokens:,}") if at_once is None else (f"{at_once:,}", f"{at_once * width:,}")
+        lines.append((row.part, *(f"{cell:,}" for cell in cells), *micro))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
+    title = (
+        f"Batch sizes ({num_samples} sample{'s' if num_samples > 1 else ''} per prompt, {width} tokens at most each)"
+    )
+    return "\n".join([title, *table])

@@ -1,0 +1,62 @@
+"""What is looked at before a process starts, beyond the configuration alone: model folders, pools, the reward function.
+
+`trainer.start` calls `preflight`; `trainer.checks` holds what the configuration can say by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.config import PPOConfig
+from trainer.data_files import listing
+from verl_like.errors import ConfigError, nearest
+from verl_like.resources import expand_roles
+
+
+def preflight(config: PPOConfig) -> None:
+    """Refuse models that are not there or too short, and pools that an engine cannot be laid over."""
+    _check_model(config, "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
+    if "critic" in config.role_mapping:
+        _check_model(config, "critic.model.path", config.critic.model.path)
+    _check_tensor_parallel(config)
+
+
+def read_model_config(key: str, path: str) -> dict[str, Any]:
+    """`config.json` of a model folder."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        parent = Path(path).parent
+        near = nearest(Path(path).name, [entry.name for entry in parent.iterdir()]) if parent.is_dir() else ""
+        there = f"it holds {listing(Path(path))}" if Path(path).is_dir() else f"there is no such folder.{near}"
+        raise ConfigError(
+            f"{key}={path} is not a Hugging Face model folder (no config.json): {there} "
+            "`python examples/tiny/make.py DIR` makes a tiny one in DIR/model."
+        )
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _check_model(config: PPOConfig, key: str, path: str) -> None:
+    limit = read_model_config(key, path).get("max_position_embeddings")
+    data = config.data
+    width = data.max_prompt_length + data.max_response_length
+    if limit is not None and width > limit:
+        raise ConfigError(
+            f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
+            f"{width} tokens, but {key}={path} has {limit} positions. Lower one of them by {width - limit}."
+        )
+
+
+def _check_tensor_parallel(config: PPOConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    pool = expand_roles(config.role_mapping)["rollout"]
+    ranks = sum(config.resource_pool_spec[pool])
+    size = rollout.tensor_model_parallel_size
+    if rollout.name == "vllm" and ranks % size:
+        divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the {ranks} processes of the "
+            f"rollout's pool {pool!r}; values that do: {divisors}."
+        )
