@@ -27,6 +27,7 @@ from trainer.dataflow import old_log_probs_are_the_updates_own
 from trainer.dynamic_sampling import collect_groups
 from trainer.kl import apply_kl_penalty, clamp_scores, get_kl_controller
 from trainer.metrics import compute_data_metrics, compute_throughout_metrics, reduce_metrics
+from trainer.mismatch import mismatch_metrics
 from trainer.reward import RewardManager, SummedScores
 from trainer.roles import WorkerGroups
 from trainer.run_folder import write_samples
@@ -213,6 +214,8 @@ class PPOTrainer:
         for result in gather(*calls):
             metrics |= result.meta_info.pop("reward_metrics", {})
             batch = batch.union(result)
+        if has_column(batch, "old_log_probs"):
+            metrics |= mismatch_metrics(batch)
         return batch, metrics
 
     def estimate(self, batch: DataProto) -> tuple[DataProto, Metrics]:
