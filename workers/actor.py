@@ -20,6 +20,7 @@ from workers.losses import (
     kl_penalty,
 )
 from workers.microbatch import Budget, Columns, MiniBatch
+from workers.mismatch import MismatchGauge
 from workers.weight_sync import WeightSender
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
     """Scores responses under the current policy and improves it by PPO."""
 
     engine: TrainEngine
+    gauge: MismatchGauge | None = None
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
@@ -82,8 +84,11 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
     def update_actor(self, data: DataProto) -> DataProto:
         """One PPO update over the batch; its metrics, the same on every rank, are in `meta_info["metrics"]`."""
         names = ["advantages"] + (["ref_log_prob"] if self.config.use_kl_loss else [])
-        names += ["rollout_log_probs"] if self.correction.rollout_is is not None else []
-        names += [] if self.finds_old_log_probs(data) else ["old_log_probs"]
+        finds = self.finds_old_log_probs(data)
+        measures = finds and "rollout_log_probs" in data.batch.keys()
+        self.gauge = MismatchGauge(data.batch["responses"].size(1)) if measures else None
+        names += ["rollout_log_probs"] if measures or self.correction.rollout_is is not None else []
+        names += [] if finds else ["old_log_probs"]
         metrics = self.engine.update(
             data,
             names,
@@ -94,7 +99,11 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             temperature=self.temperature,
             want_entropy=self.config.entropy_coeff != 0,
         )
-        return DataProto(meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
+        metrics = {f"actor/{name}": value for name, value in metrics.items()}
+        if self.gauge is not None:
+            self.gauge.all_reduce(self.engine.group, self.engine.device)
+            metrics |= self.gauge.metrics()
+        return DataProto(meta_info={"metrics": metrics})
 
     def finds_old_log_probs(self, data: DataProto) -> bool:
         """Whether the update's own forward pass gives the old log-probs of a batch that has none.
@@ -115,6 +124,8 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         config, mask = self.config, columns["response_mask"]
         divisors: Denominators = {**batch.denominators, "loss_scale_factor": config.loss_scale_factor}
         old_log_probs = columns.get("old_log_probs", outputs["log_probs"].detach())
+        if self.gauge is not None:
+            self.gauge.add(columns["rollout_log_probs"], old_log_probs, mask)
         weights = self.importance_weights(old_log_probs, columns)
         loss, metrics = self.policy_loss(
             old_log_probs,
