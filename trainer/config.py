@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_like.watch import Deadlines
 from workers.config import RolloutCorrectionConfig, WorkersConfig
 
 
@@ -186,6 +187,8 @@ class PPOConfig(WorkersConfig):
     """The run."""
     ray: RayConfig = field(default_factory=RayConfig)
     """Cluster."""
+    watch: dict[str, float] = field(default_factory=Deadlines.settings)
+    """Deadlines in seconds: placement_s, start_s, rendezvous_s, call_s; waits are logged from the age of warn_s on."""
     resource_pool_spec: dict[str, list[int]] = field(default_factory=dict)
     """Pool name -> processes on each of its nodes."""
     role_mapping: dict[str, str] = field(default_factory=dict)

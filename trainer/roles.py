@@ -19,6 +19,7 @@ from typing import Any
 from trainer.config import PPOConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.resources import Node, Placement, PoolPlan, ResourcePool
+from verl_like.watch import Deadlines
 from verl_like.worker import Worker
 from verl_like.worker_group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
 
@@ -120,7 +121,8 @@ class WorkerGroups:
     def _start(self, plan: PoolPlan, classes: dict[str, type[Worker]]) -> None:
         trainer = self.config.trainer
         recipe = create_colocated_worker_cls({r: ClassWithInitArgs(c, self.config) for r, c in classes.items()})
-        options: dict[str, Any] = {"seed": trainer.seed}
+        limits = Deadlines.of(self.config.watch)
+        options: dict[str, Any] = {"seed": trainer.seed, "deadlines": limits}
         options["log_dir"] = str(Path(trainer.default_local_dir).resolve() / "logs")
         group: WorkerGroup
         if trainer.backend == "local":
@@ -137,6 +139,7 @@ class WorkerGroups:
                 name_prefix=plan.name,
                 cpus_per_process=plan.cpus_per_process,
                 nodes=plan.nodes,
+                deadlines=limits,
             )
             group = RayWorkerGroup(pool, recipe, **options)
         self._fused[plan.name] = group

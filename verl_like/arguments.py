@@ -5,13 +5,13 @@ Counterpart of `verl_like.sending`; called by `verl_like.host` in the worker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, Shard
 from verl_like.split import drop_padding, join_pieces, place_piece, require_batch
 from verl_like.transport import Header, Held, LazySlot, PieceSlot, RemoteError, Slot, WholeSlot
 
@@ -23,19 +23,40 @@ class UpstreamError(Exception):
         self.error = error
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What a method was given of a split batch: rows, pad rows included, and whose they are."""
+
+    num_rows: int
+    shard: Shard
+
+
+def piece_of(arguments: Iterable[Any]) -> Piece | None:
+    """The piece that results of a call are measured by: the first among its arguments."""
+    for value in arguments:
+        if isinstance(value, FutureArgument) and value.piece is not None:
+            return value.piece
+        if isinstance(value, DataProto) and value.shard is not None:
+            return Piece(len(value), value.shard)
+    return None
+
+
 class FutureArgument:
     """What a method with `materialize_futures=False` gets for a future: `get()` waits for the value and gives it."""
 
     def __init__(self, slot: PieceSlot | WholeSlot, parts: Sequence[Held], readonly: bool):
         """Made by `fill`."""
         self._slot, self._parts, self._readonly = slot, parts, readonly
+        self.piece: Piece | None = None
 
     def get(self) -> Any:
         """The value, or the error of the call that was to make it."""
         try:
-            return fill(self._slot, [part.get() for part in self._parts], self._readonly)
+            value = fill(self._slot, [part.get() for part in self._parts], self._readonly)
         except UpstreamError as upstream:
             raise upstream.error.rebuild("the call behind this future") from None
+        self.piece = piece_of([value])
+        return value
 
 
 def fill(value: Any, parts: Sequence[Any], readonly: bool) -> Any:

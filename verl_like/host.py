@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl_like import stacks
-from verl_like.arguments import UpstreamError, fill
+from verl_like.arguments import UpstreamError, fill, piece_of
 from verl_like.dispatch import ATTRIBUTE, Registration
 from verl_like.environment import environment, torchrun_environment
 from verl_like.errors import WorkerError
@@ -60,7 +60,7 @@ class HostFacts:
         """The log of one role (of the first, unless said) in this process."""
         if self.log_dir is None:
             return None
-        return Path(self.log_dir) / f"{role or self.name.split('+')[0]}-{self.rank}.log"
+        return Path(self.log_dir) / f"{(role or self.name).split('+')[0]}-{self.rank}.log"
 
     def log_in_words(self, role: str | None = None) -> str:
         """The log for a message."""
@@ -122,6 +122,16 @@ class WorkerHost:
         """The Python stacks of this process's threads but the one that asks, newest frame last."""
         return stacks.here(self._loop)
 
+    def close(self) -> None:
+        """Give back what outlives a call: log files and the loop thread. A process of its own just ends."""
+        for state in self._states.values():
+            state.close()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop_thread.join()
+            self._loop.close()
+            self._loop = None
+
     def _process_facts(self, role: str, master: tuple[str, int] | None) -> ProcessFacts:
         return ProcessFacts(
             rank=self.facts.rank,
@@ -154,18 +164,18 @@ class WorkerHost:
         mark: Registration = getattr(method, ATTRIBUTE)
         args = [fill(value, parts, mark.readonly) for value in call.args]
         kwargs = {name: fill(value, parts, mark.readonly) for name, value in call.kwargs.items()}
-        given = next((v for v in [*args, *kwargs.values()] if isinstance(v, DataProto) and v.shard is not None), None)
+        given = piece_of([*args, *kwargs.values()])
         where = f"{call.role}.{call.method} on rank {self.facts.rank}"
-        given_rows, shard = (len(given), given.shard) if given is not None else (0, None)
         with self._active(state):
             result = method(*args, **kwargs)
             if inspect.iscoroutine(result):
                 result = self._await(result)
         if not isinstance(result, DataProto):
             return result, None
+        given = given or piece_of([*args, *kwargs.values()])
         result = copy.copy(result)
-        result.shard = shard
-        return result, count_real_rows(result, given_rows, where)
+        result.shard = given.shard if given else None
+        return result, count_real_rows(result, given.num_rows if given else 0, where)
 
     @contextlib.contextmanager
     def _active(self, state: RoleState) -> Iterator[None]:
@@ -213,7 +223,8 @@ class WorkerHost:
         """Run a coroutine on this process's loop thread and wait: the process stays serial."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="coroutines", daemon=True).start()
+            self._loop_thread = threading.Thread(target=self._loop.run_forever, name="coroutines", daemon=True)
+            self._loop_thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 

@@ -66,7 +66,8 @@ class InlineTransport(Transport):
         return "in the caller's thread"
 
     def shutdown(self) -> None:
-        """Nothing runs between calls."""
+        """Nothing runs between calls; logs are closed."""
+        self.host.close()
 
 
 class LocalWorkerGroup(WorkerGroup):

@@ -47,7 +47,7 @@ class ResourcePool:
 
     def __init__(self, process_on_nodes: Sequence[int], max_colocate_count: int = 10, n_gpus_per_node: int = 8) -> None:
         """`process_on_nodes` may be uneven, such as [1, 2]: that is three processes."""
-        if not process_on_nodes or any(not isinstance(n, int) or n < 1 for n in process_on_nodes):
+        if not process_on_nodes or any(type(n) is not int or n < 1 for n in process_on_nodes):
             raise PlacementError(
                 f"a pool needs a list of process counts per node, each 1 or more; got {list(process_on_nodes)}."
             )

@@ -38,6 +38,12 @@ class RoleState:
         self.random_state = get_random_state()
         set_random_state(saved)
 
+    def close(self) -> None:
+        """Close the log; what is printed later goes to the process's own stream only."""
+        if self.log is not None:
+            self.log.close()
+            self.log = None
+
     @contextlib.contextmanager
     def logging(self) -> Iterator[None]:
         """What is printed goes to the role's log too."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
-from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
+from verl_like.errors import ConfigError, WaitTimeoutError, WorkerDiedError, WorkerError, nearest
 from verl_like.stacks import likely_cause
 from verl_like.transport import Header, Pending, Transport
 
@@ -34,6 +34,22 @@ class Deadlines:
     """The age at which a wait is logged for the first time, then at twice that age, and so on."""
     grace_s: float = 8.0
     """What the other ranks get to finish when one has failed."""
+
+    @classmethod
+    def settings(cls) -> dict[str, float]:
+        """What a configuration may set, with the defaults."""
+        return {name: seconds for name, seconds in asdict(cls()).items() if name != "grace_s"}
+
+    @classmethod
+    def of(cls, settings: Mapping[str, float]) -> Deadlines:
+        """Deadlines from a configuration's settings."""
+        known = cls.settings()
+        for name, seconds in settings.items():
+            if name not in known:
+                raise ConfigError(f"watch.{name} is no deadline.{nearest(name, known)} There are {', '.join(known)}.")
+            if seconds <= 0:
+                raise ConfigError(f"watch.{name}={seconds}: a deadline is above 0 seconds.")
+        return cls(**settings)
 
 
 class Patience:
@@ -87,7 +103,6 @@ def wait_for_calls(
         if calls.failures:
             failed_at = patience.age_s if failed_at is None else failed_at
             if patience.age_s - failed_at >= limits.grace_s:
-                calls.failures[0].add_note(f"not finished {limits.grace_s:.0f} s after the failure: {calls.late()}")
                 break
         elif patience.over():
             way_out = f"raise watch.{setting}" if timeout is None else "give more time"
@@ -95,7 +110,10 @@ def wait_for_calls(
         patience.warn_if_old(calls.late())
     transport.finished.extend(calls.headers.values())
     if calls.failures:
-        raise _with_others(calls.failures)
+        error = _with_others([calls.failures[rank] for rank in sorted(calls.failures)])
+        if calls.open:
+            error.add_note(f"not finished {limits.grace_s:.0f} s after the failure: {calls.late()}")
+        raise error
     return [calls.headers[p.rank] for p in pending]
 
 
@@ -106,7 +124,7 @@ class _OpenCalls:
         self.transport, self.name = transport, name
         self.open = {p.header: p for p in pending}
         self.headers: dict[int, Header] = {}
-        self.failures: list[BaseException] = []
+        self.failures: dict[int, BaseException] = {}
 
     def take(self, ready: Iterable[object]) -> None:
         """Read the headers that are there."""
@@ -116,12 +134,12 @@ class _OpenCalls:
             try:
                 self.headers[call.rank] = header = self.transport.fetch(reference)
             except WorkerDiedError as died:
-                self.failures.append(WorkerDiedError(f"{where}: {died}"))
+                self.failures[call.rank] = WorkerDiedError(f"{where}: {died}")
             except WorkerError as error:
-                self.failures.append(WorkerError(f"{where}: {error}"))
+                self.failures[call.rank] = WorkerError(f"{where}: {error}")
             else:
                 if header.error is not None:
-                    self.failures.append(header.error.rebuild(where))
+                    self.failures[call.rank] = header.error.rebuild(where)
 
     def give_up(self, lost: dict[int, str]) -> None:
         """Fail the calls on ranks that are gone."""
@@ -129,7 +147,7 @@ class _OpenCalls:
             if call.rank in lost:
                 del self.open[reference]
                 where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
-                self.failures.append(WorkerDiedError(f"{where}: {lost[call.rank]}"))
+                self.failures[call.rank] = WorkerDiedError(f"{where}: {lost[call.rank]}")
 
     def late(self) -> str:
         """Who has not answered."""

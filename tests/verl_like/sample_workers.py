@@ -2,14 +2,169 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import os
 import signal
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from verl_like import DataProto, Dispatch, Execute, Worker, register
+from verl_like import (
+    DataProto,
+    Dispatch,
+    Execute,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+
+PROTO = Dispatch.DP_COMPUTE_PROTO
+
+
+def seen(data: DataProto, rank: int) -> DataProto:
+    """Every column as it came, and who saw it."""
+    tensors = dict(data.batch.items()) | {"rank": torch.full((len(data),), rank)}
+    return DataProto.from_dict(tensors, dict(data.non_tensor_batch), meta_info=dict(data.meta_info))
+
+
+def split_letters(group, text):
+    """A dispatch function of the user's: one letter per worker."""
+    return ([*text][: group.world_size],), {}
+
+
+def join_letters(group, outputs):
+    return "-".join(outputs)
+
+
+LETTERS = {"dispatch_fn": split_letters, "collect_fn": join_letters}
+
+
+class Modes(Worker):
+    """One method for every dispatch and execute mode."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def one_to_all(self, value):
+        return self.rank, value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def one_to_first(self, value):
+        return self.rank, value
+
+    @register()
+    def all_to_all(self, value, *, other=None):
+        return self.rank, value, other
+
+    @register(execute_mode=Execute.RANK_ZERO)
+    def all_to_first(self, value):
+        return self.rank, value
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def rank_zero(self, value):
+        return self.rank, value
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def dp_compute(self, value):
+        return self.rank, value
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, execute_mode=Execute.RANK_ZERO)
+    def dp_compute_first(self, value):
+        return self.rank, value
+
+    @register(dispatch_mode=PROTO)
+    def echo(self, data: DataProto) -> DataProto:
+        return seen(data, self.rank)
+
+    @register(dispatch_mode=PROTO, blocking=False)
+    def echo_later(self, data: DataProto) -> DataProto:
+        return seen(data, self.rank)
+
+    @register(dispatch_mode=PROTO, execute_mode=Execute.RANK_ZERO)
+    def echo_first(self, data: DataProto) -> DataProto:
+        return seen(data, self.rank)
+
+    @register(dispatch_mode=PROTO)
+    def same(self, data: DataProto) -> DataProto:
+        return data
+
+    @register(dispatch_mode=PROTO)
+    async def echo_async(self, data: DataProto) -> DataProto:
+        await asyncio.sleep(0)
+        return seen(data, self.rank)
+
+    @register(dispatch_mode=PROTO)
+    def twice(self, data: DataProto) -> DataProto:
+        return data.repeat(2)
+
+    @register(dispatch_mode=PROTO)
+    def add(self, data: DataProto, more: DataProto) -> DataProto:
+        return DataProto.from_dict({"x": data.batch["x"] + more.batch["x"]})
+
+    @register(dispatch_mode=PROTO)
+    def shards(self, data: DataProto) -> DataProto:
+        shard = data.shard
+        return DataProto(meta_info={"metrics": {"shard": (shard.index, shard.start, shard.rows, shard.total)}})
+
+    @register(dispatch_mode=PROTO)
+    def noise(self, data: DataProto) -> DataProto:
+        drawn = torch.randn(len(data)) + float(np.random.rand())
+        return DataProto.from_dict({"noise": drawn})
+
+    @register(dispatch_mode=PROTO)
+    def overwrite(self, data: DataProto) -> DataProto:
+        data.batch["x"].fill_(-1)
+        data.non_tensor_batch["o"][:] = "gone"
+        return DataProto.from_dict({"x": data.batch["x"]})
+
+    @register(dispatch_mode=PROTO)
+    def returns_seven(self, data: DataProto) -> int:
+        return 7
+
+    @register(dispatch_mode=PROTO)
+    def loses_rows(self, data: DataProto) -> DataProto:
+        return data[: len(data) - 1]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def metric(self, data: DataProto) -> float:
+        return float(data.batch["x"][: data.num_real_rows].sum())
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def pieces(self, data: DataProto) -> DataProto:
+        return data
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    def direct(self) -> None: ...
+
+    @register(dispatch_mode=LETTERS)
+    def letters(self, letter):
+        return letter * (self.rank + 1)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def on_mesh(self, data: DataProto) -> DataProto:
+        return seen(data, self.rank)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
+    def on_mesh_later(self, data: DataProto) -> DataProto:
+        return seen(data, self.rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def make_mesh(self, tensor_parallel: int, seconds: float = 0.0, collects: bool = True) -> None:
+        time.sleep(seconds)
+        dp_rank, place = divmod(self.rank, tensor_parallel)
+        self._register_dispatch_collect_info("actor", dp_rank, is_collect=collects and place == tensor_parallel - 1)
+
+    @register(dispatch_mode=PROTO, materialize_futures=False)
+    def lazy(self, data) -> DataProto:
+        assert not isinstance(data, DataProto)
+        return seen(data.get(), self.rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def describe(self, value) -> str:
+        if isinstance(value, DataProto):
+            return f"{len(value)} rows"
+        return f"{type(value).__name__} {value}"
 
 
 class Adder(Worker):
@@ -19,35 +174,36 @@ class Adder(Worker):
         super().__init__()
         self.amount = amount
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=PROTO)
     def add(self, data: DataProto) -> DataProto:
         data.batch["x"] += self.amount  # a private copy: nobody else may see this
-        y = data.batch["x"] + 100 * self.rank
-        return DataProto.from_dict({"y": y}, {"o": data.non_tensor_batch["o"]}, meta_info={"amount": self.amount})
+        return DataProto.from_dict({"x": data.batch["x"]}, {"o": data.non_tensor_batch["o"]})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def add_y(self, data: DataProto) -> DataProto:
-        return DataProto.from_dict({"y": data.batch["y"] + self.amount})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def total(self, n: int) -> int:
-        return n + self.rank
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def first(self, n: int) -> int:
-        return n + self.amount
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def boom(self, data: DataProto) -> DataProto:
-        raise FileNotFoundError(2, "no such thing", "here")
+    @register(dispatch_mode=PROTO, blocking=False)
+    def add_slowly(self, data: DataProto, seconds: float | None = None) -> DataProto:
+        time.sleep(data.meta_info["seconds"])
+        return DataProto.from_dict({"x": data.batch["x"] + self.amount})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def pids(self) -> int:
+    def sibling_amount(self, role: str) -> int | None:
+        other = self.sibling(role)
+        return None if other is None else other.amount
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self) -> int:
         return os.getpid()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def see(self, role: str) -> int:
-        return self.sibling(role).amount
+    def draw(self) -> float:
+        return torch.rand(1).item()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def say(self, text: str) -> None:
+        print(text)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def allreduce(self) -> float:
@@ -56,8 +212,84 @@ class Adder(Worker):
         dist.all_reduce(value)
         return value.item()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def die(self, status: int) -> None:
+
+class Sent(Exception):
+    """Refuses to be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("not this one")
+
+
+class Faulty(Worker):
+    """Goes wrong in every way."""
+
+    @register(dispatch_mode=PROTO)
+    def raises(self, data: DataProto) -> DataProto:
+        raise FileNotFoundError(2, "no such thing", "here")
+
+    @register(dispatch_mode=PROTO)
+    def raises_on_last(self, data: DataProto) -> DataProto:
         if self.rank == self.world_size - 1:
+            raise KeyError("only here")
+        return data
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def raises_unpicklable(self) -> None:
+        raise Sent("kept back")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def returns_unpicklable(self):
+        return (number for number in range(3))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def sleeps(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def dies(self, how: str) -> None:
+        """The last rank goes; the others wait for it in a collective."""
+        self.open_process_group()
+        if self.rank == self.world_size - 1:
+            time.sleep(0.3)
+            if how == "exit":
+                os._exit(3)
             os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def different_collectives(self) -> None:
+        self.open_process_group()
+        value = torch.ones(1)
+        if self.rank == 0:
+            dist.all_reduce(value)
+        else:
+            dist.broadcast(value, src=0)
+            dist.barrier()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def one_never_comes(self) -> None:
+        self.open_process_group()
+        if self.rank == 0:
+            dist.barrier()
         time.sleep(60)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def holds_the_interpreter(self, seconds: int) -> None:
+        ctypes.PyDLL(None).sleep(seconds)  # native code that does not give the lock back
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def meets_alone(self) -> None:
+        if self.rank == 0:
+            self.open_process_group()
+
+
+class BadConstructor(Worker):
+    def __init__(self):
+        super().__init__()
+        raise ValueError("no such model")
+
+
+class Shadow(Worker):
+    @register()
+    def spawn(self): ...

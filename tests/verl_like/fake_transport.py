@@ -1,0 +1,51 @@
+"""A transport that runs any number of ranks one after the other in this thread: dispatch without processes."""
+
+from __future__ import annotations
+
+import copy
+
+from tests.verl_like.sample_workers import Modes
+from verl_like import WorkerGroup
+from verl_like.child_transport import Done, regroup_here
+from verl_like.host import HostFacts, WorkerHost
+from verl_like.transport import Call, Pending, Transport
+from verl_like.watch import Deadlines
+
+
+class FakeTransport(Transport):
+    kind = "local"
+
+    def __init__(self, recipes, world_size):
+        super().__init__([HostFacts("+".join(recipes), r, world_size, r) for r in range(world_size)], Deadlines())
+        self.hosts = [WorkerHost(recipes, facts, {}) for facts in self.facts]
+        self.started = [host.start(None) for host in self.hosts]
+
+    def submit(self, rank, call, parts):
+        isolated = Call(call.role, call.method, *copy.deepcopy((call.args, call.kwargs)))
+        payload, header = self.hosts[rank].call(isolated, [p.value if isinstance(p, Done) else p for p in parts])
+        return Pending(rank, Done(payload), Done(header), call.role)
+
+    def wait(self, references, seconds):
+        return list(references)
+
+    def fetch(self, reference):
+        return reference.value if isinstance(reference, Done) else reference.result()
+
+    def stacks(self, seconds):
+        return {}
+
+    def regroup(self, pending, num_pieces, even=True):
+        return [
+            Pending(p.rank, Done(p.payload.result()), Done(p.header.result()), p.role)
+            for p in regroup_here(self, pending, num_pieces, even)
+        ]
+
+    def place(self, rank):
+        return "here"
+
+    def shutdown(self):
+        pass
+
+
+def fake_group(world_size, cls=Modes, role="modes"):
+    return WorkerGroup(FakeTransport({role: (cls, (), {})}, world_size), {role: cls}, prefixed=False)
