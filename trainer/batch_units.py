@@ -26,22 +26,19 @@ class Row:
 def rows_of(config: PPOConfig) -> list[Row]:
     """The parts of a step in order, of the roles of this run."""
     policy, critic, batch = config.actor_rollout_ref, config.critic, config.data.train_batch_size
-    actor, rollout, ref = policy.actor, policy.rollout, policy.ref
-    mini, tokens = actor.ppo_mini_batch_size, actor.ppo_max_token_len_per_gpu
+    actor, mini = policy.actor, policy.actor.ppo_mini_batch_size
 
-    def cut(samples: int, own_tokens: int | None, dynamic: bool = actor.use_dynamic_bsz) -> tuple[int | None, int]:
-        return None if dynamic else samples, tokens if own_tokens is None else own_tokens
+    def cut(samples: int, tokens: int | None = None) -> tuple[int | None, int]:
+        return None if actor.use_dynamic_bsz else samples, tokens or actor.ppo_max_token_len_per_gpu
 
-    critic_dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
-    critic_cut = cut(critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu, critic_dynamic)
-    old_cut = cut(rollout.log_prob_micro_batch_size_per_gpu, rollout.log_prob_max_token_len_per_gpu)
+    critic_cut = cut(critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
     found = [
-        Row("generate", "rollout", batch, rollout.max_num_seqs),
-        Row("old log-probs", "actor", batch, *old_cut),
-        Row("reference", "ref", batch, *cut(ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_max_token_len_per_gpu)),
+        Row("generate", "rollout", batch, policy.rollout.max_num_seqs),
+        Row("old log-probs", "actor", batch, *cut(policy.rollout.log_prob_micro_batch_size_per_gpu)),
+        Row("reference", "ref", batch, *cut(policy.ref.log_prob_micro_batch_size_per_gpu)),
         Row("values", "critic", batch, *critic_cut),
         Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *critic_cut),
-        Row("actor mini-batch", "actor", mini, *cut(actor.ppo_micro_batch_size_per_gpu, tokens)),
+        Row("actor mini-batch", "actor", mini, *cut(actor.ppo_micro_batch_size_per_gpu)),
     ]
     return [row for row in found if row.role in expand_roles(config.role_mapping)]
 

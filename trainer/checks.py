@@ -22,8 +22,6 @@ CHOICES = {
     "actor_rollout_ref.actor.loss_agg_mode": LOSS_AGG_MODES,
     "actor_rollout_ref.rollout.name": ENGINES,
     "critic.strategy": STRATEGIES,
-    "critic.loss_agg_mode": LOSS_AGG_MODES,
-    "critic.optim.lr_scheduler_type": ("constant", "cosine", "linear"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "data.truncation": ("error", "left", "right"),
     "trainer.backend": ("ray", "local"),
@@ -115,13 +113,11 @@ def _check_losses(config: PPOConfig) -> None:
 def _check_token_budgets(config: PPOConfig) -> None:
     """A micro-batch holds at least one sample of full length."""
     policy, critic = config.actor_rollout_ref, config.critic
-    if not (policy.actor.use_dynamic_bsz or critic.use_dynamic_bsz):
+    if not policy.actor.use_dynamic_bsz:
         return
     longest = config.data.max_prompt_length + config.data.max_response_length
     budgets = {
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": policy.actor.ppo_max_token_len_per_gpu,
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": policy.rollout.log_prob_max_token_len_per_gpu,
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": policy.ref.log_prob_max_token_len_per_gpu,
         "critic.ppo_max_token_len_per_gpu": critic.ppo_max_token_len_per_gpu,
     }
     for key, tokens in budgets.items():

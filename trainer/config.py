@@ -25,7 +25,7 @@ class UserCodeConfig:
 
 @dataclass(kw_only=True)
 class RewardFunctionConfig(UserCodeConfig):
-    """A reward function of the user's: (data_source, solution_str, ground_truth, extra_info) -> score, sync or async."""
+    """A reward function: (data_source, solution_str, ground_truth, extra_info) -> score, sync or async."""
 
     name: str = "compute_score"
     """What to take from it."""
@@ -167,8 +167,6 @@ class RayConfig:
 
     address: str | None = None
     """A running cluster to join; null starts one on this machine."""
-    namespace: str | None = None
-    """Ray's namespace for the run's actors."""
     runtime_env: dict[str, Any] = field(default_factory=dict)
     """Passed to `ray.init` as it is."""
 

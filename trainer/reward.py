@@ -51,7 +51,7 @@ def make_reward_manager(config: PPOConfig, tokenizer: Any, data_sources: Iterabl
     else:
         check_rules(data_sources)
     overlong = rules.overlong_buffer if rules.overlong_buffer.enable else None
-    return RewardManager(tokenizer, spec, rules.default_score, rules.batch_timeout_s, overlong)
+    return RewardManager(tokenizer, spec, rules.default_score, 12 * rules.sample_timeout_s, overlong)
 
 
 class RewardFuture:

@@ -34,8 +34,8 @@ def log_prob_temperature(rollout: RolloutConfig) -> float:
 
 def log_prob_budget(section: RolloutConfig | RefConfig, actor: ActorConfig) -> Budget:
     """What a log-prob pass may hold, by the rollout's or the reference's section."""
-    tokens = section.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-    return Budget.of(actor.use_dynamic_bsz, section.log_prob_micro_batch_size_per_gpu, tokens)
+    rows, tokens = section.log_prob_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
+    return Budget.of(actor.use_dynamic_bsz, rows, tokens)
 
 
 class ActorWorker(Checkpointed, WeightSender, Worker):

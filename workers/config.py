@@ -7,7 +7,7 @@ responses).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -130,7 +130,7 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     """The loss itself."""
     loss_agg_mode: str = "token-mean"
-    """How token losses become one number."""
+    """How token losses become one number, the critic's too."""
     loss_scale_factor: float | None = None
     """Divisor of seq-mean-token-sum-norm; null takes `data.max_response_length`."""
     entropy_coeff: float = 0.0
@@ -157,8 +157,6 @@ class RefConfig:
 
     log_prob_micro_batch_size_per_gpu: int = 8
     """Samples per forward pass on one rank."""
-    log_prob_max_token_len_per_gpu: int | None = None
-    """Real tokens per forward pass on one rank, under the actor's `use_dynamic_bsz`; null takes the actor's."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
 
@@ -211,8 +209,6 @@ class RolloutConfig:
     """vllm: share of a device's memory that the engine takes."""
     log_prob_micro_batch_size_per_gpu: int = 8
     """Samples per forward pass of the old log-probs on one rank."""
-    log_prob_max_token_len_per_gpu: int | None = None
-    """Real tokens per such pass, under the actor's `use_dynamic_bsz`; null takes the actor's."""
     val_kwargs: ValidationSamplingConfig = field(default_factory=ValidationSamplingConfig)
     """Sampling in validation."""
 
@@ -232,11 +228,27 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(kw_only=True)
-class CriticModelConfig(ModelConfig):
-    """A model folder with its sharding: where verl keeps the critic's."""
+class CriticModelConfig:
+    """The critic's model folder; types, attention, packing and LoRA's other settings are the actor's model's."""
 
+    path: str = ""
+    """Folder of the model."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters, which are then all that is trained besides the head; 0 trains every weight."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
+
+
+@dataclass(kw_only=True)
+class CriticOptimConfig:
+    """What the critic's optimizer has of its own; everything else is the actor's `optim`."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    lr_warmup_steps: int = 0
+    """Update calls of linear warm-up from 0 to `lr`."""
 
 
 @dataclass(kw_only=True)
@@ -247,24 +259,20 @@ class CriticConfig:
     """How the model lies over the ranks: single, ddp, fsdp or fsdp_offload."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     """Body of the value model; its head starts at zero."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     """Optimizer."""
     ppo_mini_batch_size: int | None = None
     """Prompts per optimizer step, over all ranks; null takes the actor's."""
     ppo_micro_batch_size_per_gpu: int = 8
     """Samples per forward and backward pass on one rank; no effect on the result."""
-    use_dynamic_bsz: bool | None = None
-    """Cut micro-batches by tokens; null takes the actor's."""
     ppo_max_token_len_per_gpu: int | None = None
-    """Real tokens per forward and backward pass on one rank, under `use_dynamic_bsz`; null takes the actor's."""
+    """Real tokens per forward and backward pass on one rank, under the actor's `use_dynamic_bsz`; null takes its."""
     ppo_epochs: int | None = None
     """Passes over the batch per update; null takes the actor's."""
     cliprange_value: float = 0.5
     """Largest move of a value away from the one before the update."""
     grad_clip: float = 1.0
     """Largest gradient norm."""
-    loss_agg_mode: str = "token-mean"
-    """How token losses become one number."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is saved."""
 
@@ -287,8 +295,6 @@ class ScoringModelConfig:
 
     path: str = ""
     """Its Hugging Face folder."""
-    dtype: str = "float32"
-    """Type that it is loaded in."""
 
 
 @dataclass(kw_only=True)
@@ -308,9 +314,7 @@ class RewardModelConfig:
     default_score: float = 0.0
     """Score of a sample whose rule function raises, returns no finite number, or passes its deadline."""
     sample_timeout_s: float = 10.0
-    """Deadline of the rule function for one sample."""
-    batch_timeout_s: float = 120.0
-    """Deadline of the rule function for one batch."""
+    """Deadline of the rule function for one sample; a batch gets twelve times that."""
 
 
 @dataclass(kw_only=True)
@@ -329,3 +333,19 @@ class WorkersConfig:
     """Workers read `seed` and `device`."""
     algorithm: Any
     """Workers read `rollout_correction`."""
+
+
+def critic_model(config: WorkersConfig) -> ModelConfig:
+    """The critic's model settings, whole."""
+    own = config.critic.model
+    return replace(
+        config.actor_rollout_ref.model,
+        path=own.path,
+        enable_gradient_checkpointing=own.enable_gradient_checkpointing,
+        lora_rank=own.lora_rank,
+    )
+
+
+def critic_optim(config: WorkersConfig) -> OptimConfig:
+    """The critic's optimizer settings, whole."""
+    return replace(config.actor_rollout_ref.actor.optim, **vars(config.critic.optim))

@@ -10,6 +10,7 @@ from torch import Tensor
 from verl_like.dispatch import Dispatch, register
 from verl_like.protocol import DataProto
 from verl_like.worker import Worker
+from workers.config import critic_model, critic_optim
 from workers.engines.checkpoint import Checkpointed
 from workers.engines.fsdp import TrainEngine
 from workers.losses import agg_loss, compute_value_loss
@@ -28,18 +29,19 @@ class CriticWorker(Checkpointed, Worker):
         actor, own = config.actor_rollout_ref.actor, config.critic
         prompts = actor.ppo_mini_batch_size if own.ppo_mini_batch_size is None else own.ppo_mini_batch_size
         self.mini_batch_size = prompts * config.actor_rollout_ref.rollout.n
+        self.loss_agg_mode = actor.loss_agg_mode
         self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
         self.budget = Budget.of(
-            actor.use_dynamic_bsz if own.use_dynamic_bsz is None else own.use_dynamic_bsz,
+            actor.use_dynamic_bsz,
             own.ppo_micro_batch_size_per_gpu,
             own.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
         )
         self.engine = TrainEngine(
-            self.config.model,
+            critic_model(config),
             self.config.model.fsdp_config,
             strategy=self.config.strategy,
             head="scalar",
-            optim_config=self.config.optim,
+            optim_config=critic_optim(config),
             grad_clip=self.config.grad_clip,
         )
 
@@ -81,7 +83,7 @@ class CriticWorker(Checkpointed, Worker):
             columns["values"],
             mask,
             self.config.cliprange_value,
-            self.config.loss_agg_mode,
+            self.loss_agg_mode,
             **batch.denominators,
         )
         mean = agg_loss(predicted, mask, "token-mean", **batch.denominators)

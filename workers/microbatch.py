@@ -143,7 +143,7 @@ def cut(lengths: Sequence[int], budget: Budget, *, rectangles: bool = False) -> 
     if order and lengths[order[0]] > limit:
         raise ConfigError(
             f"a row of {lengths[order[0]]} tokens exceeds the budget of {limit} tokens per micro-batch; raise "
-            "ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu to the longest prompt plus response."
+            "ppo_max_token_len_per_gpu to the longest prompt plus response."
         )
     cuts: list[list[int]] = []
     room = 0

@@ -29,7 +29,7 @@ class RewardModelWorker(Worker):
         super().__init__()
         self.config = config.reward_model
         self.policy_path = config.actor_rollout_ref.model.path
-        model = ModelConfig(path=self.config.model.path, dtype=self.config.model.dtype)
+        model = ModelConfig(path=self.config.model.path, dtype=config.actor_rollout_ref.model.dtype)
         self.budget = Budget(rows=self.config.micro_batch_size_per_gpu)
         self.engine = TrainEngine(model, FSDPConfig(), head="score")
 

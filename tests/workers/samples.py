@@ -15,6 +15,7 @@ from workers.config import (
     ActorRolloutRefConfig,
     CriticConfig,
     CriticModelConfig,
+    CriticOptimConfig,
     ModelConfig,
     OptimConfig,
     RolloutConfig,
@@ -31,7 +32,7 @@ def tiny_config(tiny_dir: Path | str, **actor: Any) -> WorkersConfig:
     config = WorkersConfig(
         actor_rollout_ref=ActorRolloutRefConfig(model=model, rollout=RolloutConfig(n=1)),
         critic=CriticConfig(
-            model=CriticModelConfig(path=model.path), optim=OptimConfig(lr=1e-3), ppo_micro_batch_size_per_gpu=3
+            model=CriticModelConfig(path=model.path), optim=CriticOptimConfig(lr=1e-3), ppo_micro_batch_size_per_gpu=3
         ),
         data=SimpleNamespace(max_prompt_length=PROMPT, max_response_length=RESPONSE),
         trainer=SimpleNamespace(seed=0),
@@ -60,12 +61,12 @@ def make_batch(num_rows: int, seed: int = 0) -> DataProto:
     for name in ("old_log_probs", "ref_log_prob"):
         floats[name] = 0.1 * floats[name] - 3.9
     columns = {
-        "prompts": tokens[:, :PROMPT],
-        "responses": tokens[:, PROMPT:],
+        "prompts": tokens[:, :PROMPT].clone(),
+        "responses": tokens[:, PROMPT:].clone(),
         "input_ids": tokens,
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
-        "response_mask": attention_mask[:, PROMPT:],
+        "response_mask": attention_mask[:, PROMPT:].clone(),
         **floats,
     }
     return DataProto(batch=TensorDict(columns, batch_size=[num_rows]))

@@ -72,7 +72,7 @@ def test_adapters_and_head_of_the_critic_learn(tiny_dir):
     learning = [name for name, tensor in critic.engine.module.named_parameters() if tensor.requires_grad]
     assert "score.weight" in learning
     assert all(is_adapter(name) or name == "score.weight" for name in learning)
-    names = [name for name, _ in load_model(critic.config.model, "scalar").named_parameters()]
+    names = [name for name, _ in load_model(critic.engine.model_config, "scalar").named_parameters()]
     assert sorted(snapshot(critic.engine)) == sorted(names)
 
 
