@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The project's test command: from a bare machine with only Python, make or repair .venv, install, run the tests.
-#   bash tests/run.sh [pytest arguments]        without arguments: fast tests first, then those on Ray; `slow` ones are left out
+#   bash tests/run.sh [pytest arguments]        without arguments: fast tests first, then those on Ray; `slow` ones are left out, `vllm` ones are run_vllm.sh's
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/install.sh
@@ -10,5 +10,5 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PAR
 if [ $# -gt 0 ]; then
     exec "$py" -m pytest -q "$@"
 fi
-"$py" -m pytest -q -m "not ray and not slow"
-"$py" -m pytest -q -m "ray and not slow"
+"$py" -m pytest -q -m "not ray and not slow and not vllm"
+"$py" -m pytest -q -m "ray and not slow and not vllm"

@@ -97,7 +97,7 @@ class VllmEngine(RolloutEngine):
             )
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise RolloutError(
-                f"rollout: vLLM does not start for {settings.model_path}: {str(error).splitlines()[-1]} "
+                f"rollout: vLLM does not start for {settings.model_path}: {' '.join(str(error).split())[:500]} "
                 f"(kv_cache_gb={limits.kv_cache_gb:g}, {limits.prompt_width + limits.response_width} tokens a sample)."
             ) from error
 
