@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 ATTENTIONS = ("auto", "flash_attention_2", "sdpa", "eager")
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in transformers' interface."""
+SHORT = 80
+"""Longest lines, in tokens, for which plain matrix products beat the fused kernel of the CPU."""
 
 
 def resolve_attention(wanted: str, device: torch.device, dtype: torch.dtype, model_cls: Any) -> str:
@@ -69,14 +71,13 @@ def _warn_once(message: str) -> None:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Rows start..start+num_rows of a packed row, as lines of `width` tokens."""
+    """Neighbouring rows of a packed row, `num_tokens` together, as lines of `width` tokens."""
 
-    start: int
-    stop: int
+    num_tokens: int
     num_rows: int
     width: int
     gather: Tensor | None
-    """Token (from `start`) at each place of the rectangle; None where every line is full."""
+    """Token at each place of the rectangle, counted from its first; None where every line is full."""
     scatter: Tensor | None
     """Place in the rectangle of each token."""
 
@@ -85,7 +86,7 @@ class RowLayout:
     """Where the rows of a packed row stand: their rectangles."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.rectangles = [_rectangle(lengths, first, last, device) for first, last in _runs(lengths)]
+        self.rectangles = [_rectangle(lengths[first:last], device) for first, last in _runs(lengths)]
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -100,15 +101,15 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield first, len(lengths)
 
 
-def _rectangle(lengths: Sequence[int], first: int, last: int, device: torch.device) -> Rectangle:
-    start, own = sum(lengths[:first]), torch.tensor(lengths[first:last])
+def _rectangle(lengths: Sequence[int], device: torch.device) -> Rectangle:
+    own = torch.tensor(lengths)
     width, num_tokens = int(own.max()), int(own.sum())
     if num_tokens == width * len(own):
-        return Rectangle(start, start + num_tokens, len(own), width, None, None)
+        return Rectangle(num_tokens, len(own), width, None, None)
     real = torch.arange(width) < own[:, None]
     gather = torch.zeros(real.shape, dtype=torch.long).masked_scatter_(real, torch.arange(num_tokens))
     scatter = real.flatten().nonzero().squeeze(1)
-    return Rectangle(start, start + num_tokens, len(own), width, gather.flatten().to(device), scatter.to(device))
+    return Rectangle(num_tokens, len(own), width, gather.flatten().to(device), scatter.to(device))
 
 
 def packed_attention(
@@ -125,40 +126,55 @@ def packed_attention(
     """transformers' attention function: [1, heads, tokens, size] -> [1, tokens, heads, size], each row by itself."""
     if row_layout is None:
         raise TypeError(f"{type(module).__name__} was not given the packed row's layout")
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-    pieces = [_attend(r, query, key, value, scaling, sliding_window) for r in row_layout.rectangles]
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None], None
+    rectangles = row_layout.rectangles
+    sizes = [rectangle.num_tokens for rectangle in rectangles]
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    parts = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+    pieces = [_attend(*part, scaling, sliding_window) for part in parts]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).unsqueeze(0), None
 
 
 def _attend(
     rectangle: Rectangle, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
     """[tokens, heads, size] of the rectangle's rows."""
-    mask = None
-    if window is not None and window < rectangle.width:
-        mask = _window_mask(rectangle.width, window, query.device)
-    lines = [_lines(states, rectangle) for states in (query, key, value)]
-    output = scaled_dot_product_attention(
-        lines[0],
-        lines[1],
-        lines[2],
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    width = rectangle.width
+    windowed = window is not None and window < width
+    q, k, v = (_lines(states, rectangle) for states in (query, key, value))
+    if query.device.type == "cpu" and width <= SHORT:
+        output = _attend_short(q, k, v, _causal_mask(width, window or width, query.device), scaling)
+    else:
+        output = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=_causal_mask(width, window or width, query.device) if windowed else None,
+            is_causal=not windowed,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
     flat = output.transpose(1, 2).reshape(-1, *output.shape[1::2])
     return flat if rectangle.scatter is None else flat.index_select(0, rectangle.scatter)
 
 
+def _attend_short(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Causal attention as three matrix operations; the query heads that share a key stand as rows of one matrix."""
+    (num_rows, heads, width, size), groups = query.shape, key.shape[1]
+    bias = query.new_zeros(mask.shape).masked_fill_(~mask, float("-inf")).repeat(heads // groups, 1)
+    keys = key.reshape(-1, width, size).transpose(1, 2)
+    queries = query.reshape(num_rows * groups, -1, size)
+    scores = torch.baddbmm(bias, queries, keys, alpha=size**-0.5 if scaling is None else scaling)
+    output = torch.bmm(scores.softmax(dim=-1), value.reshape(num_rows * groups, width, -1))
+    return output.view(num_rows, heads, width, -1)
+
+
 def _lines(states: Tensor, rectangle: Rectangle) -> Tensor:
-    """[tokens, heads, size] of a packed row -> [rows, heads, width, size]."""
-    own = states[rectangle.start : rectangle.stop]
-    own = own if rectangle.gather is None else own.index_select(0, rectangle.gather)
+    """[tokens, heads, size] of the rectangle's rows -> [rows, heads, width, size]."""
+    own = states if rectangle.gather is None else states.index_select(0, rectangle.gather)
     return own.reshape(rectangle.num_rows, rectangle.width, *own.shape[1:]).transpose(1, 2)
 
 
-def _window_mask(width: int, window: int, device: torch.device) -> Tensor:
+def _causal_mask(width: int, window: int, device: torch.device) -> Tensor:
     """Each token sees itself and the `window` - 1 before it."""
     distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)
     return (distance >= 0) & (distance < window)
