@@ -53,9 +53,9 @@ def _refuse_other_run(folder: Path, config: PPOConfig) -> None:
         return
     before, now = _flat_yaml(saved), flatten(config)
     differs = [
-        f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(fnmatch.fnmatch(key, free) for free in FREE)
+        f"{key} was {before[key]!r}, is {now[key]!r}"
+        for key in sorted(before.keys() & now.keys())
+        if before[key] != now[key] and not any(fnmatch.fnmatch(key, free) for free in FREE)
     ]
     if differs:
         more = f"; and {len(differs) - 5} more" if len(differs) > 5 else ""
