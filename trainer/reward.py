@@ -28,7 +28,7 @@ from torch import Tensor
 
 from trainer.batch_columns import read_columns
 from trainer.config import PPOConfig
-from trainer.reward_process import LATE, FunctionSpec, Outcome
+from trainer.reward_process import LATE, VOTE, FunctionSpec, Outcome
 from verl_like.errors import ConfigError
 from verl_like.protocol import DataProto
 from workers.config import OverlongBufferConfig
@@ -151,9 +151,8 @@ class RewardManager:
             )
         values = torch.tensor([self._default_score if score is None else score for score, _, _ in outcomes])
         names = sorted({name for _, extras, _ in outcomes for name in extras})
-        extras = {
-            name: np.array([extras.get(name, np.nan) for _, extras, _ in outcomes], dtype=np.float64) for name in names
-        }
+        columns = {name: [extras.get(name, np.nan) for _, extras, _ in outcomes] for name in names}
+        extras = {name: np.array(column, object if name == VOTE else np.float64) for name, column in columns.items()}
         if self._overlong is not None:
             punishment = overlong_punishment(mask.sum(-1), mask.shape[-1], self._overlong)
             extras["overlong_reward"] = punishment.double().numpy()
@@ -165,7 +164,7 @@ class RewardManager:
         metrics |= {
             f"reward/{name}/mean": float(np.nanmean(column))
             for name, column in extras.items()
-            if not np.isnan(column).all()
+            if name != VOTE and not np.isnan(column).all()
         }
         return DataProto.from_dict(
             tensors={"token_level_scores": scores},

@@ -19,8 +19,10 @@ from typing import Any
 
 from trainer.user_code import load_user_code
 
-Outcome = tuple[float | None, dict[str, float], str | None]
-"""Score (None: failed), other numbers that the function returned, what went wrong."""
+Outcome = tuple[float | None, dict[str, float | str], str | None]
+"""Score (None: failed), the other numbers that the function returned and its `pred`, what went wrong."""
+VOTE = "pred"
+"""The one text that is kept: the answer that a sample gives, for the majority of a prompt's samples."""
 LATE = "passed its deadline"
 MAX_SIDE_BY_SIDE = 64
 """Calls of a coroutine function that run at the same time."""
@@ -46,7 +48,10 @@ def read_outcome(result: Any) -> Outcome:
     score = extras.pop("score", None)
     if isinstance(score, str) or score is None or not math.isfinite(float(score)):
         raise ValueError(f"the reward function returned {result!r}; a finite number, or a dict with one as 'score'")
-    return float(score), {str(k): float(v) for k, v in extras.items() if isinstance(v, int | float)}, None
+    kept: dict[str, float | str] = {str(k): float(v) for k, v in extras.items() if isinstance(v, int | float)}
+    if VOTE in extras:
+        kept[VOTE] = str(extras[VOTE])
+    return float(score), kept, None
 
 
 def score_sample(function: Callable[..., Any], sample: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:

@@ -14,6 +14,7 @@ import torch
 from trainer.batch_columns import read_columns
 from trainer.config import PPOConfig
 from trainer.metrics import process_validation_metrics
+from trainer.reward_process import VOTE
 from trainer.run_folder import write_samples
 from verl_like.protocol import DataProto
 
@@ -75,7 +76,8 @@ def name_metrics(samples: DataProto) -> dict[str, float]:
         for name, column in extras.items():
             missing = np.asarray([value != value for value in column[rows]])
             if not missing.all():
-                infos[name] = [0.0 if gone else value for value, gone in zip(column[rows], missing, strict=True)]
+                blank = "" if name == VOTE else 0.0
+                infos[name] = [blank if gone else value for value, gone in zip(column[rows], missing, strict=True)]
         core = "acc" if "acc" in infos else "reward"
         found = process_validation_metrics([source] * int(rows.sum()), columns["uid"][rows].tolist(), infos)
         for variable, values in found[source].items():
