@@ -36,19 +36,13 @@ from verl_like.random_state import load_random_state, save_random_state
 MARKER = "commit.json"
 LATEST = "latest_checkpointed_iteration.txt"
 FREE = (
-    *(
-        "trainer.total_*",
-        "trainer.stop_at*",
-        "trainer.nnodes",
-        "trainer.n_gpus_per_node",
-        "trainer.backend",
-        "trainer.device",
-    ),
-    *("trainer.*_name", "trainer.default_local_dir", "trainer.logger", "trainer.save_freq", "trainer.test_freq"),
-    *("trainer.val_*", "trainer.dry_run", "trainer.resume_*", "trainer.max_ckpt_to_keep", "data.val_*"),
-    *("ray.*", "resource_pool_spec.*", "role_mapping.*", "cpus_per_process", "*.checkpoint.*", "*.fsdp_config.*"),
-    *("*.strategy", "*_per_gpu", "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz", "*.max_num_seqs"),
-    *("*.gpu_memory_utilization", "*.tensor_model_parallel_size", "*.val_kwargs.*", "*.use_remove_padding"),
+    *("trainer.total_*", "trainer.stop_at*", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.backend"),
+    *("trainer.device", "trainer.*_name", "trainer.default_local_dir", "trainer.logger", "trainer.save_freq"),
+    *("trainer.test_freq", "trainer.val_*", "trainer.dry_run", "trainer.resume_*", "trainer.max_ckpt_to_keep"),
+    *("data.val_*", "ray.*", "watch.*", "resource_pool_spec.*", "role_mapping.*", "cpus_per_process"),
+    *("*.checkpoint.*", "*.fsdp_config.*", "*.strategy", "*_per_gpu", "*.use_dynamic_bsz", "*.max_num_seqs"),
+    *("*.kv_cache_gb", "*.update_weights_bucket_megabytes", "*.gpu_memory_utilization"),
+    *("*.tensor_model_parallel_size", "*.val_kwargs.*", "*.use_remove_padding", "*.optim.max_skipped_steps"),
     *("*.enable_gradient_checkpointing", "*.attn_implementation"),
 )
 """Keys that may change between a checkpoint and its resume: how long, where, how fast; not what is computed."""

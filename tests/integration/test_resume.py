@@ -81,8 +81,8 @@ def test_a_run_killed_twice_goes_on_bit_for_bit(whole: Path, tiny_dir: Path, tmp
     seed = random.SystemRandom().randrange(1000)
     chance = random.Random(seed)
     settings = settings_of(tiny_dir, tmp_path, *LOCAL)
-    for _ in range(2):
-        kill(start(settings), tmp_path, chance.randint(2, STEPS - 2), chance.random() * 0.1)
+    for earliest in (1, 3):  # perhaps before the first checkpoint, then after it
+        kill(start(settings), tmp_path, chance.randint(earliest, STEPS - 2), chance.random() * 0.1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9')
     finish(start(settings))

@@ -79,7 +79,8 @@ def _write(engine: TrainEngine, ranks: Ranks, part: Path, step: int, contents: l
     if "extra" in contents:
         ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.pt"))
     if engine.model_config.lora_rank > 0:
-        adapter = [(n, full_tensor(p)) for n, p in engine.module.named_parameters() if is_adapter(n)]
+        with engine.running():
+            adapter = [(n, full_tensor(p)) for n, p in engine.module.named_parameters() if is_adapter(n)]
         ranks.first_does(lambda: save_adapter(part / "lora_adapter", engine.module, engine.model_config, adapter))
     if "hf_model" in contents:
         ranks.all_do(lambda: export_huggingface(engine, part / "huggingface", writes=ranks.mine == 0))
@@ -107,11 +108,11 @@ def load_engine(engine: TrainEngine, folder: Path) -> None:
             "trainer.resume_mode=resume_path trainer.resume_from_path=<.../global_step_N>."
         )
     saved = manifest["tensors"]
-    tensors = weights(engine)
-    refuse_other_model(folder, {n: list(t.shape) for n, t in tensors.items()}, saved)
-    state = empty_optimizer_state(engine, saved)
-    ranks.all_do(lambda: dcp.load(tensors | state, checkpoint_id=folder / "shards"))
-    put_optimizer_state(engine, state)
+    refuse_other_model(folder, {name: list(tensor.shape) for name, tensor in weights(engine).items()}, saved)
+    with engine.running(engine.optimizer):
+        state = empty_optimizer_state(engine, saved)
+        ranks.all_do(lambda: dcp.load(weights(engine) | state, checkpoint_id=folder / "shards"))
+        put_optimizer_state(engine, state)
     if "optimizer" not in manifest["contents"]:
         logger.warning("%s holds no optimizer state (save_contents): the moments start from zero.", folder)
     if "extra" in manifest["contents"]:
