@@ -39,6 +39,7 @@ from trainer.validation import validation_is_due, validation_metrics
 from verl_like.future import gather
 from verl_like.protocol import DataProto
 from workers.batch_keys import select_reads
+from workers.rollout import generate
 from workers.weight_sync import sync_weights
 
 Metrics = dict[str, float]
@@ -176,7 +177,7 @@ class PPOTrainer:
         """The rows of prompts with a response each; `settings` go to the rollout beside the batch's own."""
         asked = self.needed(batch, "rollout", "generate_sequences")
         asked.meta_info = asked.meta_info | settings
-        samples = self.groups["rollout"].generate_sequences(asked)
+        samples = generate(self.groups["rollout"], asked)
         version = torch.full((len(samples),), samples.meta_info.pop("policy_version"), dtype=torch.int64)
         batch.pop(PROMPT_COLUMNS)
         samples.meta_info = {}

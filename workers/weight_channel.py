@@ -1,8 +1,10 @@
 """The wire between processes that do not share weights: a private gloo group of one sender and all receivers.
 
 `weight_sync` opens a channel per sync and drops it after: a restarted engine simply joins the next one. Tensors travel
-whole in buckets of about `bucket_mb`; a bucket's header carries its number and, per tensor, name, dtype, shape and
-a 64-bit hash. The default process group is not touched.
+whole in buckets of at most `bucket_mb` (one that is larger alone), as they are: no cast. A bucket's size goes ahead of
+it; what it holds follows: its number and, per tensor, name, dtype, shape and a 64-bit hash. While one bucket travels
+and is hashed in a thread, the next is gathered, so a sync holds two buckets and takes hardly longer than its slowest
+part. The default process group is not touched.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,6 +26,10 @@ from torch import Tensor
 from verl_like.errors import WeightSyncError
 from workers.weights import NamedTensors, byte_view, hash_of
 
+END = -1
+"""In the place of a bucket's size: there are no more."""
+Named = tuple[str, str, list[int]]
+"""Name, dtype and shape of a tensor."""
 FORM_TIMEOUT = timedelta(seconds=20)
 """How long a rank waits for the others to join."""
 TRANSFER_TIMEOUT = timedelta(seconds=120)
@@ -52,41 +60,54 @@ class Channel:
         self.rank = rank
         self.corrupt: list[str] = []
         self.num_bytes = 0
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self.hash_s = 0.0
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         _meet(store, rank, num_receivers)
         with _explained("the group of sender and receivers did not form"):
             store = dist.PrefixStore("weights", store)
             self._group = dist.ProcessGroupGloo(store, rank, num_receivers + 1, FORM_TIMEOUT)
 
     def send(self, tensors: NamedTensors, bucket_mb: float) -> None:
-        """Broadcast all tensors; a tensor larger than a bucket travels alone."""
-        number = -1
-        for number, bucket in enumerate(_buckets(tensors, int(bucket_mb * 2**20))):
-            header = [(name, str(t.dtype), list(t.shape), hash_of(byte_view(t))) for name, t in bucket]
-            self._send_header({"number": number, "tensors": header})
-            pieces = [byte_view(tensor) for _, tensor in bucket]
-            payload = torch.cat(pieces, out=self._room(sum(map(len, pieces)))) if len(pieces) > 1 else pieces[0]
-            self._broadcast(payload)
-            self.num_bytes += payload.numel()
-        self._send_header({"number": number + 1, "tensors": []})
+        """Broadcast all tensors; a tensor larger than a bucket travels alone, from where it is."""
+        number, travelling = 0, None
+        with ThreadPoolExecutor(1, "hashes of weights") as hashing:
+            for names, pieces, payload in self._buckets(tensors, int(bucket_mb * 2**20)):
+                if travelling is not None:
+                    self._finish_bucket(number, *travelling)
+                    number += 1
+                self._broadcast(torch.tensor([payload.numel()]))
+                hashes = hashing.submit(self._hashes_of, pieces)
+                travelling = names, hashes, self._start_broadcast(payload), payload
+                self.num_bytes += payload.numel()
+            if travelling is not None:
+                self._finish_bucket(number, *travelling)
+        self._broadcast(torch.tensor([END]))
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """What the sender broadcasts, tensor by tensor, each valid until the next; damage is noted in `corrupt`."""
         expected = 0
         while True:
+            size = torch.zeros(1, dtype=torch.long)
+            self._broadcast(size)
+            if int(size) == END:
+                return
+            payload = self._room(0, int(size))
+            self._broadcast(payload)
+            self.num_bytes += payload.numel()
             header = self._receive_header()
             if header["number"] != expected:
                 self.corrupt.append(f"bucket {header['number']} in the place of bucket {expected}")
             expected += 1
-            if not header["tensors"]:
-                return
             tensors = [(name, _dtype(dtype), shape, number) for name, dtype, shape, number in header["tensors"]]
             sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape, _ in tensors]
-            payload = self._room(sum(sizes))
-            self._broadcast(payload)
-            self.num_bytes += payload.numel()
-            for (name, dtype, shape, number), piece in zip(tensors, torch.split(payload, sizes), strict=True):
-                if hash_of(piece) != number:
+            if sum(sizes) != payload.numel():
+                self.corrupt.append(f"bucket {expected - 1} of {payload.numel()} bytes, announced as {sum(sizes)}")
+                continue
+            pieces = torch.split(payload, sizes)
+            for (name, dtype, shape, number), piece, found in zip(
+                tensors, pieces, self._hashes_of(pieces), strict=True
+            ):
+                if found != number:
                     self.corrupt.append(name)
                 yield name, _aligned(piece, dtype).view(dtype).reshape(shape)
 
@@ -99,11 +120,51 @@ class Channel:
             self._group.allreduce([votes], options).wait()
         return int(votes) == 0
 
-    def _room(self, num_bytes: int) -> Tensor:
-        """A buffer of this size; one memory serves every bucket, since fresh pages cost more than the transfer."""
-        if len(self._buffer) < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._buffer[:num_bytes]
+    def _buckets(self, tensors: NamedTensors, limit: int) -> Iterator[tuple[list[Named], list[Tensor], Tensor]]:
+        """(name, dtype, shape of every tensor, its bytes, the bytes of all) of one bucket after the other.
+
+        The two buffers take turns: one may travel while the other is being filled.
+        """
+        names: list[Named] = []
+        pieces: list[Tensor] = []
+        turn = filled = 0
+        for name, tensor in tensors:
+            own = byte_view(tensor.detach().cpu().contiguous())
+            if pieces and filled + len(own) > limit:
+                yield names, pieces, self._room(turn, filled)
+                names, pieces, turn, filled = [], [], 1 - turn, 0
+            fact = (name, str(tensor.dtype), list(tensor.shape))
+            if len(own) > limit:
+                yield [fact], [own], own
+                continue
+            place = self._room(turn, limit)[filled : filled + len(own)]
+            place.copy_(own)
+            names.append(fact)
+            pieces.append(place)
+            filled += len(own)
+        if pieces:
+            yield names, pieces, self._room(turn, filled)
+
+    def _hashes_of(self, pieces: Iterable[Tensor]) -> list[int]:
+        began = time.thread_time()
+        hashes = [hash_of(piece) for piece in pieces]
+        self.hash_s += time.thread_time() - began
+        return hashes
+
+    def _finish_bucket(
+        self, number: int, names: list[Named], hashes: Future[list[int]], work: dist.Work, payload: Tensor
+    ) -> None:
+        """Wait until the bucket has travelled (its memory is free again), and say what it held."""
+        with _explained("a broadcast broke off; a worker died or fell behind"):
+            work.wait()
+        rows = [(*fact, value) for fact, value in zip(names, hashes.result(), strict=True)]
+        self._send_header({"number": number, "tensors": rows})
+
+    def _room(self, which: int, num_bytes: int) -> Tensor:
+        """A buffer of this size; one memory serves many buckets, since fresh pages cost more than the transfer."""
+        if len(self._buffers[which]) < num_bytes:
+            self._buffers[which] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._buffers[which][:num_bytes]
 
     def _send_header(self, header: dict[str, Any]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
@@ -120,9 +181,13 @@ class Channel:
 
     def _broadcast(self, tensor: Tensor) -> None:
         with _explained("a broadcast broke off; a worker died or fell behind"):
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor, options.timeout = 0, 0, TRANSFER_TIMEOUT
-            self._group.broadcast([tensor], options).wait()
+            self._start_broadcast(tensor).wait()
+
+    def _start_broadcast(self, tensor: Tensor) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, TRANSFER_TIMEOUT
+        with _explained("a broadcast could not begin"):
+            return self._group.broadcast([tensor], options)
 
 
 def _meet(store: dist.Store, rank: int, num_receivers: int) -> None:
@@ -142,21 +207,6 @@ def _meet(store: dist.Store, rank: int, num_receivers: int) -> None:
             "Is that worker alive, and not busy with another call?"
         ) from error
     store.set("complete", "yes")
-
-
-def _buckets(tensors: NamedTensors, num_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors on the CPU, together at most `num_bytes` unless one alone is larger."""
-    bucket: list[tuple[str, Tensor]] = []
-    filled = 0
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if bucket and filled + size > num_bytes:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append((name, tensor.detach().cpu().contiguous()))
-        filled += size
-    if bucket:
-        yield bucket
 
 
 def _aligned(piece: Tensor, dtype: torch.dtype) -> Tensor:

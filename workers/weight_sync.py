@@ -44,6 +44,7 @@ def sync_weights(actor_group: Any, rollout_group: Any, version: int, bucket_mb: 
         raise WeightSyncError(f"version {version} was not taken over: " + "; ".join(errors))
     return {
         "timing_s/weight_sync": time.perf_counter() - start,
+        "perf/weight_sync_hash_s": max(report.hash_s for report in reports),
         "perf/weight_sync_mb": max(report.num_bytes for report in reports) / 2**20,
         "training/weight_version": float(version),
     }
@@ -51,10 +52,11 @@ def sync_weights(actor_group: Any, rollout_group: Any, version: int, bucket_mb: 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one rank says after a sync: why it refused, and the bytes it sent or copied."""
+    """What one rank says after a sync: why it refused, the bytes it sent or copied, and the time of their hashes."""
 
     error: str | None = None
     num_bytes: int = 0
+    hash_s: float = 0.0
 
 
 class _HasFullTensors(Protocol):
@@ -91,7 +93,8 @@ class WeightSender:
         finally:
             self._weight_store = None
             deque(tensors, maxlen=0)  # the other actor ranks are in the same collectives: go through them to the end
-        return SyncReport(None if agreed else "a rollout rank refused the weights", channel.num_bytes)
+        problem = None if agreed else "a rollout rank refused the weights"
+        return SyncReport(problem, channel.num_bytes, channel.hash_s)
 
 
 class WeightReceiver:
@@ -116,4 +119,4 @@ class WeightReceiver:
                 self.engine.commit(version)
         except WeightSyncError as problem:
             return SyncReport(error or f"rollout rank {self.rank}: {problem}")
-        return SyncReport(error, channel.num_bytes)
+        return SyncReport(error, channel.num_bytes, channel.hash_s)

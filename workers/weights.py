@@ -112,7 +112,7 @@ class WeightSink:
         self.changed: list[str] = []
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
-        """Copy one full tensor and compare what was written."""
+        """Copy one full tensor; into another dtype, compare what was written."""
         target = self.targets.get(name)
         if target is None:
             self.extra.append(name)
@@ -123,6 +123,8 @@ class WeightSink:
             return
         weight = target.detach()
         weight.copy_(tensor)
+        if weight.dtype == tensor.dtype:
+            return
         sent = tensor.to(weight.device).contiguous()
         if not same_bits(weight.to(sent.dtype), sent):
             self.changed.append(f"{name} (is {weight.dtype}, was sent {sent.dtype})")

@@ -171,22 +171,70 @@ def refused(actor, rollout, words):
 
 
 def test_a_flipped_bit_is_caught_and_no_version_flips(actor, rollout, monkeypatch):
-    broadcast = weight_channel.Channel._broadcast
+    start = weight_channel.Channel._start_broadcast
 
     def flip(channel, tensor):
-        if channel.num_bytes == 0 and tensor.dtype == torch.uint8 and tensor.numel() > 1000 and channel.rank == 0:
+        if tensor.dtype == torch.uint8 and tensor.numel() > 5000 and channel.rank == 0:
             tensor = tensor.clone()
             tensor[700] ^= 16
-        broadcast(channel, tensor)
+        return start(channel, tensor)
 
-    monkeypatch.setattr(weight_channel.Channel, "_broadcast", flip)
+    monkeypatch.setattr(weight_channel.Channel, "_start_broadcast", flip)
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
 
 
+def buckets_through(monkeypatch, change):
+    """What the sender makes of its buckets of at most 100 bytes is `change` of them."""
+    buckets = weight_channel.Channel._buckets
+
+    def changed(channel, tensors, limit):
+        kept = [
+            (names, [p.clone() for p in pieces], p_all.clone())
+            for names, pieces, p_all in buckets(channel, tensors, 100)
+        ]
+        return iter(change(kept))
+
+    monkeypatch.setattr(weight_channel.Channel, "_buckets", changed)
+
+
 def test_a_dropped_bucket_is_caught(actor, rollout, monkeypatch):
-    buckets = weight_channel._buckets
-    monkeypatch.setattr(weight_channel, "_buckets", lambda tensors, size: list(buckets(tensors, 100))[1:])
+    buckets_through(monkeypatch, lambda kept: kept[1:])
     refused(actor, rollout, "2 missing: scale, small")
+
+
+def test_a_repeated_bucket_is_caught(actor, rollout, monkeypatch):
+    send = weight_channel.Channel._send_header
+    monkeypatch.setattr(
+        weight_channel.Channel,
+        "_send_header",
+        lambda channel, header: send(channel, header | {"number": max(header["number"] - 1, 0)}),
+    )
+    buckets_through(monkeypatch, lambda kept: [kept[0], *kept])
+    refused(actor, rollout, "bucket 0 in the place of bucket 1")
+
+
+def test_a_bucket_of_another_size_than_announced_is_caught(actor, rollout, monkeypatch):
+    def longer(kept):
+        names, pieces, payload = kept[0]
+        return [(names, pieces, torch.cat([payload, payload])), *kept[1:]]
+
+    buckets_through(monkeypatch, longer)
+    refused(actor, rollout, "2 missing: scale, small|bytes, announced as")
+
+
+def test_buckets_stay_within_their_size_and_two_buffers_serve_all():
+    channel = weight_channel.Channel.__new__(weight_channel.Channel)
+    channel._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+    tensors = [(f"w{i}", torch.full((7 * i + 1,), float(i))) for i in range(40)]
+    seen, sizes = {}, []
+    for names, pieces, payload in channel._buckets(iter(tensors), 600):
+        sizes.append(len(payload))
+        assert len(payload) == sum(map(len, pieces))
+        for (name, _, shape), piece in zip(names, pieces, strict=True):
+            seen[name] = piece.clone().view(torch.float32).reshape(shape)
+    assert all(torch.equal(seen[name], tensor) for name, tensor in tensors)
+    assert sum(map(len, channel._buffers)) <= 2 * 600
+    assert max(size for size in sizes if size not in {4 * (7 * i + 1) for i in range(22, 40)}) <= 600
 
 
 def test_a_bucket_out_of_turn_is_caught(actor, rollout, monkeypatch):

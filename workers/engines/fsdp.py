@@ -246,7 +246,7 @@ class TrainEngine:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name as a full float32 CPU tensor, gathered one at a time; collective.
+        """Every weight under its Hugging Face name, whole, in its own dtype, on the CPU, gathered one by one; collective.
 
         LoRA adapters are merged into the weights they stand beside. Every rank must run the iterator to its end. On one
         CPU rank the tensors are the live weights: do not write.
@@ -261,8 +261,8 @@ class TrainEngine:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """A weight as one float32 CPU tensor; collective where it is sharded."""
+    """A weight as one CPU tensor of its own dtype; collective where it is sharded."""
     tensor = parameter.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    return tensor.float().cpu()
+    return tensor.cpu()

@@ -1,0 +1,102 @@
+"""A rollout process that dies within a generation, and weights that change within one."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from prompts import prompt_batch
+from rollout_engines import full_logits, load, make_engine, make_model, make_prompts, requests_of, settings
+from samples import started, tiny_config
+
+from verl_like.dispatch import Dispatch, register
+from verl_like.errors import RolloutError
+from verl_like.local_backend import LocalWorkerGroup
+from verl_like.resources import ResourcePool
+from verl_like.worker_group import ClassWithInitArgs
+from workers.actor import ActorWorker
+from workers.rollout import RolloutWorker, generate
+
+
+class Doomed(RolloutWorker):
+    """Its second rank is killed when it generates."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def be_current(self):
+        self.engine.commit(0)
+        if self.rank == 1:
+            self.engine.generate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_samples_of_a_killed_engine_are_reported_by_uid(tiny_dir):
+    group = LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Doomed, tiny_config(tiny_dir)))
+    try:
+        group.init_model()
+        group.be_current()
+        words = r"Of 10 samples 5 \(uid/index\) were not finished: 2-0/1, 3-0/0, 3-0/1, 4-0/0, 4-0/1"
+        with pytest.raises(RolloutError, match=words):
+            generate(group, prompt_batch(10))
+    finally:
+        group.shutdown()
+
+
+def test_tokens_after_a_sync_within_a_paused_generation_are_the_new_versions(tmp_path):
+    old, new = make_model(tmp_path / "old", 0), make_model(tmp_path / "new", 1)
+    engine = make_engine("native", old, tmp_path, max_num_seqs=6)
+    load(engine, old, 1)
+    plain = settings(do_sample=False, stop_token_ids=(63,))
+    reached, go_on, checkpoint, steps = threading.Event(), threading.Event(), engine.control.checkpoint, []
+
+    def watched():
+        steps.append(0)
+        if len(steps) == 6:
+            reached.set()
+            assert go_on.wait(30)
+        return checkpoint()
+
+    engine.control.checkpoint = watched
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(engine.generate(requests_of(make_prompts()), plain)))
+    thread.start()
+    assert reached.wait(30)
+    threading.Timer(0.2, go_on.set).start()
+    engine.control.pause()
+    load(engine, new, 2)
+    engine.control.resume()
+    thread.join(60)
+    mixed = 0
+    for request, output in zip(requests_of(make_prompts()), results, strict=True):
+        versions = output.versions.tolist()
+        assert versions == sorted(versions)
+        mixed += len(set(versions)) == 2
+        for model, version in ((old, 1), (new, 2)):
+            made = output.versions == version
+            logits = full_logits(model, list(request.prompt), output.tokens)
+            assert torch.equal(logits.argmax(-1)[made], output.tokens[made])
+            expected = torch.log_softmax(logits, -1).gather(1, output.tokens[:, None])[:, 0]
+            torch.testing.assert_close(output.log_probs[made], expected[made], atol=1e-4, rtol=0)
+    assert mixed == 6
+
+
+def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir):
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.rollout.kv_cache_gb = 1e-6
+    with pytest.raises(RolloutError, match=r"kv_cache_gb=1e-06 is too small.*takes .* GiB.*kv_cache_gb to .* or more"):
+        started(RolloutWorker, config)
+    config.actor_rollout_ref.rollout.kv_cache_gb = 3e-4
+    assert 4 <= started(RolloutWorker, config).engine.max_active < 20
+
+
+def test_a_bfloat16_actor_sends_bfloat16_and_the_gap_is_its_rounding(tiny_dir):
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.model.dtype = "bfloat16"
+    actor, rollout = started(ActorWorker, config, 1), started(RolloutWorker, config)
+    tensors = list(actor.engine.named_full_tensors())
+    assert {tensor.dtype for _, tensor in tensors} == {torch.bfloat16}
+    rollout.engine.load_weights(tensors)
+    rollout.engine.commit(1)
+    assert rollout.weights_checksum() == actor.weights_checksum()
+    data = rollout.generate_sequences(prompt_batch(12))
+    gap = (actor.compute_log_prob(data).batch["old_log_probs"] - data.batch["rollout_log_probs"]).abs().max()
+    assert gap < 0.1
