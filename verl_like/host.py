@@ -96,10 +96,12 @@ class WorkerHost:
             ) from error
         return address, self._store.port
 
-    def start(self, master: tuple[str, int] | None) -> Header:
+    def start(self, master: tuple[str, int] | WorkerError | None) -> Header:
         """Construct every role, in the order given; the header carries the first error, if any."""
 
         def construct() -> None:
+            if isinstance(master, WorkerError):
+                raise master
             if not self._in_callers_thread:
                 self._own_the_process(master)
             recipes = pickle.loads(self._recipes) if isinstance(self._recipes, bytes) else self._recipes

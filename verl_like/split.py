@@ -128,7 +128,7 @@ def collect_dataproto(group: WorkerGroup, outputs: list[Any]) -> DataProto:
 def join_pieces(pieces: Sequence[DataProto]) -> DataProto:
     """The rows of all pieces in memory of their own."""
     kept = [piece for piece in pieces if piece.shard is None or piece.shard.rows > 0] or list(pieces)
-    return DataProto.concat(kept) if len(kept) > 1 else kept[0].slice(0, len(kept[0]))
+    return DataProto.concat(kept)
 
 
 def regroup_pieces(

@@ -180,9 +180,9 @@ class Adder(Worker):
         return DataProto.from_dict({"x": data.batch["x"]}, {"o": data.non_tensor_batch["o"]})
 
     @register(dispatch_mode=PROTO, blocking=False)
-    def add_slowly(self, data: DataProto, seconds: float | None = None) -> DataProto:
+    def add_slowly(self, data: DataProto) -> DataProto:
         time.sleep(data.meta_info["seconds"])
-        return DataProto.from_dict({"x": data.batch["x"] + self.amount})
+        return DataProto.from_dict({"x": data.batch["x"] + self.amount}, meta_info=data.meta_info)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sibling_amount(self, role: str) -> int | None:

@@ -16,7 +16,7 @@ from verl_like.resources import Node
 def connect(
     address: str | None = None, namespace: str | None = None, runtime_env: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    """Join a Ray cluster, or start one on this machine, unless this process is connected already.
+    """Join a Ray cluster (`address`, or RAY_ADDRESS), or start one here, unless this process is connected already.
 
     Workers get one thread each, unless the user's environment or `runtime_env` says otherwise.
     """
@@ -24,13 +24,14 @@ def connect(
         return
     env = dict(runtime_env or {})
     unset = {name: value for name, value in ONE_THREAD.items() if name not in os.environ}
+    address = address or os.environ.get("RAY_ADDRESS")
     if address is not None:
         env["env_vars"] = {**ONE_THREAD, **env.get("env_vars", {})}
     else:
         options = {"include_dashboard": False, **options}
     with environment({} if address else unset):
         ray.init(
-            address=address,
+            address=address or "local",
             namespace=namespace,
             runtime_env=env or None,
             log_to_driver=True,

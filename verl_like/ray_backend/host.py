@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from verl_like.errors import WorkerError
 from verl_like.host import HostFacts, WorkerHost
 from verl_like.transport import Call, Header
 
@@ -25,12 +26,15 @@ class RayHost:
         torch.set_num_threads(1)
         self._host = WorkerHost(recipes, facts)
 
-    def open_store(self, port: int) -> tuple[str, int]:
-        """Bind the rendezvous store on this node."""
-        return self._host.open_store(ray.util.get_node_ip_address(), port)
+    def open_store(self, port: int) -> tuple[str, int] | WorkerError:
+        """Bind the rendezvous store on this node; an error goes to `start` as a value, which tells the driver."""
+        try:
+            return self._host.open_store(ray.util.get_node_ip_address(), port)
+        except WorkerError as error:
+            return error
 
     @ray.method(num_returns=2)
-    def start(self, master: tuple[str, int]) -> tuple[str, Header]:
+    def start(self, master: tuple[str, int] | WorkerError) -> tuple[str, Header]:
         """Construct the roles; says on which node."""
         return ray.get_runtime_context().get_node_id(), self._host.start(master)
 

@@ -186,15 +186,23 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
     if pool.nodes:
         return [node.key or None for node in pool.nodes]
     nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))
-    chosen: list[str | None] = []
-    for count in pool.store:
+    have = [f"{n['NodeManagerAddress']}: {amounts({k: n['Resources'].get(k, 0) for k in need})}" for n in nodes]
+    room = sum(int(min(n["Resources"].get(k, 0) / v + 1e-9 for k, v in need.items())) for n in nodes)
+    if room < pool.world_size:
+        raise PlacementError(
+            f"pool {pool.name} wants {pool.world_size} processes ({amounts(need)} each), and the cluster has room for "
+            f"{room} in all. Nodes: {'; '.join(have)}. Lower cpus_per_process or the pool's size."
+        )
+    chosen: dict[int, str] = {}
+    for entry, count in sorted(enumerate(pool.store), key=lambda item: -item[1]):  # the largest entry chooses first
         wanted = {kind: amount * count for kind, amount in need.items()}
-        fitting = [n["NodeID"] for n in nodes if all(n["Resources"].get(k, 0) + 1e-9 >= v for k, v in wanted.items())]
+        fitting = [n for n in nodes if all(n["Resources"].get(k, 0) + 1e-9 >= v for k, v in wanted.items())]
         if not fitting:
-            have = [f"{n['NodeManagerAddress']}: {amounts({k: n['Resources'].get(k, 0) for k in need})}" for n in nodes]
             raise PlacementError(
                 f"pool {pool.name} wants {count} processes on one node ({amounts(wanted)}), and no node has that in "
                 f"all. Nodes: {'; '.join(have)}. Lower cpus_per_process or the pool's size."
             )
-        chosen.append(next((node for node in fitting if node not in chosen), None))
-    return chosen if None not in chosen else [None] * len(chosen)
+        unused = [n for n in fitting if n["NodeID"] not in chosen.values()]
+        if unused:
+            chosen[entry] = min(unused, key=lambda n: n["Resources"].get("CPU", 0))["NodeID"]
+    return [chosen[entry] if len(chosen) == len(pool.store) else None for entry in range(len(pool.store))]

@@ -1,0 +1,39 @@
+"""Every ```python block of the README and the docs runs; the blocks of one file share their names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> list[object]:
+    marked = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        blocks = [m for m in BLOCK.finditer(text) if "no-run" not in m["info"]]
+        if blocks:
+            uses_ray = any("RayWorkerGroup(" in m["code"] or "RayWorkerGroup)" in m["code"] for m in blocks)
+            name = path.relative_to(ROOT).as_posix()
+            marked.append(pytest.param(path, id=name, marks=[pytest.mark.ray] if uses_ray else []))
+    return marked
+
+
+@pytest.mark.parametrize("path", pages())
+def test_the_python_blocks_run(
+    path: Path, request: pytest.FixtureRequest, monkeypatch, tmp_path: Path, tiny_dir: Path
+) -> None:
+    if request.node.get_closest_marker("ray"):
+        request.getfixturevalue("ray_session")
+    (tmp_path / "tiny").symlink_to(tiny_dir)  # what `python examples/tiny/make.py tiny` makes
+    monkeypatch.chdir(tmp_path)
+    text = path.read_text(encoding="utf-8")
+    space: dict[str, object] = {"__name__": "docs"}
+    for match in BLOCK.finditer(text):
+        if "no-run" not in match["info"]:
+            line = text.count("\n", 0, match.start("code"))
+            exec(compile("\n" * line + match["code"], str(path), "exec"), space)

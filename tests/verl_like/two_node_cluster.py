@@ -1,0 +1,56 @@
+"""Run by `test_ray_backend` in a process of its own: an uneven pool on a simulated cluster that loses a node."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from tests.verl_like.sample_workers import Adder, Faulty
+from verl_like import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
+from verl_like.errors import PlacementError, WorkerDiedError
+from verl_like.ray_backend import cluster_nodes, connect
+from verl_like.watch import Deadlines
+
+
+def main(log_dir: str) -> None:
+    facts: dict[str, Any] = {}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = cluster.add_node(num_cpus=2)
+    connect(address=cluster.address, runtime_env={"env_vars": {"MINE": "from runtime_env"}})
+    facts["slots"] = sorted(node.devices for node in cluster_nodes())
+    facts["refusals"] = []
+    for counts in ([2, 2], [3]):
+        try:
+            RayResourcePool(counts, cpus_per_process=1.0).bundles()
+        except PlacementError as error:
+            facts["refusals"].append(str(error))
+    pool = RayResourcePool([1, 2], cpus_per_process=1.0, deadlines=Deadlines(start_s=60, call_s=60, grace_s=2))
+    roles = {"adder": RayClassWithInitArgs(Adder), "faulty": RayClassWithInitArgs(Faulty)}
+    fused = RayWorkerGroup(pool, create_colocated_worker_cls(roles), log_dir=log_dir)
+    groups = fused.spawn(roles)
+    facts["ranks"] = groups["adder"].allreduce()
+    facts["environment"] = groups["adder"].variable("MINE")
+    facts["local_ranks"] = groups["adder"].variable("LOCAL_RANK")
+    nodes = [fused.transport._nodes[rank] for rank in range(3)]
+    facts["nodes"] = [nodes.index(node) for node in nodes]
+    future = groups["faulty"].sleeps(30.0)
+    time.sleep(0.5)
+    cluster.remove_node(second, allow_graceful=False)
+    began = time.monotonic()
+    try:
+        future.get()
+    except WorkerDiedError as error:
+        facts["died"] = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    facts["seconds"] = time.monotonic() - began
+    print(json.dumps(facts), flush=True)
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
