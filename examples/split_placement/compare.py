@@ -1,0 +1,41 @@
+"""Two run folders, split and colocated with as many ranks a role -> what overlapping the updates saved.
+
+    python compare.py SPLIT COLOCATE
+
+`run_deepseek7b_llm.sh` calls it with TINY=1. The first step of each run warms up and is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+
+def medians(folder: Path) -> dict[str, float]:
+    """The median over the steps after the first of every metric of the last one."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "timing_s/step" in line]
+    steps = steps[1:] or steps
+    return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in steps[-1]}
+
+
+def main(split_dir: str, colocate_dir: str) -> None:
+    """Print update phase, actor and critic alone, overlap and whole steps."""
+    split, colocate = medians(Path(split_dir)), medians(Path(colocate_dir))
+    actor, critic = colocate["timing_s/update_actor"], colocate["timing_s/update_critic"]
+    wall = split["timing_s/update"]
+    print(
+        f"update phase, split over two pools      {wall:.3f} s\n"
+        f"actor alone {actor:.3f} s + critic alone {critic:.3f} s = {actor + critic:.3f} s\n"
+        f"the update phase takes {wall / (actor + critic):.2f} of that\n"
+        f"perf/overlap_ratio                      {split['perf/overlap_ratio']:.2f} (1 in turns, 2 side by side)\n"
+        f"a whole step                            {split['timing_s/step']:.3f} s on two processes, "
+        f"{colocate['timing_s/step']:.3f} s in turns on one"
+    )
+    print(f"timeline and curves: {split_dir}/report.html")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# DeepSeek-LLM-7B, PPO on GSM8K: actor, rollout and reference on one half of the cards, the critic on the other half.
+#   bash run_deepseek7b_llm.sh [key=value ...]          eight GPUs, the model, the data
+#   TINY=1 bash run_deepseek7b_llm.sh [key=value ...]   the same dataflow with a tiny Llama on this machine's CPU
+# MODEL and DATA say where model and data lie; README.md tells what each step of the original example became here.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+py=${PYTHON:-$root/.venv/bin/python}
+[ -x "$py" ] || py=$(command -v python3)
+MODEL=${MODEL:-$HOME/models/deepseek-llm-7b-chat}
+DATA=${DATA:-$HOME/data/gsm8k}
+
+settings=(
+    placement=split
+    algorithm.adv_estimator=gae
+    algorithm.use_kl_in_reward=true
+    algorithm.kl_ctrl.kl_coef=0.001
+    data.train_files="$DATA/train.parquet"
+    data.val_files="$DATA/test.parquet"
+    data.train_batch_size=1024
+    data.max_prompt_length=512
+    data.max_response_length=512
+    actor_rollout_ref.model.path="$MODEL"
+    actor_rollout_ref.model.enable_gradient_checkpointing=false
+    actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.actor.ppo_mini_batch_size=256
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8
+    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+    critic.model.path="$MODEL"
+    critic.model.enable_gradient_checkpointing=false
+    critic.optim.lr=1e-5
+    critic.ppo_micro_batch_size_per_gpu=8
+    trainer.critic_warmup=0
+    trainer.nnodes=1
+    trainer.n_gpus_per_node=8
+    trainer.total_epochs=15
+    trainer.save_freq=-1
+    trainer.test_freq=10
+    trainer.device=auto
+    trainer.default_local_dir=runs/split_placement/deepseek7b
+    trainer.logger=[console,wandb]
+)
+
+missing() {
+    local cards wanted=8 setting
+    for setting in "$@"; do
+        case $setting in
+            ray.address=*) wanted=0 ;;
+            trainer.n_gpus_per_node=*) wanted=${setting#*=} ;;
+        esac
+    done
+    cards=$(nvidia-smi -L 2>/dev/null | wc -l || true)
+    [ "$cards" -ge "$wanted" ] || echo "- $wanted GPUs: this machine has $cards. Fewer: trainer.n_gpus_per_node=<number>; a cluster: ray.address=<address>"
+    [ -f "$MODEL/config.json" ] || echo "- the model: no config.json in $MODEL. Get deepseek-ai/deepseek-llm-7b-chat (hf download), or set MODEL=<its folder>"
+    [ -f "$DATA/train.parquet" ] || echo "- the data: no $DATA/train.parquet. From GSM8K's JSONL files: python examples/data/prepare_gsm8k.py $DATA train.jsonl test.jsonl, or set DATA=<its folder>"
+}
+
+if [ "${TINY:-0}" != 1 ]; then
+    lacks=$(missing "$@")
+    if [ -n "$lacks" ]; then
+        printf 'This run needs what is not here:\n%s\nThe same dataflow, small, on this machine: TINY=1 bash %s\n' "$lacks" "$0" >&2
+        exit 1
+    fi
+    exec "$py" -m trainer.main_ppo "${settings[@]}" "$@"
+fi
+
+run_dir=${RUN_DIR:-runs/split_placement/tiny}
+changes=(
+    data.train_files="$run_dir/data/train.parquet"
+    data.val_files="$run_dir/data/test.parquet"
+    data.train_batch_size=64
+    data.max_prompt_length=160
+    data.max_response_length=32
+    actor_rollout_ref.model.path="$run_dir/data/model"
+    actor_rollout_ref.actor.ppo_mini_batch_size=32
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
+    actor_rollout_ref.rollout.name=native
+    critic.model.path="$run_dir/data/model"
+    critic.ppo_micro_batch_size_per_gpu=16
+    trainer.n_gpus_per_node=2
+    trainer.device=cpu
+    trainer.total_epochs=1
+    trainer.default_local_dir="$run_dir/split"
+    trainer.logger=[console]
+)
+echo "TINY=1 changes these keys, and nothing else:"
+for change in "${changes[@]}"; do
+    for setting in "${settings[@]}"; do
+        if [ "${setting%%=*}" = "${change%%=*}" ]; then echo "  ${change%%=*}: ${setting#*=} -> ${change#*=}"; fi
+    done
+done
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+"$py" "$root/examples/tiny/make.py" "$run_dir/data" --gsm8k --hidden-size 128 --num-layers 4 >/dev/null 2>&1
+"$py" "$root/examples/data/prepare_gsm8k.py" "$run_dir/data" "$run_dir/data/gsm8k/train.jsonl" "$run_dir/data/gsm8k/test.jsonl"
+"$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" trainer.resume_mode=disable "$@"
+echo "Now the same roles on one pool, in turns, to see what actor and critic take alone:"
+"$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" trainer.resume_mode=disable placement=colocate trainer.n_gpus_per_node=1 \
+    trainer.backend=local trainer.default_local_dir="$run_dir/colocate" "$@"
+"$py" "$here/compare.py" "$run_dir/split" "$run_dir/colocate"

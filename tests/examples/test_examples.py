@@ -1,0 +1,122 @@
+"""Every folder of examples/ runs in its small mode, as a reader would run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainer.compose import load_config, prepare_overrides
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+COVERED = {
+    "quickstart": "here",
+    "split_placement": "here",
+    "tiny": "tests/conftest.py makes it for every test",
+    "data": "tests/trainer/test_prepare_gsm8k.py",
+}
+TINY_KEYS = [
+    "data.train_files",
+    "data.val_files",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.rollout.name",
+    "critic.model.path",
+    "critic.ppo_micro_batch_size_per_gpu",
+    "trainer.n_gpus_per_node",
+    "trainer.device",
+    "trainer.total_epochs",
+    "trainer.default_local_dir",
+    "trainer.logger",
+]
+SPLIT = EXAMPLES / "split_placement" / "run_deepseek7b_llm.sh"
+
+
+def bash(script: Path, *arguments: str, **environment: object) -> subprocess.CompletedProcess[str]:
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    variables |= {key: str(value) for key, value in environment.items()}
+    return subprocess.run(
+        ["bash", str(script), *arguments],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def settings_of(script: Path) -> list[str]:
+    """The entries of the script's `settings` array, without quotes."""
+    body = re.search(r"^settings=\(\n(.*?)^\)", script.read_text(), re.S | re.M)
+    return [line.strip().replace('"', "").replace("$", "") for line in body[1].splitlines()]
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(COVERED)
+
+
+@pytest.mark.ray
+def test_the_quickstart_learns_its_task_and_reports(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = bash(EXAMPLES / "quickstart" / "run.sh", RUN_DIR=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    scores = [line["critic/score/mean"] for line in lines(folder)]
+    assert scores[0] < 0.2
+    assert scores[-1] >= 0.8
+    assert re.search(r"peak memory of all \d+ processes together: \d\.\d\d GB", done.stdout)
+    assert f"report: {folder}/report.html" in done.stdout
+    assert "data-figure" in (folder / "report.html").read_text()
+    again = bash(EXAMPLES / "quickstart" / "run.sh", RUN_DIR=folder)
+    assert again.returncode == 0
+    assert "holds a run that has reached 0.8" in again.stderr
+
+
+@pytest.mark.ray
+def test_the_tiny_split_example_overlaps_its_updates(tmp_path: Path) -> None:
+    done = bash(SPLIT, "trainer.total_training_steps=3", TINY=1, RUN_DIR=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^  (\S+): \S+ -> \S+$", done.stdout, re.M) == TINY_KEYS
+    assert re.search(r"^update phase, split over two pools +\d", done.stdout, re.M)
+    assert re.search(r"^perf/overlap_ratio +\d", done.stdout, re.M)
+    assert all(line["perf/overlap_ratio_update"] > 1.2 for line in lines(tmp_path / "split") if "timing_s/step" in line)
+
+
+def test_the_7b_command_composes_with_half_of_the_cards_for_the_critic() -> None:
+    config = load_config(prepare_overrides(settings_of(SPLIT)))
+    assert config.resource_pool_spec == {"actor_rollout_ref_pool": [4], "critic_pool": [4]}
+    assert config.role_mapping["critic"] == "critic_pool"
+    assert config.role_mapping["ref"] == "actor_rollout_ref_pool"
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
+
+
+def test_what_the_7b_run_lacks_is_named_with_the_small_way(tmp_path: Path) -> None:
+    done = bash(SPLIT, MODEL=tmp_path / "model", DATA=tmp_path / "data", HOME=tmp_path, PATH="/usr/bin:/bin")
+    assert done.returncode == 1
+    for what in (
+        "8 GPUs: this machine has",
+        "no config.json in",
+        "no " + str(tmp_path / "data" / "train.parquet"),
+        "TINY=1 bash",
+    ):
+        assert what in done.stderr
+
+
+def test_the_split_example_edits_no_code() -> None:
+    """Its only Python file reads two run folders."""
+    (script,) = SPLIT.parent.glob("*.py")
+    imported = set(re.findall(r"^(?:import|from) (\w+)", script.read_text(), re.M))
+    assert imported.isdisjoint({"trainer", "workers", "verl_like"})
