@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_like.errors import BatchError
 
-_CHUNK_BYTES = 8 * 2**20  # of fp32 logits; at most four buffers of this size are alive at once
+_CHUNK_BYTES = 4 * 2**20  # of fp32 logits; at most four buffers of this size are alive at once
 
 
 # ---------------------------------------------------------------------------------------------------- masked reductions

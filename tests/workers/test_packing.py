@@ -42,8 +42,7 @@ def odd_batch():
 
 def workers(folder, packed):
     config = tiny_config(folder, entropy_coeff=0.01, use_kl_loss=True)
-    for model in (config.actor_rollout_ref.model, config.critic.model):
-        model.use_remove_padding = packed
+    config.actor_rollout_ref.model.use_remove_padding = packed
     return started(ActorWorker, config, 1), started(CriticWorker, config, 1)
 
 

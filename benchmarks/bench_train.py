@@ -1,0 +1,109 @@
+"""The training engine beside a matrix product, padded rows, another number of ranks, and TRL: prints JSON.
+
+    python benchmarks/bench_train.py [--trl-python PATH] [--rounds 3]
+
+PATH is the Python of an environment that has TRL 1.16; without it TRL is left out. Sides run in processes of their own,
+in turn, with one thread each, on the same rows; a figure is the median over rounds. Limits that are missed are listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SIDE = Path(__file__).with_name("train_side.py")
+LIMITS = {
+    "float32_share": (">=", 0.75),
+    "packed over padded, real tokens 40 % of the width": ("<=", 0.5),
+    "2 ranks over 1, seconds": ("<=", 0.65),
+    "over_the_logits_mib": ("<=", 64.0),
+    "times TRL, full rows": (">=", 1.2),
+    "times TRL, tailed rows": (">=", 2.5),
+}
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+       "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(SIDE.resolve().parents[1])}  # fmt: skip
+
+
+def start(python: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """A side in its process."""
+    return subprocess.Popen(
+        [python, str(SIDE), *arguments], env=ENV | environment, stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, float]:
+    """The JSON that a side printed last."""
+    output, _ = process.communicate(timeout=1800)
+    if process.returncode:
+        raise SystemExit(f"{process.args} failed with {process.returncode}")
+    result: dict[str, float] = json.loads(output.strip().splitlines()[-1]) if output.strip() else {}
+    return result
+
+
+def on_ranks(folder: str, world_size: int) -> dict[str, float]:
+    """The slowest rank's figures."""
+    from torch.distributed import TCPStore
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    processes = [
+        start(sys.executable, "ranks", folder, RANK=str(r), LOCAL_RANK=str(r), **common) for r in range(world_size)
+    ]
+    answers = [answer(process) for process in processes]
+    return {name: max(a[name] for a in answers) for name in answers[0]}
+
+
+def one_round(folder: str, trl_python: str | None) -> dict[str, float]:
+    """Every comparison once, its sides one after the other."""
+    found: dict[str, float] = {}
+    sides = [("ours", sys.executable), ("padded", sys.executable)] + ([("trl", trl_python)] if trl_python else [])
+    for kind in ("full", "tailed", "ragged"):
+        for side, python in sides:
+            found[f"{side}, {kind} rows, s"] = answer(start(python, side, folder, kind))["update_s"]
+    found |= answer(start(sys.executable, "rate", folder)) | answer(start(sys.executable, "memory", folder))
+    for world_size in (1, 2):
+        for name, value in on_ranks(folder, world_size).items():
+            found[f"{world_size} ranks, {name}"] = value
+    found["packed over padded, real tokens 40 % of the width"] = (
+        found["ours, ragged rows, s"] / found["padded, ragged rows, s"]
+    )
+    found["2 ranks over 1, seconds"] = found["2 ranks, update_s"] / found["1 ranks, update_s"]
+    found["2 ranks over 1, memory of a rank"] = found["2 ranks, state_mib"] / found["1 ranks, state_mib"]
+    if trl_python:
+        for kind in ("full", "tailed"):
+            found[f"times TRL, {kind} rows"] = found[f"trl, {kind} rows, s"] / found[f"ours, {kind} rows, s"]
+    return found
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", help="the Python of an environment with TRL 1.16")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        answer(start(sys.executable, "make", folder))
+        rounds = [one_round(folder, args.trl_python) for _ in range(args.rounds)]
+    figures = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+    missed = [
+        f"{name} is {figures[name]:.3g}, wanted {sign} {limit:g}"
+        for name, (sign, limit) in LIMITS.items()
+        if name in figures and not (figures[name] <= limit if sign == "<=" else figures[name] >= limit)
+    ]
+    report: dict[str, Any] = {"figures": {name: round(value, 4) for name, value in figures.items()}, "missed": missed}
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

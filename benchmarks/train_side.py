@@ -1,0 +1,241 @@
+"""One side of the training comparison, in a process of its own with one thread; `bench_train.py` runs them in turn.
+
+    python benchmarks/train_side.py make FOLDER                  the model and the rows, for all sides
+    python benchmarks/train_side.py ours|padded|trl FOLDER KIND   seconds of an update of the rows KIND, as JSON
+    python benchmarks/train_side.py rate FOLDER                   the matrix product's rate and the update's beside it
+    python benchmarks/train_side.py ranks FOLDER                  a rank's share under torchrun's environment
+    python benchmarks/train_side.py memory FOLDER                 peak memory of the log-prob path
+
+KIND: `full` (256 rows of 40 tokens), `tailed` (geometric lengths, mean 32, at most 256), `ragged` (real tokens are 40 %
+of the padded width). `padded` is a plain loop over padded rows, as transformers computes them, 64 at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROMPT, ROWS, REPEATS = 8, 256, 5
+WIDTHS = {"full": 32, "tailed": 256, "ragged": 192}
+MODEL = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+         "tie_word_embeddings": True}  # fmt: skip
+
+
+def make(folder: Path) -> None:
+    """The 1M-parameter Qwen2, a tokenizer of 64 tokens, and every kind's rows."""
+    import runpy
+
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**MODEL, pad_token_id=0)).save_pretrained(folder)
+    tokenizer = runpy.run_path(str(Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py"))[
+        "make_tokenizer"
+    ]()
+    while len(tokenizer) < MODEL["vocab_size"]:
+        tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
+    tokenizer.save_pretrained(folder)
+    lengths = {
+        "full": torch.full((ROWS,), WIDTHS["full"]),
+        "tailed": torch.distributions.Geometric(1 / 32).sample((ROWS,)).long().clamp(1, WIDTHS["tailed"]),
+        "ragged": torch.randint(1, 145, (ROWS,)),
+    }
+    for kind, own in lengths.items():
+        width = WIDTHS[kind]
+        mask = (torch.arange(width) < own[:, None]).long()
+        ids = torch.randint(1, MODEL["vocab_size"], (ROWS, PROMPT + width))
+        torch.save({"ids": ids, "response_mask": mask, "advantages": torch.randn(ROWS)}, folder / f"{kind}.pt")
+
+
+def batch_of(folder: Path, kind: str, rows: int = ROWS) -> Any:
+    """The rows of a kind with every column that an update reads."""
+    from verl_like.protocol import DataProto
+
+    stored = torch.load(folder / f"{kind}.pt")
+    ids, inside = stored["ids"][:rows], stored["response_mask"][:rows]
+    mask = torch.cat([torch.ones(rows, PROMPT, dtype=torch.long), inside], dim=1)
+    columns = {
+        "input_ids": ids * mask, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "responses": ids[:, PROMPT:] * inside, "response_mask": inside,
+        "old_log_probs": torch.full(inside.shape, -4.2), "advantages": stored["advantages"][:rows, None] * inside,
+    }  # fmt: skip
+    return DataProto.from_dict(columns)
+
+
+def updater(folder: Path, **model: Any) -> Callable[[Any], Any]:
+    """An update of the actor's, on this process's rank."""
+    from types import SimpleNamespace
+
+    from workers.actor import ActorWorker
+    from workers.config import ActorRolloutRefConfig, ModelConfig, RolloutCorrectionConfig, WorkersConfig
+
+    policy = ActorRolloutRefConfig(model=ModelConfig(path=str(folder), **model))
+    policy.actor.ppo_mini_batch_size, policy.actor.ppo_micro_batch_size_per_gpu = ROWS, 64
+    policy.actor.use_dynamic_bsz, policy.actor.ppo_max_token_len_per_gpu = True, 2560
+    policy.actor.optim.lr = 1e-4
+    algorithm = SimpleNamespace(rollout_correction=RolloutCorrectionConfig())
+    worker = ActorWorker(WorkersConfig(actor_rollout_ref=policy, data=None, trainer=None, algorithm=algorithm))
+    worker.init_model(100)
+    return worker.update_actor
+
+
+def padded_updater(folder: Path, kind: str) -> Callable[[], None]:
+    """PPO's update on padded rows with nothing but transformers and torch."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch = batch_of(folder, kind).batch
+
+    def update() -> None:
+        for part in batch.split(64):
+            width = part["responses"].shape[1]
+            out = model(part["input_ids"], part["attention_mask"], position_ids=part["position_ids"], use_cache=False,
+                        logits_to_keep=width + 1)  # fmt: skip
+            log_probs = out.logits[:, :-1].log_softmax(-1).gather(-1, part["responses"][..., None]).squeeze(-1)
+            ratio = (log_probs - part["old_log_probs"]).clamp(-20, 20).exp()
+            losses = -torch.minimum(ratio * part["advantages"], ratio.clamp(0.8, 1.2) * part["advantages"])
+            ((losses * part["response_mask"]).sum() / batch["response_mask"].sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def trl_updater(folder: Path, kind: str) -> Callable[[], None]:
+    """TRL's own loss on the same rows: its forward, backward, clipping and optimizer step."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    stored = torch.load(folder / f"{kind}.pt")
+    ids, inside = stored["ids"], stored["response_mask"]
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=ROWS, num_generations=4, beta=0.0,
+        learning_rate=1e-4, max_completion_length=WIDTHS[kind], bf16=False, use_cpu=True, report_to=[],
+        loss_type="bnpo", gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=str(folder), args=config, reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * ROWS}),
+        processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1
+    model = trainer.model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    inputs = {
+        "prompt_ids": ids[:, :PROMPT], "prompt_mask": torch.ones(ROWS, PROMPT, dtype=torch.long),
+        "completion_ids": ids[:, PROMPT:] * inside, "completion_mask": inside, "advantages": stored["advantages"],
+        "old_per_token_logps": torch.full(inside.shape, -4.2), "num_items_in_batch": inside.sum(),
+    }  # fmt: skip
+
+    def update() -> None:
+        trainer.compute_loss(model, inputs).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Median wall time of some calls after one."""
+    work()
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def rate(folder: Path) -> dict[str, float]:
+    """The update's arithmetic, 6 N a token, as a share of a matrix product's rate, both measured in turn."""
+    left, right = torch.randn(10240, 128), torch.randn(128, 512)
+    result = {}
+    for name, model in (("float32", {}), ("bfloat16", {"dtype": "bfloat16"})):
+        update, batch = updater(folder, **model), batch_of(folder, "full")
+        dtype = getattr(torch, name)
+        one, other = left.to(dtype), right.to(dtype)
+        flops = 6 * sum(p.numel() for p in update.__self__.engine.parameters()) * ROWS * (PROMPT + WIDTHS["full"])
+        update(batch)
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            for _ in range(20):
+                one @ other
+            product = 20 * 2 * 10240 * 128 * 512 / (time.perf_counter() - began)
+            began = time.perf_counter()
+            update(batch)
+            own = flops / (time.perf_counter() - began)
+            result.setdefault(f"{name}_product_gflops", []).append(product / 1e9)
+            result.setdefault(f"{name}_update_gflops", []).append(own / 1e9)
+            result.setdefault(f"{name}_share", []).append(own / product)
+    return {name: statistics.median(values) for name, values in result.items()}
+
+
+def ranks(folder: Path) -> dict[str, float]:
+    """One rank of an FSDP group: seconds of an update, and the memory of its parameters and optimizer."""
+    import torch.distributed as dist
+
+    from verl_like.split import split_rows
+
+    update = updater(folder)
+    worker = update.__self__
+    batch = split_rows(batch_of(folder, "full"), worker.world_size)[worker.rank]
+    time_of_update = seconds(lambda: update(batch))
+    engine = worker.engine
+    held = [getattr(t, "_local_tensor", t) for t in engine.parameters()]
+    held += [getattr(t, "_local_tensor", t) for s in engine.optimizer.state.values() for t in s.values()]
+    dist.destroy_process_group()
+    return {"update_s": time_of_update, "state_mib": sum(t.numel() * t.element_size() for t in held) / 2**20}
+
+
+def memory(folder: Path) -> dict[str, float]:
+    """Peak resident memory of log-probs and entropy, forward and backward, over that of the logits alone."""
+    from verl_like.tensor_ops import logprobs_and_entropy_from_logits
+
+    tokens, vocabulary = 4096, 65536
+    hidden = torch.randn(tokens, 16, requires_grad=True)
+    head = torch.randn(vocabulary, 16)
+    labels = torch.randint(0, vocabulary, (tokens,))
+    with torch.no_grad():
+        (hidden @ head.t()) @ head  # from here on the process has once held the logits, and what the products need
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    log_probs, entropy = logprobs_and_entropy_from_logits(hidden @ head.t(), labels, inplace_backward=True)
+    (log_probs.sum() - 0.01 * entropy.sum()).backward()
+    over = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    logits = tokens * vocabulary * 4 / 2**20
+    return {"logits_mib": logits, "over_the_logits_mib": over}
+
+
+def main() -> None:
+    """Command line; one JSON object on the last line of stdout."""
+    torch.set_num_threads(1)
+    side, folder = sys.argv[1], Path(sys.argv[2])
+    kind = sys.argv[3] if len(sys.argv) > 3 else ""
+    if side == "make":
+        make(folder)
+    elif side in ("rate", "ranks", "memory"):
+        print(json.dumps({"rate": rate, "ranks": ranks, "memory": memory}[side](folder)))
+    else:
+        if side == "ours":
+            update, batch = updater(folder), batch_of(folder, kind)
+            work: Callable[[], Any] = lambda: update(batch)  # noqa: E731
+        else:
+            work = (padded_updater if side == "padded" else trl_updater)(folder, kind)
+        print(json.dumps({"update_s": seconds(work)}))
+
+
+if __name__ == "__main__":
+    main()
