@@ -34,6 +34,19 @@ def test_there_are_fewer_than_150_keys() -> None:
     assert len(leaves()) < 150
 
 
+def test_every_key_is_read_somewhere() -> None:
+    root = CONFIG_DIR.parent.parent
+    texts = [
+        path.read_text(encoding="utf-8")
+        for package in ("verl_like", "workers", "trainer")
+        for path in (root / package).rglob("*.py")
+        if path.name not in ("config.py", "checks.py", "unread.py")
+    ]
+    names = set(re.findall(r"\.(\w+)|[\"'](\w+)[\"']", "\n".join(texts)))
+    known = {name for pair in names for name in pair}
+    assert [key for key in leaves() if key.rpartition(".")[2] not in known] == []
+
+
 def test_every_field_has_a_docstring() -> None:
     for schema in {kind for _, kind in config_keys() if dataclasses.is_dataclass(kind)} | {PPOConfig}:
         source = inspect.getsource(schema)

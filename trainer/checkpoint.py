@@ -118,7 +118,7 @@ class Checkpoints:
         if metrics.is_file():
             kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if 0 <= _step_of(line) <= last]
             write_whole(metrics, "".join(f"{line}\n" for line in kept))
-        for path in (self.folder / "rollouts").glob("*.jsonl"):
+        for path in (*self.folder.glob("rollouts/*.jsonl"), *self.folder.glob("validation/*.jsonl")):
             if path.stem.isdecimal() and int(path.stem) > last:
                 path.unlink()
 

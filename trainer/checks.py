@@ -24,6 +24,7 @@ CHOICES = {
     "critic.strategy": STRATEGIES,
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "data.truncation": ("error", "left", "right"),
+    "data.on_bad_row": ("error", "skip"),
     "trainer.backend": ("ray", "local"),
     "trainer.device": ("auto", "cpu", "cuda"),
 }
@@ -39,6 +40,8 @@ POSITIVE = (
     "actor_rollout_ref.rollout.kv_cache_gb",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.val_kwargs.n",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "actor_rollout_ref.rollout.temperature",
     "critic.ppo_micro_batch_size_per_gpu",
     "reward_model.micro_batch_size_per_gpu",
@@ -46,6 +49,7 @@ POSITIVE = (
     "data.max_prompt_length",
     "data.max_response_length",
     "data.train_batch_size",
+    "reward_model.sample_timeout_s",
     "trainer.n_gpus_per_node",
     "trainer.nnodes",
     "trainer.total_epochs",
@@ -88,6 +92,7 @@ def validate(config: PPOConfig) -> None:
     for estimator in (config.algorithm.kl_penalty, config.actor_rollout_ref.actor.kl_loss_type):
         kl_penalty(torch.zeros(1), torch.zeros(1), estimator)
     _check_checkpoints(config)
+    _check_rewards(config)
     _check_batches(config)
     _check_token_budgets(config)
     _check_losses(config)
@@ -104,9 +109,25 @@ def _check_losses(config: PPOConfig) -> None:
     correction, zero = config.algorithm.rollout_correction, torch.zeros(1, 1)
     if correction.rollout_is is not None:
         compute_rollout_importance_weights(zero, zero, zero, **vars(correction))
+
+
+def _check_rewards(config: PPOConfig) -> None:
+    """Scores and validations that are asked for can be had."""
     if config.reward_model.enable and not config.reward_model.model.path:
         raise ConfigError(
             "reward_model.enable=true needs reward_model.model.path: the folder of a sequence classifier."
+        )
+    buffer, limit = config.reward_model.overlong_buffer, config.data.max_response_length
+    if buffer.enable and not 0 < buffer.len <= limit:
+        raise ConfigError(
+            f"reward_model.overlong_buffer.len={buffer.len} tokens: it lies between 1 and "
+            f"data.max_response_length={limit}; DAPO takes a fifth of that."
+        )
+    if config.data.custom_cls.path and not config.data.custom_cls.name:
+        raise ConfigError(f"data.custom_cls.path={config.data.custom_cls.path} needs data.custom_cls.name.")
+    if config.trainer.test_freq == 0 or config.trainer.test_freq < -1:
+        raise ConfigError(
+            f"trainer.test_freq={config.trainer.test_freq}: a number of steps above 0, or -1 for none between steps."
         )
 
 

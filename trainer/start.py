@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import closing
 
 import torch
 
@@ -35,16 +36,15 @@ def run(config: PPOConfig, trainer_cls: type[PPOTrainer] | None = None) -> None:
     Checkpoints(config)  # a folder that this run cannot go on from is refused before any process starts
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     loader = PromptLoader(config, tokenizer)
-    rewards = make_reward_manager(config, tokenizer, loader.data_sources)
-    folder = open_run_folder(config)
-    try:
-        with WorkerGroups(config) as groups:
-            write_whole(folder / "placement.txt", f"{groups.placement}\n")
-            print(groups.placement, batch_table(config), describe(config), sep="\n\n", flush=True)
-            trainer_cls(config, groups, tokenizer, loader, rewards).fit()
-    finally:
-        rewards.close()
-        close_run(folder, sys.exception())
+    with closing(make_reward_manager(config, tokenizer, loader.data_sources)) as rewards:
+        folder = open_run_folder(config)
+        try:
+            with WorkerGroups(config) as groups:
+                write_whole(folder / "placement.txt", f"{groups.placement}\n")
+                print(groups.placement, batch_table(config), describe(config), sep="\n\n", flush=True)
+                trainer_cls(config, groups, tokenizer, loader, rewards).fit()
+        finally:
+            close_run(folder, sys.exception())
 
 
 def nominal_placement(config: PPOConfig) -> Placement:

@@ -337,13 +337,8 @@ class WorkersConfig:
 
 def critic_model(config: WorkersConfig) -> ModelConfig:
     """The critic's model settings, whole."""
-    own = config.critic.model
-    return replace(
-        config.actor_rollout_ref.model,
-        path=own.path,
-        enable_gradient_checkpointing=own.enable_gradient_checkpointing,
-        lora_rank=own.lora_rank,
-    )
+    own = {name: value for name, value in vars(config.critic.model).items() if name != "fsdp_config"}
+    return replace(config.actor_rollout_ref.model, **own)
 
 
 def critic_optim(config: WorkersConfig) -> OptimConfig:

@@ -75,6 +75,10 @@ SETTINGS = [
     ("custom_reward_function.path=mine.py", ["custom_reward_function.path=mine.py", "no such file"]),
     ("custom_reward_function.path=json", ["custom_reward_function.name='compute_score'", "it has", "dumps"]),
     ("trainer.cls=trainer.ppo.PPOTrainr", ["trainer.cls=trainer.ppo.PPOTrainr", "Did you mean 'PPOTrainer'"]),
+    ("reward_model.overlong_buffer.enable=true", ["overlong_buffer.len=0 tokens", "max_response_length=8"]),
+    ("reward_model.enable=true", ["reward_model.model.path", "sequence classifier"]),
+    ("data.val_files=x trainer.test_freq=0", ["trainer.test_freq=0", "above 0, or -1"]),
+    ("data.custom_cls.path=mine.py", ["data.custom_cls.path=mine.py needs data.custom_cls.name"]),
     ("critic.model.path=nowhere", ["critic.model.path=nowhere", "there is no such folder", "examples/tiny/make.py"]),
 ]
 
