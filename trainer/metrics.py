@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.batch_columns import read_columns
+from trainer.batch_columns import has_column, read_columns
 from verl_like.errors import BatchError
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics["critic/vf_explained_var"] = (1.0 - _var(returns - values) / (_var(returns) + 1e-5)).item()
     max_prompt_length, max_response_length = _widths(batch)
     metrics |= _length_metrics("response_length", response_length, max_response_length)
+    if has_column(batch, "entropys"):  # the pass for old log-probs gives it; a step that needs none has none
+        metrics["actor/entropy"] = _mean(read_columns(batch, "entropys")["entropys"][inside])
     metrics |= _length_metrics("response_length_non_aborted", response_length[answered], max_response_length)
     metrics["response/aborted_ratio"] = 1.0 - _mean(answered)
     return metrics | _length_metrics("prompt_length", prompt_length, max_prompt_length)

@@ -1,0 +1,31 @@
+"""What the README says of the code is what the code says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+from trainer.ppo import PPOTrainer
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_quoted_step_is_the_step() -> None:
+    (quoted,) = re.findall(r"^```python no-run\n(.*?)^```", README, re.M | re.S)
+    assert quoted == textwrap.dedent(inspect.getsource(PPOTrainer.step))
+
+
+def test_the_first_two_commands_are_the_quickstart_and_the_tests() -> None:
+    commands = re.findall(r"^    (?:\w+=\w+ )?bash (\S+)", README, re.M)
+    assert commands[:2] == ["examples/quickstart/run.sh", "tests/run.sh"]
+    assert [command for command in commands if not (ROOT / command).is_file()] == []
+
+
+def test_links_and_images_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} -> {target}"
