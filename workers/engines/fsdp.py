@@ -246,7 +246,7 @@ class TrainEngine:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, whole, in its own dtype, on the CPU, gathered one by one; collective.
+        """Every weight under its Hugging Face name, in its own dtype, whole, on the CPU, one at a time; collective.
 
         LoRA adapters are merged into the weights they stand beside. Every rank must run the iterator to its end. On one
         CPU rank the tensors are the live weights: do not write.

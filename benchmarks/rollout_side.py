@@ -1,0 +1,154 @@
+"""One side of `bench_rollout.py`, in a process of its own: `python benchmarks/rollout_side.py ours|vllm FOLDER`.
+
+Prints a JSON line: for every engine and workload seconds and tokens of each repetition, engines taking turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+PROMPTS, PROMPT, FULL, TAIL, VOCAB = 256, 8, 32, 256, 64
+STOP = (0, 1)
+"""Two of 64 nearly even tokens: response lengths are geometric with mean 32."""
+ROUNDS = 5
+Run = Callable[[int], int]
+
+
+def prompts(round_: int) -> list[list[int]]:
+    """Fresh ones each round."""
+    return np.random.default_rng(round_).integers(2, VOCAB, size=(PROMPTS, PROMPT)).tolist()
+
+
+def timed(runs: dict[str, Run]) -> dict[str, list[dict[str, float]]]:
+    """Each run in turn, `ROUNDS` times after one to warm up."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for round_ in range(ROUNDS + 1):
+        for name, run in runs.items():
+            began, cpu = time.perf_counter(), time.process_time()
+            tokens = run(round_)
+            times = {"s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
+            if round_:
+                found[name].append({"tokens": tokens, **times})
+    return found
+
+
+def of_engine(engine: Any, max_tokens: int, stop: tuple[int, ...]) -> Run:
+    """One of our engines, as the role calls it."""
+    from workers.engines.rollout_base import Request, SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop)
+
+    def run(round_: int) -> int:
+        requests = [Request(prompt, 1000 * round_ + i) for i, prompt in enumerate(prompts(round_))]
+        outputs = engine.generate(requests, sampling)
+        assert all(bool(output.log_probs.isfinite().all()) for output in outputs)
+        return sum(len(output.tokens) for output in outputs)
+
+    return run
+
+
+def ours(folder: Path) -> dict[str, Any]:
+    """The native engine beside transformers' generate."""
+    from transformers import AutoModelForCausalLM
+
+    from workers.engines.native_rollout import NativeEngine
+    from workers.engines.rollout_base import EngineLimits
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    began = time.perf_counter()
+    engine = NativeEngine(model, EngineLimits(prompt_width=PROMPT, response_width=TAIL), owns_weights=False)
+    engine.commit(0)
+    start = time.perf_counter() - began
+
+    def hf(max_tokens: int, stop: tuple[int, ...]) -> Run:
+        def run(round_: int) -> int:
+            torch.manual_seed(round_)
+            ids = torch.tensor(prompts(round_))
+            made = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=max_tokens,
+                eos_token_id=list(stop) or None,
+                pad_token_id=0,
+            )[:, PROMPT:]
+            ends = torch.isin(made, torch.tensor(stop or (-1,)))
+            before = ends.int().cumsum(1) - ends.int() == 0
+            return int(before.sum())
+
+        return run
+
+    runs = {
+        "native full": of_engine(engine, FULL, ()),
+        "hf full": hf(FULL, ()),
+        "native tail": of_engine(engine, TAIL, STOP),
+        "hf tail": hf(TAIL, STOP),
+    }
+    left, right = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    rates = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        left @ right
+        rates.append(2 * 2048**3 / (time.perf_counter() - began) / 1e9)
+    return {"runs": timed(runs), "start_s": {"native": start}, "matmul_gflops": max(rates)}
+
+
+def vllm(folder: Path) -> dict[str, Any]:
+    """vLLM's CPU engine as it comes, with and without log-probs and seeds, and under our sampler."""
+    from transformers import AutoModelForCausalLM
+
+    from workers.engines.rollout_base import EngineLimits
+    from workers.engines.vllm_rollout import VllmEngine, VllmSettings
+
+    began = time.perf_counter()
+    engine = VllmEngine(VllmSettings(str(folder)), EngineLimits(prompt_width=PROMPT, response_width=TAIL))
+    start = time.perf_counter() - began
+    engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    engine.commit(0)
+
+    def plain(max_tokens: int, stop: tuple[int, ...], reported: bool) -> Run:
+        from vllm import SamplingParams
+
+        def run(round_: int) -> int:
+            params = [
+                SamplingParams(
+                    max_tokens=max_tokens,
+                    stop_token_ids=list(stop),
+                    ignore_eos=True,
+                    detokenize=False,
+                    logprobs=0 if reported else None,
+                    seed=1000 * round_ + i if reported else None,
+                )
+                for i in range(PROMPTS)
+            ]
+            asked = [{"prompt_token_ids": ids} for ids in prompts(round_)]
+            return sum(len(o.outputs[0].token_ids) for o in engine.llm.generate(asked, params, use_tqdm=False))
+
+        return run
+
+    runs = {
+        "vllm full": plain(FULL, (), False),
+        "vllm full, log-probs and seeds": plain(FULL, (), True),
+        "vllm tail": plain(TAIL, STOP, False),
+        "vllm tail, log-probs and seeds": plain(TAIL, STOP, True),
+        "vllm full, our sampler": of_engine(engine, FULL, ()),
+        "vllm tail, our sampler": of_engine(engine, TAIL, STOP),
+    }
+    return {"runs": timed(runs), "start_s": {"vllm": start}}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({"ours": ours, "vllm": vllm}[sys.argv[1]](Path(sys.argv[2]))))

@@ -1,0 +1,158 @@
+"""The sync side of `bench_rollout.py`: a 2-rank FSDP actor fills an engine in a third process. Prints a JSON line."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+NUM_TENSORS, COLUMNS, ROWS = 25, 1024, 1024  # 25 tensors of 4 MiB
+ROUNDS = 7
+
+
+class Weights(nn.Module):
+    """100 MiB of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.randn(ROWS, COLUMNS)) for _ in range(NUM_TENSORS)])
+
+
+class Trainer:
+    """Stands for a training engine."""
+
+    def __init__(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.module = Weights()
+        fully_shard(self.module, mesh=init_device_mesh("cpu", (2,)))
+
+    def named_full_tensors(self) -> Any:
+        """As the training engine gathers them."""
+        from workers.engines.fsdp import full_tensor
+
+        for name, parameter in self.module.named_parameters():
+            yield name, full_tensor(parameter)
+
+
+class Engine:
+    """Stands for a rollout engine."""
+
+    def __init__(self) -> None:
+        self.module = Weights()
+
+    def load_weights(self, tensors: Any) -> None:
+        """Write and verify."""
+        from workers.weights import WeightSink
+
+        sink = WeightSink(self.module)
+        for name, tensor in tensors:
+            sink.write_tensor(name, tensor)
+        sink.verify("engine")
+
+    def commit(self, version: int) -> None:
+        """Nothing to stamp."""
+
+
+def times_of(work: Callable[[int], Any], together: Callable[[], Any]) -> list[float]:
+    """Wall seconds of each round, from all ready to all done."""
+    seconds = []
+    for round_ in range(ROUNDS):
+        together()
+        began = time.perf_counter()
+        work(round_)
+        together()
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
+
+
+def rank_main(rank: int, port: int, path: str) -> None:
+    """Ranks 0 and 1 train, rank 2 is the rollout; rank 0 writes what it measured."""
+    from workers.weight_sync import WeightReceiver, WeightSender
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))
+    group = dist.ProcessGroupGloo(dist.PrefixStore("all", store), rank, 3, timedelta(seconds=60))
+    payload = torch.ones(NUM_TENSORS * ROWS * COLUMNS)
+
+    def together() -> None:
+        group.allreduce([torch.zeros(1)]).wait()
+
+    def broadcast(_: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        group.broadcast([payload], options).wait()
+
+    worker: Any
+    if rank < 2:
+        dist.init_process_group("gloo", store=dist.PrefixStore("actor", store), rank=rank, world_size=2)
+        worker = WeightSender()
+        worker.rank, worker.engine = rank, Trainer()
+    else:
+        worker = WeightReceiver()
+        worker.rank, worker.world_size, worker.engine = 0, 1, Engine()
+    hashes = []
+
+    def sync(round_: int) -> None:
+        if rank < 2:
+            address = worker.open_weight_channel()
+            if rank == 0:
+                store.set(f"address {round_}", address)
+            report = worker.send_weights(1, 16.0)
+        else:
+            report = worker.receive_weights(store.get(f"address {round_}").decode(), round_)
+        assert report.error is None, report.error
+        hashes.append(report.hash_s)
+
+    found = {"broadcast_s": times_of(broadcast, together), "sync_s": times_of(sync, together)}
+    if rank == 0:
+        medians = {name: statistics.median(values) for name, values in found.items()}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({**medians, "hash_cpu_s": statistics.median(hashes[1:])}, file)
+    together()
+    if rank < 2:
+        dist.destroy_process_group()
+
+
+def by_reference() -> float:
+    """Seconds of a colocated sync of the same 100 MiB: what `commit` costs."""
+    from workers.weights import Fingerprint
+
+    module, seconds = Weights(), []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        fingerprint = Fingerprint()
+        for name, tensor in module.named_parameters():
+            fingerprint.note(name, tensor)
+        fingerprint.value()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    """Both syncs, and one broadcast of the same bytes over the same three processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.NamedTemporaryFile() as file:
+        mp.spawn(rank_main, (port, file.name), nprocs=3)
+        found = json.load(file)
+    print(json.dumps({**found, "by_reference_s": by_reference()}))
+
+
+if __name__ == "__main__":
+    main()
