@@ -14,14 +14,18 @@ import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import PPOConfig
+from trainer.shipping import modules_of_the_user
 from verl_like.errors import ConfigError, nearest
 from verl_like.resources import Node, Placement, PoolPlan, ResourcePool
 from verl_like.watch import Deadlines
 from verl_like.worker import Worker
 from verl_like.worker_group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
+
+if TYPE_CHECKING:
+    from verl_like.ray_backend import RayResourcePool
 
 ROLE_WORKERS = {
     "actor": "workers.actor.ActorWorker",
@@ -62,11 +66,13 @@ class WorkerGroups:
         self._fused: dict[str, WorkerGroup] = {}
         self._groups: dict[str, WorkerGroup] = {}
         self._neighbours: dict[str, Worker] = {}
+        self._places: list[RayResourcePool] = []
         nodes = self._connect()
         self.placement = Placement.plan(
             config.resource_pool_spec, config.role_mapping, nodes, cpus_per_process=config.cpus_per_process
         )
         classes = {role: worker_class(config, role) for role in self.placement.role_mapping}
+        self._require_shared_folder()
         order = [*ROLE_WORKERS, *classes]
         try:
             for plan in self.placement.pools.values():
@@ -105,9 +111,11 @@ class WorkerGroups:
         return records
 
     def shutdown(self) -> None:
-        """End every process."""
+        """End every process and give its place back."""
         for group in self._fused.values():
             group.shutdown()
+        for pool in self._places:
+            pool.release()
 
     def _connect(self) -> list[Node]:
         trainer, settings = self.config.trainer, self.config.ray
@@ -115,8 +123,20 @@ class WorkerGroups:
             return [Node("this machine", trainer.n_gpus_per_node, float(os.cpu_count() or 1))]
         from verl_like import ray_backend
 
-        ray_backend.connect(settings.address, settings.namespace, settings.runtime_env)
+        joins = settings.address or os.environ.get("RAY_ADDRESS")
+        runtime_env = dict(settings.runtime_env)
+        if joins and (modules := modules_of_the_user(self.config)):
+            runtime_env["py_modules"] = [*runtime_env.get("py_modules", []), *modules]
+        ray_backend.connect(settings.address, runtime_env=runtime_env)
         return ray_backend.cluster_nodes(trainer.n_gpus_per_node, use_gpu=trainer.device != "cpu")
+
+    def _require_shared_folder(self) -> None:
+        """Where there is more than one node, all of them must see the run folder."""
+        nodes = {node.key: node for plan in self.placement.pools.values() for node in plan.nodes}
+        if len(nodes) > 1:
+            from verl_like.ray_backend.shared_folder import require_shared_folder
+
+            require_shared_folder(Path(self.config.trainer.default_local_dir), nodes.values())
 
     def _start(self, plan: PoolPlan, classes: dict[str, type[Worker]]) -> None:
         trainer = self.config.trainer
@@ -141,6 +161,7 @@ class WorkerGroups:
                 nodes=plan.nodes,
                 deadlines=limits,
             )
+            self._places.append(pool)
             group = RayWorkerGroup(pool, recipe, **options)
         self._fused[plan.name] = group
         self._groups.update(group.spawn(classes))

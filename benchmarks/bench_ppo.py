@@ -1,0 +1,130 @@
+"""The program's speed: `python benchmarks/bench_ppo.py --trl-python PATH [--only grpo,tailed,split,...]`. Prints JSON.
+
+PATH is the Python of an environment with TRL 1.16 and the same torch; without it only our own side is measured. Every
+side runs in a process of its own. A step's time is taken from outside: the wall of 25 steps less the wall of 5, over
+20, the two sides in turn, the median over rounds. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ENV = {
+    **os.environ,
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "TOKENIZERS_PARALLELISM": "false",
+}
+LIMITS: dict[str, tuple[str, float]] = {
+    "grpo.steps_per_s over trl": (">=", 1.3),
+    "tailed.steps_per_s over trl": (">=", 2.5),
+    "grpo.reward_at_20 less trl": (">=", 0.0),
+    "split.update_over_alone": ("<=", 0.6),
+    "driver.driver_share_local": ("<=", 0.05),
+    "driver.driver_share_ray": ("<=", 0.05),
+    "memory.growth_mib": ("<=", 20.0),
+    "calls.call_ms_2": ("<=", 2.04),
+    "calls.call_ms_8": ("<=", 2.16),
+    "calls.call_ms_64": ("<=", 3.28),
+    "advantages.gae_s": ("<=", 0.2),
+    "advantages.grpo_s": ("<=", 0.03),
+}
+
+
+def ask(python: str, *arguments: str) -> tuple[Any, float]:
+    """The JSON in the last line that a Python process prints, and its wall time."""
+    ours = {"PYTHONPATH": str(HERE.parent)} if python == sys.executable else {}
+    began = time.perf_counter()
+    done = subprocess.run(
+        [python, *arguments], capture_output=True, text=True, check=False, timeout=3600, env=ENV | ours
+    )
+    wall = time.perf_counter() - began
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1] or "null"), wall
+
+
+def compare(folder: Path, kind: str, pythons: dict[str, str], rounds: int) -> dict[str, float]:
+    """Steps per second of every side, and the mean reward about step 20."""
+    seconds: dict[str, list[float]] = {side: [] for side in pythons}
+    reward: dict[str, float] = {}
+    for _ in range(rounds):
+        for side, python in pythons.items():
+            walls = {}
+            for steps in (5, 25):
+                rewards, walls[steps] = ask(python, str(HERE / "grpo_side.py"), side, str(folder), kind, str(steps))
+                reward[side] = statistics.mean(rewards[17:22]) if steps == 25 else 0.0
+            seconds[side].append((walls[25] - walls[5]) / 20)
+    figures = {f"{side}.step_s": statistics.median(times) for side, times in seconds.items()}
+    figures |= {f"{side}.reward_at_20": value for side, value in reward.items()}
+    if "trl" in pythons:
+        figures["steps_per_s over trl"] = figures["trl.step_s"] / figures["ours.step_s"]
+        figures["reward_at_20 less trl"] = reward["ours"] - reward["trl"]
+    return figures
+
+
+def advantages() -> dict[str, float]:
+    """Seconds of one call on 4096 rows of 2048 tokens; fresh data every time, results read."""
+    import numpy as np
+    import torch
+
+    from trainer.advantages import compute_gae_advantage_return, compute_grpo_outcome_advantage
+
+    torch.set_num_threads(1)
+    times: dict[str, list[float]] = {"gae_s": [], "grpo_s": []}
+    index = np.repeat(np.arange(512), 8).astype(str).astype(object)
+    for _ in range(7):
+        rewards, values = torch.randn(4096, 2048), torch.randn(4096, 2048)
+        mask = (torch.arange(2048) < torch.randint(1, 2049, (4096, 1))).long()
+        calls: dict[str, Callable[[], Any]] = {
+            "gae_s": lambda r=rewards, v=values, m=mask: compute_gae_advantage_return(r, v, m, 1.0, 0.95),
+            "grpo_s": lambda r=rewards, m=mask: compute_grpo_outcome_advantage(r, m, index),
+        }
+        for name, call in calls.items():
+            began = time.perf_counter()
+            made = call()
+            times[name].append(time.perf_counter() - began)
+            assert all(bool(tensor.isfinite().all()) for tensor in made), f"{name}: not finite"
+    return {name: statistics.median(of) for name, of in times.items()}
+
+
+def main() -> None:
+    """Measure what was asked for, then say which limits hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trl-python", help="Python of an environment with TRL 1.16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="grpo,tailed,split,colocate,driver,memory,calls,advantages")
+    options = parser.parse_args()
+    pythons = {"ours": sys.executable} | ({"trl": options.trl_python} if options.trl_python else {})
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        subprocess.run([sys.executable, str(HERE / "grpo_side.py"), "make", name], check=True, env=ENV)
+        for section in options.only.split(","):
+            if section in ("grpo", "tailed"):
+                found = compare(folder, "fixed" if section == "grpo" else "tailed", pythons, options.rounds)
+            elif section == "advantages":
+                found = advantages()
+            else:
+                found, _ = ask(sys.executable, str(HERE / "placement_side.py"), section, name)
+            figures |= {f"{section}.{key}": value for key, value in found.items()}
+    limits = {}
+    for key, (relation, limit) in LIMITS.items():
+        if key in figures:
+            holds = figures[key] >= limit if relation == ">=" else figures[key] <= limit
+            limits[key] = {"value": round(figures[key], 4), "limit": f"{relation} {limit}", "holds": holds}
+    print(json.dumps({"figures": figures, "limits": limits}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""One side of the GRPO comparison, in a process of its own; `bench_ppo.py` runs both.
+
+    python benchmarks/grpo_side.py make FOLDER              the model and the prompts, for both sides
+    python benchmarks/grpo_side.py ours|trl FOLDER fixed|tailed STEPS     prints the mean reward of every step as JSON
+
+`fixed`: every response runs to 32 tokens, because the end-of-sequence token is none that the model can say. `tailed`: a
+random model ends a response at any token alike, so lengths have a long tail, of 256 tokens at most.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+NUM_PROMPTS, NUM_SAMPLES, LEARNING_RATE = 64, 4, 1e-3
+WIDTHS = {"fixed": 32, "tailed": 256}
+VOCABULARY = 64
+TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py"
+
+
+def make(folder: Path) -> None:
+    """Two model folders that differ in their end-of-sequence token, and prompts as parquet and as JSONL."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tiny = runpy.run_path(str(TINY))
+    for kind in WIDTHS:
+        tokenizer = tiny["make_tokenizer"]()
+        while len(tokenizer) < VOCABULARY:
+            tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
+        if kind == "fixed":
+            tokenizer.add_special_tokens({"eos_token": "<never>"})
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=None if kind == "fixed" else tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        tokenizer.save_pretrained(folder / kind)
+        Qwen2ForCausalLM(config).save_pretrained(folder / kind)
+    rows = tiny["make_rows"](40 * NUM_PROMPTS, "train")
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    lines = [json.dumps({"prompt": row["prompt"], "letter": row["reward_model"]["ground_truth"]}) for row in rows]
+    (folder / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+def ours(folder: Path, kind: str, steps: int) -> list[float]:
+    """`backend=local`: the command line's own way in."""
+    from trainer import load_config, run
+
+    with tempfile.TemporaryDirectory() as run_folder:
+        overrides = [
+            *("trainer.backend=local", "trainer.n_gpus_per_node=1", "trainer.device=cpu", "trainer.logger=[]"),
+            f"actor_rollout_ref.model.path={folder / kind}",
+            f"data.train_files={folder}/train.parquet",
+            f"data.train_batch_size={NUM_PROMPTS}",
+            *("data.max_prompt_length=16", f"data.max_response_length={WIDTHS[kind]}"),
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS}",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
+            f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
+            f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
+            "algorithm.adv_estimator=grpo",
+            f"trainer.total_training_steps={steps}",
+            f"trainer.default_local_dir={run_folder}",
+        ]
+        run(load_config(overrides))
+        lines = (Path(run_folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["critic/score/mean"] for line in lines]
+
+
+def share_of_letter(completions: list[Any], letter: list[str], **_: Any) -> list[float]:
+    """The reward of examples/tiny: the share of the response's characters that are the letter."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [text.count(wanted) / max(len(text), 1) for text, wanted in zip(texts, letter, strict=True)]
+
+
+def trl(folder: Path, kind: str, steps: int) -> list[float]:
+    """TRL's trainer at its fastest here: one generation and one forward and backward pass over the whole batch."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    with tempfile.TemporaryDirectory() as run_folder:
+        config = GRPOConfig(
+            output_dir=run_folder, max_steps=steps, per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
+            num_generations=NUM_SAMPLES, max_completion_length=WIDTHS[kind], learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant", weight_decay=0.01, max_grad_norm=1.0, beta=0.0, loss_type="bnpo",
+            temperature=1.0, gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
+            logging_steps=1, report_to=[], disable_tqdm=True, seed=1,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model=str(folder / kind),
+            reward_funcs=share_of_letter,
+            args=config,
+            train_dataset=load_dataset("json", data_files=str(folder / "train.jsonl"), split="train"),
+            processing_class=AutoTokenizer.from_pretrained(folder / kind, padding_side="left"),
+        )
+        trainer.train()
+    return [line["reward"] for line in trainer.state.log_history if "reward" in line]
+
+
+def main() -> None:
+    """Command line."""
+    import torch
+
+    torch.set_num_threads(1)
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    if what == "make":
+        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
+        return
+    side = {"ours": ours, "trl": trl}[what]
+    print(json.dumps(side(folder, sys.argv[3], int(sys.argv[4]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""One measured run of placements, driver and calls, in a process of its own; `bench_ppo.py` runs it.
+
+    python benchmarks/placement_side.py split|colocate|driver|memory|calls FOLDER      prints its figures as JSON
+
+FOLDER is that of `grpo_side.py make`. On two cores: `split` has a pool of one process for the policy and one for the
+critic, `colocate` one pool of two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from verl_like import Dispatch, Worker, register
+
+NUM_PROMPTS = 64
+
+
+def overrides(folder: Path, run_folder: str, *more: str) -> list[str]:
+    """PPO with a critic of the policy's size, four samples a prompt."""
+    return [
+        *("trainer.device=cpu", "trainer.logger=[]", f"trainer.default_local_dir={run_folder}"),
+        f"actor_rollout_ref.model.path={folder}/fixed",
+        f"data.train_files={folder}/train.parquet",
+        f"data.train_batch_size={NUM_PROMPTS}",
+        *("data.max_prompt_length=16", "data.max_response_length=32"),
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS}",
+        *("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64", "critic.ppo_micro_batch_size_per_gpu=64"),
+        "actor_rollout_ref.rollout.n=4",
+        *more,
+    ]
+
+
+def steps_of(folder: Path, num_steps: int, *more: str) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """The metrics of every step but the first two, and all calls of the trace."""
+    from trainer import load_config, run
+
+    with tempfile.TemporaryDirectory() as run_folder:
+        run(load_config(overrides(folder, run_folder, f"trainer.total_training_steps={num_steps}", *more)))
+        lines = (Path(run_folder) / "metrics.jsonl").read_text().splitlines()
+        events = json.loads((Path(run_folder) / "timeline.json").read_text())["traceEvents"]
+    return [json.loads(line) for line in lines][2:], [event for event in events if event["ph"] == "X"]
+
+
+def median(lines: list[dict[str, float]], name: str) -> float:
+    """The median of a metric over steps."""
+    return statistics.median(line[name] for line in lines)
+
+
+def split(folder: Path) -> dict[str, float]:
+    """Two pools of one core each: the update phase beside what actor and critic take alone on one core."""
+    lines, _ = steps_of(folder, 8, "placement=split", "trainer.n_gpus_per_node=2")
+    alone, _ = steps_of(folder, 8, "placement=colocate", "trainer.n_gpus_per_node=1")
+    actor, critic = median(alone, "timing_s/update_actor"), median(alone, "timing_s/update_critic")
+    return {
+        "update_s": median(lines, "timing_s/update"),
+        "actor_alone_s": actor,
+        "critic_alone_s": critic,
+        "update_over_alone": median(lines, "timing_s/update") / (actor + critic),
+        "overlap_ratio_update": median(lines, "perf/overlap_ratio_update"),
+        "step_s": median(lines, "timing_s/step"),
+    }
+
+
+def colocate(folder: Path) -> dict[str, float]:
+    """One pool of two processes: the same cores as `split`."""
+    lines, _ = steps_of(folder, 8, "placement=colocate", "trainer.n_gpus_per_node=2")
+    return {"step_s": median(lines, "timing_s/step")}
+
+
+def driver(folder: Path) -> dict[str, float]:
+    """The share of a GRPO step in which no worker is busy: dispatch, rewards, advantages, metrics."""
+    grpo = ("algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1")
+    shares = {}
+    for backend in ("local", "ray"):
+        lines, events = steps_of(folder, 10, *grpo, f"trainer.backend={backend}")
+        busy: dict[int, float] = defaultdict(float)
+        for event in events:
+            busy[event["args"].get("step", 0)] += event["dur"] / 1e6
+        own = [1 - busy[int(line["step"])] / line["timing_s/step"] for line in lines]
+        shares[f"driver_share_{backend}"] = statistics.median(own)
+    return shares
+
+
+def memory(folder: Path) -> dict[str, float]:
+    """Resident memory of the driver in steps 50 and 200, in MiB; workers are other processes."""
+    import psutil
+
+    from trainer import load_config, run
+    from trainer.ppo import Metrics, PPOTrainer
+
+    resident = {}
+
+    class Metered(PPOTrainer):
+        def on_step_end(self, metrics: Metrics) -> None:
+            resident[self.global_step] = psutil.Process().memory_info().rss / 2**20
+
+    small = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.n_gpus_per_node=1")
+    with tempfile.TemporaryDirectory() as run_folder:
+        more = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=200", *small)
+        run(load_config(overrides(folder, run_folder, *more)), Metered)
+    return {"rss_50_mib": resident[50], "rss_200_mib": resident[200], "growth_mib": resident[200] - resident[50]}
+
+
+class Idle(Worker):
+    """Answers at once."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def nothing(self) -> None:
+        """No work."""
+
+
+def calls(folder: Path) -> dict[str, float]:
+    """Milliseconds of a call that does nothing, on 2, 8 and 64 actors."""
+    from verl_like.ray_backend import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, connect
+
+    connect(num_cpus=64)
+    figures = {}
+    for num_workers in (2, 8, 64):
+        pool = RayResourcePool([num_workers], use_gpu=False, cpus_per_process=0.5)
+        group: Any = RayWorkerGroup(pool, RayClassWithInitArgs(Idle))
+        times = []
+        for _ in range(60):
+            began = time.perf_counter()
+            group.nothing()
+            times.append(time.perf_counter() - began)
+        figures[f"call_ms_{num_workers}"] = statistics.median(times[20:]) * 1e3
+        group.shutdown()
+        pool.release()
+    return figures
+
+
+def main() -> None:
+    """Command line."""
+    sides = {"split": split, "colocate": colocate, "driver": driver, "memory": memory, "calls": calls}
+    print(json.dumps(sides[sys.argv[1]](Path(sys.argv[2]))), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

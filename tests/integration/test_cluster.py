@@ -1,0 +1,88 @@
+"""A run on a cluster of several nodes: joined, shipped to, refused without a shared folder, and told of a lost node."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.compose import load_config
+from trainer.config import PPOConfig
+from trainer.shipping import modules_of_the_user
+from verl_like.errors import PlacementError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> dict[str, Any]:
+    """What `two_nodes.py` found, in a process of its own: this one may be connected to another cluster."""
+    folder = tmp_path_factory.mktemp("two_nodes")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.two_nodes", tiny_dir, folder],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert results, done.stdout[-3000:] + done.stderr[-3000:]
+    return {"folder": folder, **json.loads(results[0].removeprefix("RESULT "))}
+
+
+@pytest.mark.ray
+def test_a_step_runs_on_two_nodes_of_a_cluster_that_was_joined(two_nodes: dict[str, Any]) -> None:
+    folder = two_nodes["folder"] / "first"
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+    assert two_nodes["critic_on"] in two_nodes["nodes"]  # which has room for no other process
+
+
+@pytest.mark.ray
+def test_a_module_of_the_users_is_shipped_to_the_node_that_needs_it(two_nodes: dict[str, Any]) -> None:
+    assert two_nodes["came_from"].endswith("/my_critic.py")
+    assert not two_nodes["came_from"].startswith(two_nodes["code"])
+
+
+@pytest.mark.ray
+def test_a_node_lost_in_mid_step_is_named_within_15_seconds(two_nodes: dict[str, Any]) -> None:
+    assert two_nodes["seconds"] < 15
+    assert re.match(
+        r"WorkerDiedError: critic.update_critic, critic rank 0 of 1 \(pid \d+ on [\d.]+.*is gone", two_nodes["error"]
+    )
+
+
+@pytest.mark.ray
+def test_a_run_folder_that_a_node_does_not_see_is_refused_by_the_nodes_name(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl_like.ray_backend import cluster_nodes, shared_folder
+
+    nodes = cluster_nodes()
+    shared_folder.require_shared_folder(tmp_path, nodes)
+    assert list(tmp_path.iterdir()) == []
+    assert len(shared_folder.nodes_without(tmp_path / "not there", nodes)) == 1
+    monkeypatch.setattr(shared_folder, "nodes_without", lambda path, nodes: ["10.0.0.7 (abc)"])
+    with pytest.raises(PlacementError, match=r"default_local_dir=.* is not seen on 10\.0\.0\.7 \(abc\)"):
+        shared_folder.require_shared_folder(tmp_path, nodes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def load(*overrides: str) -> PPOConfig:
+    return load_config(["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", *overrides])
+
+
+def test_only_the_users_own_modules_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_losses.py").write_text("def mine(): ...", encoding="utf-8")
+    (tmp_path / "my_roles").mkdir()
+    (tmp_path / "my_roles" / "__init__.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load(
+        "actor_rollout_ref.actor.policy_loss.loss_mode=my_losses.mine",
+        "+role_workers.critic=my_roles.critics.MyCritic",
+        "+role_workers.rollout=workers.rollout.RolloutWorker",
+        "actor_rollout_ref.actor.optim.optimizer=torch.optim.SGD",
+    )
+    assert modules_of_the_user(config) == [str(tmp_path / "my_roles"), str(tmp_path / "my_losses.py")]
+    assert modules_of_the_user(load()) == []

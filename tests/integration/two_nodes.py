@@ -1,0 +1,93 @@
+"""One PPO step on a simulated cluster of two nodes, then the loss of a node in mid-step; run by `test_cluster.py`.
+
+    python -m tests.integration.two_nodes TINY_DIR RUN_DIR        prints what happened as JSON
+
+`RUN_DIR/code/my_critic.py` is a module of the user's that no node can import unless it is shipped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+MY_CRITIC = """
+import time
+from pathlib import Path
+
+import ray
+
+from verl_like import Dispatch, register
+from workers.critic import CriticWorker
+
+
+class MyCritic(CriticWorker):
+    def __init__(self, config):
+        super().__init__(config)
+        self.folder = Path(config.trainer.default_local_dir)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_critic(self, data):
+        (self.folder / "came_from.txt").write_text(__file__)
+        (self.folder / "node.txt").write_text(ray.get_runtime_context().get_node_id())
+        if (self.folder / "stall").exists():
+            (self.folder / "stalled").touch()
+            time.sleep(120)
+        return super().update_critic(data)
+"""
+
+
+def main(tiny: Path, folder: Path) -> dict[str, Any]:
+    """Both runs on one cluster."""
+    code = folder / "code"
+    code.mkdir(parents=True)
+    (code / "my_critic.py").write_text(MY_CRITIC, encoding="utf-8")
+    sys.path.insert(0, str(code))
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]  # each has room for one process
+    try:
+        return both_runs(tiny, folder, cluster, nodes) | {"code": str(code)}
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[str, Any]:
+    """A step on both nodes, then one that loses the critic's node."""
+    from tests.integration.runs import overrides
+    from trainer import load_config, run
+
+    here = ("trainer.backend=ray", f"ray.address={cluster.address}", "trainer.nnodes=2", "trainer.n_gpus_per_node=1")
+    mine = ("placement=split", "+role_workers.critic=my_critic.MyCritic", "trainer.total_training_steps=1")
+    run(load_config(overrides(tiny, folder / "first", *here, *mine)))
+    found: dict[str, Any] = {"came_from": (folder / "first" / "came_from.txt").read_text()}
+    found |= {"nodes": [node.node_id for node in nodes], "critic_on": (folder / "first" / "node.txt").read_text()}
+
+    second = folder / "second"
+    second.mkdir()
+    (second / "stall").touch()
+    lost_at: list[float] = []
+
+    def lose_node() -> None:
+        while not (second / "stalled").exists():
+            time.sleep(0.05)
+        node_id = (second / "node.txt").read_text()
+        lost_at.append(time.monotonic())
+        cluster.remove_node(next(node for node in nodes if node.node_id == node_id), allow_graceful=False)
+
+    threading.Thread(target=lose_node, daemon=True).start()
+    try:
+        run(load_config(overrides(tiny, second, *here, *mine)))
+    except Exception as error:  # noqa: BLE001 - it goes to the test, whatever it is
+        found |= {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - lost_at[0]}
+    return found
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))), flush=True)
