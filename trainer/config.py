@@ -167,6 +167,8 @@ class RayConfig:
 
     address: str | None = None
     """A running cluster to join; null starts one on this machine."""
+    namespace: str | None = None
+    """Ray's namespace for the run's actors; null takes one of its own."""
     runtime_env: dict[str, Any] = field(default_factory=dict)
     """Passed to `ray.init` as it is."""
 

@@ -44,20 +44,16 @@ def _join(rank: int, store: str) -> float:
 
 
 def ray() -> str:
-    """A cluster on this machine, one remote call."""
-    import ray
+    """A cluster on this machine, one call of a worker in it."""
+    from verl_like.ray_backend import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, connect
+    from verl_like.worker import Worker
 
     began = time.perf_counter()
-    ray.init(num_cpus=1, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    connect(num_cpus=1, logging_level=logging.ERROR)
     started = time.perf_counter() - began
-    call: Any = ray.remote(_process_id)
-    answer = ray.get(call.remote(), timeout=15)
-    ray.shutdown()
+    group: Any = RayWorkerGroup(RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(Worker))
+    answer = group.execute_func_rank_zero.remote(os.getpid).get(timeout=30)
     return f"started a cluster in {started:.1f} s and called process {answer}"
-
-
-def _process_id() -> int:
-    return os.getpid()
 
 
 def rollout() -> str:
