@@ -1,0 +1,108 @@
+"""`tools/install.sh` where something is lacking: it says what, and the way out. Python and pip are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INSTALL = Path(__file__).resolve().parents[2] / "tools" / "install.sh"
+STAND_IN = """#!/bin/bash
+# A python: too old, without venv, or one that makes environments of stand-ins.
+case "$*" in
+    *version_info*) exit $OLD ;;
+    "--version") echo "Python 3.8.1" ;;
+    "-m venv"*) [ -z "$NO_VENV" ] || exit 1; mkdir -p .venv/bin; cp "$0" .venv/bin/python; exit 0 ;;
+    "-m pip --version") [ ! -e .venv/no-pip ] ;;
+    "-m pip install"*) echo "$@" >>pip.log; [ -z "$NO_NETWORK" ] || { echo "ERROR: no match" >&2; exit 1; } ;;
+    *sha256*) echo 0123 ;;
+    *find_spec*) [ -e pip.log ] ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with nothing but the script, what it reads, and a stand-in for every python."""
+    shutil.copy(INSTALL, tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name in ("python3", "python3.13", "python3.12", "python3.11", "python"):
+        path = tmp_path / "bin" / name
+        path.write_text(STAND_IN)
+        path.chmod(0o755)
+    return tmp_path
+
+
+def install(project: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {"OLD": "0", "HOME": str(project), "PATH": f"{project}/bin:/usr/bin:/bin", **environment}
+    return subprocess.run(
+        ["bash", "-euc", "source ./install.sh; install_project"],
+        cwd=project,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_bare_machine_gets_an_environment_and_is_told_what_is_downloaded(project: Path) -> None:
+    done = install(project)
+    assert done.returncode == 0, done.stderr
+    assert "450 MB to download" in done.stderr
+    assert "install -qq -e ." in (project / "pip.log").read_text()
+    assert (project / ".venv" / "installed").is_file()
+
+
+def test_a_second_time_nothing_is_installed(project: Path) -> None:
+    install(project)
+    (project / "pip.log").write_text("")
+    done = install(project)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert (project / "pip.log").read_text() == ""
+
+
+def test_a_half_made_environment_is_made_anew(project: Path) -> None:
+    install(project)
+    (project / ".venv" / "no-pip").touch()
+    done = install(project)
+    assert done.returncode == 0
+    assert "not whole" in done.stderr
+    assert not (project / ".venv" / "no-pip").exists()
+
+
+def test_an_old_python_is_named(project: Path) -> None:
+    done = install(project, OLD="1")
+    assert done.returncode == 1
+    assert "needs Python 3.11 or newer; found Python 3.8.1. Set PYTHON=" in done.stderr
+
+
+def test_a_missing_venv_module_comes_with_its_package(project: Path) -> None:
+    done = install(project, NO_VENV="1")
+    assert done.returncode == 1
+    assert "apt install python3-venv" in done.stderr
+
+
+def test_without_a_network_the_package_is_named(project: Path) -> None:
+    done = install(project, NO_NETWORK="1")
+    assert done.returncode == 1
+    assert "pip could not install torch" in done.stderr
+    assert "PIP_FIND_LINKS" in done.stderr
+    assert not (project / ".venv" / "installed").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="df prints other columns elsewhere")
+def test_a_full_disk_is_refused_before_the_download(project: Path) -> None:
+    df = project / "bin" / "df"
+    df.write_text("#!/bin/bash\necho head\necho dev 1 1 1000 1 /\n")
+    df.chmod(0o755)
+    done = install(project)
+    assert done.returncode == 1
+    assert "0 MB are free here, 2000 are needed" in done.stderr
+    assert not os.path.exists(project / "pip.log")
