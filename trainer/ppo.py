@@ -25,6 +25,7 @@ from trainer.config import PPOConfig
 from trainer.data import PromptLoader
 from trainer.dataflow import old_log_probs_are_the_updates_own
 from trainer.dynamic_sampling import collect_groups
+from trainer.hooks import Hooks
 from trainer.kl import apply_kl_penalty, clamp_scores, get_kl_controller
 from trainer.metrics import compute_data_metrics, compute_throughout_metrics, reduce_metrics
 from trainer.mismatch import mismatch_metrics
@@ -46,16 +47,11 @@ Metrics = dict[str, float]
 PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
 
 
-class PPOTrainer:
+class PPOTrainer(Hooks):
     """Drives the roles in `groups` through PPO steps. To extend it, override a stage or a hook in a subclass.
 
-    `trainer.cls=my_module.MyTrainer` then runs it. The stages are the methods that `step` calls. The hooks do nothing
-    here and are called in this order, the indented ones for every step:
-
-        on_init_end       models are built, the rollout has the weights
-        on_train_begin
-            on_step_begin     on_sample_begin     on_sample_end     on_step_end
-        on_train_end      also when a step failed
+    `trainer.cls=my_module.MyTrainer` then runs it. The stages are the methods that `step` calls; `trainer.hooks` lists
+    the hooks, in their order.
     """
 
     def __init__(
@@ -261,9 +257,12 @@ class PPOTrainer:
         """Metrics of the whole validation set, if a validation is due after this step (0: before the first)."""
         if not validation_is_due(self.config, self.global_step, self.loader.total_steps):
             return {}
+        self.on_validate_begin()
         with self.clock("testing"):
             metrics = validation_metrics(self)
-        return metrics | {"timing_s/testing": self.timing["testing"]}
+        metrics["timing_s/testing"] = self.timing["testing"]
+        self.on_validate_end(metrics)
+        return metrics
 
     def batch_metrics(self, batch: DataProto) -> Metrics:
         """What the step's samples look like, and how fast they were made."""
@@ -271,29 +270,6 @@ class PPOTrainer:
         seconds = {"step": sum(self.timing.values())}
         metrics = compute_data_metrics(batch, use_critic="critic" in self.groups)
         return metrics | compute_throughout_metrics(batch, seconds, num_devices)
-
-    # -------------------------------------------------------------------------------------------------------- the hooks
-
-    def on_init_end(self) -> None:
-        """Models are built, and the rollout has the actor's weights."""
-
-    def on_train_begin(self) -> None:
-        """Before the first step."""
-
-    def on_step_begin(self) -> None:
-        """`self.global_step` is the number of the step that begins."""
-
-    def on_sample_begin(self) -> None:
-        """Before the samples of a step are made."""
-
-    def on_sample_end(self, batch: DataProto) -> None:
-        """`batch` are the samples, as they go into the score stage."""
-
-    def on_step_end(self, metrics: Metrics) -> None:
-        """`metrics` are written next; what is added to them is written too."""
-
-    def on_train_end(self) -> None:
-        """After the last step, or after the one that failed."""
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 

@@ -76,6 +76,12 @@ class NotedTrainer(PPOTrainer):
     def on_sample_end(self, batch: DataProto) -> None:
         self.notes.append(f"sample_end {len(batch)}")
 
+    def on_validate_begin(self) -> None:
+        self.notes.append("validate_begin")
+
+    def on_validate_end(self, metrics: Metrics) -> None:
+        self.notes.append("validate_end")
+
     def on_step_end(self, metrics: Metrics) -> None:
         self.notes.append(f"step_end {self.global_step}")
         metrics["mine"] = 42.0

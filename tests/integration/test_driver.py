@@ -30,9 +30,13 @@ def train(tiny: Path, folder: Path, *more: str, trainer: type[PPOTrainer] | None
 
 def test_hooks_are_called_in_the_documented_order(tiny_dir: Path, tmp_path: Path) -> None:
     cls = f"trainer.cls={RIGGED}.NotedTrainer"
-    last = train(tiny_dir, tmp_path, *GRPO, "trainer.total_training_steps=2", cls, trainer=None)
-    step = ["step_begin {}", "sample_begin", "sample_end 16", "step_end {}"]
-    expected = ["init_end", "train_begin", *[note.format(n) for n in (1, 2) for note in step], "train_end"]
+    validation = (f"data.val_files={tiny_dir}/val.parquet", "trainer.test_freq=2")
+    last = train(tiny_dir, tmp_path, *GRPO, "trainer.total_training_steps=2", *validation, cls, trainer=None)
+    validate = ["validate_begin", "validate_end"]
+    step = ["step_begin {}", "sample_begin", "sample_end 16"]
+    expected = ["init_end", "train_begin", *validate]
+    expected += [*[note.format(1) for note in step], "step_end 1"]
+    expected += [*[note.format(2) for note in step], *validate, "step_end 2", "train_end"]
     assert NotedTrainer.notes == expected
     assert last["mine"] == 42.0
 
