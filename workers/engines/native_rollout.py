@@ -31,7 +31,7 @@ from workers.engines.rollout_base import (
     ends_with_stop_string,
 )
 from workers.engines.sampling import choose_tokens, uniforms
-from workers.engines.slot_cache import SlotCache, Slots, least_window, slot_width, slots_that_fit, whole_blocks
+from workers.engines.slot_cache import SlotCache, Slots, least_window, prefill_width, slot_width, slots_that_fit
 from workers.engines.weight_copy import allocate_weights, free_weights
 from workers.weights import Fingerprint, WeightSink
 
@@ -118,7 +118,7 @@ class _Generation:
         self._take_partial()
         self.waiting = deque(range(len(requests)))
         self.max_active = min(engine.max_active, len(requests))
-        self.num_active = 0
+        self.num_active = self.longest = 0
         num_slots = max(MIN_ROWS, self.max_active)
         self.request_of_slot = torch.zeros(num_slots, dtype=torch.long)
         longest = max(map(len, self.prompts))
@@ -194,7 +194,8 @@ class _Generation:
         sources = torch.tensor([index[self.prompts[r]] for r in group], device=self.device)
         rows = [*index, *[(0,)] * (MIN_ROWS - len(index))]
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
-        width = whole_blocks(int(lengths.max()))
+        width = prefill_width(int(lengths.max()), self.engine.limits.prompt_width)
+        self.cache.fit(max(1 + width, self.longest + 2))
         ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=self.device)
         positions = (self.slots.columns[:width] - (width - lengths)[:, None]).clamp(min=0)
         attention_mask = self.slots.aim_prefill(lengths, width, sources, self.num_active)
@@ -210,9 +211,10 @@ class _Generation:
         steps = (self.lengths[requests] - 1).clamp(min=0)
         positions = self.prompt_lengths[requests] + steps
         ids = self.tokens[requests, steps]
-        longest = int(positions[: self.num_active].max())
-        positions = positions.clamp(max=longest).to(self.device)
-        attention_mask = self.slots.aim_decode(positions, longest)
+        self.longest = int(positions[: self.num_active].max())
+        positions = positions.clamp(max=self.longest).to(self.device)
+        self.cache.fit(self.longest + 2)
+        attention_mask = self.slots.aim_decode(positions)
         logits = self._forward(ids.to(self.device)[:, None], positions[:, None], attention_mask)
         self._append(torch.arange(self.num_active), logits[: self.num_active])
 
