@@ -19,6 +19,7 @@ COVERED = {
     "split_placement": "here",
     "tiny": "tests/conftest.py makes it for every test",
     "data": "tests/trainer/test_prepare_gsm8k.py",
+    "custom_role": "tests/workers/test_custom_role.py",
 }
 TINY_KEYS = [
     "data.train_files",
