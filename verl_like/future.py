@@ -7,13 +7,17 @@ update = critic.update_critic.remote(values) # a future may be passed on: its pi
 
 from __future__ import annotations
 
-import time
+import logging
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_like.errors import BatchError
 from verl_like.transport import Header, Pending, Transport
 from verl_like.watch import wait_for_calls
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerFuture:
@@ -142,20 +146,40 @@ class PartFuture:
 def gather(*futures: Any, timeout: float | None = None) -> list[Any]:
     """The results of all the futures, in order. All are waited for (together `timeout` seconds), even when one fails.
 
-    The first failure is raised; the other ones are in its attribute `others` and in its notes.
+    A failure is logged as soon as it is there. Then the first in order is raised, the other ones in its attribute
+    `others` and in its notes.
     """
-    end = None if timeout is None else time.monotonic() + timeout
-    values: list[Any] = []
-    errors: list[Exception] = []
-    for future in futures:
-        try:
-            values.append(future.get(None if end is None else max(0.0, end - time.monotonic())))
-        except Exception as error:  # noqa: BLE001 - raised below, with every other one
-            errors.append(error)
+    outcomes = _outcomes(futures, timeout)
+    errors = [error for _, error in outcomes if error is not None]
     if not errors:
-        return values
+        return [value for value, _ in outcomes]
     first, *others = errors
     first.others = others  # type: ignore[attr-defined]
     for other in others:
         first.add_note(f"also failed: {type(other).__name__}: {other}")
     raise first
+
+
+def _outcomes(futures: Sequence[Any], timeout: float | None) -> list[tuple[Any, Exception | None]]:
+    """The value or the error of every future; several are watched at once, each by a thread of its own."""
+    arrived: queue.SimpleQueue[tuple[int, Any, Exception | None]] = queue.SimpleQueue()
+
+    def watch(position: int, future: Any) -> None:
+        try:
+            arrived.put((position, future.get(timeout), None))
+        except Exception as error:  # noqa: BLE001 - it is raised by `gather`, with every other one
+            arrived.put((position, None, error))
+
+    if len(futures) == 1:
+        watch(0, futures[0])
+    else:
+        for position, future in enumerate(futures):
+            threading.Thread(target=watch, args=(position, future), name="gather", daemon=True).start()
+    outcomes: dict[int, tuple[Any, Exception | None]] = {}
+    while len(outcomes) < len(futures):
+        position, value, error = arrived.get()
+        outcomes[position] = value, error
+        if error is not None and len(outcomes) < len(futures):
+            left = ", ".join(str(f) for number, f in enumerate(futures) if number not in outcomes)
+            logger.error("%s failed: %s: %s. Waiting for %s.", futures[position], type(error).__name__, error, left)
+    return [outcomes[position] for position in range(len(futures))]
