@@ -110,6 +110,7 @@ def curves(data: RunData, panel: Panel) -> str:
         drawn.append(values)
         axes.plot(steps, values, color=colour, label=name, marker="." if len(steps) < 30 else "", linewidth=1.4)
     axes.set_xlabel("step")
+    axes.locator_params(axis="x", integer=True)
     axes.legend(loc="best")
     return _svg(figure, f"{panel.title} by step: {', '.join(names)}")
 
