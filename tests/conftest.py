@@ -48,3 +48,16 @@ def ray_session() -> Iterator[None]:
     connect(num_cpus=16)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def classifier(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sequence classifier of random weights on the tiny model's tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(tiny_dir / "model", num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_dir / "model").save_pretrained(folder)
+    return folder

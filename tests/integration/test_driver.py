@@ -81,6 +81,18 @@ def test_grpo_runs_without_critic_and_reference(tiny_dir: Path, tmp_path: Path) 
     assert "perf/overlap_ratio" in last
 
 
+@pytest.mark.parametrize("rule_weight", [0.0, 0.5])
+def test_a_reward_model_scores_beside_the_rules(
+    tiny_dir: Path, classifier: Path, tmp_path: Path, rule_weight: float
+) -> None:
+    model = ("reward_model.enable=true", f"reward_model.model.path={classifier}")
+    last = train(tiny_dir, tmp_path, *GRPO, *model, f"reward_model.rule_weight={rule_weight}")
+    assert {e["cat"] for e in calls(tmp_path, "compute_rm_score")} == {"reward_model"}
+    parts = rule_weight * last["reward/rule_score/mean"] + last["reward/model_score/mean"]
+    assert last["critic/score/mean"] == pytest.approx(parts, abs=1e-6)
+    assert last["reward/model_score/mean"] != 0
+
+
 @pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_groups_of_one_empty_responses_and_rows_without_eos_train(
     tiny_dir: Path, tmp_path: Path, estimator: str

@@ -8,19 +8,6 @@ from workers.critic import CriticWorker
 from workers.reward import RewardModelWorker, check_same_tokenizer
 
 
-@pytest.fixture(scope="module")
-def classifier(tiny_dir, tmp_path_factory):
-    """A sequence classifier of random weights on the tiny model's tokenizer."""
-    from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
-
-    folder = tmp_path_factory.mktemp("classifier")
-    torch.manual_seed(1)
-    config = AutoConfig.from_pretrained(tiny_dir / "model", num_labels=1)
-    LlamaForSequenceClassification(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_dir / "model").save_pretrained(folder)
-    return folder
-
-
 def scorer(tiny_dir, path):
     config = tiny_config(tiny_dir)
     config.reward_model = RewardModelConfig(model=ScoringModelConfig(path=str(path)), micro_batch_size_per_gpu=2)
