@@ -122,6 +122,10 @@ class Header:
     error: RemoteError | None = None
     mesh_facts: dict[str, dict[str, tuple[int, bool]]] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels as its values alone: there is one with every call."""
+        return Header, tuple(getattr(self, name) for name in self.__dataclass_fields__)
+
 
 @dataclass(frozen=True)
 class Pending:

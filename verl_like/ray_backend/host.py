@@ -39,8 +39,11 @@ class RayHost:
         return ray.get_runtime_context().get_node_id(), self._host.start(master)
 
     @ray.method(num_returns=2)
-    def call(self, call: Call, *parts: Any) -> tuple[Any, Header]:
-        """Run one method: payload and header."""
+    def call(self, call: Call | str, *parts: Any) -> tuple[Any, Header]:
+        """Run one method: payload and header. Role and method on two lines are a call without arguments."""
+        if isinstance(call, str):
+            role, method = call.split("\n")
+            call = Call(role, method)
         return self._host.call(call, parts)
 
     @ray.method(concurrency_group="control")
