@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from verl_like.columns import same_value, tensors_of
+from tests.verl_like.batches import assert_same, make, uids
 from verl_like.errors import BatchError
 from verl_like.protocol import (
     DataProto,
@@ -20,27 +20,6 @@ from verl_like.protocol import (
     unfold_batch_dim,
     unpad_dataproto,
 )
-
-
-def make(rows=4, **meta):
-    """A batch whose row numbers can be read off every column."""
-    return DataProto.from_dict(
-        {"ids": torch.arange(rows * 2).reshape(rows, 2), "score": torch.arange(rows, dtype=torch.float32)},
-        {"uid": [f"{row}-0" for row in range(rows)], "weight": np.arange(rows, dtype=np.float64)},
-        meta,
-    )
-
-
-def assert_same(left, right):
-    assert same_value(tensors_of(left.batch), tensors_of(right.batch))
-    assert (left.batch is None) == (right.batch is None)
-    assert same_value(left.non_tensor_batch, right.non_tensor_batch)
-    assert same_value(left.meta_info, right.meta_info)
-    assert len(left) == len(right)
-
-
-def uids(data):
-    return data.non_tensor_batch["uid"].tolist()
 
 
 def test_length_comes_from_tensors_then_arrays_then_is_zero():

@@ -13,28 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.engines.module_engine import ModuleEngine
 from workers.engines.rollout_base import (
     EngineLimits,
     Output,
     Request,
-    RolloutEngine,
     SamplingParams,
     ends_with_stop_string,
     output_of,
 )
 from workers.engines.sampling import choose_tokens, uniforms
-from workers.engines.weight_copy import allocate_weights, free_weights
-from workers.weights import WeightSink
 
 
-class HFEngine(RolloutEngine):
+class HFEngine(ModuleEngine):
     """Generates with a module of its own."""
 
     def __init__(self, module: Any, limits: EngineLimits, *, decode: Callable[[list[int]], str] | None = None) -> None:
-        super().__init__(limits, decode)
-        self.module = module
-        self.vocab_size = module.config.get_text_config().vocab_size
-        self.num_bytes = sum(weight.numel() * weight.element_size() for weight in module.parameters())
+        super().__init__(module, limits, decode)
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """The module's parameters."""
@@ -47,18 +42,6 @@ class HFEngine(RolloutEngine):
             return [_Sample(self, request, sampling).run() for request in requests]
         finally:
             self.module.train(was_training)
-
-    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        sink = WeightSink(self.module)
-        for name, tensor in tensors:
-            sink.write_tensor(name, tensor)
-        sink.verify("engine")
-
-    def _free(self) -> None:
-        self._shapes = free_weights(self.module)
-
-    def _allocate(self) -> None:
-        allocate_weights(self.module, self._shapes)
 
 
 class _Sample:

@@ -22,18 +22,17 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from workers.engines.grouped_attention import grouped_decoding
 from workers.engines.lora import merged_tensors
+from workers.engines.module_engine import ModuleEngine
 from workers.engines.rollout_base import (
     EngineLimits,
     Output,
     Request,
-    RolloutEngine,
     SamplingParams,
     ends_with_stop_string,
 )
 from workers.engines.sampling import choose_tokens, uniforms
 from workers.engines.slot_cache import SlotCache, Slots, least_window, prefill_width, slot_width, slots_that_fit
-from workers.engines.weight_copy import allocate_weights, free_weights
-from workers.weights import Fingerprint, WeightSink
+from workers.weights import Fingerprint
 
 MIN_ROWS = 4
 """Fewest rows of a forward pass: a linear layer's bits change at 1 to 3 rows."""
@@ -41,7 +40,7 @@ PREFILL_PROMPTS = 64
 """Most distinct prompts of one prefill pass, to bound its memory."""
 
 
-class NativeEngine(RolloutEngine):
+class NativeEngine(ModuleEngine):
     """Generates with a module it shares with the trainer (`owns_weights=False`) or has for itself."""
 
     def __init__(
@@ -52,16 +51,12 @@ class NativeEngine(RolloutEngine):
         owns_weights: bool,
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
-        super().__init__(limits, decode)
+        super().__init__(module, limits, decode)
         self.config = module.config.get_text_config()
         _check_model(self.config, limits.prompt_width + limits.response_width)
-        self.module = module
         self.owns_weights = owns_weights
-        self.vocab_size = self.config.vocab_size
-        parameters = list(module.parameters())
-        self.num_bytes = sum(weight.numel() * weight.element_size() for weight in parameters)
         width = slot_width(self.config, limits.prompt_width, limits.response_width)
-        fit = slots_that_fit(self.config, width, parameters[0].dtype, limits.kv_cache_gb, MIN_ROWS)
+        fit = slots_that_fit(self.config, width, next(module.parameters()).dtype, limits.kv_cache_gb, MIN_ROWS)
         self.max_active = min(limits.max_num_seqs, fit)
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
@@ -79,18 +74,6 @@ class NativeEngine(RolloutEngine):
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
         with _inference(self.module):
             return _Generation(self, requests, sampling).run()
-
-    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        sink = WeightSink(self.module)
-        for name, tensor in tensors:
-            sink.write_tensor(name, tensor)
-        sink.verify("engine")
-
-    def _free(self) -> None:
-        self._shapes = free_weights(self.module)
-
-    def _allocate(self) -> None:
-        allocate_weights(self.module, self._shapes)
 
 
 class _Generation:

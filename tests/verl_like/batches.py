@@ -1,0 +1,28 @@
+"""Batches for the tests of DataProto, and what it means for two to be the same."""
+
+import numpy as np
+import torch
+
+from verl_like.columns import same_value, tensors_of
+from verl_like.protocol import DataProto
+
+
+def make(rows=4, **meta):
+    """A batch whose row numbers can be read off every column."""
+    return DataProto.from_dict(
+        {"ids": torch.arange(rows * 2).reshape(rows, 2), "score": torch.arange(rows, dtype=torch.float32)},
+        {"uid": [f"{row}-0" for row in range(rows)], "weight": np.arange(rows, dtype=np.float64)},
+        meta,
+    )
+
+
+def assert_same(left, right):
+    assert same_value(tensors_of(left.batch), tensors_of(right.batch))
+    assert (left.batch is None) == (right.batch is None)
+    assert same_value(left.non_tensor_batch, right.non_tensor_batch)
+    assert same_value(left.meta_info, right.meta_info)
+    assert len(left) == len(right)
+
+
+def uids(data):
+    return data.non_tensor_batch["uid"].tolist()
