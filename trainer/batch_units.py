@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from trainer.config import PPOConfig
 from verl_like.resources import expand_roles
+from verl_like.terminal import draw_table
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ HEAD = (
 )
 
 
-def batch_table(config: PPOConfig) -> str:
-    """The table of `rows_of`: sizes in prompts, samples and tokens."""
+def batch_table(config: PPOConfig, max_columns: int | None = None) -> str:
+    """The table of `rows_of`: sizes in prompts, samples and tokens; no wider than `max_columns`."""
     width = config.data.max_prompt_length + config.data.max_response_length
     num_samples = config.actor_rollout_ref.rollout.n
     pools = expand_roles(config.role_mapping)
@@ -63,9 +64,7 @@ def batch_table(config: PPOConfig) -> str:
         cells = (ranks, row.prompts, samples, samples * width, on_rank, on_rank * width)
         micro = ("-", f"{row.micro_tokens:,}") if at_once is None else (f"{at_once:,}", f"{at_once * width:,}")
         lines.append((row.part, *(f"{cell:,}" for cell in cells), *micro))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
     title = (
         f"Batch sizes ({num_samples} sample{'s' if num_samples > 1 else ''} per prompt, {width} tokens at most each)"
     )
-    return "\n".join([title, *table])
+    return "\n".join([title, *draw_table(lines, max_columns, flush_right=True)])

@@ -41,9 +41,9 @@ def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     arguments = sys.argv[2:]
     if command in ("-h", "--help"):
-        print(USAGE, end="")
+        _show(USAGE)
     elif command in HELP and {"-h", "--help"} & set(arguments):
-        print(HELP[command], end="")
+        _show(HELP[command])
     elif command == "--version":
         from importlib.metadata import version
 
@@ -60,6 +60,12 @@ def main() -> None:
         _plain_command(command, arguments)
     else:
         sys.exit(f"verl-like: no command {command!r}\n{USAGE}")
+
+
+def _show(text: str) -> None:
+    from verl_like.terminal import fit, terminal_width
+
+    print(fit(text.rstrip(), terminal_width()))
 
 
 def _plain_command(command: str, arguments: list[str]) -> None:

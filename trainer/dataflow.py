@@ -13,6 +13,7 @@ from trainer.advantages import columns_read
 from trainer.config import PPOConfig
 from trainer.roles import worker_class
 from verl_like.resources import expand_roles
+from verl_like.terminal import draw_table
 from workers.batch_keys import reads_of
 
 REUSE_NOTICE = (
@@ -104,17 +105,17 @@ def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tup
     ]
 
 
-def describe(config: PPOConfig) -> str:
+def describe(config: PPOConfig, max_columns: int | None = None) -> str:
     """The graph in words: a line for every call with what it waits for, then which pairs overlap and which take turns.
 
-    Bookkeeping columns such as the attention mask come with the tokens and are not drawn.
+    The table is no wider than `max_columns`. Bookkeeping columns such as the attention mask come with the tokens and
+    are not drawn.
     """
     nodes = step_nodes(config)
     after = edges(nodes)
     rows = [("stage", "call", "pool", "after")]
     rows += [(node.stage, node.name, node.pool, ", ".join(after[node.name]) or "-") for node in nodes]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = ["  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in rows]
+    lines = draw_table(rows, max_columns, num_titles=2)
     pairs = side_by_side(nodes, after)
     for title, differ in (("at the same time", True), ("in turns, on one pool", False)):
         chosen = [f"{a.name} ‖ {b.name}" for a, b in pairs if (a.pool != b.pool) is differ]

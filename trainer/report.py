@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import report_figures
-from trainer.report_data import FAILURE_FILE, RunData, last_steps, overlap_share, phase_shares, read_run
+from trainer.report_data import FAILURE_FILE, STOPPED, RunData, last_steps, overlap_share, phase_shares, read_run
 
 REPORT_FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("report_template.html")
@@ -29,8 +29,11 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
         if failure is None:
             note.unlink(missing_ok=True)
         else:
-            note.write_text("".join(traceback.format_exception(failure)), encoding="utf-8")
+            stopped = isinstance(failure, KeyboardInterrupt)
+            note.write_text(STOPPED if stopped else "".join(traceback.format_exception(failure)), encoding="utf-8")
         print(f"report: {write_report(folder)}", flush=True)
+    except OSError as err:  # a full disk, say
+        logger.error("the report could not be written (%s); try: verl-like report %s", err, folder)
     except Exception:  # noqa: BLE001 - the process edge: the run's own error follows
         logger.exception("the report could not be written; try: verl-like report %s", folder)
 
@@ -75,7 +78,8 @@ def _content(data: RunData) -> dict[str, Any]:
 
 def _facts(data: RunData) -> list[tuple[str, str]]:
     """The numbers at the top: (what, how much)."""
-    facts = [("outcome", "failed" if data.failure else "no failure"), ("steps", str(len(data.metrics)))]
+    outcome = {"": "no failure", STOPPED: "stopped"}.get(data.failure, "failed")
+    facts = [("outcome", outcome), ("steps", str(len(data.metrics)))]
     _, scores = data.series("critic/score/mean")
     if scores:
         facts.append(("reward, first to last", f"{scores[0]:.3g} → {scores[-1]:.3g}"))

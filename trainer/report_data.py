@@ -13,6 +13,8 @@ from typing import Any
 from verl_like.errors import ConfigError
 
 FAILURE_FILE = "failure.txt"
+STOPPED = "Stopped by Ctrl-C.\n"
+"""What is in `FAILURE_FILE` where nothing failed."""
 PHASES = ("gen", "score", "adv", "update", "update_weights", "testing", "save_checkpoint")
 """The parts of a step that follow each other; what is left of `timing_s/step` is shown as `other`."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
@@ -132,7 +134,7 @@ def _read_placement(path: Path) -> list[list[str]]:
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [re.split(r"\s{2,}", line.strip()) for line in lines if line.strip(" -")]
+    return [re.split(r"\s{2,}", line.strip()) for line in lines if line.strip()]
 
 
 def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:

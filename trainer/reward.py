@@ -245,7 +245,9 @@ class _Scorer:
             number = theirs.fileno()
             command = [sys.executable, "-P", "-m", "trainer.reward_process", str(number), self._function.to_json()]
             path = os.pathsep.join(entry for entry in sys.path if entry)
-            self._process = subprocess.Popen(command, pass_fds=[number], env={**os.environ, "PYTHONPATH": path})
+            environment = {**os.environ, "PYTHONPATH": path}
+            # a group of its own: Ctrl-C is for the driver, which ends this process
+            self._process = subprocess.Popen(command, pass_fds=[number], env=environment, process_group=0)
             theirs.close()
             if not self._pipe.poll(self._batch_deadline):
                 raise TimeoutError(f"{self.name} is not loaded yet")

@@ -22,6 +22,7 @@ from trainer.run_folder import open_run_folder
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.resources import Node, Placement
+from verl_like.terminal import fit, terminal_width
 
 
 def run(config: PPOConfig, trainer_cls: type[PPOTrainer] | None = None) -> None:
@@ -30,7 +31,7 @@ def run(config: PPOConfig, trainer_cls: type[PPOTrainer] | None = None) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # one bar a weight file and rank, on top of our own
     trainer_cls = trainer_cls or trainer_class(config)
     if config.trainer.dry_run:
-        print(nominal_placement(config), batch_table(config), describe(config), sep="\n\n", flush=True)
+        show_plan(nominal_placement(config), config)
         return
     preflight(config)
     Checkpoints(config)  # a folder that this run cannot go on from is refused before any process starts
@@ -41,10 +42,17 @@ def run(config: PPOConfig, trainer_cls: type[PPOTrainer] | None = None) -> None:
         try:
             with WorkerGroups(config) as groups:
                 write_whole(folder / "placement.txt", f"{groups.placement}\n")
-                print(groups.placement, batch_table(config), describe(config), sep="\n\n", flush=True)
+                show_plan(groups.placement, config)
                 trainer_cls(config, groups, tokenizer, loader, rewards).fit()
         finally:
             close_run(folder, sys.exception())
+
+
+def show_plan(placement: Placement, config: PPOConfig) -> None:
+    """Print who runs where, how much and in which order, as wide as the terminal."""
+    width = terminal_width()
+    parts = placement.draw(width), batch_table(config, width), describe(config, width)
+    print(*(fit(part, width) for part in parts), sep="\n\n", flush=True)
 
 
 def nominal_placement(config: PPOConfig) -> Placement:

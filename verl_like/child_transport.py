@@ -57,6 +57,7 @@ class _Child:
             [sys.executable, "-P", "-m", "verl_like.child", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, **ONE_THREAD, **env, "PYTHONPATH": path},
+            process_group=0,  # Ctrl-C is for the driver, which ends its children
         )
         theirs.close()
         ours.send(sys.path)

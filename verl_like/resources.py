@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from verl_like.errors import PlacementError, nearest
+from verl_like.terminal import draw_table
 
 
 class Role:
@@ -144,6 +145,10 @@ class Placement:
         return {role: plan.name for plan in self.pools.values() for role in plan.roles}
 
     def __str__(self) -> str:
+        return self.draw()
+
+    def draw(self, width: int | None = None) -> str:
+        """The plan as a table, no wider than `width` columns."""
         rows = [("pool", "node", "devices", "roles", "processes", "CPUs")]
         for plan in self.pools.values():
             for count, node in zip(plan.process_on_nodes, plan.nodes, strict=True):
@@ -152,9 +157,7 @@ class Placement:
                 rows.append(
                     (plan.name, node.name, f"{count} {node.kind}{plural}", ", ".join(plan.roles), str(count), cpus)
                 )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+        return "\n".join(draw_table(rows, width))
 
 
 def expand_roles(role_mapping: Mapping[str, str]) -> dict[str, str]:

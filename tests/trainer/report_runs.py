@@ -9,7 +9,6 @@ from pathlib import Path
 from trainer.timeline import Timeline
 
 PLACEMENT = """pool                    node       devices     roles           processes  CPUs
-------------------------------------------------------------------------------
 actor_rollout_ref_pool  this host  1 CPU slot  actor, rollout  1          1
 critic_pool             this host  1 CPU slot  critic          1          1
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from trainer import main_ppo
 
 COMMAND = Path(sys.executable).parent / "verl-like"
 
@@ -84,6 +87,32 @@ def test_a_config_that_cannot_work_ends_with_one_line(decoys: Path) -> None:
     done = verl_like(decoys, "ppo", "data.train_files=x")
     assert done.returncode == 1
     assert done.stderr.startswith("error: actor_rollout_ref.model.path is empty")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/x/1.jsonl"),
+            "error: no room for the run in runs/x",
+            "",
+        ),
+        (KeyboardInterrupt(), 130, "stopped; the same command goes on from the last checkpoint"),
+    ],
+)
+def test_a_full_disk_and_ctrl_c_end_with_one_line(
+    raised: BaseException, code: int | str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def run(config: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("trainer.start.run", run)
+    needed = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.default_local_dir=runs/x"]
+    monkeypatch.setattr(sys, "argv", ["verl-like", *needed])
+    with pytest.raises(SystemExit) as ended:
+        main_ppo.main()
+    assert str(ended.value.code).startswith(str(code))
+    assert said in capsys.readouterr().err
 
 
 def test_tab_completes_keys(decoys: Path) -> None:

@@ -45,9 +45,25 @@ def test_a_missing_package_ends_with_its_command(monkeypatch: pytest.MonkeyPatch
 def test_a_probe_that_fails_shows_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: libfoo.so is gone\n")
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: broken)
-    line = str(doctor.check_ray())
-    assert line.startswith("FAIL  ray works     ImportError: libfoo.so is gone → ")
-    assert "pip install --force-reinstall ray" in line
+    line = str(doctor.check_works("ray", "pip install ray"))
+    assert line == "FAIL  ray works     ImportError: libfoo.so is gone → pip install ray"
+
+
+def test_an_optional_package_that_is_there_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda n: "2.8" if n == "flash-attn" else version(n))
+    monkeypatch.setattr(doctor, "check_works", lambda probe, mend: Finding(f"{probe} works", "no", mend))
+    lines = {finding.subject: str(finding) for finding in doctor.findings()}
+    assert lines["flash_attention works"].endswith("-m pip install --force-reinstall 'flash-attn'")
+    assert {"torch works", "ray works", "rollout works", "CPUs", "cards", "memory", "shared memory"} <= set(lines)
+
+
+def test_memory_is_what_the_container_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    free = doctor._free_memory_gb(tmp_path)
+    for limit, expected in (("max", free), (str(3 * 2**30), 2.0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{2**30}\n")
+        assert doctor._free_memory_gb(tmp_path) == pytest.approx(expected, abs=0.5)
 
 
 def test_little_room_fails_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,8 +93,12 @@ def test_a_run_without_a_step_has_a_report_with_its_failure(tmp_path: Path) -> N
     assert "the critic&#39;s node is gone" in page
     assert "failed" in page
     assert "No step ended." in page
+    close_run(tmp_path, KeyboardInterrupt())
+    page = (tmp_path / "report.html").read_text()
+    assert "Stopped by Ctrl-C." in page
+    assert "failed" not in page
     close_run(tmp_path, None)
-    assert "is gone" not in (tmp_path / "report.html").read_text()
+    assert "Stopped" not in (tmp_path / "report.html").read_text()
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_the_failure(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import io
+import fcntl
 import json
+import os
+import re
+import struct
 import sys
+import termios
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,17 +63,21 @@ def test_nothing_is_shown_where_the_console_is_not_asked_for(tmp_path: Path, cap
     assert capsys.readouterr().out == ""
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    console = Console(total_steps=8, stream=terminal)
-    console.write(STEP, 3)
-    console.write({**STEP, "val-core/s/reward/mean@1": 0.25}, 4)
-    console.close()
-    shown = terminal.getvalue()
-    assert "4/8" in shown
-    assert "reward 0.5  KL 0.01  150 tokens/s" in shown
+@pytest.mark.parametrize("columns", [40, 100])
+def test_a_terminal_gets_a_bar_of_its_width(columns: int) -> None:
+    ours, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(its, "w", encoding="utf-8") as terminal:
+        console = Console(total_steps=8, stream=terminal)
+        console.write(STEP, 3)
+        console.write({**STEP, "val-core/s/reward/mean@1": 0.25}, 4)
+        console.close()
+        shown = os.read(ours, 10_000).decode()
+    os.close(ours)
     assert "step 4  val-core/s/reward/mean@1 0.25" in shown
+    (bar,) = [part for part in re.split(r"[\r\n]", shown) if part.startswith("4/8")]
+    assert len(bar.rstrip()) <= columns
+    assert ("reward 0.5" if columns == 40 else "reward 0.5  KL 0.01  150 tokens/s") in bar
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:

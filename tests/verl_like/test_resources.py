@@ -17,8 +17,15 @@ def test_a_plan_prints_as_a_table() -> None:
     )
     lines = str(plan).splitlines()
     assert lines[0].split() == ["pool", "node", "devices", "roles", "processes", "CPUs"]
-    assert [line.split("  ")[0] for line in lines[2:]] == ["main", "main", "critic_pool"]
-    assert "actor, rollout" in lines[2]
+    assert [line.split("  ")[0] for line in lines[1:]] == ["main", "main", "critic_pool"]
+    assert "actor, rollout" in lines[1]
+    narrow = plan.draw(40).splitlines()
+    assert narrow[0] == "main"
+    assert max(map(len, narrow)) <= 40
+    assert (
+        " ".join(narrow[1:3]).split()
+        == "node a; devices 2 CPU slots; roles actor, rollout; processes 2; CPUs 2".split()
+    )
     assert plan.role_mapping == {"actor": "main", "rollout": "main", "critic": "critic_pool"}
 
 
