@@ -23,6 +23,18 @@ def pages() -> list[object]:
     return marked
 
 
+def test_the_symptoms_that_troubleshooting_quotes_are_the_codes_words() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    symptoms = re.findall(r"^\| ([^|]*`[^|]*) \|", text, re.M)
+    quoted = [part for row in symptoms for quote in re.findall("`([^`]+)`", row) for part in quote.split("...") if part]
+    files = [
+        path for folder in ("tools", "trainer", "verl_like", "workers") for path in (ROOT / folder).rglob("*.[ps][yh]")
+    ]
+    code = "".join(path.read_text(encoding="utf-8") for path in files)
+    assert len(quoted) >= 8
+    assert [part for part in quoted if part.strip() not in code] == []
+
+
 @pytest.mark.parametrize("path", pages())
 def test_the_python_blocks_run(
     path: Path, request: pytest.FixtureRequest, monkeypatch, tmp_path: Path, tiny_dir: Path
