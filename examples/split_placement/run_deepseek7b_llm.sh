@@ -44,20 +44,28 @@ settings=(
     trainer.logger=[console,wandb]
 )
 
+has() { "$py" -P -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
+
 missing() {
-    local cards wanted=8 setting
+    local cards wanted=8 engine=vllm setting
     for setting in "$@"; do
         case $setting in
             ray.address=*) wanted=0 ;;
-            trainer.n_gpus_per_node=*) wanted=${setting#*=} ;;
+            trainer.n_gpus_per_node=[1-9]*) wanted=${setting#*=} ;;
+            actor_rollout_ref.rollout.name=*) engine=${setting#*=} ;;
         esac
     done
     cards=$(nvidia-smi -L 2>/dev/null | wc -l || true)
     [ "$cards" -ge "$wanted" ] || echo "- $wanted GPUs: this machine has $cards. Fewer: trainer.n_gpus_per_node=<number>; a cluster: ray.address=<address>"
+    [ "$engine" != vllm ] || has vllm || echo "- vLLM: $py has none. $py -m pip install 'vllm>=0.32,<0.33', or actor_rollout_ref.rollout.name=native"
     [ -f "$MODEL/config.json" ] || echo "- the model: no config.json in $MODEL. Get deepseek-ai/deepseek-llm-7b-chat (hf download), or set MODEL=<its folder>"
     [ -f "$DATA/train.parquet" ] || echo "- the data: no $DATA/train.parquet. From GSM8K's JSONL files: python examples/data/prepare_gsm8k.py $DATA train.jsonl test.jsonl, or set DATA=<its folder>"
 }
 
+if ! has trainer; then
+    echo "$py does not have this project: bash $root/examples/quickstart/run.sh installs it into .venv, or set PYTHON=<a Python that has it>" >&2
+    exit 1
+fi
 if [ "${TINY:-0}" != 1 ]; then
     lacks=$(missing "$@")
     if [ -n "$lacks" ]; then
