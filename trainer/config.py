@@ -188,7 +188,7 @@ class PPOConfig(WorkersConfig):
     ray: RayConfig = field(default_factory=RayConfig)
     """Cluster."""
     watch: dict[str, float] = field(default_factory=Deadlines.settings)
-    """Deadlines in seconds: placement_s, start_s, rendezvous_s, call_s; waits are logged from the age of warn_s on."""
+    """The deadline of every kind of wait, in seconds; a wait is logged from the age of warn_s on."""
     resource_pool_spec: dict[str, list[int]] = field(default_factory=dict)
     """Pool name -> processes on each of its nodes."""
     role_mapping: dict[str, str] = field(default_factory=dict)

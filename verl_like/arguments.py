@@ -95,7 +95,8 @@ def _whole(payloads: Sequence[Any], headers: Sequence[Header], form: str) -> Any
     return own[0] if form == "first" else own
 
 
-def _checked(headers: list[Header]) -> list[Header]:
+def _checked(arrived: list[Header | bytes]) -> list[Header]:
+    headers = [Header.read(header) for header in arrived]
     for header in headers:
         if header.error is not None:
             raise UpstreamError(header.error)

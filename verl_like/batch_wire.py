@@ -1,7 +1,8 @@
 """How a batch crosses a process border: tensors travel as out-of-band buffers of pickle protocol 5.
 
-`DataProto.__reduce_ex__` packs here and the receiving pickle unpacks here. Nothing is copied on either side for
-contiguous CPU tensors, so what arrives may be memory that others see too: `DataProto.writable_copy` makes it private.
+`DataProto.__reduce_ex__` packs here and the receiving pickle unpacks here. A large contiguous CPU
+tensor is copied on neither side, so what arrives may be memory that others see too: `DataProto.writable_copy` makes it
+private.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 from verl_like.columns import Array, tensors_of
 from verl_like.tensordicts import TensorDict
 
+SMALL_BYTES = 4096
+"""Up to this size a column is copied when it is loaded: to lay a tensor over the bytes takes longer."""
 Wire = tuple[int, dict[str, tuple[torch.dtype, tuple[int, ...], Any]]]
 
 
@@ -51,9 +54,12 @@ def _buffer_of(column: torch.Tensor, protocol: int) -> Any:
 
 
 def _tensor_over(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
-    """A tensor over a buffer, without a copy."""
-    if not len(buffer if isinstance(buffer, bytes) else memoryview(buffer)):
+    """A tensor over a buffer: without a copy, unless the copy is quicker."""
+    num_bytes = len(buffer if isinstance(buffer, bytes) else memoryview(buffer))
+    if not num_bytes:
         return torch.empty(shape, dtype=dtype)
+    if num_bytes <= SMALL_BYTES:
+        return torch.frombuffer(bytearray(buffer), dtype=dtype).reshape(shape)
     flat: NDArray[np.uint8] = np.frombuffer(buffer, dtype=np.uint8)
     if not flat.flags.writeable:
         flat = np.asarray(_DeclaredWritable(flat))

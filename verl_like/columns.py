@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from verl_like.column_memory import join_rows
 from verl_like.errors import BatchError, MissingColumnError, nearest
 from verl_like.tensordicts import TensorDict
 
@@ -232,7 +233,7 @@ def concat_column(name: str, parts: Sequence[Any]) -> Any:
                 f"but {first.dtype} {tuple(first.shape)} in part 0."
             )
     if isinstance(first, torch.Tensor):
-        return torch.cat([part.to(first.device) for part in parts])
+        return join_rows([part.to(first.device) for part in parts])
     return np.concatenate(parts)
 
 

@@ -61,14 +61,16 @@ class WorkerFuture:
 
     def _fetch(self, timeout: float | None) -> tuple[list[Header], list[Any]]:
         """Headers and payloads: at once if all is well and soon here, else by the watched wait."""
-        both = [*(p.header for p in self.pending), *(p.payload for p in self.pending)]
-        here = self.transport.fetch_all(both, 1.0 if timeout is None else min(timeout, 1.0))
         num_ranks = len(self.pending)
-        if here is not None and all(header.error is None for header in here[:num_ranks]):
-            self.transport.finished.extend(here[:num_ranks])
-            return here[:num_ranks], here[num_ranks:]
+        payloads = [p.payload for p in self.pending if p.payload is not None]
+        both = [*(p.header for p in self.pending), *payloads]
+        here = self.transport.fetch_all(both, 1.0 if timeout is None else min(timeout, 1.0))
+        headers = [] if here is None else [Header.read(header) for header in here[:num_ranks]]
+        if here is not None and all(header.error is None for header in headers):
+            self.transport.finished.extend(headers)
+            return headers, here[num_ranks:] if payloads else [None] * num_ranks
         headers = wait_for_calls(self.transport, self.name, self.pending, timeout)
-        return headers, [self.transport.fetch(p.payload) for p in self.pending]
+        return headers, [self.transport.fetch_payload(p) for p in self.pending]
 
     def done(self) -> bool:
         """Whether `get` would return (or raise) at once."""

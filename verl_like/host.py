@@ -30,7 +30,7 @@ from verl_like import stacks
 from verl_like.arguments import UpstreamError, fill, piece_of
 from verl_like.dispatch import ATTRIBUTE, Registration
 from verl_like.environment import environment, torchrun_environment
-from verl_like.errors import WorkerError
+from verl_like.errors import DispatchError, WorkerError
 from verl_like.protocol import DataProto
 from verl_like.random_state import get_random_state, set_random_state
 from verl_like.role_state import RoleState
@@ -172,6 +172,11 @@ class WorkerHost:
             result = method(*args, **kwargs)
             if inspect.iscoroutine(result):
                 result = self._await(result)
+        if call.silent and result is not None:
+            raise DispatchError(
+                f"{where} is declared `-> None` and returned a {type(result).__name__}, which would be lost. Declare "
+                "what it returns."
+            )
         if not isinstance(result, DataProto):
             return result, None
         given = given or piece_of([*args, *kwargs.values()])

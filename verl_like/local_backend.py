@@ -39,7 +39,7 @@ class InlineTransport(Transport):
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Runs the call now."""
-        isolated = Call(call.role, call.method, *copy.deepcopy((call.args, call.kwargs)))
+        isolated = copy.deepcopy(call)
         given = [self.fetch(part) if isinstance(part, Done | Future) else part for part in parts]
         payload, header = self.host.call(isolated, given)
         payload = payload.writable_copy() if isinstance(payload, DataProto) else copy.deepcopy(payload)

@@ -25,6 +25,7 @@ import torch
 from verl_like import batch_disk, batch_wire, columns
 from verl_like.batch_parts import DataProtoItem, Shard
 from verl_like.batch_rows import BatchRows
+from verl_like.column_memory import copy_of
 from verl_like.columns import Array, union_numpy_dict, union_tensor_dict
 from verl_like.errors import BatchError
 from verl_like.tensordicts import NonTensorData, NonTensorStack, TensorDict
@@ -248,7 +249,7 @@ class DataProto(BatchRows):
 
     def writable_copy(self) -> Self:
         """The same batch, shard facts included, with private memory under every column (objects stay shared)."""
-        copied = self.map_columns(len(self), torch.Tensor.clone, np.ndarray.copy)
+        copied = self.map_columns(len(self), copy_of, np.ndarray.copy)
         copied.shard = self.shard
         return copied
 

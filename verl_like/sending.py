@@ -24,18 +24,19 @@ SHARED_BYTES = 100_000
 class Sender:
     """Submits one call to some ranks of a group."""
 
-    def __init__(self, transport: Transport, materialize: bool):
-        """With `materialize`, futures reach the method as values."""
+    def __init__(self, transport: Transport, role: str, method: str, materialize: bool, silent: bool):
+        """With `materialize`, futures reach the method as values; a `silent` method returns None."""
         self.transport, self.materialize = transport, materialize
+        self.role, self.method, self.silent = role, method, silent
         self._shared: dict[int, tuple[Any, Any]] = {}
         self._pieces: dict[tuple[int, int], tuple[Any, list[Pending]]] = {}
 
-    def submit(self, rank: int, role: str, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
+    def submit(self, rank: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
         """Pack the arguments of one rank and queue its call."""
         parts: list[Any] = []
         packed = tuple(self._pack(value, parts) for value in args)
         named = {name: self._pack(value, parts) for name, value in kwargs.items()}
-        return self.transport.submit(rank, Call(role, method, packed, named), parts)
+        return self.transport.submit(rank, Call(self.role, self.method, packed, named, self.silent), parts)
 
     def _pack(self, value: Any, parts: list[Any]) -> Any:
         if isinstance(value, FutureShard):

@@ -75,12 +75,16 @@ class Held:
 
 @dataclass(frozen=True)
 class Call:
-    """One method call on one worker. Arguments may hold slots that `parts` fill."""
+    """One method call on one worker. Arguments may hold slots that `parts` fill.
+
+    A `silent` method is declared to return None: there may be no payload to wait for.
+    """
 
     role: str
     method: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    silent: bool = False
 
 
 @dataclass
@@ -122,14 +126,19 @@ class Header:
     error: RemoteError | None = None
     mesh_facts: dict[str, dict[str, tuple[int, bool]]] | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as its values alone: there is one with every call."""
-        return Header, tuple(getattr(self, name) for name in self.__dataclass_fields__)
+    def packed(self) -> bytes:
+        """The values alone: there is a header with every call, and Ray carries bytes as they are."""
+        return pickle.dumps([getattr(self, name) for name in self.__dataclass_fields__])
+
+    @staticmethod
+    def read(value: Header | bytes) -> Header:
+        """A header as it arrived: packed, or as it is."""
+        return Header(*pickle.loads(value)) if isinstance(value, bytes) else value
 
 
 @dataclass(frozen=True)
 class Pending:
-    """The two references that a submitted call gives at once."""
+    """The two references that a submitted call gives at once; the payload is None if it will be None."""
 
     rank: int
     payload: Any
@@ -171,6 +180,14 @@ class Transport(ABC):
     @abstractmethod
     def fetch(self, reference: Any) -> Any:
         """The value behind a reference that is there. Raises `WorkerDiedError` if its process died."""
+
+    def fetch_payload(self, pending: Pending) -> Any:
+        """The payload of a call whose header is there."""
+        return None if pending.payload is None else self.fetch(pending.payload)
+
+    def fetch_header(self, reference: Any) -> Header:
+        """The header behind a reference that is there."""
+        return Header.read(self.fetch(reference))
 
     def fetch_all(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
         """The values, if they all come within that time: one step where a backend has it. None: `wait` and `fetch`."""
@@ -218,7 +235,7 @@ class Transport(ABC):
                 self.abandoned.append((name, headers))
                 continue
             try:
-                failed = next((h.error.traceback for h in map(self.fetch, headers) if h.error is not None), None)
+                failed = next((h.error.traceback for h in map(self.fetch_header, headers) if h.error is not None), None)
             except WorkerError as error:
                 failed = str(error)
             if failed is not None:

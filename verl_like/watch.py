@@ -1,7 +1,7 @@
 """Every wait has a name and a deadline. Past a warning age it says who waits for whom; past the deadline it raises.
 
 What it raises shows the workers' own Python stacks and the likely cause (`verl_like.stacks`). Called by futures and by
-the backends when they start processes (`wait_for_calls`), and where a backend waits for places (`Patience`).
+the backends when they start processes (`wait_for_calls`), and where one waits for a cluster or its places (`Patience`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 class Deadlines:
     """How long each kind of wait may take, in seconds."""
 
+    connect_s: float = 120.0
+    """Until Ray's cluster is joined, or started here."""
     placement_s: float = 120.0
     """Until the cluster gives a pool its places."""
     start_s: float = 180.0
@@ -132,7 +134,7 @@ class _OpenCalls:
             call = self.open.pop(reference)
             where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
             try:
-                self.headers[call.rank] = header = self.transport.fetch(reference)
+                self.headers[call.rank] = header = self.transport.fetch_header(reference)
             except WorkerDiedError as died:
                 self.failures[call.rank] = WorkerDiedError(f"{where}: {died}")
             except WorkerError as error:

@@ -93,6 +93,8 @@ class BoundMethod:
         first = mark.execute_mode is Execute.RANK_ZERO or getattr(mark.dispatch_mode, "name", "") == "RANK_ZERO"
         self.target: Any = _FirstRank(group) if first else group
         self.form = "first" if first and self.mode.form == "list" else self.mode.form
+        declared = getattr(function, "__annotations__", {}).get("return", "")
+        self.silent = self.form != "batch" and declared in (None, "None")
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,12 +113,12 @@ class BoundMethod:
                     f"{self.site}: the dispatch function must give a list with one element per worker "
                     f"({target.world_size}) for every argument; for argument {name!r} it gave {type(values).__name__}."
                 )
-        sender = Sender(self.group.transport, self.mark.materialize_futures)
+        sender = Sender(self.group.transport, self.role, self.method, self.mark.materialize_futures, self.silent)
         pending = []
         for rank in range(target.world_size):
             its_args = [values[rank] for values in split_args]
             its_kwargs = {name: values[rank] for name, values in split_kwargs.items()}
-            pending.append(sender.submit(rank, self.role, self.method, its_args, its_kwargs))
+            pending.append(sender.submit(rank, its_args, its_kwargs))
         pieces = [pending[rank] for rank in self.mode.collecting_ranks(target)] if self.mode.collecting_ranks else None
         kind = DataProtoFuture if self.form == "batch" else WorkerFuture
         future = kind(self.site.name, self.group.transport, pending, self._collect, self.form, pieces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -142,12 +143,13 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
 def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
-    tiny_dir: Path, tmp_path: Path, backend: str, request: pytest.FixtureRequest
+    tiny_dir: Path, tmp_path: Path, backend: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     if backend == "ray":
         request.getfixturevalue("ray_session")
     broken = [f"+role_workers.{role}={RIGGED}.Failing{role.capitalize()}" for role in ("critic", "actor")]
     settings = ("placement=split", "trainer.n_gpus_per_node=2", f"trainer.backend={backend}", *broken)
+    settings += ("watch.call_s=900", "watch.warn_s=0.25")
     with pytest.raises(FloatingPointError, match="the critic is broken") as caught:
         train(tiny_dir, tmp_path, *settings, trainer=PPOTrainer)
     notes = "\n".join(caught.value.__notes__)
@@ -156,6 +158,8 @@ def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
     assert len(calls(tmp_path, "update_actor")) == 1  # it was waited for
     pids = {event["args"]["pid"] for event in calls(tmp_path, "init_model")} - {os.getpid()}
     assert len(pids) == (2 if backend == "ray" else 0)
+    if backend == "ray":  # the overrides of `watch` are the groups' own limits
+        assert re.search(r"actor.update_actor: waiting for actor rank 0 .* \(limit 900 s\)", caplog.text)
     deadline = time.monotonic() + 15
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -8,7 +8,7 @@ from tests.verl_like.sample_workers import Modes
 from verl_like import WorkerGroup
 from verl_like.child_transport import Done, regroup_here
 from verl_like.host import HostFacts, WorkerHost
-from verl_like.transport import Call, Pending, Transport
+from verl_like.transport import Pending, Transport
 from verl_like.watch import Deadlines
 
 
@@ -21,7 +21,7 @@ class FakeTransport(Transport):
         self.started = [host.start(None) for host in self.hosts]
 
     def submit(self, rank, call, parts):
-        isolated = Call(call.role, call.method, *copy.deepcopy((call.args, call.kwargs)))
+        isolated = copy.deepcopy(call)
         payload, header = self.hosts[rank].call(isolated, [p.value if isinstance(p, Done) else p for p in parts])
         return Pending(rank, Done(payload), Done(header), call.role)
 

@@ -166,6 +166,10 @@ class Modes(Worker):
             return f"{len(value)} rows"
         return f"{type(value).__name__} {value}"
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
+    def describe_future(self, future) -> str:
+        return self.describe(future.get())
+
 
 class Adder(Worker):
     """Adds a number to column x."""
@@ -241,10 +245,19 @@ class Faulty(Worker):
     def returns_unpicklable(self):
         return (number for number in range(3))
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def returns_all_the_same(self) -> None:
+        return 3
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def sleeps(self, seconds: float) -> int:
         time.sleep(seconds)
         return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def takes_memory(self, megabytes: int) -> None:
+        held = [b"x" * (1 << 20) for _ in range(megabytes)]
+        time.sleep(len(held))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def dies(self, how: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -128,7 +130,26 @@ def test_ray_init_gets_what_connect_is_given(monkeypatch: pytest.MonkeyPatch) ->
     assert given["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "2"
 
 
-def test_an_uneven_pool_starts_every_worker_and_a_lost_node_is_noticed(tmp_path: Path) -> None:
+def test_a_cluster_that_does_not_answer_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+
+    from verl_like.ray_backend import connect
+
+    silent = threading.Event()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: silent.wait(10))
+    monkeypatch.setattr(atexit, "unregister", lambda function: None)
+    with pytest.raises(
+        WaitTimeoutError, match=r"driver waited 0.2 s \(watch.connect_s\) for the Ray cluster at host:1"
+    ):
+        connect("host:1", deadlines=Deadlines(connect_s=0.2, warn_s=0.1))
+    silent.set()
+    assert "waiting for the Ray cluster at host:1 since" in caplog.text
+
+
+def test_an_uneven_pool_starts_every_worker_and_a_lost_node_or_memory_is_noticed(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "tests.verl_like.two_node_cluster", str(tmp_path)]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -143,3 +164,10 @@ def test_an_uneven_pool_starts_every_worker_and_a_lost_node_is_noticed(tmp_path:
     assert facts["seconds"] < 15
     assert "faulty.sleeps, faulty rank 1 of 3" in facts["died"]
     assert f"{tmp_path}/faulty-1.log" in facts["died"]
+    assert facts["starved_s"] < 15
+    for told, method in ((facts["starved"], "takes_memory"), (facts["notes"][0], "sleeps")):
+        assert f"greedy.{method}, greedy rank 0 of 1 (pid " in told
+        assert f"log {tmp_path}/greedy-0.log): the worker process is gone: " in told
+        assert "Ray killed it because node " in told
+        assert " GB by pid " in told
+        assert "raise RAY_memory_usage_threshold" in told

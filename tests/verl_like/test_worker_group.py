@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,10 @@ from verl_like import DataProto, DataProtoFuture, gather
 from verl_like.errors import ConfigError, DispatchError, PlacementError, WorkerError
 
 BACKENDS = [("inline", [1]), ("child", [2]), pytest.param(("ray", [2]), marks=pytest.mark.ray)]
+
+
+def current_place() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
 
 
 def batch(rows: int = 5, **meta: object) -> DataProto:
@@ -54,6 +60,11 @@ def test_a_role_is_reached_by_prefix_on_the_fused_group_and_plainly_on_its_own(f
     assert groups["adder"].shares_processes_with(groups["add"])
     with pytest.raises(PlacementError, match="has no role 'ader'. Did you mean 'adder'"):
         fused.spawn(["ader"])
+
+
+def test_a_local_pool_of_one_runs_in_the_callers_thread(groups, backend) -> None:
+    place = groups["adder"].execute_func_rank_zero(current_place)
+    assert (place == current_place()) is (backend[0] == "inline")
 
 
 def test_siblings_see_each_other(groups) -> None:
@@ -103,6 +114,15 @@ def test_futures_chain_between_groups(groups) -> None:
     assert groups["modes"].same(DataProtoFuture.concat([second, first])).batch["x"].tolist() == [34, 35, 31, 32, 33]
     assert groups["modes"].lazy(first).batch["x"].tolist() == [31, 32, 33]
     assert set(groups["modes"].describe(groups["modes"].rank_zero.remote(1))) == {"tuple (0, 1)"}
+
+
+def test_a_method_declared_to_return_nothing_returns_nothing(fused, groups) -> None:
+    nothing = groups["adder"].say.remote("nothing")
+    assert nothing.get() == [None] * fused.world_size
+    assert set(groups["modes"].describe(nothing)) == {f"list {nothing.get()}"}
+    assert set(groups["modes"].describe_future(nothing)) == {f"list {nothing.get()}"}
+    with pytest.raises(DispatchError, match="returns_all_the_same on rank 0 is declared `-> None` and returned a int"):
+        groups["faulty"].returns_all_the_same()
 
 
 def test_a_coroutine_method_runs_to_its_end(groups) -> None:

@@ -1,20 +1,41 @@
-"""Run by `test_ray_backend` in a process of its own: an uneven pool on a simulated cluster that loses a node."""
+"""Run by `test_ray_backend` in a process of its own: a cluster that loses a node, and one low on memory."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
 
 import ray
+from ray._private.utils import get_system_memory, get_used_memory
 from ray.cluster_utils import Cluster
 
 from tests.verl_like.sample_workers import Adder, Faulty
-from verl_like import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
+from verl_like import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls, gather
 from verl_like.errors import PlacementError, WorkerDiedError
 from verl_like.ray_backend import cluster_nodes, connect
 from verl_like.watch import Deadlines
+
+QUICK = Deadlines(start_s=60, call_s=60, grace_s=2)
+
+
+def take_all_memory(cluster: Cluster, log_dir: str) -> dict[str, Any]:
+    """What is told of a worker on a node whose Ray kills as soon as 1 GiB more than now is used."""
+    threshold = (get_used_memory() + 2**30) / get_system_memory()
+    os.environ["RAY_memory_usage_threshold"] = str(threshold)
+    os.environ["RAY_memory_monitor_refresh_ms"] = "100"
+    cluster.add_node(num_cpus=1)
+    pool = RayResourcePool([1], cpus_per_process=1.0, deadlines=QUICK)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Faulty), name_prefix="greedy", log_dir=log_dir)
+    began = time.monotonic()
+    greedy, queued = group.takes_memory(4096), group.sleeps(0.0)
+    try:
+        gather(greedy, queued)
+    except WorkerDiedError as error:
+        return {"starved": str(error), "notes": error.__notes__, "starved_s": time.monotonic() - began}
+    return {"starved": "", "notes": [], "starved_s": 0.0}
 
 
 def main(log_dir: str) -> None:
@@ -29,7 +50,7 @@ def main(log_dir: str) -> None:
             RayResourcePool(counts, cpus_per_process=1.0).bundles()
         except PlacementError as error:
             facts["refusals"].append(str(error))
-    pool = RayResourcePool([1, 2], cpus_per_process=1.0, deadlines=Deadlines(start_s=60, call_s=60, grace_s=2))
+    pool = RayResourcePool([1, 2], cpus_per_process=1.0, deadlines=QUICK)
     roles = {"adder": RayClassWithInitArgs(Adder), "faulty": RayClassWithInitArgs(Faulty)}
     fused = RayWorkerGroup(pool, create_colocated_worker_cls(roles), log_dir=log_dir)
     groups = fused.spawn(roles)
@@ -47,6 +68,8 @@ def main(log_dir: str) -> None:
     except WorkerDiedError as error:
         facts["died"] = "\n".join([str(error), *getattr(error, "__notes__", [])])
     facts["seconds"] = time.monotonic() - began
+    fused.shutdown()
+    facts |= take_all_memory(cluster, log_dir)
     print(json.dumps(facts), flush=True)
     ray.shutdown()
     cluster.shutdown()

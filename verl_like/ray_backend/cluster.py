@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import signal
 import socket
+import sys
+import threading
 import time
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_futures
 from typing import Any
 
 import ray
 
 from verl_like.environment import ONE_THREAD, environment
+from verl_like.errors import WaitTimeoutError
 from verl_like.resources import Node
+from verl_like.watch import Deadlines, Patience
 
 
 def connect(
-    address: str | None = None, namespace: str | None = None, runtime_env: dict[str, Any] | None = None, **options: Any
+    address: str | None = None,
+    namespace: str | None = None,
+    runtime_env: dict[str, Any] | None = None,
+    deadlines: Deadlines | None = None,
+    **options: Any,
 ) -> None:
     """Join a Ray cluster (`address`, or RAY_ADDRESS), or start one here, unless this process is connected already.
 
@@ -29,15 +42,57 @@ def connect(
         env["env_vars"] = {**ONE_THREAD, **env.get("env_vars", {})}
     else:
         options = {"include_dashboard": False, **options}
+    options |= {"address": address or "local", "namespace": namespace, "runtime_env": env or None}
+    options |= {"log_to_driver": True, "configure_logging": False}
     with environment({} if address else unset):
-        ray.init(
-            address=address or "local",
-            namespace=namespace,
-            runtime_env=env or None,
-            log_to_driver=True,
-            configure_logging=False,
-            **options,
-        )
+        _init(options, address, deadlines or Deadlines())
+
+
+def _init(options: dict[str, Any], address: str | None, limits: Deadlines) -> None:
+    """`ray.init` in a thread of its own, because nothing can end it from outside when the cluster's head is silent."""
+    done: Future[None] = Future()
+
+    def init() -> None:
+        try:
+            ray.init(**options)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+            threading.Event().wait()  # for ever: the cluster's processes are told to end with the thread that made them
+
+    logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
+    threading.Thread(target=init, name="ray.init", daemon=True).start()
+    try:
+        _await(done, address, limits)
+    except BaseException:
+        atexit.unregister(ray.shutdown)  # it waits for the lock that the thread may hold
+        raise
+    done.result()
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as `ray.init` does in the main thread
+
+
+def _await(done: Future[None], address: str | None, limits: Deadlines) -> None:
+    what = f"the Ray cluster at {address}" if address else "a Ray cluster of this machine's own"
+    patience = Patience("the driver's connection", limits.connect_s, limits.warn_s)
+    while not wait_futures([done], patience.remaining()).done:
+        if patience.over():
+            look = (
+                "Check the address and, with `ray status`, the head"
+                if address
+                else "Look into Ray's session_latest/logs"
+            )
+            raise WaitTimeoutError(
+                f"the driver waited {limits.connect_s:g} s (watch.connect_s) for {what}, and its head did not answer. "
+                f"{look}; if it is only slow, raise watch.connect_s. Start this program anew to try again."
+            )
+        patience.warn_if_old(what)
+
+
+def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
+    """Drops Ray's warning that it could not set the handler which `_init` sets."""
+    return "SIGTERM handler is not set" not in str(record.msg)
 
 
 class NodeProbe:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from verl_like import stacks
 from verl_like.errors import WorkerError
 from verl_like.host import HostFacts, WorkerHost
-from verl_like.transport import Call, Header
+from verl_like.transport import Call
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+NOTHING: Arguments = (), {}
 OWN_PACKAGES = ("verl_like", "workers", "trainer")
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where a worker process lives."""
+
+    node: str
+    door: stacks.Door
+
+
 class RayHost:
-    """The actor class. Stacks are answered by a thread of their own, everything else in turn."""
+    """The actor class. Calls run in turn, in the main thread: threads of Ray's own would slow down every one."""
 
     def __init__(self, recipes: bytes, facts: HostFacts) -> None:
         """The roles come pickled: what they import must be ours, even where the driver's folder holds namesakes."""
@@ -26,6 +38,12 @@ class RayHost:
         torch.set_num_threads(1)
         self._host = WorkerHost(recipes, facts)
 
+    def home(self) -> Home:
+        """Which node this is, and where to ask for stacks from now on."""
+        return Home(
+            ray.get_runtime_context().get_node_id(), stacks.answer(ray.util.get_node_ip_address(), self._host.stacks)
+        )
+
     def open_store(self, port: int) -> tuple[str, int] | WorkerError:
         """Bind the rendezvous store on this node; an error goes to `start` as a value, which tells the driver."""
         try:
@@ -33,26 +51,27 @@ class RayHost:
         except WorkerError as error:
             return error
 
-    @ray.method(num_returns=2)
-    def start(self, master: tuple[str, int] | WorkerError) -> tuple[str, Header]:
-        """Construct the roles; says on which node."""
-        return ray.get_runtime_context().get_node_id(), self._host.start(master)
+    def start(self, master: tuple[str, int] | WorkerError) -> bytes:
+        """Construct the roles."""
+        return self._host.start(master).packed()
 
     @ray.method(num_returns=2)
-    def call(self, call: Call | str, *parts: Any) -> tuple[Any, Header]:
-        """Run one method: payload and header. Role and method on two lines are a call without arguments."""
-        if isinstance(call, str):
-            role, method = call.split("\n")
-            call = Call(role, method)
-        return self._host.call(call, parts)
+    def call(self, arguments: Arguments = NOTHING, *parts: Any) -> tuple[Any, bytes]:
+        """Run one method: payload and header. The task's name says which: `<role>.<method>`."""
+        payload, header = self._host.call(_named_call(arguments), parts)
+        return payload, header.packed()
 
-    @ray.method(concurrency_group="control")
-    def stacks(self) -> str:
-        """What the process is doing, asked past the queue of calls."""
-        return self._host.stacks()
+    def call_silent(self, arguments: Arguments = NOTHING, *parts: Any) -> bytes:
+        """Run one method that returns None: each result that Ray carries has its price."""
+        return self._host.call(_named_call(arguments, silent=True), parts)[1].packed()
 
 
-HostActor = ray.remote(concurrency_groups={"control": 1})(RayHost)  # type: ignore[call-overload]
+HostActor = ray.remote(RayHost)
+
+
+def _named_call(arguments: Arguments, silent: bool = False) -> Call:
+    role, _, method = (ray.get_runtime_context().get_task_name() or "").rpartition(".")
+    return Call(role, method, *arguments, silent=silent)
 
 
 def prefer_own_packages() -> None:

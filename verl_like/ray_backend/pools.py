@@ -73,7 +73,7 @@ class RayResourcePool(ResourcePool):
         self._bundles = None
 
     def _reserve(self) -> list[Bundle]:
-        connect()
+        connect(deadlines=self.deadlines)
         need = self._need()
         targets = _targets(self, need)
         groups = [

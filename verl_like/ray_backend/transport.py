@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -12,8 +13,10 @@ from verl_like import stacks
 from verl_like.errors import WorkerDiedError, WorkerError
 from verl_like.host import HostFacts
 from verl_like.ray_backend.cluster import NodeProbe
+from verl_like.ray_backend.deaths import cause_of_death
+from verl_like.ray_backend.host import Home
 from verl_like.split import regroup_pieces
-from verl_like.transport import Call, Held, Pending, Transport
+from verl_like.transport import Call, Header, Held, Pending, Transport
 from verl_like.watch import Deadlines, wait_for_calls
 
 
@@ -33,23 +36,30 @@ class RayTransport(Transport):
         """Lets rank 0 bind the rendezvous and constructs the roles everywhere."""
         super().__init__(facts, deadlines)
         self.actors, self.names = list(actors), list(names)
-        self._calls = [actor.call for actor in actors]
+        self._tasks: dict[tuple[int, str, str], Any] = {}
         self._probe = NodeProbe()
         self._nodes: dict[int, str] = {}
         try:
+            self._homes = [actor.home.remote() for actor in self.actors]
             master = self.actors[0].open_store.remote(master_port)
             asked = [actor.start.remote(master) for actor in self.actors]
-            calls = [Pending(rank, node, header, facts[0].name) for rank, (node, header) in enumerate(asked)]
+            calls = [Pending(rank, header, header, facts[0].name) for rank, header in enumerate(asked)]
             self.started = wait_for_calls(self, f"start of {facts[0].name}", calls, setting="start_s")
-            self._nodes = dict(enumerate(ray.get([call.payload for call in calls])))
+            self._nodes = {rank: home.node for rank, home in enumerate(ray.get(self._homes))}
         except BaseException:
             self.shutdown()
             raise
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Queue an actor task. A call without arguments goes as a line of text, which Ray need not pickle."""
-        bare = not (call.args or call.kwargs)
-        payload, header = self._calls[rank].remote(f"{call.role}\n{call.method}" if bare else call, *parts)
+        """Queue an actor task. It is named for the role and the method, so they need not travel as an argument."""
+        key = rank, call.role, call.method
+        task = self._tasks.get(key)
+        if task is None:
+            actor = self.actors[rank]
+            method = actor.call_silent if call.silent else actor.call
+            task = self._tasks[key] = method.options(name=f"{call.role}.{call.method}")
+        made = task.remote((call.args, call.kwargs), *parts) if call.args or call.kwargs else task.remote()
+        payload, header = (None, made) if call.silent else made
         return Pending(rank, payload, header, call.role)
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
@@ -65,7 +75,7 @@ class RayTransport(Transport):
         try:
             return ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
-            raise WorkerDiedError(f"the worker process is gone: {_cause(error)}") from None
+            raise WorkerDiedError(f"the worker process is gone: {cause_of_death(error)}") from None
         except RayTaskError as error:
             if isinstance(error.cause, WorkerError):
                 raise error.cause from None
@@ -81,21 +91,28 @@ class RayTransport(Transport):
             return None
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Asked through the actors' second thread; of one on this machine that cannot answer, by signal."""
-        asked = [actor.stacks.remote() for actor in self.actors]
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=seconds)
+        """Asked at the processes' doors; of one on this machine that does not answer, by signal."""
+        ready, _ = ray.wait(self._homes, num_returns=len(self._homes), timeout=seconds)
         here = ray.get_runtime_context().get_node_id()
-        found = {}
-        for rank, reference in enumerate(asked):
-            if reference in ready:
-                try:
-                    found[rank] = ray.get(reference, timeout=seconds)
-                except (RayError, GetTimeoutError):
-                    continue
-            elif self._nodes.get(rank) == here and (path := self.facts[rank].log_path()):
-                if text := stacks.by_signal(self.started[rank].pid, path):
-                    found[rank] = text
-        return found
+
+        def ask(rank: int, home: Home) -> str | None:
+            text = stacks.ask(home.door, seconds)
+            path = self.facts[rank].log_path()
+            if text is None and home.node == here and path and rank < len(self.started):
+                text = stacks.by_signal(self.started[rank].pid, path)
+            return text
+
+        homes = {rank: home for rank, ref in enumerate(self._homes) if ref in ready and (home := self._home(ref))}
+        with ThreadPoolExecutor(max(len(homes), 1)) as asking:
+            told = dict(zip(homes, asking.map(ask, homes, homes.values()), strict=True))
+        return {rank: text for rank, text in told.items() if text is not None}
+
+    def _home(self, reference: Any) -> Home | None:
+        try:
+            home: Home = ray.get(reference)
+        except RayError:
+            return None
+        return home
 
     def regroup(self, pending: Sequence[Pending], num_pieces: int, even: bool = True) -> list[Pending]:
         """A task cuts the rows again; they do not pass through the driver."""
@@ -125,7 +142,7 @@ class RayTransport(Transport):
 
     def hold(self, reference: Any) -> Any:
         """The reference itself: Ray resolves only what is a task's own argument."""
-        return HeldReference(reference)
+        return Held(None) if reference is None else HeldReference(reference)
 
 
 class HeldReference(Held):
@@ -139,9 +156,6 @@ class HeldReference(Held):
 @ray.remote(num_cpus=0)
 def _regroup(num_pieces: int, even: bool, *flat: Any) -> tuple[Any, ...]:
     half = len(flat) // 2
-    return tuple(value for pair in regroup_pieces(flat[:half], flat[half:], num_pieces, even) for value in pair)
-
-
-def _cause(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text.split("The actor died", 1)[-1].strip(" .:") if "The actor died" in text else text
+    headers = [Header.read(header) for header in flat[:half]]
+    pieces = regroup_pieces(headers, flat[half:], num_pieces, even)
+    return tuple(value for payload, header in pieces for value in (payload, header.packed()))
