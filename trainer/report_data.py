@@ -73,11 +73,11 @@ def read_run(folder: str | Path) -> RunData:
     failure = folder / FAILURE_FILE
     return RunData(
         folder=folder,
-        metrics=_read_lines(folder / "metrics.jsonl", notes),
+        metrics=_read_metrics(folder / "metrics.jsonl", notes),
         calls=_read_calls(folder / "timeline.json", notes),
         placement=_read_placement(folder / "placement.txt"),
         samples=_read_samples(folder / "rollouts", notes),
-        failure=failure.read_text(encoding="utf-8") if failure.is_file() else "",
+        failure=failure.read_text(encoding="utf-8", errors="replace") if failure.is_file() else "",
         notes=notes,
     )
 
@@ -102,16 +102,31 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
+    """The numbers of every step."""
+    rows = [{name: v for name, v in row.items() if _is_number(v)} for row in _read_lines(path, notes)]
+    steps = [row for row in rows if "step" in row]
+    if len(steps) < len(rows):
+        notes.append(f"{path.name}: {len(rows) - len(steps)} of {len(rows)} lines name no step and are left out.")
+    return steps
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _read_calls(path: Path, notes: list[str]) -> list[Call]:
-    """The calls of a Chrome trace, in order of their starts."""
+    """The calls of a run's Chrome trace, in order of their starts."""
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        return _calls_in(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
     except FileNotFoundError:
         notes.append(f"{path.name} is not there.")
-        return []
     except (ValueError, KeyError, TypeError):
-        notes.append(f"{path.name} is half written and left out.")
-        return []
+        notes.append(f"{path.name} is half written, or not a run's, and left out.")
+    return []
+
+
+def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
     pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     calls = [
@@ -133,22 +148,23 @@ def _read_placement(path: Path) -> list[list[str]]:
     """The printed placement's cells: a heading, then a row for each pool."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return [re.split(r"\s{2,}", line.strip()) for line in lines if line.strip()]
 
 
 def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:
     """Samples of some steps from the first to the last, the best and the worst of each step among them."""
-    files = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem) if path.stem.isdigit() else 0)
+    files = sorted((path for path in folder.glob("*.jsonl") if path.stem.isdecimal()), key=lambda path: int(path.stem))
     samples = []
     for path in spread(files, SAMPLED_STEPS):
         rows = _read_lines(path, notes)
-        rows.sort(key=lambda row: float(row.get("score", 0.0)), reverse=True)
+        rows = [{**row, "score": row["score"] if _is_number(row.get("score")) else 0.0} for row in rows]
+        rows.sort(key=lambda row: float(row["score"]), reverse=True)
         for row in spread(rows, SAMPLES_PER_STEP):
             samples.append(
                 Sample(
-                    step=int(row.get("step", path.stem)),
-                    score=float(row.get("score", 0.0)),
+                    step=int(path.stem),
+                    score=float(row["score"]),
                     prompt=_shorten(row.get("input", "")),
                     response=_shorten(row.get("output", "")),
                     truth=_shorten(row.get("gts", "")),

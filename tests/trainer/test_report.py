@@ -86,6 +86,24 @@ def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> No
     assert "placement.txt is not there" in page
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        ("metrics.jsonl", b'{"actor/entropy": 1}\n{"step": 1, "actor/entropy": "x"}\n', "1 of 2 lines name no step"),
+        ("metrics.jsonl", b"\xff\xfe\n[1]\n", "2 of 2 lines are half written"),
+        ("timeline.json", b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}', "not a run's"),
+        ("rollouts/1.jsonl", b'{"score": null}\n3\n', "1.jsonl: 1 of 2 lines"),
+        ("rollouts/notes.jsonl", b"not ours", ""),
+        ("placement.txt", b"\xff\xff", ""),
+        ("failure.txt", b"\xff\xff", ""),
+    ],
+)
+def test_what_is_not_ours_in_a_folder_is_left_out(tmp_path: Path, name: str, content: bytes, note: str) -> None:
+    folder = make_run(tmp_path / "run", 1)
+    (folder / name).write_bytes(content)
+    assert note in " ".join(read_run(folder).notes)
+
+
 def test_a_run_without_a_step_has_a_report_with_its_failure(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     close_run(tmp_path, RuntimeError("the critic's node is gone"))
