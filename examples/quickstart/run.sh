@@ -16,7 +16,11 @@ if "$py" examples/quickstart/watch.py --reached "$run_dir" "$goal"; then
     say "$run_dir holds a run that has reached $goal: open $run_dir/report.html. For another: RUN_DIR=<another folder>, or rm -r $run_dir"
     exit 0
 fi
-if compgen -G "$run_dir/global_step_*" >/dev/null; then say "$run_dir holds a run that was stopped; it goes on from its last checkpoint"; fi
+if compgen -G "$run_dir/global_step_*/commit.json" >/dev/null; then
+    say "$run_dir holds a run that was stopped; it goes on from its last checkpoint"
+elif [ -s "$run_dir/metrics.jsonl" ]; then
+    say "$run_dir holds a run that was stopped before its first checkpoint; it starts again"
+fi
 
 trap : INT # Ctrl-C ends the run, which ends its workers and writes its report; then this script goes on to say where
 "$py" examples/tiny/make.py "$run_dir/tiny" >/dev/null 2>&1

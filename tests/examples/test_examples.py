@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
+import select
+import struct
 import subprocess
+import termios
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import load
 from trainer.compose import load_config, prepare_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,11 +77,49 @@ def test_every_example_is_run_by_a_test() -> None:
     assert {path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(COVERED)
 
 
+def interrupted_in_a_terminal(script: Path, columns: int, ready: Path, **environment: object) -> tuple[int, str]:
+    """Runs the script in a terminal and presses Ctrl-C once `ready` is there -> (exit code, what was shown).
+
+    None of the processes that it had started is left.
+    """
+    descendants = load("examples/quickstart/watch.py").descendants
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execvpe("bash", ["bash", str(script)], {**os.environ, **{name: str(v) for name, v in environment.items()}})
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    shown, seen, deadline = b"", set(), time.monotonic() + 300
+    while time.monotonic() < deadline:
+        if not seen and ready.exists():
+            seen = set(descendants(pid))
+            os.write(terminal, b"\x03")
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                shown += os.read(terminal, 65536)
+            except OSError:  # the script has ended
+                break
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(terminal)
+    assert [other for other in seen if Path(f"/proc/{other}").exists()] == []
+    return code, shown.decode()
+
+
 @pytest.mark.ray
-def test_the_quickstart_learns_its_task_and_reports(tmp_path: Path) -> None:
+def test_the_quickstart_is_stopped_goes_on_learns_its_task_and_reports(tmp_path: Path) -> None:
     folder = tmp_path / "run"
+    committed = folder / "global_step_10" / "commit.json"
+    code, shown = interrupted_in_a_terminal(EXAMPLES / "quickstart" / "run.sh", 40, committed, RUN_DIR=folder)
+    assert code == 130, shown
+    assert "Traceback" not in shown
+    assert "stopped; the same command goes on" in shown
+    bars = re.findall(r"\d+/60 \|[^\r\n]*", shown)
+    assert bars
+    assert max(map(len, bars)) <= 40 + len("^C")
+    assert "Stopped by Ctrl-C." in (folder / "report.html").read_text()
+    assert committed.exists()
     done = bash(EXAMPLES / "quickstart" / "run.sh", RUN_DIR=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "goes on from its last checkpoint" in done.stderr
     scores = [line["critic/score/mean"] for line in lines(folder)]
     assert scores[0] < 0.2
     assert scores[-1] >= 0.8
@@ -105,10 +150,16 @@ def test_the_7b_command_composes_with_half_of_the_cards_for_the_critic() -> None
 
 
 def test_what_the_7b_run_lacks_is_named_with_the_small_way(tmp_path: Path) -> None:
-    done = bash(SPLIT, MODEL=tmp_path / "model", DATA=tmp_path / "data", HOME=tmp_path, PATH="/usr/bin:/bin")
+    bare = tmp_path / "python"
+    bare.write_text('#!/bin/sh\ncase "$*" in *"$LACKS"*) exit 1 ;; esac\n')
+    bare.chmod(0o755)
+    given = {"HOME": tmp_path, "PATH": "/usr/bin:/bin", "PYTHON": bare}
+    assert "set PYTHON=" in bash(SPLIT, **given, LACKS="trainer", TINY=1).stderr
+    done = bash(SPLIT, **given, LACKS="vllm", MODEL=tmp_path / "model", DATA=tmp_path / "data")
     assert done.returncode == 1
     for what in (
         "8 GPUs: this machine has",
+        "-m pip install 'vllm>=0.32,<0.33'",
         "no config.json in",
         "no " + str(tmp_path / "data" / "train.parquet"),
         "TINY=1 bash",
