@@ -15,6 +15,8 @@ from pathlib import Path
 from tests.integration.runs import numbers, overrides
 from trainer import load_config, run
 
+SETTINGS = ("trainer.total_training_steps=5", "algorithm.kl_ctrl.type=adaptive")
+"""With critic, reference and two mini-batches, as `overrides` has it."""
 HOME = Path(__file__).resolve().parent
 FILE = HOME / "golden_ppo.json"
 NAMES = (
@@ -24,9 +26,8 @@ NAMES = (
 
 
 def curve(tiny: Path, folder: Path) -> list[dict[str, float]]:
-    """The numbers of five steps with critic, reference, adaptive KL and two mini-batches, in this process."""
-    settings = ("trainer.backend=local", "placement=colocate", "trainer.total_training_steps=5")
-    run(load_config(overrides(tiny, folder, *settings, "algorithm.kl_ctrl.type=adaptive")))
+    """The numbers of five steps in this process."""
+    run(load_config(overrides(tiny, folder, *SETTINGS, "trainer.backend=local", "placement=colocate")))
     return [{name: line[name] for name in NAMES} for line in numbers(folder)]
 
 
