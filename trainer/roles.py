@@ -127,7 +127,8 @@ class WorkerGroups:
         runtime_env = dict(settings.runtime_env)
         if joins and (modules := modules_of_the_user(self.config)):
             runtime_env["py_modules"] = [*runtime_env.get("py_modules", []), *modules]
-        ray_backend.connect(settings.address, settings.namespace, runtime_env)
+        limits = Deadlines.of(self.config.watch)
+        ray_backend.connect(settings.address, settings.namespace, runtime_env, limits)
         return ray_backend.cluster_nodes(trainer.n_gpus_per_node, use_gpu=trainer.device != "cpu")
 
     def _require_shared_folder(self) -> None:

@@ -149,7 +149,7 @@ def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
         request.getfixturevalue("ray_session")
     broken = [f"+role_workers.{role}={RIGGED}.Failing{role.capitalize()}" for role in ("critic", "actor")]
     settings = ("placement=split", "trainer.n_gpus_per_node=2", f"trainer.backend={backend}", *broken)
-    settings += ("watch.call_s=900", "watch.warn_s=0.25")
+    settings += ("watch.start_s=150", "watch.warn_s=0.25")
     with pytest.raises(FloatingPointError, match="the critic is broken") as caught:
         train(tiny_dir, tmp_path, *settings, trainer=PPOTrainer)
     notes = "\n".join(caught.value.__notes__)
@@ -159,7 +159,7 @@ def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
     pids = {event["args"]["pid"] for event in calls(tmp_path, "init_model")} - {os.getpid()}
     assert len(pids) == (2 if backend == "ray" else 0)
     if backend == "ray":  # the overrides of `watch` are the groups' own limits
-        assert re.search(r"actor.update_actor: waiting for actor rank 0 .* \(limit 900 s\)", caplog.text)
+        assert re.search(r"start of critic: waiting for critic rank 0 .* \(limit 150 s\)", caplog.text)
     deadline = time.monotonic() + 15
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
