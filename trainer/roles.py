@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import PPOConfig
 from trainer.shipping import modules_of_the_user
-from verl_like.errors import ConfigError, nearest
+from verl_like.errors import ConfigError, PlacementError, nearest
 from verl_like.resources import Node, Placement, PoolPlan, ResourcePool
 from verl_like.watch import Deadlines
 from verl_like.worker import Worker
@@ -35,6 +35,8 @@ ROLE_WORKERS = {
     "reward_model": "workers.reward.RewardModelWorker",
 }
 """The built-in roles, in the order in which they are constructed inside a process."""
+NO_GPU = "trainer.device=cuda asks for GPUs, but"
+WITHOUT_GPU = "Set trainer.device=auto or cpu to run on CPU slots."
 
 
 def import_dotted(path: str, what: str) -> Any:
@@ -120,6 +122,7 @@ class WorkerGroups:
     def _connect(self) -> list[Node]:
         trainer, settings = self.config.trainer, self.config.ray
         if trainer.backend == "local":
+            self._device_kind = local_device(trainer.device)
             return [Node("this machine", trainer.n_gpus_per_node, float(os.cpu_count() or 1))]
         from verl_like import ray_backend
 
@@ -129,7 +132,10 @@ class WorkerGroups:
             runtime_env["py_modules"] = [*runtime_env.get("py_modules", []), *modules]
         limits = Deadlines.of(self.config.watch)
         ray_backend.connect(settings.address, settings.namespace, runtime_env, limits)
-        return ray_backend.cluster_nodes(trainer.n_gpus_per_node, use_gpu=trainer.device != "cpu")
+        nodes = ray_backend.cluster_nodes(trainer.n_gpus_per_node, use_gpu=trainer.device != "cpu")
+        if trainer.device == "cuda" and not any(node.kind == "GPU" for node in nodes):
+            raise PlacementError(f"{NO_GPU} none of the {len(nodes)} node(s) of the cluster has one. {WITHOUT_GPU}")
+        return nodes
 
     def _require_shared_folder(self) -> None:
         """Where there is more than one node, all of them must see the run folder."""
@@ -149,7 +155,7 @@ class WorkerGroups:
         if trainer.backend == "local":
             from verl_like.local_backend import LocalWorkerGroup
 
-            options.update(device_kind=local_device(trainer.device), neighbours=self._neighbours)
+            options.update(device_kind=self._device_kind, neighbours=self._neighbours)
             group = LocalWorkerGroup(ResourcePool(plan.process_on_nodes), recipe, **options)
         else:
             from verl_like.ray_backend import RayResourcePool, RayWorkerGroup
@@ -172,6 +178,7 @@ def local_device(device: str) -> str:
     """`trainer.device` for processes of this machine."""
     import torch
 
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise PlacementError(f"{NO_GPU} torch {torch.__version__} sees none on this machine. {WITHOUT_GPU}")
+    return ("cuda" if has_gpu else "cpu") if device == "auto" else device

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trainer import load_config, run
 from trainer.roles import WorkerGroups
@@ -150,6 +151,21 @@ def test_tensor_parallel_must_divide_the_pool(base: list[str]) -> None:
     vllm = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
     with pytest.raises(ConfigError, match=r"parallel_size=2 does not divide the 3 .*pool 'global_pool'.*: 1, 3"):
         run(load_config([*base, *vllm, "trainer.n_gpus_per_node=3"]))
+
+
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
+def test_gpus_that_are_not_there_are_refused(
+    base: list[str], backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+        import ray
+
+        without = [node | {"Resources": {"CPU": 2.0}} for node in ray.nodes()]
+        monkeypatch.setattr(ray, "nodes", lambda: without)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlacementError, match="trainer.device=cuda asks for GPUs, but .*Set trainer.device=auto or cpu"):
+        run(load_config([*base, f"trainer.backend={backend}", "trainer.device=cuda"]))
 
 
 def test_a_run_of_another_configuration_may_be_written_over(base: list[str], tiny_dir: Path, tmp_path: Path) -> None:
