@@ -153,6 +153,11 @@ class PromptLoader:
             yield self.prompts.batch(order[index * size : (index + 1) * size].tolist(), epoch)
 
     @property
+    def epoch(self) -> int:
+        """That of the batch which was taken last, the first being 0."""
+        return max(self._num_taken - 1, 0) // len(self)
+
+    @property
     def data_sources(self) -> set[str]:
         """Of training and validation rows: each needs a reward."""
         return self.prompts.data_sources | (self.validation.data_sources if self.validation else set())

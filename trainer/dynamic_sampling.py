@@ -26,9 +26,9 @@ def collect_groups(
 ) -> tuple[DataProto, dict[str, float]]:
     """`num_prompts` groups whose samples differ, in the order they were drawn, and how many draws that took.
 
-    `draw(attempt)` gives scored samples of further prompts; of the metrics in their meta_info, counts are added up and
-    the others averaged. After `max_num_gen_batches` draws the places that are still empty go to groups of equal scores,
-    the first ones drawn: the batch keeps its size, and the metrics say how many.
+    `draw(attempt)` gives scored samples of further prompts; of the metrics in their meta_info, counts and times are
+    added up and the others averaged. After `max_num_gen_batches` draws the places that are still empty go to groups of
+    equal scores, the first ones drawn: the batch keeps its size, and the metrics say how many.
     """
     kept: list[DataProto] = []
     spare: list[DataProto] = []
@@ -56,7 +56,10 @@ def collect_groups(
     batch = first_groups(join(kept), num_prompts)
     if missing:
         batch = join([batch, first_groups(join(spare), missing)])
-    metrics = {name: sum(v) if "/num_" in name else sum(v) / len(v) for name, v in reward_metrics.items()}
+    metrics = {
+        name: sum(v) if "/num_" in name or name.startswith("timing_s/") else sum(v) / len(v)
+        for name, v in reward_metrics.items()
+    }
     metrics |= {
         "dynamic_sampling/num_gen_batches": float(attempt),
         "dynamic_sampling/num_groups_drawn": float(num_drawn),

@@ -27,14 +27,14 @@ from trainer.dataflow import old_log_probs_are_the_updates_own
 from trainer.dynamic_sampling import collect_groups
 from trainer.hooks import Hooks
 from trainer.kl import apply_kl_penalty, clamp_scores, get_kl_controller
-from trainer.metrics import compute_data_metrics, compute_throughout_metrics, reduce_metrics
+from trainer.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics, reduce_metrics
 from trainer.mismatch import mismatch_metrics
 from trainer.reward import RewardManager, SummedScores
 from trainer.roles import WorkerGroups
 from trainer.run_folder import write_samples
 from trainer.sample_source import SampleSource, SynchronousSource
 from trainer.stopping import reached_goal
-from trainer.timeline import Timeline, call_timings
+from trainer.timeline import Timeline, call_seconds, call_timings
 from trainer.tracking import make_tracking
 from trainer.validation import validation_is_due, validation_metrics
 from verl_like.future import gather
@@ -267,9 +267,10 @@ class PPOTrainer(Hooks):
     def batch_metrics(self, batch: DataProto) -> Metrics:
         """What the step's samples look like, and how fast they were made."""
         num_devices = sum(plan.world_size for plan in self.groups.placement.pools.values())
-        seconds = {"step": sum(self.timing.values())}
         metrics = compute_data_metrics(batch, use_critic="critic" in self.groups)
-        return metrics | compute_throughout_metrics(batch, seconds, num_devices)
+        metrics |= compute_throughout_metrics(batch, {"step": sum(self.timing.values())}, num_devices)
+        metrics |= {"training/global_step": self.global_step, "training/epoch": self.loader.epoch}
+        return metrics | compute_timing_metrics(batch, self.timing | call_seconds(self.calls))
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
+from numbers import Real
 from typing import Any
 
 from trainer.user_code import load_user_code
@@ -48,7 +49,7 @@ def read_outcome(result: Any) -> Outcome:
     score = extras.pop("score", None)
     if isinstance(score, str) or score is None or not math.isfinite(float(score)):
         raise ValueError(f"the reward function returned {result!r}; a finite number, or a dict with one as 'score'")
-    kept: dict[str, float | str] = {str(k): float(v) for k, v in extras.items() if isinstance(v, int | float)}
+    kept: dict[str, float | str] = {str(k): float(v) for k, v in extras.items() if isinstance(v, Real)}
     if VOTE in extras:
         kept[VOTE] = str(extras[VOTE])
     return float(score), kept, None

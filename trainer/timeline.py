@@ -99,9 +99,7 @@ def call_timings(records: Iterable[Record], stages: Mapping[str, float]) -> dict
     of one stage.
     """
     records = list(records)
-    timings = {f"timing_s/{stage}": seconds for stage, seconds in stages.items()}
-    for method, (start, end) in _spans(records, "method").items():
-        timings[f"timing_s/{STAGE_OF.get(method, method)}"] = end - start
+    timings = {f"timing_s/{name}": seconds for name, seconds in (dict(stages) | call_seconds(records)).items()}
     busy = wall = 0.0
     for stage in OVERLAPPING_STAGES:
         calls = [record for record in records if record.get("stage") == stage]
@@ -114,6 +112,12 @@ def call_timings(records: Iterable[Record], stages: Mapping[str, float]) -> dict
     if wall:
         timings["perf/overlap_ratio"] = busy / wall
     return timings
+
+
+def call_seconds(records: Iterable[Record]) -> dict[str, float]:
+    """First start to last end of every method's calls, by verl's name for it."""
+    spans = _spans(records, "method")
+    return {STAGE_OF.get(method, method): end - start for method, (start, end) in spans.items()}
 
 
 def _spans(records: Iterable[Record], *keys: str) -> dict[Any, tuple[float, float]]:

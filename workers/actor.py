@@ -10,6 +10,7 @@ from torch import Tensor
 from verl_like.dispatch import Dispatch, register
 from verl_like.protocol import DataProto
 from verl_like.worker import Worker
+from workers.device_memory import memory_peaks
 from workers.engines.checkpoint import Checkpointed
 from workers.engines.fsdp import TrainEngine
 from workers.losses import (
@@ -103,7 +104,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         if self.gauge is not None:
             self.gauge.all_reduce(self.engine.group, self.engine.device)
             metrics |= self.gauge.metrics()
-        return DataProto(meta_info={"metrics": metrics})
+        return DataProto(meta_info={"metrics": metrics | memory_peaks(self.engine.device)})
 
     def finds_old_log_probs(self, data: DataProto) -> bool:
         """Whether the update's own forward pass gives the old log-probs of a batch that has none.

@@ -75,6 +75,16 @@ def test_numbers_of_the_reward_function_are_logged_in_training(finished: Path) -
     assert line["reward/length/mean"] == pytest.approx(sum(len(sample["output"]) for sample in samples) / 16)
 
 
+def test_a_step_says_where_it_stands_and_what_a_token_took(finished: Path) -> None:
+    for step, line in enumerate(lines(finished)[1:], 1):
+        assert (line["training/global_step"], line["training/epoch"]) == (step, 0)
+        tokens = line["response_length/mean"] * 16
+        assert line["timing_per_token_ms/gen"] == pytest.approx(line["timing_s/gen"] * 1000 / tokens)
+        assert line["timing_per_token_ms/update_actor"] * line["perf/total_num_tokens"] == pytest.approx(
+            line["timing_s/update_actor"] * 1000
+        )
+
+
 def test_the_samples_of_every_step_are_kept(finished: Path) -> None:
     for step in (1, 2, 3):
         samples = rows(finished / "rollouts" / f"{step}.jsonl")

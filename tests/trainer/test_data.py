@@ -86,6 +86,7 @@ def test_a_resumed_loader_goes_on_where_it_stopped(make_loader: Any) -> None:
     resumed = make_loader()
     resumed.load_state_dict(stopped.state_dict())
     assert uids(resumed, 13) == whole[7:]
+    assert resumed.epoch == 19 // len(resumed) > 0
 
 
 def test_the_position_in_other_data_is_refused(make_loader: Any) -> None:

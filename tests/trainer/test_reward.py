@@ -44,7 +44,8 @@ def odd(data_source, solution_str, ground_truth, extra_info, bonus):
     if ground_truth == "text":
         return "0.5"
     if ground_truth == "extra":
-        return {"score": 2.0, "accuracy": 1, "note": "not a number"}
+        import numpy
+        return {"score": numpy.float32(2), "accuracy": 1, "share": numpy.float32(0.5), "note": "not a number"}
     return float(len(solution_str)) + bonus
 """
 
@@ -109,12 +110,19 @@ def make_batch(tokenizer: Any, solutions: list[str], truths: list[str], width: i
     )
 
 
+def counts(scores: DataProto) -> dict[str, float]:
+    """The metrics of a scoring, less its time, which is above zero."""
+    metrics = dict(scores.meta_info["reward_metrics"])
+    assert metrics.pop("timing_s/reward") > 0
+    return metrics
+
+
 def test_the_score_stands_at_the_last_response_token(managers: Any, tokenizer: Any) -> None:
     scores = managers().remote(make_batch(tokenizer, ["ab", "abcd", ""], ["", "", ""])).get()
     expected = torch.zeros(3, 8)
     expected[0, 2], expected[1, 4] = 2.0, 4.0
     assert torch.equal(scores.batch["token_level_scores"], expected)
-    assert scores.meta_info["reward_metrics"] == {"reward/num_failed": 0.0, "reward/num_timed_out": 0.0}
+    assert counts(scores) == {"reward/num_failed": 0.0, "reward/num_timed_out": 0.0}
 
 
 def test_the_default_rules_score_the_tiny_task(make_manager: Any, tokenizer: Any) -> None:
@@ -130,7 +138,7 @@ def test_a_failing_sample_gets_the_default_score_and_the_others_theirs(
 ) -> None:
     scores = managers(name, default_score=-1.0).remote(make_batch(tokenizer, ["a", "ab", "abc"], ["", truth, ""])).get()
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -1.0, 3.0]
-    assert scores.meta_info["reward_metrics"] == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
+    assert counts(scores) == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
     assert "1-0" in caplog.text
 
 
@@ -139,7 +147,7 @@ def test_a_hanging_sample_is_killed_at_its_deadline(managers: Any, tokenizer: An
     manager = managers(name, deadline=0.6)
     scores = manager.remote(make_batch(tokenizer, ["a", "ab", "abc"], ["", "hang", ""])).get(timeout=20)
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 3.0]
-    assert scores.meta_info["reward_metrics"] == {"reward/num_failed": 0.0, "reward/num_timed_out": 1.0}
+    assert counts(scores) == {"reward/num_failed": 0.0, "reward/num_timed_out": 1.0}
 
 
 def test_many_hanging_samples_end_at_the_batch_deadline(managers: Any, tokenizer: Any) -> None:
@@ -223,7 +231,8 @@ def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: 
     scores = managers().remote(make_batch(tokenizer, ["a", "ab"], ["extra", ""])).get()
     assert scores.meta_info["reward_metrics"]["reward/accuracy/mean"] == 1.0
     np.testing.assert_array_equal(scores.non_tensor_batch["reward_extra/accuracy"], [1.0, np.nan])
-    assert list(scores.non_tensor_batch) == ["reward_extra/accuracy"]
+    assert list(scores.non_tensor_batch) == ["reward_extra/accuracy", "reward_extra/share"]
+    assert scores.meta_info["reward_metrics"]["reward/share/mean"] == 0.5
 
 
 def test_the_caller_does_not_wait(managers: Any, tokenizer: Any) -> None:
