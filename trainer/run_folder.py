@@ -87,14 +87,16 @@ def write_samples(folder: Path, step: int, batch: DataProto, tokenizer: Any) -> 
     read = read_columns(batch, "prompts", "attention_mask", "token_level_scores", "sample_index")
     width = read["prompts"].shape[-1]
     mask = read["attention_mask"][:, :width].bool()
-    prompts = [row[keep].tolist() for row, keep in zip(read["prompts"], mask, strict=True)]
     columns = batch.non_tensor_batch
+    row_of = {uid: row for row, uid in enumerate(columns["uid"])}  # the samples of one uid have its prompt
+    prompts = [read["prompts"][row][mask[row]].tolist() for row in row_of.values()]
+    texts = dict(zip(row_of, tokenizer.batch_decode(prompts, skip_special_tokens=True), strict=True))
     extras = {name.removeprefix("reward_extra/"): columns[name] for name in columns if name.startswith("reward_extra/")}
     fields = {
         "uid": columns["uid"].tolist(),
         "sample": read["sample_index"].tolist(),
         "data_source": columns["data_source"].tolist(),
-        "input": tokenizer.batch_decode(prompts, skip_special_tokens=True),
+        "input": [texts[uid] for uid in columns["uid"]],
         "output": decode_responses(batch, tokenizer),
         "gts": [rule["ground_truth"] for rule in columns["reward_model"]],
         "score": read["token_level_scores"].sum(-1).tolist(),
@@ -104,7 +106,7 @@ def write_samples(folder: Path, step: int, batch: DataProto, tokenizer: Any) -> 
         json.dumps({"step": step, **dict(zip(fields, values, strict=True))}, ensure_ascii=False, default=_plain)
         for values in zip(*fields.values(), strict=True)
     ]
-    write_whole(folder / f"{step}.jsonl", "".join(f"{line}\n" for line in lines))
+    write_whole(folder / f"{step}.jsonl", "".join(f"{line}\n" for line in lines), to_disk=False)
 
 
 def _is_nan(value: Any) -> bool:

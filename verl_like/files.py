@@ -11,15 +11,20 @@ import zlib
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write beside `path`, force it to the disk, then rename over what was there."""
+def write_whole(path: Path, text: str, to_disk: bool = True) -> None:
+    """Write beside `path`, force it to the disk, then rename over what was there.
+
+    Without `to_disk` the file outlives this process, but not the machine's failure: for what need not wait for a disk.
+    """
     draft = path.with_name(path.name + ".part")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        if to_disk:
+            file.flush()
+            os.fsync(file.fileno())
     draft.replace(path)
-    sync_folder(path.parent)
+    if to_disk:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
