@@ -17,6 +17,7 @@ from trainer.shipping import modules_of_the_user
 from verl_like.errors import PlacementError
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "cluster.md"
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,13 @@ def test_a_run_folder_that_a_node_does_not_see_is_refused_by_the_nodes_name(
 
 def load(*overrides: str) -> PPOConfig:
     return load_config(["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", *overrides])
+
+
+def test_the_command_of_the_page_composes() -> None:
+    (command,) = re.findall(r"^python -m trainer.main_ppo (.*) \.\.\.$", PAGE.read_text(encoding="utf-8"), re.M)
+    config = load(*command.split())
+    assert config.ray.address == "auto"
+    assert config.resource_pool_spec == {"actor_rollout_ref_pool": [8], "critic_pool": [8]}
 
 
 def test_only_the_users_own_modules_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
