@@ -14,6 +14,7 @@ import torch
 from tests.integration.rigged import NotedTrainer, TwoPassTrainer
 from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
+from trainer.advantages import ADVANTAGE_ESTIMATORS
 from trainer.ppo import PPOTrainer
 from verl_like.errors import ConfigError
 
@@ -94,7 +95,7 @@ def test_a_reward_model_scores_beside_the_rules(
     assert last["reward/model_score/mean"] != 0
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
 def test_groups_of_one_empty_responses_and_rows_without_eos_train(
     tiny_dir: Path, tmp_path: Path, estimator: str
 ) -> None:
