@@ -118,7 +118,12 @@ def check_machine() -> Iterator[Finding]:
     """CPUs, cards, memory, shared memory, disk."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("CPUs", f"{cpus}; roles on different pools overlap from 2 on")
-    yield Finding("cards", ", ".join(_cards()) or "none, roles run on the CPU")
+    cards = ", ".join(_cards())
+    if cards and (_version("torch") or "").endswith("+cpu"):
+        what = f"{cards}, but torch is built for the CPU alone"
+        yield Finding("cards", what, f"{PIP} --force-reinstall torch", is_optional=True)
+    else:
+        yield Finding("cards", cards or "none, roles run on the CPU")
     memory = _free_memory_gb(Path("/sys/fs/cgroup"))
     if memory is not None:
         few = "trainer.backend=local actor_rollout_ref.model.path=<a smaller model>" if memory < LEAST_MEMORY_GB else ""

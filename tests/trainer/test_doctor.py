@@ -58,6 +58,13 @@ def test_an_optional_package_that_is_there_must_work(monkeypatch: pytest.MonkeyP
     assert {"torch works", "ray works", "rollout works", "CPUs", "cards", "memory", "shared memory"} <= set(lines)
 
 
+def test_cards_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_cards", lambda: ["NVIDIA H200 143771 MiB"])
+    monkeypatch.setattr(doctor, "_version", lambda package: "2.13.0+cpu")
+    (line,) = [str(finding) for finding in doctor.check_machine() if finding.subject == "cards"]
+    assert line.startswith("-     cards         NVIDIA H200 143771 MiB, but torch is built for the CPU alone → ")
+
+
 def test_memory_is_what_the_container_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     free = doctor._free_memory_gb(tmp_path)
     for limit, expected in (("max", free), (str(3 * 2**30), 2.0)):
