@@ -26,7 +26,7 @@ at its default with its meaning, and the keys that have no effect in this run.
     "doctor": """usage: verl-like doctor
 
 One line for each thing that a run needs: ok, FAIL, or - for what only some runs need. A line that says FAIL ends with
-the command that mends it. Takes about 10 seconds; the exit code is 1 if anything needed fails.
+the command that mends it. Takes 10 to 20 seconds; the exit code is 1 if anything needed fails.
 """,
     "report": """usage: verl-like report RUN_DIR
 
