@@ -142,7 +142,8 @@ def _attend(
     windowed = window is not None and window < width
     q, k, v = (_lines(states, rectangle) for states in (query, key, value))
     if query.device.type == "cpu" and width <= SHORT:
-        output = _attend_short(q, k, v, _causal_mask(width, window or width, query.device), scaling)
+        filled = -(-width // 8) * 8
+        output = _attend_short(q, k, v, _causal_mask(filled, window or filled, query.device), scaling)
     else:
         output = scaled_dot_product_attention(
             q,
@@ -158,14 +159,56 @@ def _attend(
 
 
 def _attend_short(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Causal attention as three matrix operations; the query heads that share a key stand as rows of one matrix."""
-    (num_rows, heads, width, size), groups = query.shape, key.shape[1]
-    bias = query.new_zeros(mask.shape).masked_fill_(~mask, float("-inf")).repeat(heads // groups, 1)
-    keys = key.reshape(-1, width, size).transpose(1, 2)
-    queries = query.reshape(num_rows * groups, -1, size)
-    scores = torch.baddbmm(bias, queries, keys, alpha=size**-0.5 if scaling is None else scaling)
-    output = torch.bmm(scores.softmax(dim=-1), value.reshape(num_rows * groups, width, -1))
-    return output.view(num_rows, heads, width, -1)
+    """Causal attention of short lines, [rows, heads, width, size]; `mask` is that of a line, filled up to eights."""
+    if query.dtype != value.dtype:  # autocast casts products only: queries and keys come from rotations
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output: Tensor = _ShortAttention.apply(query, key, value, mask, scale)
+    return output
+
+
+class _ShortAttention(torch.autograd.Function):
+    """Attention as plain matrix products; the query heads that share a key stand as rows of one matrix.
+
+    Lines are filled up with zeros to a multiple of eight, which the products of odd sizes take a third longer without.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        (num_rows, heads, width, _), groups = query.shape, key.shape[1]
+        filled = mask.shape[0]
+        queries = _filled(query, filled).view(num_rows * groups, -1, query.shape[-1])
+        keys, values = (_filled(states, filled).flatten(0, 1) for states in (key, value))
+        bias = query.new_zeros(mask.shape).masked_fill_(~mask, float("-inf")).repeat(heads // groups, 1)
+        with torch.autocast(query.device.type, enabled=False):
+            probs = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scale).softmax(dim=-1)
+            output = torch.bmm(probs, values)
+        ctx.save_for_backward(queries, keys, values, probs)
+        ctx.scale, ctx.shapes = scale, (query.shape, key.shape, value.shape)
+        return output.view(num_rows, heads, filled, -1)[:, :, :width]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, probs = ctx.saved_tensors
+        filled, unread = keys.shape[1], grad.new_empty(())
+        own = _filled(grad, filled).view(queries.shape[0], -1, values.shape[-1])
+        grad_scores = torch._softmax_backward_data(torch.bmm(own, values.transpose(1, 2)), probs, -1, probs.dtype)
+        grads = (
+            torch.baddbmm(unread, grad_scores, keys, beta=0, alpha=ctx.scale),  # beta=0: the first argument is not read
+            torch.baddbmm(unread, grad_scores.transpose(1, 2), queries, beta=0, alpha=ctx.scale),
+            torch.bmm(probs.transpose(1, 2), own),
+        )
+        pairs = zip(grads, ctx.shapes, strict=True)
+        return *(g.view(*shape[:2], filled, -1)[:, :, : shape[2]] for g, shape in pairs), None, None
+
+
+def _filled(states: Tensor, width: int) -> Tensor:
+    """[rows, heads, own width, size] in memory of its own, with zeros up to `width`."""
+    rows, heads, own, size = states.shape
+    result = states.new_empty(rows, heads, width, size)
+    result[:, :, :own] = states
+    result[:, :, own:] = 0
+    return result
 
 
 def _lines(states: Tensor, rectangle: Rectangle) -> Tensor:

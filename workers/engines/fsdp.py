@@ -30,8 +30,10 @@ from torch.distributed.tensor import DTensor
 
 from verl_like.tensor_ops import logprobs_and_entropy_from_logits, logprobs_from_logits
 from workers.engines.attention import packed_rows
+from workers.engines.lean import lean
 from workers.engines.loading import load_weights
 from workers.engines.lora import add_adapter, merged_tensors
+from workers.engines.memory import keep_freed_memory
 from workers.engines.model import Head, dtype_of, empty_model
 from workers.engines.optim import Schedule, build_optimizer, guarded_step
 from workers.engines.packing import (
@@ -100,6 +102,8 @@ class TrainEngine:
         """Shard and load the model on the worker's device; `total_steps` update calls make the schedule."""
         worker.open_process_group()
         self.device, self.world_size = worker.device, worker.world_size
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.group = dist.group.WORLD if self.world_size > 1 else None
         self.mesh = build_mesh(self.device, data_axes(self.world_size, self.sharding))
         self.is_sharded = self.world_size > 1 and self.sharding.strategy != "ddp"
@@ -237,6 +241,7 @@ class TrainEngine:
         """Within, the module (and the optimizer's state) is on the device, and packed rows attend row by row."""
         with ExitStack() as stack:
             stack.enter_context(resident(self.module, optimizer, self.sharding, self.device))
+            stack.enter_context(lean(self.module))
             if self.packs:
                 stack.enter_context(packed_rows(self.module))
             yield
