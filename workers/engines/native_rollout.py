@@ -9,20 +9,24 @@ attention runs over whole blocks of columns (`slot_cache`), and the noise is key
 
 from __future__ import annotations
 
-import inspect
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from numpy.typing import NDArray
 from torch import Tensor
 
 from verl_like.errors import ConfigError
+from workers.engines.direct_forward import DirectForward, agrees, is_llama_shaped
 from workers.engines.grouped_attention import grouped_decoding
 from workers.engines.lora import merged_tensors
 from workers.engines.module_engine import ModuleEngine
+from workers.engines.module_forward import ModuleForward
 from workers.engines.rollout_base import (
     EngineLimits,
     Output,
@@ -55,6 +59,7 @@ class NativeEngine(ModuleEngine):
         self.config = module.config.get_text_config()
         _check_model(self.config, limits.prompt_width + limits.response_width)
         self.owns_weights = owns_weights
+        self.is_proven: bool | None = None
         width = slot_width(self.config, limits.prompt_width, limits.response_width)
         fit = slots_that_fit(self.config, width, next(module.parameters()).dtype, limits.kv_cache_gb, MIN_ROWS)
         self.max_active = min(limits.max_num_seqs, fit)
@@ -73,7 +78,25 @@ class NativeEngine(ModuleEngine):
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
         with _inference(self.module):
-            return _Generation(self, requests, sampling).run()
+            direct = self._may_be_direct()
+            generation = _Generation(self, requests, sampling, DirectForward if direct else ModuleForward)
+            with torch.inference_mode() if direct else nullcontext():
+                finish = generation.run()
+        return [generation.output(request, finish) for request in range(len(requests))]
+
+    def _may_be_direct(self) -> bool:
+        """Whether the direct pass may stand for the module as it is now: not where it was seen to differ."""
+        if not is_llama_shaped(self.module):
+            return False
+        if self.is_proven is None:
+            self.is_proven = agrees(self.module)
+            if not self.is_proven:
+                warnings.warn(
+                    f"rollout.name=native: the direct pass differs from {type(self.module).__name__} as transformers "
+                    f"{transformers.__version__} computes it; decoding through the module instead, which is slower.",
+                    stacklevel=2,
+                )
+        return self.is_proven
 
 
 class _Generation:
@@ -84,42 +107,47 @@ class _Generation:
     keys and values, and with them its bits, are those of an uninterrupted run.
     """
 
-    def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        self.engine, self.sampling, self.requests = engine, sampling, requests
+    def __init__(
+        self,
+        engine: NativeEngine,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        forward_class: type[DirectForward] | type[ModuleForward],
+    ) -> None:
+        self.engine, self.sampling, self.requests, self.forward_class = engine, sampling, requests, forward_class
         self.device = next(engine.module.parameters()).device
         self.keys = np.array([request.key for request in requests], dtype=np.uint64)
-        self.stop = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
         self.prompts = [tuple(request.prompt) for request in requests]
-        self.prompt_lengths = torch.tensor([len(prompt) for prompt in self.prompts])
+        self.prompt_lengths = np.array([len(prompt) for prompt in self.prompts])
         shape = (len(requests), sampling.max_tokens)
-        self.tokens = torch.zeros(shape, dtype=torch.long)
-        self.log_probs = torch.zeros(shape)
-        self.versions = torch.zeros(shape, dtype=torch.int32)
-        self.lengths = torch.zeros(len(requests), dtype=torch.long)
-        self.forced = torch.zeros(len(requests), dtype=torch.long)
-        self.stopped = torch.zeros(len(requests), dtype=torch.bool)
+        self.tokens = np.zeros(shape, dtype=np.int64)
+        self.log_probs = np.zeros(shape, dtype=np.float32)
+        self.versions = np.zeros(shape, dtype=np.int32)
+        self.lengths = np.zeros(len(requests), dtype=np.int64)
+        self.forced = np.zeros(len(requests), dtype=np.int64)
+        self.stopped = np.zeros(len(requests), dtype=bool)
+        self.is_stop = np.zeros(engine.vocab_size, dtype=bool)
+        self.is_stop[[token for token in sampling.stop_token_ids if 0 <= token < engine.vocab_size]] = True
         self._take_partial()
         self.waiting = deque(range(len(requests)))
         self.max_active = min(engine.max_active, len(requests))
         self.num_active = self.longest = 0
         num_slots = max(MIN_ROWS, self.max_active)
-        self.request_of_slot = torch.zeros(num_slots, dtype=torch.long)
-        longest = max(map(len, self.prompts))
-        width = slot_width(engine.config, longest, sampling.max_tokens)
-        self.slots = Slots(num_slots, width, least_window(engine.config), self.device)
-        self.cache = SlotCache(engine.config.num_hidden_layers, self.slots)
-        parameters = inspect.signature(engine.module.forward).parameters
-        self.takes_positions = "position_ids" in parameters
-        self.takes_logits_to_keep = "logits_to_keep" in parameters
+        self.request_of_slot = np.zeros(num_slots, dtype=np.int64)
+        width = slot_width(engine.config, max(map(len, self.prompts)), sampling.max_tokens)
+        slots = Slots(num_slots, width, least_window(engine.config), self.device)
+        self.cache = SlotCache(engine.config.num_hidden_layers, slots)
 
-    def run(self) -> list[Output]:
-        """Prefill when a group of prompts can enter, else decode one token of everything in flight."""
+    def run(self) -> str:
+        """Prefill when a group of prompts can enter, else decode one token of everything in flight.
+
+        Returns the finish reason of those that have no other.
+        """
         version = self.engine.version
-        finish = "length"
+        self.forward = self.forward_class(self.engine.module, self.cache)
         while self.num_active or self.waiting:
             if self.engine.control.checkpoint():
-                finish = "abort"
-                break
+                return "abort"
             if self.engine.version != version:
                 version = self.engine.version
                 self._start_over()
@@ -128,18 +156,16 @@ class _Generation:
                 self._prefill(group)
             else:
                 self._decode()
-        return [self._output(request, finish) for request in range(len(self.prompts))]
+        return "length"
 
-    def _output(self, request: int, finish: str) -> Output:
+    def output(self, request: int, finish: str) -> Output:
+        """What a request has produced."""
         length = max(int(self.lengths[request]), int(self.forced[request]))
         reason = "stop" if self.stopped[request] else "length" if length == self.sampling.max_tokens else finish
-        made = slice(0, length)
-        return Output(
-            self.tokens[request, made].clone(),
-            self.log_probs[request, made].clone(),
-            reason,
-            self.versions[request, made].clone(),
+        tokens, log_probs, versions = (
+            torch.from_numpy(column[request, :length].copy()) for column in (self.tokens, self.log_probs, self.versions)
         )
+        return Output(tokens, log_probs, reason, versions)
 
     def _take_partial(self) -> None:
         for index, request in enumerate(self.requests):
@@ -152,10 +178,11 @@ class _Generation:
     def _start_over(self) -> None:
         """The weights are new: what is in flight is read again with them, and goes on where it was."""
         active = self.request_of_slot[: self.num_active]
-        self.forced[active] = torch.maximum(self.forced[active], self.lengths[active])
+        self.forced[active] = np.maximum(self.forced[active], self.lengths[active])
         self.lengths[active] = 0
         self.waiting.extendleft(reversed(active.tolist()))
         self.num_active = 0
+        self.forward = self.forward_class(self.engine.module, self.cache)
 
     def _entering(self) -> list[int]:
         """The next requests to prefill: none while fewer than `MIN_ROWS` of those waiting would fit."""
@@ -175,79 +202,69 @@ class _Generation:
         """One pass over the distinct prompts of the group; samples of one prompt share it."""
         index = {prompt: i for i, prompt in enumerate(dict.fromkeys(self.prompts[r] for r in group))}
         sources = torch.tensor([index[self.prompts[r]] for r in group], device=self.device)
-        rows = [*index, *[(0,)] * (MIN_ROWS - len(index))]
-        lengths = torch.tensor([len(row) for row in rows], device=self.device)
-        width = prefill_width(int(lengths.max()), self.engine.limits.prompt_width)
-        self.cache.fit(max(1 + width, self.longest + 2))
-        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=self.device)
-        positions = (self.slots.columns[:width] - (width - lengths)[:, None]).clamp(min=0)
-        attention_mask = self.slots.aim_prefill(lengths, width, sources, self.num_active)
-        logits = self._forward(ids, positions, attention_mask)
-        slots = torch.arange(self.num_active, self.num_active + len(group))
-        self.request_of_slot[slots] = torch.tensor(group)
+        prompts = [*index, *[(0,)] * (MIN_ROWS - len(index))]
+        width = prefill_width(max(map(len, prompts)), self.engine.limits.prompt_width)
+        self.cache.fit(max(1 + width, self.longest + 2), self.num_active)
+        logits = self.forward.prefill(prompts, width, sources, self.num_active)
+        slots = np.arange(self.num_active, self.num_active + len(group))
+        self.request_of_slot[slots] = group
         self.num_active += len(group)
         self._append(slots, logits[sources])
 
     def _decode(self) -> None:
         """One more token for slots 0..num_active-1; those beyond, up to `MIN_ROWS`, compute what nobody reads."""
         requests = self.request_of_slot[: max(MIN_ROWS, self.num_active)]
-        steps = (self.lengths[requests] - 1).clamp(min=0)
+        steps = np.maximum(self.lengths[requests] - 1, 0)
         positions = self.prompt_lengths[requests] + steps
-        ids = self.tokens[requests, steps]
         self.longest = int(positions[: self.num_active].max())
-        positions = positions.clamp(max=self.longest).to(self.device)
-        self.cache.fit(self.longest + 2)
-        attention_mask = self.slots.aim_decode(positions)
-        logits = self._forward(ids.to(self.device)[:, None], positions[:, None], attention_mask)
-        self._append(torch.arange(self.num_active), logits[: self.num_active])
+        positions = np.minimum(positions, self.longest)
+        self.cache.fit(self.longest + 2, self.num_active)
+        ids = self.tokens[requests, steps]
+        logits = self.forward.decode(*(torch.from_numpy(numbers).to(self.device) for numbers in (ids, positions)))
+        self._append(np.arange(self.num_active), logits[: self.num_active])
 
-    def _forward(self, ids: Tensor, positions: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits of the last column: [rows, vocabulary]."""
-        inputs: dict[str, Any] = {"attention_mask": attention_mask, "past_key_values": self.cache, "use_cache": True}
-        if self.takes_positions:
-            inputs["position_ids"] = positions
-        if self.takes_logits_to_keep:
-            inputs["logits_to_keep"] = 1
-        logits: Tensor = self.engine.module(input_ids=ids, **inputs).logits[:, -1]
-        return logits
-
-    def _append(self, slots: Tensor, logits: Tensor) -> None:
+    def _append(self, slots: NDArray[np.int64], logits: Tensor) -> None:
         """Draw the next token of each of these slots, and empty those that are finished."""
         requests = self.request_of_slot[slots]
         steps = self.lengths[requests]
-        noise = torch.from_numpy(uniforms(self.keys[requests.numpy()], steps.numpy()))
-        tokens, log_probs = (x.cpu() for x in choose_tokens(logits, noise.to(self.device), self.sampling, steps))
+        noise = torch.from_numpy(uniforms(self.keys[requests], steps)).to(self.device)
+        drawn = choose_tokens(logits, noise, self.sampling, torch.from_numpy(steps))
+        tokens, log_probs = (column.cpu().numpy() for column in drawn)
         new = steps >= self.forced[requests]
-        if not bool(new.all()):
-            tokens = torch.where(new, tokens, self.tokens[requests, steps])
-            log_probs = torch.where(new, log_probs, self.log_probs[requests, steps])
+        if not new.all():
+            tokens = np.where(new, tokens, self.tokens[requests, steps])
+            log_probs = np.where(new, log_probs, self.log_probs[requests, steps])
         self.tokens[requests, steps] = tokens
         self.log_probs[requests, steps] = log_probs
         self.versions[requests[new], steps[new]] = int(self.engine.version or 0)
-        self.lengths[requests] += 1
-        self.stopped[requests] = stopped = torch.isin(tokens, self.stop) | self._said(requests, steps)
-        finished = stopped | (self.lengths[requests] == self.sampling.max_tokens)
-        if bool(finished.any()):
+        self.lengths[requests] = steps + 1
+        stopped = self.is_stop[tokens]
+        if self.sampling.stop_strings:
+            stopped |= self._said(requests, steps)
+        self.stopped[requests] = stopped
+        finished = stopped | (steps + 1 == self.sampling.max_tokens)
+        if finished.any():
             self._leave(slots[finished])
 
-    def _said(self, requests: Tensor, steps: Tensor) -> Tensor:
+    def _said(self, requests: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these requests have just completed a stop string."""
-        said = torch.zeros(len(requests), dtype=torch.bool)
+        said = np.zeros(len(requests), dtype=bool)
         strings, decode = self.sampling.stop_strings, self.engine.decode
-        if strings and decode is not None:
+        if decode is not None:
             for row, (request, step) in enumerate(zip(requests.tolist(), steps.tolist(), strict=True)):
                 if step + 1 >= self.sampling.min_tokens:
                     said[row] = ends_with_stop_string(self.tokens[request, : step + 1].tolist(), strings, decode)
         return said
 
-    def _leave(self, finished: Tensor) -> None:
+    def _leave(self, finished: NDArray[np.int64]) -> None:
         """Empty these slots; those in use beyond the new number of active ones move into the gaps."""
         left = self.num_active - len(finished)
         gaps = finished[finished < left]
-        beyond = torch.arange(left, self.num_active)
-        movers = beyond[~torch.isin(beyond, finished)]
+        stays = np.ones(self.num_active, dtype=bool)
+        stays[finished] = False
+        movers = left + stays[left:].nonzero()[0]
         if len(gaps):
-            self.cache.move(movers.to(self.device), gaps.to(self.device))
+            self.cache.move(*(torch.from_numpy(slots).to(self.device) for slots in (movers, gaps)))
             self.request_of_slot[gaps] = self.request_of_slot[movers]
         self.num_active = left
 

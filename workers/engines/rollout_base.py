@@ -152,13 +152,8 @@ class RolloutEngine(ABC):
             return []
         with self.control.running(len(requests)):
             outputs = self._generate(requests, sampling)
-        for request, output in zip(requests, outputs, strict=True):
-            broken = ~output.log_probs.isfinite()
-            if bool(broken.any()):
-                raise RolloutError(
-                    f"rollout: the model's logits are not finite for {request.name} at response token "
-                    f"{int(broken.nonzero()[0])} (weights of version {self.version}); look for NaN in the last update."
-                )
+        if not bool(torch.cat([output.log_probs for output in outputs]).isfinite().all()):
+            self._refuse_broken(requests, outputs)
         return outputs
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -234,6 +229,15 @@ class RolloutEngine(ABC):
             )
         for request in requests:
             self._check_prompt(request)
+
+    def _refuse_broken(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
+        for request, output in zip(requests, outputs, strict=True):
+            broken = (~output.log_probs.isfinite()).nonzero()
+            if len(broken):
+                raise RolloutError(
+                    f"rollout: the model's logits are not finite for {request.name} at response token "
+                    f"{int(broken[0])} (weights of version {self.version}); look for NaN in the last update."
+                )
 
     def _check_prompt(self, request: Request) -> None:
         length = len(request.prompt)

@@ -45,7 +45,8 @@ def choose_tokens(
     The log-prob is the policy's: of the whole distribution at the temperature, before bias, minimum length, top-k,
     top-p and min-p. `positions` [rows] are those of the tokens in their responses, which a minimum length reads.
     """
-    log_probs = torch.log_softmax(logits.float() / sampling.log_prob_temperature, dim=-1)
+    logits, temperature = logits.float(), sampling.log_prob_temperature
+    log_probs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
     drawn = constrained(log_probs, sampling, positions)
     if not sampling.do_sample:
         tokens = logits.argmax(dim=-1) if drawn is log_probs else drawn.argmax(dim=-1)
@@ -80,7 +81,7 @@ def _is_plain(sampling: SamplingParams) -> bool:
 
 def _inverse(probs: Tensor, noise: Tensor) -> Tensor:
     """The token at which the cumulative distribution passes the noise."""
-    cumulative = probs.cumsum(dim=-1)
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     target = noise.to(cumulative).unsqueeze(1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=probs.shape[1] - 1)
 
@@ -92,7 +93,7 @@ def _inverse_of_blocks(probs: Tensor, noise: Tensor) -> Tensor:
     """`_inverse` in two stages, blocks of tokens and then tokens of one block: a large vocabulary is read once."""
     rows, vocabulary = probs.shape
     if vocabulary <= 2 * _BLOCK:
-        return _inverse(probs.double(), noise)
+        return _inverse(probs, noise)
     blocks = torch.nn.functional.pad(probs, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
     ends = blocks.sum(dim=-1).double().cumsum(dim=-1)
     target = noise.to(ends).unsqueeze(1) * ends[:, -1:]

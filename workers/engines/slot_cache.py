@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -24,6 +25,9 @@ BLOCK = 16
 """Widths are multiples of this many columns: the lanes of the widest vector instructions."""
 SMALL_PRODUCT = 400
 """Below this many multiplications torch takes another kernel for a batch of products, with other bits."""
+
+LINE = 64
+"""Bytes of a cache line."""
 
 
 def whole_blocks(count: int) -> int:
@@ -69,6 +73,15 @@ def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float,
     return fit
 
 
+def zeros(count: int, like: Tensor) -> Tensor:
+    """Memory that reads as zeros: on a CPU numpy's, which becomes real on use, in huge pages where it can."""
+    if like.device.type != "cpu":
+        return like.new_zeros(count)
+    memory = np.zeros(count * like.itemsize + LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % LINE
+    return torch.from_numpy(memory[start : start + count * like.itemsize]).view(like.dtype)
+
+
 class Slots:
     """Where the next forward pass writes and how far it looks, shared by all layers."""
 
@@ -79,22 +92,26 @@ class Slots:
         self.window = 0
         self.first = 0
         self.columns = torch.arange(widest, device=device)
+        self.order = torch.where(self.columns > 0, self.columns, widest)
+        """The columns, with column 0 beyond them all."""
         self.spare: Tensor | None = None
         self.targets = self.sources = torch.empty(0, dtype=torch.long, device=device)
         self.gather = torch.empty(0, dtype=torch.long, device=device)
 
     def allocate(self, like: Tensor) -> Tensor:
         """Zeroed slots for states such as these, and memory in which they can become as wide as any."""
-        size = self.num_slots * like.shape[1] * len(self.columns) * like.shape[3]
-        return self._slots_in(like.new_empty(size), like).zero_()
+        return self._slots_in(zeros(self.num_slots * like.shape[1] * len(self.columns) * like.shape[3], like), like)
 
-    def copied(self, old: Tensor) -> Tensor:
-        """The same slots at the present width; their memory serves the next copy, since fresh pages are slow."""
-        memory = old.new_empty(old.untyped_storage().nbytes() // old.itemsize) if self.spare is None else self.spare
-        new, kept = self._slots_in(memory, old), min(self.width, old.shape[2])
-        new[:, :, :kept] = old[:, :, :kept]
-        new[:, :, kept:] = 0
-        self.spare = old.as_strided((len(memory),), (1,), 0)
+    def copied(self, old: Tensor, num_used: int) -> Tensor:
+        """The same slots at the present width; their memory serves the next copy, since fresh pages are slow.
+
+        The rest of the memory holds zeros or old states: finite, which is all that masked columns need.
+        """
+        whole = old.as_strided((self.num_slots * old.shape[1] * len(self.columns) * old.shape[3],), (1,))
+        new = self._slots_in(zeros(len(whole), old) if self.spare is None else self.spare, old)
+        kept = min(self.width, old.shape[2])
+        new[:num_used, :, :kept] = old[:num_used, :, :kept]
+        self.spare = whole
         return new
 
     def _slots_in(self, memory: Tensor, like: Tensor) -> Tensor:
@@ -112,14 +129,15 @@ class Slots:
         """Slots 0, 1, ... each write the token of this position; returns their mask."""
         self.is_prefill, self.window = False, self.width
         self.sources, self.targets = self.columns.new_ones(len(positions)).cumsum(0) - 1, positions + 1
-        columns = self.columns[: self.window]
-        return ((columns > 0) & (columns <= self.targets[:, None])).long()
+        return (self.order[: self.window] <= self.targets[:, None]).long()
 
 
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer: [slots, heads, width, head size]."""
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, slots: Slots) -> None:
         super().__init__()
@@ -146,6 +164,13 @@ class SlotLayer(CacheLayerMixin):
         stored[slots.sources, :, slots.targets] = new.squeeze(2)
         return stored[: len(slots.sources)]
 
+    def put_prompts(self, keys: Tensor, values: Tensor, sources: Tensor, first: int) -> None:
+        """Copy the states of these prompts, [prompts, heads, columns, size], into the slots from `first` on."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        target = (slice(first, first + len(sources)), slice(None), slice(1, 1 + keys.shape[2]))
+        self.keys[target], self.values[target] = keys[sources], values[sources]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns attended over, first column)."""
         return self.slots.window, 0
@@ -154,11 +179,11 @@ class SlotLayer(CacheLayerMixin):
         """The first query's column: 1 in prefill; the last one when decoding, so that the mask alone decides."""
         return 1 if self.slots.is_prefill else self.slots.window - 1
 
-    def resize(self) -> None:
+    def resize(self, num_used: int) -> None:
         """Copy into slots of the present width, as many columns as there is room for."""
         if self.is_initialized:
-            self.keys = self.slots.copied(self.keys)
-            self.values = self.slots.copied(self.values)
+            self.keys = self.slots.copied(self.keys, num_used)
+            self.values = self.slots.copied(self.values, num_used)
 
     def get_max_length(self) -> int:
         """Columns of a slot."""
@@ -169,19 +194,22 @@ class SlotCache(Cache):
     """What a Hugging Face model takes as `past_key_values`."""
 
     def __init__(self, num_layers: int, slots: Slots) -> None:
-        super().__init__(layers=[SlotLayer(slots) for _ in range(num_layers)])
-        self.slots = slots
+        self.slots, self.slot_layers = slots, [SlotLayer(slots) for _ in range(num_layers)]
+        super().__init__(layers=list(self.slot_layers))
 
-    def fit(self, num_columns: int) -> None:
-        """Make the slots wide enough for so many columns, or narrower where half of them would do."""
+    def fit(self, num_columns: int, num_used: int) -> None:
+        """Make the slots wide enough for so many columns, or narrower where half of them would do.
+
+        Only the first `num_used` slots keep what they hold.
+        """
         slots, needed = self.slots, max(self.slots.least_width, whole_blocks(num_columns))
         if slots.width < needed or needed <= slots.width // 2:
             slots.width = needed
-            for layer in self.layers:
-                layer.resize()
+            for layer in self.slot_layers:
+                layer.resize(num_used)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots over others in every layer."""
-        for layer in self.layers:
+        for layer in self.slot_layers:
             for stored in (layer.keys, layer.values):
-                stored[targets] = stored[sources]
+                stored.index_copy_(0, targets, stored.index_select(0, sources))
