@@ -20,7 +20,8 @@ import torch.multiprocessing as mp
 from torch import nn
 
 NUM_TENSORS, COLUMNS, ROWS = 25, 1024, 1024  # 25 tensors of 4 MiB
-ROUNDS = 7
+ROUNDS = 13
+BUCKET_MB = 16.0
 
 
 class Weights(nn.Module):
@@ -41,12 +42,15 @@ class Trainer:
         self.module = Weights()
         fully_shard(self.module, mesh=init_device_mesh("cpu", (2,)))
 
-    def named_full_tensors(self) -> Any:
+    def named_full_tensors(self, on_all_ranks: bool) -> Any:
         """As the training engine gathers them."""
-        from workers.engines.fsdp import full_tensor
+        from workers.engines.fsdp import tensor_on_first
 
+        assert not on_all_ranks
         for name, parameter in self.module.named_parameters():
-            yield name, full_tensor(parameter)
+            tensor = tensor_on_first(parameter)
+            if tensor is not None:
+                yield name, tensor
 
 
 class Engine:
@@ -68,20 +72,22 @@ class Engine:
         """Nothing to stamp."""
 
 
-def times_of(work: Callable[[int], Any], together: Callable[[], Any]) -> list[float]:
-    """Wall seconds of each round, from all ready to all done."""
-    seconds = []
+def medians_of(works: dict[str, Callable[[int], Any]], together: Callable[[], Any]) -> dict[str, float]:
+    """Wall seconds of each work, from all ready to all done; they take turns, and the first round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for round_ in range(ROUNDS):
-        together()
-        began = time.perf_counter()
-        work(round_)
-        together()
-        seconds.append(time.perf_counter() - began)
-    return seconds[1:]
+        for name, work in works.items():
+            together()
+            began = time.perf_counter()
+            work(round_)
+            together()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
 def rank_main(rank: int, port: int, path: str) -> None:
     """Ranks 0 and 1 train, rank 2 is the rollout; rank 0 writes what it measured."""
+    from workers import weight_channel
     from workers.weight_sync import WeightReceiver, WeightSender
 
     torch.set_num_threads(1)
@@ -107,22 +113,28 @@ def rank_main(rank: int, port: int, path: str) -> None:
         worker.rank, worker.world_size, worker.engine = 0, 1, Engine()
     hashes = []
 
-    def sync(round_: int) -> None:
+    def sync(round_: int, key: str = "address") -> None:
         if rank < 2:
             address = worker.open_weight_channel()
             if rank == 0:
-                store.set(f"address {round_}", address)
-            report = worker.send_weights(1, 16.0)
+                store.set(f"{key} {round_}", address)
+            report = worker.send_weights(1, BUCKET_MB)
         else:
-            report = worker.receive_weights(store.get(f"address {round_}").decode(), round_)
+            report = worker.receive_weights(store.get(f"{key} {round_}").decode(), round_)
         assert report.error is None, report.error
         hashes.append(report.hash_s)
 
-    found = {"broadcast_s": times_of(broadcast, together), "sync_s": times_of(sync, together)}
+    def unhashed_sync(round_: int) -> None:
+        kept, weight_channel.hash_of = weight_channel.hash_of, lambda _: 0  # type: ignore[attr-defined]
+        sync(round_, "other address")
+        weight_channel.hash_of = kept  # type: ignore[attr-defined]
+        hashes.pop()
+
+    works = {"broadcast_s": broadcast, "sync_s": sync, "sync_without_hashes_s": unhashed_sync}
+    found = medians_of(works, together)
     if rank == 0:
-        medians = {name: statistics.median(values) for name, values in found.items()}
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({**medians, "hash_cpu_s": statistics.median(hashes[1:])}, file)
+            json.dump({**found, "hash_cpu_s": statistics.median(hashes[1:])}, file)
     together()
     if rank < 2:
         dist.destroy_process_group()

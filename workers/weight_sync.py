@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -24,7 +25,6 @@ from verl_like.errors import WeightSyncError
 from verl_like.future import gather
 from workers.engines.rollout_base import RolloutEngine
 from workers.weight_channel import Channel, join_store, open_store
-from workers.weights import refuse
 
 
 def sync_weights(actor_group: Any, rollout_group: Any, version: int, bucket_mb: float = 16.0) -> dict[str, float]:
@@ -60,7 +60,7 @@ class SyncReport:
 
 
 class _HasFullTensors(Protocol):
-    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+    def named_full_tensors(self, on_all_ranks: bool) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class WeightSender:
@@ -68,30 +68,32 @@ class WeightSender:
 
     rank: int
     engine: _HasFullTensors
-    _weight_store: dist.TCPStore | None = None
+    _weight_store: tuple[dist.TCPStore, str] | None = None
+    _num_channels = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_weight_channel(self) -> str | None:
-        """Rank 0 opens a store for the next sync and returns its address."""
+        """Rank 0 returns the address of the next sync: that of its one store, and a number."""
         if self.rank != 0:
             return None
-        self._weight_store, address = open_store()
-        return address
+        self._weight_store = self._weight_store or open_store()
+        self._num_channels += 1
+        return f"{self._weight_store[1]}/{self._num_channels}"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, num_receivers: int, bucket_mb: float) -> SyncReport:
         """Gather tensor by tensor on all actor ranks; rank 0 sends them to all rollout ranks."""
-        tensors = iter(self.engine.named_full_tensors())
+        tensors = iter(self.engine.named_full_tensors(on_all_ranks=False))
         try:
             if self._weight_store is None:
                 return SyncReport()
-            channel = Channel(self._weight_store, 0, num_receivers)
-            channel.send(tensors, bucket_mb)
-            agreed = channel.all_agree(True)
+            store = dist.PrefixStore(str(self._num_channels), self._weight_store[0])
+            with closing(Channel(store, 0, num_receivers)) as channel:
+                channel.send(tensors, bucket_mb)
+                agreed = channel.all_agree(True)
         except WeightSyncError as error:
             return SyncReport(f"actor rank {self.rank}: {error}")
         finally:
-            self._weight_store = None
             deque(tensors, maxlen=0)  # the other actor ranks are in the same collectives: go through them to the end
         problem = None if agreed else "a rollout rank refused the weights"
         return SyncReport(problem, channel.num_bytes, channel.hash_s)
@@ -103,20 +105,33 @@ class WeightReceiver:
     rank: int
     world_size: int
     engine: RolloutEngine
+    _joined_store: tuple[dist.TCPStore, str] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:
         """Load what actor rank 0 sends; the version flips if every rank has verified its copy."""
-        error: str | None = None
+        problems: list[str] = []
         try:
-            channel = Channel(join_store(address), self.rank + 1, self.world_size)
-            try:
-                self.engine.load_weights(channel.receive())
-                refuse("transfer", corrupt=channel.corrupt)
-            except WeightSyncError as problem:
-                error = f"rollout rank {self.rank}: {problem}"
-            if channel.all_agree(error is None):
-                self.engine.commit(version)
+            with closing(Channel(self._store_of(address), self.rank + 1, self.world_size)) as channel:
+                tensors = channel.receive()
+                try:
+                    self.engine.load_weights(tensors)
+                except WeightSyncError as problem:
+                    problems.append(str(problem))
+                    deque(tensors, maxlen=0)  # what is still coming, ahead of the vote
+                if channel.corrupt:
+                    problems.append(f"transfer: {len(channel.corrupt)} corrupt: {', '.join(channel.corrupt[:20])}.")
+                if channel.all_agree(not problems):
+                    self.engine.commit(version)
         except WeightSyncError as problem:
-            return SyncReport(error or f"rollout rank {self.rank}: {problem}")
+            self._joined_store = None
+            return SyncReport(f"rollout rank {self.rank}: {' '.join(problems) or problem}")
+        error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
         return SyncReport(error, channel.num_bytes, channel.hash_s)
+
+    def _store_of(self, address: str) -> dist.Store:
+        """The sender's store, joined once: torch asks for the name of every peer, which a slow resolver makes long."""
+        place, _, number = address.rpartition("/")
+        if self._joined_store is None or self._joined_store[1] != place:
+            self._joined_store = join_store(place), place
+        return dist.PrefixStore(number, self._joined_store[0])

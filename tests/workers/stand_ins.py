@@ -31,7 +31,7 @@ class PlainTrainer:
     def __init__(self, seed):
         self.module = TiedModel(seed)
 
-    def named_full_tensors(self):
+    def named_full_tensors(self, on_all_ranks=True):
         yield from self.module.named_parameters()
 
 

@@ -1,6 +1,7 @@
 """Weights arrive bit for bit, and whatever goes wrong on the way flips no version."""
 
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from samples import make_batch, own_piece, started, tiny_config
 from stand_ins import Group, InlineGroup, Receiver, Sender, TiedModel
 
 import workers.weight_channel as weight_channel
+import workers.weight_sync as weight_sync
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.local_backend import LocalWorkerGroup
 from verl_like.resources import ResourcePool
@@ -73,29 +75,51 @@ def test_processes_have_equal_weights_after_each_version():
     assert len(set(sent)) == 3
 
 
-def fsdp_actor_and_lonely_rollout(tiny_dir):
-    """Ranks 0 and 1 train one sharded actor, rank 2 is a rollout in a pool of its own."""
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+def sharded_actor_and_lonely_rollout(tiny_dir, folder, fsdp_size, lora_rank):
+    """All ranks but the last train one sharded actor, the last is a rollout in a pool of its own.
+
+    Five versions; before the fourth, actor and rollout are made anew and the actor resumes. Returns what each rank
+    thinks of every version.
+    """
+    rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
-    os.environ.update({"RANK": "0", "WORLD_SIZE": "1"} if rank == 2 else {"WORLD_SIZE": "2"})
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
-    if rank == 2:
-        rollout = started(RolloutWorker, config)
-        report = rollout.receive_weights(store.get("address").decode(), 0)
-        return report.error, rollout.weights_checksum(), rollout.engine.version
-    actor = started(ActorWorker, config, 10)
-    actor.update_actor(own_piece(make_batch(8), rank, 2))
-    address = actor.open_weight_channel()
-    if rank == 0:
-        store.set("address", address)
-    report = actor.send_weights(1, 0.01)
-    return report.error, checksum_of(actor.engine.named_full_tensors()), 0
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1"} if rank == world - 1 else {"WORLD_SIZE": str(world - 1)})
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=12)
+    config.actor_rollout_ref.model.lora_rank = lora_rank
+    config.actor_rollout_ref.actor.fsdp_config.fsdp_size = fsdp_size
+    found = []
+    for version in range(5):
+        if rank == world - 1:
+            if version in (0, 3):
+                rollout = started(RolloutWorker, config)
+            report = rollout.receive_weights(store.get(f"address {version}").decode(), version)
+            assert rollout.engine.version == version
+            found.append((report.error, rollout.weights_checksum()))
+            continue
+        if version in (0, 3):
+            actor = started(ActorWorker, config, 10)
+        if version == 3:
+            actor.load_checkpoint(folder)
+            again = checksum_of(actor.engine.named_full_tensors())
+            assert again == found[-1][1]
+        actor.update_actor(own_piece(make_batch(12, seed=version), rank, world - 1))
+        address = actor.open_weight_channel()
+        if rank == 0:
+            store.set(f"address {version}", address)
+        report = actor.send_weights(1, 0.01)
+        found.append((report.error, checksum_of(actor.engine.named_full_tensors())))
+        if version == 2:
+            actor.save_checkpoint(folder)
+    return found
 
 
-def test_a_sharded_actor_fills_a_rollout_in_another_pool(tiny_dir):
-    results = run(3, fsdp_actor_and_lonely_rollout, str(tiny_dir))
-    assert results == [results[0]] * 3
-    assert results[0][0] is None
+@pytest.mark.parametrize(("world", "fsdp_size", "lora_rank"), [(4, -1, 4), (5, 2, 0)])
+def test_a_sharded_actor_fills_a_rollout_in_another_pool(tiny_dir, tmp_path, world, fsdp_size, lora_rank):
+    arguments = (str(tiny_dir), str(tmp_path / "actor"), fsdp_size, lora_rank)
+    results = run(world, sharded_actor_and_lonely_rollout, *arguments)
+    assert results == [results[0]] * world
+    assert [error for error, _ in results[0]] == [None] * 5
+    assert len({checksum for _, checksum in results[0]}) == 5
 
 
 def colocated(tiny_dir):
@@ -140,7 +164,11 @@ def test_rollout_log_probs_are_the_actors_at_every_version(tiny_dir):
     group.shutdown()
 
 
-def test_the_driver_flips_the_version_when_every_rank_has_verified(actor, rollout):
+def test_the_driver_flips_the_version_when_every_rank_has_verified(actor, rollout, monkeypatch):
+    connections = []
+    for name in ("open_store", "join_store"):
+        connect = getattr(weight_sync, name)
+        monkeypatch.setattr(weight_sync, name, lambda *a, c=connect, n=name: connections.append(n) or c(*a))
     for version in range(2):
         train(actor)
         metrics = sync_weights(actor, rollout, version)
@@ -148,6 +176,7 @@ def test_the_driver_flips_the_version_when_every_rank_has_verified(actor, rollou
         assert set(checksums(rollout)) == {checksums(actor)[0]}
         assert metrics["training/weight_version"] == version
     assert metrics["perf/weight_sync_mb"] > 0
+    assert sorted(connections) == ["join_store", "join_store", "open_store"]
 
 
 @pytest.mark.parametrize(
@@ -202,13 +231,18 @@ def test_a_dropped_bucket_is_caught(actor, rollout, monkeypatch):
     refused(actor, rollout, "2 missing: scale, small")
 
 
-def test_a_repeated_bucket_is_caught(actor, rollout, monkeypatch):
-    send = weight_channel.Channel._send_header
+def announced(monkeypatch, change):
+    """What the sender says that a bucket held is `change` of it."""
+    announce = weight_channel.Channel._announce
     monkeypatch.setattr(
         weight_channel.Channel,
-        "_send_header",
-        lambda channel, header: send(channel, header | {"number": max(header["number"] - 1, 0)}),
+        "_announce",
+        lambda channel, size, held: announce(channel, size, change(held) if held else held),
     )
+
+
+def test_a_repeated_bucket_is_caught(actor, rollout, monkeypatch):
+    announced(monkeypatch, lambda held: held | {"number": max(held["number"] - 1, 0)})
     buckets_through(monkeypatch, lambda kept: [kept[0], *kept])
     refused(actor, rollout, "bucket 0 in the place of bucket 1")
 
@@ -219,7 +253,7 @@ def test_a_bucket_of_another_size_than_announced_is_caught(actor, rollout, monke
         return [(names, pieces, torch.cat([payload, payload])), *kept[1:]]
 
     buckets_through(monkeypatch, longer)
-    refused(actor, rollout, "2 missing: scale, small|bytes, announced as")
+    refused(actor, rollout, "2 missing: scale, small.*bucket 0 of 20 bytes, announced as 10")
 
 
 def test_buckets_stay_within_their_size_and_two_buffers_serve_all():
@@ -238,21 +272,28 @@ def test_buckets_stay_within_their_size_and_two_buffers_serve_all():
 
 
 def test_a_bucket_out_of_turn_is_caught(actor, rollout, monkeypatch):
-    send = weight_channel.Channel._send_header
-    numbers = {0: 7}
-
-    def misnumber(channel, header):
-        send(channel, header | {"number": numbers.get(header["number"], header["number"])})
-
-    monkeypatch.setattr(weight_channel.Channel, "_send_header", misnumber)
+    announced(monkeypatch, lambda held: held | {"number": 7 if held["number"] == 0 else held["number"]})
     refused(actor, rollout, "bucket 7 in the place of bucket 0")
+
+
+def test_a_flipped_bit_in_what_a_bucket_is_said_to_hold_is_caught(actor, rollout, monkeypatch):
+    start = weight_channel.Channel._start_broadcast
+
+    def flip(channel, tensor):
+        if channel.rank == 0 and tensor.dtype == torch.uint8 and b'"layer.bias"' in tensor.numpy().tobytes():
+            tensor = tensor.clone()
+            tensor[20] ^= 2
+        return start(channel, tensor)
+
+    monkeypatch.setattr(weight_channel.Channel, "_start_broadcast", flip)
+    refused(actor, rollout, "5 missing: .*transfer: 1 corrupt: what bucket 0 is said to hold")
 
 
 def test_names_missing_unknown_and_of_another_shape_are_listed(actor, rollout):
     tensors = dict(TiedModel(0).named_parameters())
     tensors["stranger"] = tensors.pop("layer.bias")
     tensors["small"] = torch.zeros(4)
-    actor.workers[0].engine.named_full_tensors = lambda: iter(tensors.items())
+    actor.workers[0].engine.named_full_tensors = lambda on_all_ranks: iter(tensors.items())
     words = r"1 missing: layer.bias; 1 unknown: stranger; 1 of another shape: small \(is \[3\], was sent \[4\]\)"
     refused(actor, rollout, words)
 
@@ -263,6 +304,16 @@ def test_one_rank_that_refuses_keeps_all_versions_from_flipping(actor, rollout):
     rollout.workers[1].engine.module = TiedModel(1)
     sync_weights(actor, rollout, 6)
     assert versions(rollout) == [6, 6]
+
+
+def test_an_engine_that_is_generating_refuses_and_no_one_waits_for_it(actor, rollout):
+    def load_weights(tensors):
+        raise WeightSyncError("engine: 7 samples are being generated")
+
+    rollout.workers[0].engine.load_weights = load_weights
+    start = time.monotonic()
+    refused(actor, rollout, "rollout rank 0: engine: 7 samples are being generated")
+    assert time.monotonic() - start < 10
 
 
 def test_an_engine_that_never_joins_is_named(actor, monkeypatch):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from verl_like.tensor_ops import logprobs_and_entropy_from_logits, logprobs_from_logits
 from workers.engines.attention import packed_rows
@@ -46,7 +46,7 @@ from workers.engines.packing import (
     read,
     response_reads,
 )
-from workers.engines.sharding import add_up_gradients, build_mesh, data_axes, resident, settle, shard
+from workers.engines.sharding import add_up_gradients, build_mesh, data_axes, gather_rows, resident, settle, shard
 from workers.engines.skips import SkippedSteps
 from workers.microbatch import (
     Budget,
@@ -250,15 +250,20 @@ class TrainEngine:
         """The parameters as the optimizer sees them: this rank's shards of what is trained."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
-    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_full_tensors(self, on_all_ranks: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, in its own dtype, whole, on the CPU, one at a time; collective.
 
-        LoRA adapters are merged into the weights they stand beside. Every rank must run the iterator to its end. On one
-        CPU rank the tensors are the live weights: do not write.
+        LoRA adapters are merged into the weights they stand beside. Every rank must run the iterator to its end; unless
+        the tensors are wanted `on_all_ranks`, it is empty on all but rank 0. On one CPU rank the tensors are the live
+        weights: do not write.
         """
         with resident(self.module, None, self.sharding, self.device):
             named = self.module.named_parameters()
-            yield from merged_tensors(self.module, ((name, full_tensor(parameter)) for name, parameter in named))
+            if on_all_ranks:
+                yield from merged_tensors(self.module, ((name, full_tensor(parameter)) for name, parameter in named))
+                return
+            own = ((name, tensor) for name, parameter in named if (tensor := tensor_on_first(parameter)) is not None)
+            yield from merged_tensors(self.module, own)
 
     def weights_checksum(self) -> str:
         """A hash of the full weights, equal at every sharding; collective."""
@@ -271,3 +276,12 @@ def full_tensor(parameter: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.cpu()
+
+
+def tensor_on_first(parameter: Tensor) -> Tensor | None:
+    """A weight as one CPU tensor on rank 0, None elsewhere; collective where it is sharded."""
+    tensor = parameter.detach()
+    if isinstance(tensor, DTensor) and tensor.device.type == "cpu" and tensor.placements[-1] == Shard(0):
+        return gather_rows(tensor)
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.cpu() if dist.get_rank() == 0 else None
