@@ -106,8 +106,7 @@ class WorkerGroups:
         """The calls finished since the last time, of every pool: what the timeline is drawn from."""
         records = []
         for pool, group in self._fused.items():
-            headers, group.transport.finished = group.transport.finished, []
-            for h in headers:
+            for h in group.transport.take_finished():
                 records.append({"role": h.role, "method": h.method, "rank": h.rank, "pid": h.pid, "start": h.start})
                 records[-1].update(end=h.end, cpu_s=h.cpu_s, pool=pool)
         return records

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from verl_like.watch import Deadlines
 
 logger = logging.getLogger(__name__)
+FINISHED_KEPT = 100_000
+"""Headers kept of finished calls that nobody takes."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,8 @@ class Transport(ABC):
     """Equal for groups whose workers live in the same processes."""
     started: list[Header]
     """What every rank said when its roles were constructed."""
-    finished: list[Header]
-    """Headers of finished calls, oldest first; whoever draws a timeline takes them out."""
+    finished: deque[Header]
+    """Headers of the last finished calls, oldest first, for `take_finished`."""
     abandoned: deque[tuple[str, list[Any]]]
     """Name and header references of every call whose future was dropped unread, for `report_abandoned`."""
 
@@ -167,7 +169,7 @@ class Transport(ABC):
         """Nothing is started yet."""
         self.facts, self.deadlines, self.world_size = list(facts), deadlines, len(facts)
         self.process_key = id(self)
-        self.started, self.finished, self.abandoned = [], [], deque()
+        self.started, self.finished, self.abandoned = [], deque(maxlen=FINISHED_KEPT), deque()
 
     @abstractmethod
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
@@ -222,6 +224,10 @@ class Transport(ABC):
     def hold(self, reference: Any) -> Any:
         """A part that reaches the worker unresolved, as a `Held`."""
         return Held(self.fetch(reference))
+
+    def take_finished(self) -> list[Header]:
+        """The headers of the calls finished since the last time: what a timeline is drawn from."""
+        return [self.finished.popleft() for _ in range(len(self.finished))]
 
     def share(self, value: Any) -> Any:
         """A value that several ranks will get: backends with a store put it there once."""

@@ -32,7 +32,13 @@ def drive(group) -> list[DataProto]:
     """The driver code of the next test: it does not know what runs it."""
     first = group.noise.remote(batch(7))
     drawn = [first.get(), group.noise(batch(3))]
-    return [*drawn, group.same(first), group.echo(batch(5)), group.twice(group.same.remote(batch(1)))]
+    group.make_mesh(1).get()
+    busy, began = group.make_mesh(1, seconds=0.8), time.monotonic()
+    on_mesh = group.on_mesh_later(batch(5))
+    assert time.monotonic() - began < 0.4, "the workers are busy, and nobody need ask them about the mesh"
+    busy.get()
+    others = [group.same(first), group.echo(batch(5)), group.twice(group.same.remote(batch(1)))]
+    return [*drawn, on_mesh.get(), *others]
 
 
 def test_local_and_ray_agree_bit_for_bit() -> None:
