@@ -164,7 +164,8 @@ def generate(group: Any, batch: DataProto) -> DataProto:
 def _arrived(group: Any, pending: Any) -> bool:
     """Whether this rank's answer is there and good."""
     try:
-        return bool(group.transport.wait([pending.header], 0.0)) and group.transport.fetch(pending.header).error is None
+        there = group.transport.wait([pending.header], 0.0)
+        return bool(there) and group.transport.fetch_header(pending.header).error is None
     except WorkerDiedError:
         return False
 

@@ -3,13 +3,16 @@
 import os
 import signal
 import threading
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
-from prompts import prompt_batch
+from prompts import META, prompt_batch
 from rollout_engines import full_logits, load, make_engine, make_model, make_prompts, requests_of, settings
 from samples import started, tiny_config
 
+from verl_like import RayResourcePool, RayWorkerGroup
 from verl_like.dispatch import Dispatch, register
 from verl_like.errors import RolloutError
 from verl_like.local_backend import LocalWorkerGroup
@@ -20,25 +23,51 @@ from workers.rollout import RolloutWorker, generate
 
 
 class Doomed(RolloutWorker):
-    """Its second rank is killed when it generates."""
+    """Its second rank is killed when it generates, once that is said."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def be_current(self):
         self.engine.commit(0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def be_doomed(self):
         if self.rank == 1:
             self.engine.generate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_samples_of_a_killed_engine_are_reported_by_uid(tiny_dir):
-    group = LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Doomed, tiny_config(tiny_dir)))
-    try:
-        group.init_model()
-        group.be_current()
-        words = r"Of 10 samples 5 \(uid/index\) were not finished: 2-0/1, 3-0/0, 3-0/1, 4-0/0, 4-0/1"
-        with pytest.raises(RolloutError, match=words):
-            generate(group, prompt_batch(10))
-    finally:
+@contextmanager
+def engines(config, backend, count):
+    recipe = ClassWithInitArgs(Doomed, config)
+    if backend == "local":
+        group = LocalWorkerGroup(ResourcePool([count]), recipe)
+        yield group
         group.shutdown()
+        return
+    pool = RayResourcePool([count], cpus_per_process=0.5)
+    group = RayWorkerGroup(pool, recipe, worker_env={"PYTHONPATH": str(Path(__file__).parent)})
+    yield group
+    group.shutdown()
+    pool.release()
+
+
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_reported_by_uid(tiny_dir, backend, request):
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    config, samples = tiny_config(tiny_dir), []
+    for kind, count in (("local", 1), (backend, 2)):
+        with engines(config, kind, count) as group:
+            group.init_model()
+            group.be_current()
+            samples += [generate(group, prompt_batch(10, meta=META | {"do_sample": draws})) for draws in (True, False)]
+            if count == 2:
+                group.be_doomed()
+                words = r"Of 10 samples 5 \(uid/index\) were not finished: 2-0/1, 3-0/0, 3-0/1, 4-0/0, 4-0/1"
+                with pytest.raises(RolloutError, match=words):
+                    generate(group, prompt_batch(10))
+    for one, two in zip(samples[:2], samples[2:], strict=True):
+        assert all(torch.equal(one.batch[name], column) for name, column in two.batch.items())
+    assert not torch.equal(samples[0].batch["responses"], samples[1].batch["responses"])
 
 
 def test_tokens_after_a_sync_within_a_paused_generation_are_the_new_versions(tmp_path):
