@@ -6,9 +6,6 @@ arrives needs a lot at once, takes longer than the copy itself. Called by `verl_
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -18,18 +15,23 @@ LARGE_BYTES = 1 << 22
 
 def copy_of(column: torch.Tensor) -> torch.Tensor:
     """The same values in memory of their own."""
-    room = _room([*column.shape], [column])
-    return column.clone() if room is None else room.copy_(column)
+    if column.nbytes < LARGE_BYTES or not _is_plain(column):
+        return column.clone()
+    return _room(column.shape, column.dtype).copy_(column)
 
 
-def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
     """The rows of all parts, in order."""
-    return torch.cat(list(parts), out=_room([sum(map(len, parts)), *parts[0].shape[1:]], parts))
+    if sum([part.nbytes for part in parts]) < LARGE_BYTES or not all(map(_is_plain, parts)):
+        return torch.cat(parts)
+    shape = torch.Size([sum(map(len, parts)), *parts[0].shape[1:]])
+    return torch.cat(parts, out=_room(shape, parts[0].dtype))
 
 
-def _room(shape: list[int], parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Memory for a large column on the CPU through which no gradient flows; None: torch makes its own."""
-    num_bytes = math.prod(shape) * parts[0].element_size()
-    if num_bytes < LARGE_BYTES or any(part.device.type != "cpu" or part.requires_grad for part in parts):
-        return None
-    return torch.from_numpy(np.empty(num_bytes, np.uint8)).view(parts[0].dtype).view(shape)
+def _is_plain(column: torch.Tensor) -> bool:
+    """On the CPU, and no gradient flows through it."""
+    return column.device.type == "cpu" and not column.requires_grad
+
+
+def _room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.empty(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
