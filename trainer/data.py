@@ -43,7 +43,8 @@ def load_tokenizer(path: str) -> Any:
 class PromptSet:
     """The prompts of `data.train_files` or `data.val_files`, tokenized; a prompt is known by its row number.
 
-    `num_bad` counts the rows that `data.on_bad_row=skip` left out, `num_overlong` the prompts that the filter dropped.
+    `num_bad` counts the rows that `data.on_bad_row=skip` left out, `num_overlong` the prompts that the filter dropped,
+    `num_cut` those that `data.truncation` cut.
     """
 
     def __init__(self, config: DataConfig, setting: str, tokenizer: Any):
@@ -54,13 +55,14 @@ class PromptSet:
         fits = [len(ids) <= config.max_prompt_length for ids in prompts]
         kept = [i for i in range(len(rows)) if fits[i] or not config.filter_overlong_prompts]
         self.num_overlong = len(rows) - len(kept)
+        self.num_cut = sum(not fits[i] for i in kept)
         self._rows = {i: rows[i] for i in kept}
         self._ids = {i: prompts[i] if fits[i] else self._cut(prompts[i], i) for i in kept}
         self.rows = np.array(kept, dtype=np.int64)
         longest = max(map(len, prompts), default=0)
         self.story = (
-            f"data.{setting} holds {len(rows)} prompts; {self.num_overlong} were dropped for more than "
-            f"data.max_prompt_length={config.max_prompt_length} tokens (the longest has {longest})"
+            f"data.{setting} holds {len(rows)} prompts; {self.num_overlong} were dropped and {self.num_cut} cut for "
+            f"more than data.max_prompt_length={config.max_prompt_length} tokens (the longest has {longest})"
         )
 
     def __len__(self) -> int:
@@ -131,6 +133,8 @@ class PromptLoader:
                 f"data.train_batch_size={self._config.train_batch_size}."
             )
         logger.info("%s; %d left over", self.prompts.story, self.num_left_over)
+        if self.validation is not None:
+            logger.info("%s", self.validation.story)
 
     def __len__(self) -> int:
         """Batches in an epoch."""

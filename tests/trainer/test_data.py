@@ -107,12 +107,14 @@ def test_overlong_prompts_are_filtered_and_counted(make_loader: Any, tmp_path: P
 
 
 @pytest.mark.parametrize(("truncation", "kept"), [("left", slice(-WIDTH, None)), ("right", slice(None, WIDTH))])
-def test_overlong_prompts_are_cut(
+def test_overlong_prompts_are_cut_and_counted(
     make_loader: Any, tokenizer: Any, tmp_path: Path, truncation: str, kept: slice
 ) -> None:
     text = "abcdefghijklmnopqrstuvwxyz"
     loader = make_loader(write_jsonl(tmp_path / "p.jsonl", [text]), truncation=truncation, train_batch_size=1)
     assert tokenizer.decode(next(iter(loader)).batch["input_ids"][0]) == text[kept]
+    assert loader.prompts.num_cut == 1
+    assert "1 prompts; 0 were dropped and 1 cut for more than data.max_prompt_length=16" in loader.prompts.story
 
 
 def test_an_overlong_prompt_is_refused_by_default(make_loader: Any, tmp_path: Path) -> None:
