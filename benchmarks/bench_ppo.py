@@ -79,8 +79,10 @@ def advantages() -> dict[str, float]:
     import torch
 
     from trainer.advantages import compute_gae_advantage_return, compute_grpo_outcome_advantage
+    from workers.engines.memory import keep_freed_memory
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # both as in `trainer.start`
+    keep_freed_memory()
     times: dict[str, list[float]] = {"gae_s": [], "grpo_s": []}
     index = np.repeat(np.arange(512), 8).astype(str).astype(object)
     for _ in range(7):
@@ -95,6 +97,7 @@ def advantages() -> dict[str, float]:
             made = call()
             times[name].append(time.perf_counter() - began)
             assert all(bool(tensor.isfinite().all()) for tensor in made), f"{name}: not finite"
+            del made  # or the next call's time would have the giving back of this memory in it
     return {name: statistics.median(of) for name, of in times.items()}
 
 

@@ -23,11 +23,13 @@ from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.resources import Node, Placement
 from verl_like.terminal import fit, terminal_width
+from workers.engines.memory import keep_freed_memory
 
 
 def run(config: PPOConfig, trainer_cls: type[PPOTrainer] | None = None) -> None:
     """A whole run: checks first, then data, then processes, then steps. With `trainer.dry_run` it ends before them."""
     torch.set_num_threads(1)  # sums come out alike whatever the machine; the driver's share of the arithmetic is small
+    keep_freed_memory()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # one bar a weight file and rank, on top of our own
     trainer_cls = trainer_cls or trainer_class(config)
     if config.trainer.dry_run:

@@ -1,7 +1,8 @@
-"""Memory that a training process keeps instead of giving it back to the system after every tensor. For `engines/fsdp`.
+"""Memory that a process keeps instead of giving it back to the system after every tensor: an engine's or the driver's.
 
 On the CPU a tensor of some megabytes is, by default, fresh memory from the system each time: every page is mapped and
-zeroed at its first touch, which takes as long as the arithmetic on it. An update makes hundreds of such tensors.
+zeroed at its first touch, which takes as long as the arithmetic on it. An update makes hundreds of such tensors, the
+driver dozens a step. `engines/fsdp` and `trainer.start` call this.
 """
 
 from __future__ import annotations
