@@ -11,9 +11,10 @@ column 0 keeps transformers from dropping a mask that happens to be all ones in 
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -25,9 +26,6 @@ BLOCK = 16
 """Widths are multiples of this many columns: the lanes of the widest vector instructions."""
 SMALL_PRODUCT = 400
 """Below this many multiplications torch takes another kernel for a batch of products, with other bits."""
-
-LINE = 64
-"""Bytes of a cache line."""
 
 
 def whole_blocks(count: int) -> int:
@@ -74,12 +72,14 @@ def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float,
 
 
 def zeros(count: int, like: Tensor) -> Tensor:
-    """Memory that reads as zeros: on a CPU numpy's, which becomes real on use, in huge pages where it can."""
+    """Memory that reads as zeros: on a CPU new pages, which become real on use, and huge where the system has such."""
     if like.device.type != "cpu":
         return like.new_zeros(count)
-    memory = np.zeros(count * like.itemsize + LINE, dtype=np.uint8)
-    start = -memory.ctypes.data % LINE
-    return torch.from_numpy(memory[start : start + count * like.itemsize]).view(like.dtype)
+    memory = mmap.mmap(-1, count * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype)
 
 
 class Slots:
