@@ -10,8 +10,10 @@ from trainer.config import PPOConfig
 from trainer.kl import get_kl_controller
 from trainer.tracking import TRACKERS
 from verl_like.errors import ConfigError, nearest
+from verl_like.registry import look_up
 from workers.config import SAVE_CONTENTS
 from workers.engines.build_rollout import ENGINES
+from workers.engines.optim import OPTIMIZERS
 from workers.engines.rollout_base import check_sampling_kwargs
 from workers.engines.sharding import STRATEGIES, settle
 from workers.losses import LOSS_AGG_MODES, compute_rollout_importance_weights, get_policy_loss, kl_penalty
@@ -34,6 +36,7 @@ POSITIVE = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
     "actor_rollout_ref.actor.ppo_epochs",
     "actor_rollout_ref.actor.grad_clip",
+    "actor_rollout_ref.actor.clip_ratio",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
     "actor_rollout_ref.rollout.max_num_seqs",
@@ -46,6 +49,7 @@ POSITIVE = (
     "critic.ppo_micro_batch_size_per_gpu",
     "reward_model.micro_batch_size_per_gpu",
     "critic.grad_clip",
+    "critic.cliprange_value",
     "data.max_prompt_length",
     "data.max_response_length",
     "data.train_batch_size",
@@ -53,6 +57,13 @@ POSITIVE = (
     "trainer.n_gpus_per_node",
     "trainer.nnodes",
     "trainer.total_epochs",
+)
+NOT_NEGATIVE = (
+    "actor_rollout_ref.actor.optim.lr",
+    "actor_rollout_ref.actor.optim.weight_decay",
+    "actor_rollout_ref.actor.kl_loss_coef",
+    "critic.optim.lr",
+    "trainer.critic_warmup",
 )
 
 
@@ -72,6 +83,9 @@ def validate(config: PPOConfig) -> None:
     for key in POSITIVE:
         if read(config, key) <= 0:
             raise ConfigError(f"{key}={read(config, key)}: it must be above 0.")
+    for key in NOT_NEGATIVE:
+        if read(config, key) < 0:
+            raise ConfigError(f"{key}={read(config, key)}: it must be 0 or above.")
     for name in config.trainer.logger:
         if name not in TRACKERS:
             raise ConfigError(
@@ -104,7 +118,8 @@ def validate(config: PPOConfig) -> None:
 
 
 def _check_losses(config: PPOConfig) -> None:
-    """What the actor's loss would refuse at its first step."""
+    """What the actor's loss and the optimizers would refuse when they are made or at their first step."""
+    look_up(config.actor_rollout_ref.actor.optim.optimizer, OPTIMIZERS, "optimizer")
     get_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     correction, zero = config.algorithm.rollout_correction, torch.zeros(1, 1)
     if correction.rollout_is is not None:
