@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,23 +118,42 @@ class Idle(Worker):
         """No work."""
 
 
+class Bare:
+    """An actor without a framework."""
+
+    def nothing(self) -> None:
+        """No work."""
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """The median of 40 calls, after 20."""
+    times = []
+    for _ in range(60):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[20:]) * 1e3
+
+
 def calls(folder: Path) -> dict[str, float]:
-    """Milliseconds of a call that does nothing, on 2, 8 and 64 actors."""
+    """Milliseconds of a call that does nothing, on 2, 8 and 64 actors, and on as many bare ones."""
+    import ray
+
     from verl_like.ray_backend import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, connect
 
     connect(num_cpus=64)
+    bare_class = ray.remote(num_cpus=0.5)(Bare)
     figures = {}
     for num_workers in (2, 8, 64):
         pool = RayResourcePool([num_workers], use_gpu=False, cpus_per_process=0.5)
         group: Any = RayWorkerGroup(pool, RayClassWithInitArgs(Idle))
-        times = []
-        for _ in range(60):
-            began = time.perf_counter()
-            group.nothing()
-            times.append(time.perf_counter() - began)
-        figures[f"call_ms_{num_workers}"] = statistics.median(times[20:]) * 1e3
+        figures[f"call_ms_{num_workers}"] = milliseconds(group.nothing)
         group.shutdown()
         pool.release()
+        actors = [bare_class.remote() for _ in range(num_workers)]
+        figures[f"bare_ms_{num_workers}"] = milliseconds(lambda a=actors: ray.get([one.nothing.remote() for one in a]))
+        for actor in actors:
+            ray.kill(actor)
     return figures
 
 
