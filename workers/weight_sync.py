@@ -25,6 +25,7 @@ from verl_like.errors import WeightSyncError
 from verl_like.future import gather
 from workers.engines.rollout_base import RolloutEngine
 from workers.weight_channel import Channel, join_store, open_store
+from workers.weights import account_of
 
 
 def sync_weights(actor_group: Any, rollout_group: Any, version: int, bucket_mb: float = 16.0) -> dict[str, float]:
@@ -119,8 +120,8 @@ class WeightReceiver:
                 except WeightSyncError as problem:
                     problems.append(str(problem))
                     deque(tensors, maxlen=0)  # what is still coming, ahead of the vote
-                if channel.corrupt:
-                    problems.append(f"transfer: {len(channel.corrupt)} corrupt: {', '.join(channel.corrupt[:20])}.")
+                if account := account_of("transfer", corrupt=channel.corrupt):
+                    problems.append(account)
                 if channel.all_agree(not problems):
                     self.engine.commit(version)
         except WeightSyncError as problem:

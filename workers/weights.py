@@ -137,8 +137,13 @@ class WeightSink:
         refuse(who, missing=missing, unknown=self.extra, **other)
 
 
-def refuse(who: str, **problems: list[str]) -> None:
-    """Raise a `WeightSyncError` naming the tensors of every kind of problem that has any."""
+def account_of(who: str, **problems: list[str]) -> str:
+    """What is wrong in words, naming the tensors of every kind of problem that has any; nothing if none has."""
     found = [f"{len(names)} {kind}: {', '.join(names[:20])}" for kind, names in problems.items() if names]
-    if found:
-        raise WeightSyncError(f"{who}: {'; '.join(found)}.")
+    return f"{who}: {'; '.join(found)}." if found else ""
+
+
+def refuse(who: str, **problems: list[str]) -> None:
+    """Raise a `WeightSyncError` with the account of these problems, if there are any."""
+    if account := account_of(who, **problems):
+        raise WeightSyncError(account)

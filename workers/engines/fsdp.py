@@ -258,12 +258,9 @@ class TrainEngine:
         weights: do not write.
         """
         with resident(self.module, None, self.sharding, self.device):
-            named = self.module.named_parameters()
-            if on_all_ranks:
-                yield from merged_tensors(self.module, ((name, full_tensor(parameter)) for name, parameter in named))
-                return
-            own = ((name, tensor) for name, parameter in named if (tensor := tensor_on_first(parameter)) is not None)
-            yield from merged_tensors(self.module, own)
+            whole = full_tensor if on_all_ranks else tensor_on_first
+            named = ((name, whole(parameter)) for name, parameter in self.module.named_parameters())
+            yield from merged_tensors(self.module, ((name, tensor) for name, tensor in named if tensor is not None))
 
     def weights_checksum(self) -> str:
         """A hash of the full weights, equal at every sharding; collective."""
