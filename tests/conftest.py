@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
+# Processes that tests fork have these loaded, instead of some seconds each; the first of them starts the server.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["trainer.start", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
+    + [f"workers.{role}" for role in ("actor", "critic", "reference", "reward", "rollout")]
+)
 
 
 def load(path: str) -> ModuleType:

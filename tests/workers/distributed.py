@@ -1,4 +1,4 @@
-"""Run a function on several ranks from a test: processes forked from a server that has torch and transformers loaded.
+"""Run a function on several ranks from a test: processes forked from a server, which has loaded what conftest.py names.
 
     results = run(2, function, *args)      # function(*args) in each process, results in rank order
 
@@ -20,15 +20,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch.distributed.fsdp", "tensordict", "transformers.models.llama.modeling_llama"]
-
 
 def run(world: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
     """The results of `function(*args)` on `world` ranks; a rank that fails or is late ends them all."""
     import torch.distributed as dist
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = (function.__code__.co_filename, function.__name__, pickle.dumps(args))
     pipes, processes = [], []
