@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from verl_like.terminal import end_with_the_reader, fit, terminal_width
+
 USAGE = """usage: verl-like COMMAND ...
 
   ppo [key=value ...]      train; `verl-like ppo --help` shows the main keys, `verl-like ppo --cfg job` every key
@@ -40,6 +42,8 @@ def main() -> None:
     """Dispatch `sys.argv` to a subcommand."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     arguments = sys.argv[2:]
+    if command != "ppo":
+        end_with_the_reader()
     if command in ("-h", "--help"):
         _show(USAGE)
     elif command in HELP and {"-h", "--help"} & set(arguments):
@@ -63,8 +67,6 @@ def main() -> None:
 
 
 def _show(text: str) -> None:
-    from verl_like.terminal import fit, terminal_width
-
     print(fit(text.rstrip(), terminal_width()))
 
 

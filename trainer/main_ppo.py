@@ -13,7 +13,10 @@ from omegaconf import DictConfig
 
 from trainer.compose import CONFIG_DIR, CONFIG_NAME, from_composed, prepare_overrides
 from verl_like.errors import CheckpointError, ConfigError, PlacementError
+from verl_like.terminal import end_with_the_reader
 
+ONLY_SHOWN = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "trainer.dry_run=true"}
+"""Arguments with which nothing is trained."""
 GOES_ON = "the same command goes on from the last checkpoint, where there is one"
 EXIT_OF_CTRL_C = 130
 """What shells expect of a program that was interrupted: 128 and the signal's number."""
@@ -45,6 +48,8 @@ def _job(composed: DictConfig) -> None:
 def main() -> None:
     """Check the overrides in `sys.argv`, then let Hydra compose, print (`--cfg job`, `--help`) or run."""
     arguments = sys.argv[1:]
+    if ONLY_SHOWN & set(arguments):
+        end_with_the_reader()
     if not {"-sc", "--shell-completion"} & set(arguments):
         overrides = [a for a in arguments if not a.startswith("-") and ("=" in a or a.startswith("~"))]
         try:

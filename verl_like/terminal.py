@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
 
 NARROWEST = 20
+
+
+def end_with_the_reader() -> None:
+    """Let this process end without a word once nobody reads its output (`| head`): for commands that only show."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def terminal_width() -> int | None:

@@ -48,6 +48,11 @@ def test_help_fits_a_screen(decoys: Path, arguments: list[str]) -> None:
     assert len(done.stdout.splitlines()) <= 24
     assert max(map(len, done.stdout.splitlines())) <= 120
     assert "verl-like" in done.stdout
+    nobody, pipe = os.pipe()
+    os.close(nobody)
+    cut = subprocess.run([COMMAND, *arguments], cwd=decoys, stdout=pipe, stderr=subprocess.PIPE, check=False)
+    os.close(pipe)
+    assert cut.stderr == b""  # as when `| head` has seen enough
 
 
 def test_a_folder_that_is_no_run_ends_with_one_line(decoys: Path) -> None:
