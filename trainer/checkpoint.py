@@ -13,7 +13,9 @@
     checkpoints.cut_back()                # metrics and rollouts after the committed step are made again
     state = checkpoints.load(groups)      # None: there is nothing to go on from
     if checkpoints.is_due(step, total_steps):
-        checkpoints.save(step, groups, state)
+        checkpoints.write(step, groups, state)
+    ...                                   # the step's line of metrics: what is committed has it
+    checkpoints.commit()
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,8 @@ from verl_like.random_state import load_random_state, save_random_state
 
 MARKER = "commit.json"
 LATEST = "latest_checkpointed_iteration.txt"
+WANDB_ID = "wandb_run_id.txt"
+"""What `trainer.tracking` remembers its W&B run by, so that a resumed run goes on in it."""
 FREE = (
     *("trainer.total_*", "trainer.stop_at*", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.backend"),
     *("trainer.device", "trainer.*_name", "trainer.default_local_dir", "trainer.logger", "trainer.save_freq"),
@@ -59,6 +65,7 @@ class Checkpoints:
         self.config = flatten(config)
         self.start: Path | None = getattr(self, f"_{config.trainer.resume_mode}")()
         self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
+        self._written: int | None = None
 
     @property
     def goes_on_here(self) -> bool:
@@ -70,11 +77,10 @@ class Checkpoints:
         every = self.trainer.save_freq
         return every > 0 and (step % every == 0 or step == total_steps)
 
-    def save(self, step: int, groups: Any, state: dict[str, Any]) -> None:
-        """Write `global_step_<step>` of all roles and the driver's `state`; then older ones may go."""
-        folder = self.folder / f"global_step_{step}"
-        part = folder.with_name(folder.name + ".part")
-        try:
+    def write(self, step: int, groups: Any, state: dict[str, Any]) -> None:
+        """Write all roles and the driver's `state` of a step; it becomes a checkpoint with `commit`."""
+        part = self._part(step)
+        with self._naming_failures(step):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             gather(*(groups[role].save_checkpoint.remote(str(part / role), step) for role in groups))
@@ -82,17 +88,16 @@ class Checkpoints:
             write_whole(part / "trainer.json", json.dumps(state, indent=1))
             marker = {"step": step, "files": _marked_files(part), "config": self.config}
             write_whole(part / MARKER, json.dumps(marker, indent=1))
-            put_in_place(part, folder)
-            write_whole(self.folder / LATEST, str(step))
-        except (OSError, CheckpointError) as error:
-            shutil.rmtree(part, ignore_errors=True)
-            free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
-            older = ", ".join(f"global_step_{n}" for n in committed(self.folder)) or "none"
-            raise CheckpointError(
-                f"the checkpoint of step {step} was not written: {error} {free:.0f} MiB are free in {self.folder}; "
-                f"committed checkpoints there: {older}."
-            ) from error
-        self._drop_old()
+        self._written = step
+
+    def commit(self) -> None:
+        """Give what was written its name, `global_step_<step>`, if anything was; then older ones may go."""
+        step, self._written = self._written, None
+        if step is not None:
+            with self._naming_failures(step):
+                put_in_place(self._part(step), self.folder / f"global_step_{step}")
+                write_whole(self.folder / LATEST, str(step))
+            self._drop_old()
 
     def load(self, groups: Any) -> dict[str, Any] | None:
         """Every role's state out of the checkpoint that the run goes on from; returns the driver's."""
@@ -114,6 +119,8 @@ class Checkpoints:
             for leftover in self.folder.glob(pattern):
                 shutil.rmtree(leftover, ignore_errors=True)
         last = self.start_step if self.goes_on_here else -1
+        if not self.goes_on_here:
+            (self.folder / WANDB_ID).unlink(missing_ok=True)  # the numbers of this run go to a W&B run of their own
         metrics = self.folder / "metrics.jsonl"
         if metrics.is_file():
             kept = [line for line in metrics.read_text(encoding="utf-8").splitlines() if 0 <= _step_of(line) <= last]
@@ -121,6 +128,22 @@ class Checkpoints:
         for path in (*self.folder.glob("rollouts/*.jsonl"), *self.folder.glob("validation/*.jsonl")):
             if path.stem.isdecimal() and int(path.stem) > last:
                 path.unlink()
+
+    def _part(self, step: int) -> Path:
+        return self.folder / f"global_step_{step}.part"
+
+    @contextmanager
+    def _naming_failures(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(self._part(step), ignore_errors=True)
+            free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
+            older = ", ".join(f"global_step_{n}" for n in committed(self.folder)) or "none"
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not written: {error} {free:.0f} MiB are free in {self.folder}; "
+                f"committed checkpoints there: {older}."
+            ) from error
 
     def _auto(self) -> Path | None:
         steps = committed(self.folder)

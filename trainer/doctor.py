@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_like.machine_memory import memory_gb
 from verl_like.terminal import fit, terminal_width
 
 if TYPE_CHECKING:
@@ -124,10 +125,10 @@ def check_machine() -> Iterator[Finding]:
         yield Finding("cards", what, f"{PIP} --force-reinstall torch", is_optional=True)
     else:
         yield Finding("cards", cards or "none, roles run on the CPU")
-    memory = _free_memory_gb(Path("/sys/fs/cgroup"))
+    memory, total = _free_memory_gb(Path("/sys/fs/cgroup")), memory_gb("MemTotal:")
     if memory is not None:
         few = "trainer.backend=local actor_rollout_ref.model.path=<a smaller model>" if memory < LEAST_MEMORY_GB else ""
-        yield Finding("memory", f"{memory:.1f} GB free of {_total_memory_gb():.1f} GB", few)
+        yield Finding("memory", f"{memory:.1f} GB free of {total:.1f} GB", few)
     for subject, path, least, mend in (
         ("shared memory", Path("/dev/shm"), LEAST_SHARED_GB, "mount -o remount,size=4G /dev/shm"),
         ("disk", Path.cwd(), LEAST_DISK_GB, "trainer.default_local_dir=<a folder on another disk>"),
@@ -148,23 +149,11 @@ def _cards() -> list[str]:
 
 def _free_memory_gb(container: Path) -> float | None:
     """What the machine has, or less where the control group at `container` leaves less."""
-    free, limits = _memory_gb("MemAvailable:"), [container / "memory.max", container / "memory.current"]
+    free, limits = memory_gb("MemAvailable:"), [container / "memory.max", container / "memory.current"]
     if free is None or not all(path.is_file() for path in limits):
         return free
     most, taken = (path.read_text(encoding="ascii").strip() for path in limits)
     return free if most == "max" else min(free, (int(most) - int(taken)) / GB)
-
-
-def _total_memory_gb() -> float | None:
-    return _memory_gb("MemTotal:")
-
-
-def _memory_gb(field: str) -> float | None:
-    table = Path("/proc/meminfo")
-    if not table.is_file():
-        return None
-    lines = (line.split() for line in table.read_text(encoding="ascii").splitlines())
-    return next((int(words[1]) / 2**20 for words in lines if words[0] == field), None)
 
 
 def check_works(name: str, mend: str) -> Finding:

@@ -10,6 +10,7 @@ is a matter of configuration, and this file does not know it. `trainer.start.run
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from trainer.advantages import compute_advantage
+from trainer.balance import balance_ranks
 from trainer.batch_columns import has_column, read_columns, write_columns
 from trainer.checkpoint import Checkpoints
 from trainer.config import PPOConfig
@@ -83,10 +85,13 @@ class PPOTrainer(Hooks):
                 while self.global_step < self.loader.total_steps:
                     self.global_step += 1
                     metrics = self.timed_step()
-                    timeline.add(self.take_calls())
-                    tracking.log(metrics, self.global_step)
                     done = reached_goal(metrics, self.config.trainer.stop_at)
-                    self.save(is_last=bool(done))
+                    try:
+                        metrics |= self.save(is_last=bool(done))
+                    finally:
+                        timeline.add(self.take_calls())
+                        tracking.log(metrics, self.global_step)
+                    self.checkpoints.commit()  # only now: a resume finds the line of the step that it goes on from
                     if done:
                         print(done, flush=True)
                         break
@@ -146,7 +151,17 @@ class PPOTrainer(Hooks):
             batch.meta_info["metrics"] = metrics
         else:
             batch = self.generate(next(prompts))
+        batch = self.balance(batch)
         self.on_sample_end(batch)
+        return batch
+
+    def balance(self, batch: DataProto) -> DataProto:
+        """The samples in an order that gives the ranks of the actor like numbers of tokens; mini-batches stay."""
+        actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+        sizes = actor.ppo_mini_batch_size, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+        num_mini_batches = math.lcm(*(self.config.data.train_batch_size // size for size in sizes))
+        batch, metrics = balance_ranks(batch, self.groups["actor"].world_size, num_mini_batches)
+        batch.meta_info["metrics"] = batch.meta_info.get("metrics", {}) | metrics
         return batch
 
     def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
@@ -209,7 +224,7 @@ class PPOTrainer(Hooks):
         if "critic" in self.groups:
             calls.append(self.call("critic", "compute_values", batch))
         for result in gather(*calls):
-            metrics |= result.meta_info.pop("reward_metrics", {})
+            metrics |= result.meta_info.pop("reward_metrics", {}) | reduce_metrics(result.meta_info.pop("metrics", {}))
             batch = batch.union(result)
         if has_column(batch, "old_log_probs"):
             metrics |= mismatch_metrics(batch)
@@ -274,10 +289,13 @@ class PPOTrainer(Hooks):
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
-    def save(self, is_last: bool = False) -> None:
-        """A checkpoint of all roles and of the driver, if one is due after this step."""
-        if self.checkpoints.is_due(self.global_step, self.global_step if is_last else self.loader.total_steps):
-            self.checkpoints.save(self.global_step, self.groups, self.state_dict())
+    def save(self, is_last: bool = False) -> Metrics:
+        """Write all roles and the driver, if a checkpoint is due after this step; `fit` commits it. Gives its time."""
+        if not self.checkpoints.is_due(self.global_step, self.global_step if is_last else self.loader.total_steps):
+            return {}
+        with self.clock("save_checkpoint"):
+            self.checkpoints.write(self.global_step, self.groups, self.state_dict())
+        return {"timing_s/save_checkpoint": self.timing["save_checkpoint"]}
 
     def resume(self) -> None:
         """Go on from the checkpoint that `trainer.resume_mode` chose, if there is one."""

@@ -6,6 +6,7 @@
   rollouts/N.jsonl   the samples of step N                  (here, by `PPOTrainer.step`)
   validation/N.jsonl those of the validation after step N   (here, by `trainer.validation`)
   metrics.jsonl      a line a step                          (trainer.tracking)
+  wandb_run_id.txt   the W&B run, if there is one           (trainer.tracking)
   timeline.json      what every worker did when             (trainer.timeline)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.checkpoint)

@@ -15,9 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainer.checkpoint import WANDB_ID
 from trainer.config import PPOConfig
 from trainer.progress import Console
 from verl_like.errors import ConfigError
+from verl_like.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A Weights & Biases run, with the configuration."""
+    """A Weights & Biases run, with the configuration; a resumed run goes on in the one that the run folder names."""
 
     def __init__(self, config: PPOConfig):
         import wandb
@@ -84,9 +86,16 @@ class WandB:
         trainer = config.trainer
         folder = Path(trainer.default_local_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        name = folder / WANDB_ID  # `Checkpoints.cut_back` has taken it away where the run begins anew
         self._run = wandb.init(
-            project=trainer.project_name, name=trainer.experiment_name, dir=str(folder), config=asdict(config)
+            project=trainer.project_name,
+            name=trainer.experiment_name,
+            dir=str(folder),
+            config=asdict(config),
+            id=name.read_text(encoding="utf-8") if name.is_file() else None,
+            resume="allow",
         )
+        write_whole(name, self._run.id)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the step."""

@@ -10,9 +10,10 @@ from torch import Tensor
 from verl_like.dispatch import Dispatch, register
 from verl_like.protocol import DataProto
 from verl_like.worker import Worker
-from workers.device_memory import memory_peaks
+from workers.device_memory import memory_in_use
 from workers.engines.checkpoint import Checkpointed
 from workers.engines.fsdp import TrainEngine
+from workers.engines.utilization import utilization
 from workers.losses import (
     Denominators,
     agg_loss,
@@ -72,14 +73,16 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` of the responses under the policy as it is now."""
-        outputs = self.engine.forward_rows(
-            data,
-            log_prob_budget(self.policy.rollout, self.config),
-            temperature=self.temperature,
-            want_entropy=True,
-        )
+        with utilization("actor_infer", self.engine, data, trains=False) as mfu:
+            outputs = self.engine.forward_rows(
+                data,
+                log_prob_budget(self.policy.rollout, self.config),
+                temperature=self.temperature,
+                want_entropy=True,
+            )
         columns = {"old_log_probs": outputs["log_probs"], "entropys": outputs["entropys"]}
-        return DataProto(batch=TensorDict(columns, batch_size=[len(data)]))
+        meta_info = {"metrics": mfu} if mfu else {}
+        return DataProto(batch=TensorDict(columns, batch_size=[len(data)]), meta_info=meta_info)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_actor(self, data: DataProto) -> DataProto:
@@ -90,21 +93,23 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         self.gauge = MismatchGauge(data.batch["responses"].size(1)) if measures else None
         names += ["rollout_log_probs"] if measures or self.correction.rollout_is is not None else []
         names += [] if finds else ["old_log_probs"]
-        metrics = self.engine.update(
-            data,
-            names,
-            mini_batch_size=self.config.ppo_mini_batch_size * self.policy.rollout.n,
-            budget=self.budget,
-            epochs=self.config.ppo_epochs,
-            loss_fn=self.loss,
-            temperature=self.temperature,
-            want_entropy=self.config.entropy_coeff != 0,
-        )
+        epochs = self.config.ppo_epochs
+        with utilization("actor", self.engine, data, passes=epochs) as mfu:
+            metrics = self.engine.update(
+                data,
+                names,
+                mini_batch_size=self.config.ppo_mini_batch_size * self.policy.rollout.n,
+                budget=self.budget,
+                epochs=epochs,
+                loss_fn=self.loss,
+                temperature=self.temperature,
+                want_entropy=self.config.entropy_coeff != 0,
+            )
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
         if self.gauge is not None:
             self.gauge.all_reduce(self.engine.group, self.engine.device)
             metrics |= self.gauge.metrics()
-        return DataProto(meta_info={"metrics": metrics | memory_peaks(self.engine.device)})
+        return DataProto(meta_info={"metrics": metrics | mfu | memory_in_use(self.engine.device)})
 
     def finds_old_log_probs(self, data: DataProto) -> bool:
         """Whether the update's own forward pass gives the old log-probs of a batch that has none.

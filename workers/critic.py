@@ -13,6 +13,7 @@ from verl_like.worker import Worker
 from workers.config import critic_model, critic_optim
 from workers.engines.checkpoint import Checkpointed
 from workers.engines.fsdp import TrainEngine
+from workers.engines.utilization import utilization
 from workers.losses import agg_loss, compute_value_loss
 from workers.microbatch import Budget, Columns, MiniBatch
 
@@ -59,15 +60,16 @@ class CriticWorker(Checkpointed, Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_critic(self, data: DataProto) -> DataProto:
         """One update towards the returns; its metrics, the same on every rank, are in `meta_info["metrics"]`."""
-        metrics = self.engine.update(
-            data,
-            ("values", "returns"),
-            mini_batch_size=self.mini_batch_size,
-            budget=self.budget,
-            epochs=self.epochs,
-            loss_fn=self.loss,
-        )
-        return DataProto(meta_info={"metrics": {f"critic/{name}": value for name, value in metrics.items()}})
+        with utilization("critic", self.engine, data, passes=self.epochs) as mfu:
+            metrics = self.engine.update(
+                data,
+                ("values", "returns"),
+                mini_batch_size=self.mini_batch_size,
+                budget=self.budget,
+                epochs=self.epochs,
+                loss_fn=self.loss,
+            )
+        return DataProto(meta_info={"metrics": {f"critic/{name}": value for name, value in metrics.items()} | mfu})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:

@@ -1,15 +1,23 @@
-"""The most memory that this process has held on its GPU, under verl's names. `workers.actor` logs it."""
+"""Memory that is in use, under verl's names: of this process's GPU, and of its machine. `workers.actor` logs it."""
 
 from __future__ import annotations
 
 import torch
 
+from verl_like.machine_memory import memory_gb
 
-def memory_peaks(device: torch.device) -> dict[str, float]:
-    """Peaks since the process started, in GiB: what tensors took, and what the allocator kept; none on a CPU."""
+
+def memory_in_use(device: torch.device) -> dict[str, float]:
+    """In GiB: the most since the process started that tensors took and that the allocator kept, where there is a GPU;
+
+    what the whole machine has in use now, where it tells (Linux).
+    """
+    total, available = memory_gb("MemTotal:"), memory_gb("MemAvailable:")
+    machine = {} if total is None or available is None else {"perf/cpu_memory_used_gb": total - available}
     if device.type != "cuda":
-        return {}
+        return machine
     return {
         "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / 2**30,
         "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / 2**30,
+        **machine,
     }

@@ -74,6 +74,7 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     finish(start(settings_of(tiny_dir, folder, *LOCAL)))
     assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines(folder) if "timing_s/save_checkpoint" in line] == [2, 4, 6]
     return folder
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.checkpoint import Checkpoints, committed
+from trainer.checkpoint import WANDB_ID, Checkpoints, committed
 from trainer.compose import load_config
 from verl_like.errors import CheckpointError, ConfigError
 
@@ -52,12 +52,15 @@ def checkpoints(folder: Path, *overrides: str) -> Checkpoints:
 
 def saved(folder: Path, *steps: int, overrides: tuple[str, ...] = ()) -> None:
     for step in steps:
-        checkpoints(folder, *overrides).save(step, {"actor": Role(step), "critic": Role(-step)}, {"global_step": step})
+        run = checkpoints(folder, *overrides)
+        run.write(step, {"actor": Role(step), "critic": Role(-step)}, {"global_step": step})
+        run.commit()
 
 
 def test_the_newest_committed_step_comes_back_for_every_role(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4, 10)
     (tmp_path / "global_step_12").mkdir()  # never committed
+    checkpoints(tmp_path).write(14, {"actor": Role(14)}, {"global_step": 14})
     roles = {"actor": Role(0), "critic": Role(0)}
     assert checkpoints(tmp_path).load(roles) == {"global_step": 10}
     assert (roles["actor"].number, roles["critic"].number) == (10, -10)
@@ -82,7 +85,7 @@ def test_only_the_newest_are_kept_and_an_old_one_goes_after_the_commit(tmp_path:
     saved(tmp_path, 2, 4, 6, overrides=("trainer.max_ckpt_to_keep=2",))
     assert committed(tmp_path) == [4, 6]
     with pytest.raises(CheckpointError):
-        checkpoints(tmp_path, "trainer.max_ckpt_to_keep=1").save(8, {"actor": FullDisk(0)}, {})
+        checkpoints(tmp_path, "trainer.max_ckpt_to_keep=1").write(8, {"actor": FullDisk(0)}, {})
     assert committed(tmp_path) == [4, 6]
     assert sorted(path.name for path in tmp_path.glob("global_step*")) == ["global_step_4", "global_step_6"]
 
@@ -90,7 +93,7 @@ def test_only_the_newest_are_kept_and_an_old_one_goes_after_the_commit(tmp_path:
 def test_a_full_disk_is_named_and_nothing_of_the_new_checkpoint_stays(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     with pytest.raises(CheckpointError, match="step 4 was not written: .*No space left.* MiB are free .*global_step_2"):
-        checkpoints(tmp_path).save(4, {"actor": Role(4), "critic": FullDisk(0)}, {"global_step": 4})
+        checkpoints(tmp_path).write(4, {"actor": Role(4), "critic": FullDisk(0)}, {"global_step": 4})
     assert not list(tmp_path.glob("global_step_4*"))
     assert checkpoints(tmp_path).load({"actor": Role(0), "critic": Role(0)}) == {"global_step": 2}
 
@@ -155,7 +158,9 @@ def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
     for step in range(1, 4):
         (tmp_path / "rollouts" / f"{step}.jsonl").touch()
     (tmp_path / "global_step_4.part").mkdir()
+    (tmp_path / WANDB_ID).write_text("abc")
     checkpoints(tmp_path).cut_back()
+    assert (tmp_path / WANDB_ID).read_text() == "abc"
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:3]
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["1.jsonl", "2.jsonl"]
     assert not (tmp_path / "global_step_4.part").exists()
@@ -163,8 +168,10 @@ def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
 
 def test_a_run_without_checkpoints_begins_its_lines_anew(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    (tmp_path / WANDB_ID).write_text("abc")
     checkpoints(tmp_path).cut_back()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert not (tmp_path / WANDB_ID).exists()
 
 
 @pytest.mark.parametrize(

@@ -94,19 +94,26 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.25), (2, 0.125)]
 
 
-def test_wandb_gets_names_configuration_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_names_configuration_and_steps_and_a_resumed_run_goes_on_in_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[Any] = []
 
     def init(**settings: Any) -> Any:
         said.append((settings["project"], settings["name"], settings["config"]["trainer"]["seed"]))
+        said.append((settings["id"], settings["resume"]))
         return SimpleNamespace(
-            log=lambda metrics, step: said.append((metrics, step)), finish=lambda: said.append("finished")
+            id=settings["id"] or f"new{len(said)}",
+            log=lambda metrics, step: said.append((metrics, step)),
+            finish=lambda: said.append("finished"),
         )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with make_tracking(config(tmp_path, "wandb"), total_steps=1) as tracking:
-        tracking.log({"loss": 1}, 1)
-    assert said == [("letters", "first", 1), ({"loss": 1.0}, 1), "finished"]
+    for step in (1, 2):
+        with make_tracking(config(tmp_path, "wandb"), total_steps=2) as tracking:
+            tracking.log({"loss": 1}, step)
+    first = [("letters", "first", 1), (None, "allow"), ({"loss": 1.0}, 1), "finished"]
+    assert said == [*first, ("letters", "first", 1), ("new2", "allow"), ({"loss": 1.0}, 2), "finished"]
 
 
 def test_a_tracker_that_is_not_installed_costs_one_warning(

@@ -1,0 +1,14 @@
+"""The machine's memory as Linux tells it. `trainer.doctor` and `workers.device_memory` look here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def memory_gb(field: str) -> float | None:
+    """A line of /proc/meminfo ("MemTotal:", "MemAvailable:") in GiB; None where there is no such table."""
+    table = Path("/proc/meminfo")
+    if not table.is_file():
+        return None
+    lines = (line.split() for line in table.read_text(encoding="ascii").splitlines())
+    return next((int(words[1]) / 2**20 for words in lines if words[0] == field), None)
