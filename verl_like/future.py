@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_like.errors import BatchError
+from verl_like.errors import BatchError, WorkerError
 from verl_like.transport import Header, Pending, Transport
 from verl_like.watch import wait_for_calls
 
@@ -64,13 +65,21 @@ class WorkerFuture:
         num_ranks = len(self.pending)
         payloads = [p.payload for p in self.pending if p.payload is not None]
         both = [*(p.header for p in self.pending), *payloads]
+        began = time.monotonic()
         here = self.transport.fetch_all(both, 1.0 if timeout is None else min(timeout, 1.0))
         headers = [] if here is None else [Header.read(header) for header in here[:num_ranks]]
         if here is not None and all(header.error is None for header in headers):
             self.transport.finished.extend(headers)
             return headers, here[num_ranks:] if payloads else [None] * num_ranks
-        headers = wait_for_calls(self.transport, self.name, self.pending, timeout)
-        return headers, [self.transport.fetch_payload(p) for p in self.pending]
+        headers = wait_for_calls(self.transport, self.name, self.pending, timeout, since=began)
+        return headers, [self._payload(p) for p in self.pending]
+
+    def _payload(self, pending: Pending) -> Any:
+        try:
+            return self.transport.fetch_payload(pending)
+        except WorkerError as error:
+            where = f"{self.name}, {self.transport.describe(pending.rank, pending.role)}"
+            raise type(error)(f"{where}: {error}") from None
 
     def done(self) -> bool:
         """Whether `get` would return (or raise) at once."""

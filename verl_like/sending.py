@@ -24,10 +24,10 @@ SHARED_BYTES = 100_000
 class Sender:
     """Submits one call to some ranks of a group."""
 
-    def __init__(self, transport: Transport, role: str, method: str, materialize: bool, silent: bool):
-        """With `materialize`, futures reach the method as values; a `silent` method returns None."""
+    def __init__(self, transport: Transport, role: str, method: str, materialize: bool, silent: bool, awaited: bool):
+        """With `materialize`, futures reach the method as values; `silent` and `awaited` are told by `Call`."""
         self.transport, self.materialize = transport, materialize
-        self.role, self.method, self.silent = role, method, silent
+        self.role, self.method, self.silent, self.awaited = role, method, silent, awaited
         self._shared: dict[int, tuple[Any, Any]] = {}
         self._pieces: dict[tuple[int, int], tuple[Any, list[Pending]]] = {}
 
@@ -36,7 +36,8 @@ class Sender:
         parts: list[Any] = []
         packed = tuple(self._pack(value, parts) for value in args)
         named = {name: self._pack(value, parts) for name, value in kwargs.items()}
-        return self.transport.submit(rank, Call(self.role, self.method, packed, named, self.silent), parts)
+        call = Call(self.role, self.method, packed, named, self.silent, self.awaited)
+        return self.transport.submit(rank, call, parts)
 
     def _pack(self, value: Any, parts: list[Any]) -> Any:
         if isinstance(value, FutureShard):
@@ -51,7 +52,7 @@ class Sender:
             pieces = value.part()
             headers = self._refer([piece.header for piece in pieces], parts)
             return self._slot(WholeSlot(self._refer([piece.payload for piece in pieces], parts), headers, form))
-        if _num_bytes(value) >= SHARED_BYTES:
+        if num_bytes(value) >= SHARED_BYTES:
             if id(value) not in self._shared:
                 self._shared[id(value)] = value, self.transport.share(value)
             parts.append(self._shared[id(value)][1])
@@ -77,7 +78,8 @@ class Sender:
         return self._pieces[key][1]
 
 
-def _num_bytes(value: Any) -> int:
+def num_bytes(value: Any) -> int:
+    """The bytes of a tensor, an array or a batch; 0 for anything else, which is taken to be small."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return int(value.nbytes)
     if isinstance(value, DataProto):

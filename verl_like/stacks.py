@@ -1,8 +1,8 @@
 """Python stacks of worker processes: how a process tells its own, and what a set of them says about a dead-lock.
 
-`here` runs in a worker past its queue of calls: on Ray, a thread that `answer` starts gives it to whoever comes to
-`ask`. Where the interpreter itself is held by native code, the process's `faulthandler` still answers a signal:
-`verl_like.host` arms it and `by_signal` sends it, for processes of this machine. `likely_cause` is for `watch`.
+`here` runs in a worker past its queue of calls: on Ray, at the process's door. Where the interpreter itself is held by
+native code, the process's `faulthandler` still answers a signal: `verl_like.host` arms it and `by_signal` sends it, for
+processes of this machine. `likely_cause` is for `watch`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ import contextlib
 import io
 import os
 import re
-import secrets
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 SIGNAL = signal.SIGUSR1
@@ -46,42 +43,6 @@ def here(loop: asyncio.AbstractEventLoop | None) -> str:
         task.print_stack(file=text_of_task)
         parts.append(f"coroutine:\n{text_of_task.getvalue()}")
     return "\n".join(parts) or "idle: no call is running"
-
-
-@dataclass(frozen=True)
-class Door:
-    """Where a process tells its stacks, and the word to say there."""
-
-    address: str
-    port: int
-    key: bytes
-
-
-def answer(address: str, tell: Callable[[], str]) -> Door:
-    """Open a door at this address: a thread tells its text to everybody who has the key, whatever else is running."""
-    listening = socket.create_server((address, 0))
-    door = Door(address, listening.getsockname()[1], secrets.token_bytes(16))
-
-    def serve() -> None:
-        while True:
-            caller, _ = listening.accept()
-            with caller, contextlib.suppress(OSError):
-                caller.settimeout(1.0)
-                if secrets.compare_digest(caller.recv(len(door.key)), door.key):
-                    caller.sendall(tell().encode())
-
-    threading.Thread(target=serve, name="stacks", daemon=True).start()
-    return door
-
-
-def ask(door: Door, seconds: float) -> str | None:
-    """What a process tells at its door; None if it does not in that time."""
-    told = b""
-    with contextlib.suppress(OSError), socket.create_connection((door.address, door.port), seconds) as caller:
-        caller.sendall(door.key)
-        while chunk := caller.recv(65536):
-            told += chunk
-    return told.decode() or None
 
 
 def by_signal(pid: int, file: Path) -> str | None:

@@ -79,7 +79,8 @@ class Held:
 class Call:
     """One method call on one worker. Arguments may hold slots that `parts` fill.
 
-    A `silent` method is declared to return None: there may be no payload to wait for.
+    A `silent` method is declared to return None: there may be no payload to wait for. For an `awaited` call somebody
+    waits at once and nothing else: a backend that has a quicker way for small calls may take it.
     """
 
     role: str
@@ -87,6 +88,7 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     silent: bool = False
+    awaited: bool = False
 
 
 @dataclass

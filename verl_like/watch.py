@@ -57,10 +57,10 @@ class Deadlines:
 class Patience:
     """The clock of one named wait: warns when it grows old (and again at twice that age), tells when it is over."""
 
-    def __init__(self, what: str, limit_s: float, warn_s: float):
-        """Starts to run at once."""
+    def __init__(self, what: str, limit_s: float, warn_s: float, since: float | None = None):
+        """Starts to run at once, or did so `since` a reading of `time.monotonic`."""
         self.what, self.limit_s, self.next_warning_s = what, limit_s, warn_s
-        self.began = time.monotonic()
+        self.began = time.monotonic() if since is None else since
 
     @property
     def age_s(self) -> float:
@@ -85,16 +85,21 @@ class Patience:
 
 
 def wait_for_calls(
-    transport: Transport, name: str, pending: Sequence[Pending], timeout: float | None = None, setting: str = "call_s"
+    transport: Transport,
+    name: str,
+    pending: Sequence[Pending],
+    timeout: float | None = None,
+    setting: str = "call_s",
+    since: float | None = None,
 ) -> list[Header]:
     """The headers of a group call, in rank order; raises the first failure as soon as it is certain.
 
     When one rank fails, the others get a grace period before the error is raised: they may be stuck in a collective
-    that it left. `setting` names the deadline, unless `timeout` is given.
+    that it left. `setting` names the deadline, unless `timeout` is given; it runs `since` then.
     """
     limits = transport.deadlines
     transport.report_abandoned()
-    patience = Patience(name, getattr(limits, setting) if timeout is None else timeout, limits.warn_s)
+    patience = Patience(name, getattr(limits, setting) if timeout is None else timeout, limits.warn_s, since)
     calls = _OpenCalls(transport, name, pending)
     failed_at: float | None = None
     while True:

@@ -99,11 +99,14 @@ class BoundMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it; waits if the method was registered with `blocking=True`."""
-        future = self.remote(*args, **kwargs)
+        future = self._submit(args, kwargs, awaited=self.mark.blocking)
         return future.get() if self.mark.blocking else future
 
     def remote(self, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run it and return a future at once."""
+        return self._submit(args, kwargs, awaited=False)
+
+    def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], awaited: bool) -> WorkerFuture:
         target = self.target
         self.group.call_site = self.site
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
@@ -113,7 +116,8 @@ class BoundMethod:
                     f"{self.site}: the dispatch function must give a list with one element per worker "
                     f"({target.world_size}) for every argument; for argument {name!r} it gave {type(values).__name__}."
                 )
-        sender = Sender(self.group.transport, self.role, self.method, self.mark.materialize_futures, self.silent)
+        materialize = self.mark.materialize_futures
+        sender = Sender(self.group.transport, self.role, self.method, materialize, self.silent, awaited)
         pending = []
         for rank in range(target.world_size):
             its_args = [values[rank] for values in split_args]

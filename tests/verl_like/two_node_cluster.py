@@ -22,15 +22,15 @@ QUICK = Deadlines(start_s=60, call_s=60, grace_s=2)
 
 
 def take_all_memory(cluster: Cluster, log_dir: str) -> dict[str, Any]:
-    """What is told of a worker on a node whose Ray kills as soon as 1 GiB more than now is used."""
-    threshold = (get_used_memory() + 2**30) / get_system_memory()
+    """What is told of a worker on a node whose Ray kills as soon as 3 GiB more than now are used."""
+    threshold = (get_used_memory() + 3 * 2**30) / get_system_memory()
     os.environ["RAY_memory_usage_threshold"] = str(threshold)
     os.environ["RAY_memory_monitor_refresh_ms"] = "100"
     cluster.add_node(num_cpus=1)
     pool = RayResourcePool([1], cpus_per_process=1.0, deadlines=QUICK)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Faulty), name_prefix="greedy", log_dir=log_dir)
     began = time.monotonic()
-    greedy, queued = group.takes_memory(4096), group.sleeps(0.0)
+    greedy, queued = group.takes_memory(6144), group.sleeps(0.0)
     try:
         gather(greedy, queued)
     except WorkerDiedError as error:

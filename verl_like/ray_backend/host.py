@@ -9,9 +9,10 @@ from typing import Any
 
 import ray
 
-from verl_like import stacks
 from verl_like.errors import WorkerError
 from verl_like.host import HostFacts, WorkerHost
+from verl_like.ray_backend import door
+from verl_like.ray_backend.line import LineEnd
 from verl_like.transport import Call
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -24,7 +25,7 @@ class Home:
     """Where a worker process lives."""
 
     node: str
-    door: stacks.Door
+    door: door.Door
 
 
 class RayHost:
@@ -37,12 +38,12 @@ class RayHost:
 
         torch.set_num_threads(1)
         self._host = WorkerHost(recipes, facts)
+        self._line = LineEnd(self._host.call)
 
     def home(self) -> Home:
-        """Which node this is, and where to ask for stacks from now on."""
-        return Home(
-            ray.get_runtime_context().get_node_id(), stacks.answer(ray.util.get_node_ip_address(), self._host.stacks)
-        )
+        """Which node this is, and the door that answers from now on."""
+        visits = {door.STACKS: door.tell(self._host.stacks), door.LINE: self._line.welcome}
+        return Home(ray.get_runtime_context().get_node_id(), door.answer(ray.util.get_node_ip_address(), visits))
 
     def open_store(self, port: int) -> tuple[str, int] | WorkerError:
         """Bind the rendezvous store on this node; an error goes to `start` as a value, which tells the driver."""
@@ -64,6 +65,10 @@ class RayHost:
     def call_silent(self, arguments: Arguments = NOTHING, *parts: Any) -> bytes:
         """Run one method that returns None: each result that Ray carries has its price."""
         return self._host.call(_named_call(arguments, silent=True), parts)[1].packed()
+
+    def attend(self, stay: int) -> Any:
+        """Answer small calls at the line until told to leave; what this returns is a result too large for the line."""
+        return self._line.attend(stay)
 
 
 HostActor = ray.remote(RayHost)

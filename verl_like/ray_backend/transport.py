@@ -1,23 +1,32 @@
-"""Calls as tasks of Ray actors. Payloads stay in the object store and go from worker to worker as references."""
+"""Calls as tasks of Ray actors, small ones over a line of their own (`verl_like.ray_backend.line`).
+
+Payloads stay in the object store and go from worker to worker as references.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from verl_like import stacks
 from verl_like.errors import WorkerDiedError, WorkerError
 from verl_like.host import HostFacts
 from verl_like.ray_backend.cluster import NodeProbe
 from verl_like.ray_backend.deaths import cause_of_death
+from verl_like.ray_backend.door import ask_stacks
 from verl_like.ray_backend.host import Home
+from verl_like.ray_backend.line import Answer, Line, Payload
 from verl_like.split import regroup_pieces
 from verl_like.transport import Call, Header, Held, Pending, Transport
 from verl_like.watch import Deadlines, wait_for_calls
+
+BROKEN_S = 20.0
+"""How long to wait for Ray to say why a line broke."""
 
 
 class RayTransport(Transport):
@@ -45,35 +54,50 @@ class RayTransport(Transport):
             asked = [actor.start.remote(master) for actor in self.actors]
             calls = [Pending(rank, header, header, facts[0].name) for rank, header in enumerate(asked)]
             self.started = wait_for_calls(self, f"start of {facts[0].name}", calls, setting="start_s")
-            self._nodes = {rank: home.node for rank, home in enumerate(ray.get(self._homes))}
+            homes: list[Home] = ray.get(self._homes)
+            self._nodes = {rank: home.node for rank, home in enumerate(homes)}
+            attend = [actor.attend.options(name="small calls").remote for actor in self.actors]
+            self._lines = [Line(task, home.door) for task, home in zip(attend, homes, strict=True)]
         except BaseException:
             self.shutdown()
             raise
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Queue an actor task. It is named for the role and the method, so they need not travel as an argument."""
-        key = rank, call.role, call.method
-        task = self._tasks.get(key)
-        if task is None:
-            actor = self.actors[rank]
-            method = actor.call_silent if call.silent else actor.call
-            task = self._tasks[key] = method.options(name=f"{call.role}.{call.method}")
-        made = task.remote((call.args, call.kwargs), *parts) if call.args or call.kwargs else task.remote()
+        """Over the line, or as an actor task: named for role and method, so these need not travel as an argument."""
+        with self._lines[rank] as line:
+            if call.awaited and not parts and (answer := line.take(call)) is not None:
+                return Pending(rank, None if call.silent else answer.payload, answer, call.role)
+            line.leave()
+            task = self._task(rank, call)
+            made = task.remote((call.args, call.kwargs), *parts) if call.args or call.kwargs else task.remote()
         payload, header = (None, made) if call.silent else made
         return Pending(rank, payload, header, call.role)
+
+    def _task(self, rank: int, call: Call) -> Any:
+        key = rank, call.role, call.method
+        if key not in self._tasks:
+            actor = self.actors[rank]
+            method = actor.call_silent if call.silent else actor.call
+            self._tasks[key] = method.options(name=f"{call.role}.{call.method}")
+        return self._tasks[key]
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         """Those that are in the store, or failed; none when Ray has been shut down."""
         if not ray.is_initialized():
             return []
-        wanted = list(references)
-        ready: list[Any] = ray.wait(wanted, num_returns=len(wanted), timeout=seconds, fetch_local=False)[0]
-        return ready
+        until = time.monotonic() + seconds
+        answers = [r for r in references if isinstance(r, Answer)]
+        tasks = [r for r in references if not isinstance(r, Answer)] if answers else list(references)
+        here: list[Any] = [a for a in answers if a.arrives(max(until - time.monotonic(), 0.0))]
+        if tasks:
+            seconds = max(until - time.monotonic(), 0.0)
+            here += ray.wait(tasks, num_returns=len(tasks), timeout=seconds, fetch_local=False)[0]
+        return here
 
     def fetch(self, reference: Any) -> Any:
         """Bring it to this process."""
         try:
-            return ray.get(reference)
+            return ray.get(reference) if isinstance(reference, ray.ObjectRef) else _from_line(reference)
         except (RayActorError, OutOfMemoryError) as error:
             raise WorkerDiedError(f"the worker process is gone: {cause_of_death(error)}") from None
         except RayTaskError as error:
@@ -86,8 +110,13 @@ class RayTransport(Transport):
     def fetch_all(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
         """One request for everything; a failure among them is for `fetch` to explain."""
         try:
-            return list(ray.get(list(references), timeout=seconds))
-        except (RayError, GetTimeoutError):
+            if all(isinstance(reference, ray.ObjectRef) for reference in references):
+                return list(ray.get(list(references), timeout=seconds))
+            awaited = [reference for reference in references if not isinstance(reference, Payload)]
+            if len(self.wait(awaited, seconds)) < len(awaited):
+                return None
+            return [self.fetch(reference) for reference in references]
+        except (RayError, WorkerError):
             return None
 
     def stacks(self, seconds: float) -> dict[int, str]:
@@ -96,7 +125,7 @@ class RayTransport(Transport):
         here = ray.get_runtime_context().get_node_id()
 
         def ask(rank: int, home: Home) -> str | None:
-            text = stacks.ask(home.door, seconds)
+            text = ask_stacks(home.door, seconds)
             path = self.facts[rank].log_path()
             if text is None and home.node == here and path and rank < len(self.started):
                 text = stacks.by_signal(self.started[rank].pid, path)
@@ -151,6 +180,24 @@ class HeldReference(Held):
     def get(self) -> Any:
         """Wait for it and bring it to the worker's process."""
         return ray.get(self.value)
+
+
+def _from_line(reference: Answer | Payload) -> Any:
+    answer = reference.answer if isinstance(reference, Payload) else reference
+    if answer.broken:
+        ray.get(answer.task, timeout=BROKEN_S)
+        raise WorkerError("the process closed its line and lives on; nobody knows whether it made the call")
+    if answer.failure is not None:
+        raise WorkerError(f"arguments or result cannot travel between processes: {answer.failure}")
+    if isinstance(reference, Answer):
+        return answer.header
+    if answer.in_store:
+        return ray.get(answer.task)[0]
+    try:
+        return answer.load()
+    except Exception as error:  # noqa: BLE001 - whatever a class does when it is unpickled
+        text = f"{type(error).__name__}: {error}"
+        raise WorkerError(f"arguments or result cannot travel between processes: {text}") from None
 
 
 @ray.remote(num_cpus=0)

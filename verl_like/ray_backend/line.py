@@ -1,0 +1,247 @@
+"""A line to a worker process: small calls that somebody waits for go over a socket, at a fraction of a task's price.
+
+    answer = line.take(call)         # None: it has to go as a task of the actor, after `line.leave()`
+    answer.arrives(seconds)          # then `answer.header`, and `answer.payload` if the method has one
+
+A process comes to its line by a task (`RayHost.attend`) and stays there until told to leave, which happens before any
+other task is queued. So calls run in the order in which they were made, whichever way they go, in the process's main
+thread. A result that is too large for the line is what that task returns, in a tuple: it lies in the object store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from verl_like.ray_backend.door import LINE, Door, knock
+from verl_like.sending import SHARED_BYTES, num_bytes
+from verl_like.transport import Call, Header
+
+_CALL = struct.Struct("<II")
+"""Which of the process's stays it belongs to, and the bytes of a call; without any, the process shall leave."""
+_ANSWER = struct.Struct("<IIB")
+"""The bytes of header and payload, and what the process did: one of the following."""
+_ANSWERED, _LEFT, _FAILED = range(3)
+_CONNECT_S = 2.0
+
+
+class Line:
+    """The driver's end, held (`with line:`) while a call is sent. It carries one call at a time."""
+
+    def __init__(self, attend: Callable[[int], Any], door: Door) -> None:
+        """`attend` queues the task by which the process comes to the line, for its stay of that number."""
+        self._attend, self._door = attend, door
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._broken = False
+        self._stay, self._there, self._task = 0, False, None
+        self._offered = self._after_small = False
+        self._last: Answer | None = None
+        self._packed: dict[tuple[str, str], bytes] = {}
+
+    def __enter__(self) -> Line:
+        """Nobody else uses it (or queues a task) until it is released."""
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release it."""
+        self._lock.release()
+
+    def take(self, call: Call) -> Answer | None:
+        """Send a call, if it is small, not the first small one in a row, and nothing on the line is unanswered."""
+        self._offered = True
+        if not self._after_small or self._broken or not (self._last is None or self._last.arrives(0.0)):
+            return None
+        packed = self._pack(call)
+        answer = None if packed is None else self._send(packed)
+        self._offered = answer is None
+        return answer
+
+    def leave(self) -> None:
+        """Let the process go, for a task that will be queued now."""
+        self._after_small, self._offered = self._offered, False
+        if self._there and self._socket is not None:
+            self._there = False
+            with contextlib.suppress(OSError):
+                self._socket.sendall(_CALL.pack(self._stay, 0))
+
+    def left(self, stay: int) -> None:
+        """The process has left by itself."""
+        with self._lock:
+            self._there = self._there and self._stay != stay
+
+    def _pack(self, call: Call) -> bytes | None:
+        key = call.role, call.method
+        bare = not call.args and not call.kwargs
+        packed = self._packed.get(key) if bare else None
+        if packed is None:
+            try:
+                packed = cloudpickle.dumps((*key, call.args, call.kwargs, call.silent))
+            except Exception:  # noqa: BLE001 - a class may refuse in any way; Ray has its own and says why
+                return None
+            if bare:
+                self._packed[key] = packed
+        return packed if len(packed) <= SHARED_BYTES else None
+
+    def _send(self, packed: bytes) -> Answer | None:
+        try:
+            if self._socket is None:
+                self._socket = knock(self._door, LINE, _CONNECT_S)
+                weakref.finalize(self, self._socket.close)
+            if not self._there:
+                self._stay, self._there = self._stay + 1, True
+                self._task = self._attend(self._stay)
+            self._socket.sendall(_CALL.pack(self._stay, len(packed)) + packed)
+        except OSError:  # the process is gone, which a task will tell, or its node lets nobody in
+            self._broken = True
+            return None
+        self._last = Answer(self, self._socket, self._stay, self._task)
+        return self._last
+
+
+class Answer:
+    """The answer to one call: a reference for `RayTransport.wait` and `fetch`."""
+
+    def __init__(self, line: Line, connection: socket.socket, stay: int, task: Any) -> None:
+        """`task` is the one by which the process attends: it knows more when the line breaks."""
+        self.task = task
+        self.broken = False
+        self.failure: str | None = None
+        self.header = b""
+        self._line, self._socket, self._stay = line, connection, stay
+        self._lock = threading.Lock()
+        self._got = bytearray()
+        self._did: int | None = None
+
+    @property
+    def payload(self) -> Payload:
+        """A reference to what the method returned."""
+        return Payload(self)
+
+    def arrives(self, seconds: float) -> bool:
+        """Wait that long for it; a broken line counts as an answer."""
+        until = time.monotonic() + seconds
+        if not self._lock.acquire(timeout=seconds):
+            return False
+        try:
+            while self._did is None and not self.broken:
+                self._socket.settimeout(max(until - time.monotonic(), 0.0))
+                try:
+                    got = self._socket.recv(2 * SHARED_BYTES)
+                except (BlockingIOError, TimeoutError):
+                    return False
+                except OSError:
+                    got = b""
+                self._take(got)
+            return True
+        finally:
+            self._lock.release()
+
+    def load(self) -> Any:
+        """The payload that came with it."""
+        return pickle.loads(self._body)
+
+    @property
+    def in_store(self) -> bool:
+        """Whether the payload is what `task` returns."""
+        return self._did == _LEFT
+
+    def _take(self, got: bytes) -> None:
+        self.broken = not got
+        self._got += got
+        if len(self._got) < _ANSWER.size:
+            return
+        header_bytes, payload_bytes, did = _ANSWER.unpack_from(self._got)
+        if len(self._got) < _ANSWER.size + header_bytes + payload_bytes:
+            return
+        self.header = bytes(self._got[_ANSWER.size : _ANSWER.size + header_bytes])
+        self._body = memoryview(self._got)[_ANSWER.size + header_bytes :]
+        self._did = did
+        if did == _FAILED:
+            self.failure = self.header.decode()
+        if did == _LEFT:
+            self._line.left(self._stay)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A reference to what the method of an answer returned."""
+
+    answer: Answer
+
+
+class LineEnd:
+    """The process's end."""
+
+    def __init__(self, run: Callable[[Call, list[Any]], tuple[Any, Header]]) -> None:
+        """`run` makes a call."""
+        self._run = run
+        self._callers: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._got = bytearray()
+
+    def welcome(self, caller: socket.socket) -> None:
+        """What the door does with the driver's socket."""
+        caller.settimeout(None)
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._callers.put(caller)
+
+    def attend(self, stay: int) -> Any:
+        """Make the calls that come, until told to leave; the result of the last, if it is too large for the line."""
+        if stay == 1:
+            self._socket = self._callers.get()
+        while (packed := self._next(stay)) is not None:
+            try:
+                role, method, args, kwargs, silent = pickle.loads(packed)
+            except Exception as error:  # noqa: BLE001 - whatever a class does when it is unpickled
+                self._answer(f"{type(error).__name__}: {error}".encode(), b"", _FAILED)
+                continue
+            payload, header = self._run(Call(role, method, args, kwargs, silent), [])
+            body = b"" if silent else _small(payload)
+            self._answer(header.packed(), body or b"", _LEFT if body is None else _ANSWERED)
+            if body is None:
+                return (payload,)  # Ray takes a generator for several results
+        return None
+
+    def _next(self, stay: int) -> bytes | None:
+        """The next call; None when the process shall leave, or nobody is there any more."""
+        while True:
+            while len(self._got) >= _CALL.size:
+                of_stay, size = _CALL.unpack_from(self._got)
+                if len(self._got) < _CALL.size + size:
+                    break
+                packed = bytes(self._got[_CALL.size : _CALL.size + size])
+                del self._got[: _CALL.size + size]
+                if packed:
+                    return packed
+                if of_stay >= stay:  # else: it was meant for a stay that ended by itself
+                    return None
+            got = self._socket.recv(2 * SHARED_BYTES)
+            if not got:
+                return None
+            self._got += got
+
+    def _answer(self, header: bytes, payload: bytes, did: int) -> None:
+        self._socket.sendall(_ANSWER.pack(len(header), len(payload), did) + header + payload)
+
+
+def _small(payload: Any) -> bytes | None:
+    """A payload for the line; None if it is too large, or has to go Ray's way to travel at all."""
+    if num_bytes(payload) >= SHARED_BYTES:
+        return None
+    try:
+        packed = pickle.dumps(payload, protocol=5)
+    except Exception:  # noqa: BLE001 - a class may refuse in any way
+        return None
+    return packed if len(packed) <= SHARED_BYTES else None
