@@ -159,20 +159,20 @@ def cut(lengths: Sequence[int], budget: Budget, *, rectangles: bool = False) -> 
 
 def passes(
     columns: Columns, cuts: Sequence[Sequence[int]], group: dist.ProcessGroup | None, device: torch.device
-) -> Iterator[tuple[Columns, int]]:
-    """Pairs of (columns, real rows) for every micro-batch, then dummies until the busiest rank is through.
+) -> Iterator[tuple[Columns, int, bool]]:
+    """(columns, real rows, is the last) for every micro-batch, then dummies until the busiest rank is through.
 
     There is one pass at least. Collective over `group`, by way of `device`. A dummy is one row of one token, which no
     loss counts: its response mask is zero.
     """
     busiest = int(all_reduce(torch.tensor([max(1, len(cuts))], device=device), group, dist.ReduceOp.MAX))
-    for numbers in cuts:
-        picked = torch.tensor(numbers)
-        yield {name: column[picked] for name, column in columns.items()}, len(numbers)
-    for _ in range(busiest - len(cuts)):
+    for number, rows in enumerate(cuts, 1):
+        picked = torch.tensor(rows)
+        yield {name: column[picked] for name, column in columns.items()}, len(rows), number == busiest
+    for number in range(len(cuts) + 1, busiest + 1):
         dummy = {name: column.new_zeros((1, *column.shape[1:])) for name, column in columns.items()}
         dummy["attention_mask"][:, 0] = 1
-        yield dummy, 0
+        yield dummy, 0, number == busiest
 
 
 def all_reduce(

@@ -9,6 +9,7 @@ from verl_like.errors import ConfigError
 from workers.actor import ActorWorker
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
 from workers.critic import CriticWorker
+from workers.engines import sharding
 from workers.engines.fsdp import INPUTS, TrainEngine
 from workers.engines.optim import guarded_step, lr_factor
 from workers.losses import LOSS_AGG_MODES
@@ -44,8 +45,14 @@ def tiny_actor(tiny_dir, **actor):
     return started(ActorWorker, tiny_config(tiny_dir, **actor), 10)
 
 
-def on_ranks(tiny_dir, num_rows, fsdp_size=-1):
-    """What every rank sees of gradients, log-probs, and an update of two mini-batches or one (odd rows)."""
+def on_ranks(tiny_dir, num_rows, fsdp_size=-1, is_large=False):
+    """What every rank sees of gradients, log-probs, and an update of two mini-batches or one (odd rows).
+
+    An `is_large` model has a unit of FSDP2 for each of its layers. Several ranks take a row at a time, so that a
+    mini-batch is several passes.
+    """
+    if is_large:
+        sharding.SMALL_ELEMENTS = 0
     config = tiny_config(
         tiny_dir,
         entropy_coeff=0.01,
@@ -56,10 +63,11 @@ def on_ranks(tiny_dir, num_rows, fsdp_size=-1):
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
     data = own_piece(make_batch(num_rows), actor.rank, actor.world_size)
     real = data.num_real_rows
+    budget = Budget(rows=1 if actor.world_size > 1 else num_rows)
     before = actor.weights_checksum()
     return {
-        "gradients": gradients(actor, data, ACTOR_COLUMNS),
-        "critic_gradients": gradients(critic, data, ("values", "returns")),
+        "gradients": gradients(actor, data, ACTOR_COLUMNS, budget),
+        "critic_gradients": gradients(critic, data, ("values", "returns"), budget),
         "log_probs": actor.compute_log_prob(data).batch["old_log_probs"][:real],
         "metrics": actor.update_actor(data).meta_info["metrics"],
         "critic_metrics": critic.update_critic(data).meta_info["metrics"],
@@ -91,10 +99,11 @@ def test_seven_rows_on_three_ranks_train_as_seven_on_one(tiny_dir):
     assert_same_training(run(3, on_ranks, tiny_dir, 7), on_ranks(tiny_dir, 7), num_shards=3)
 
 
-@pytest.mark.parametrize(("world_size", "fsdp_size"), [(2, -1), (4, -1), (4, 2)])
-def test_training_does_not_depend_on_the_number_of_ranks(tiny_dir, world_size, fsdp_size):
+@pytest.mark.parametrize(("world_size", "fsdp_size", "is_large"), [(2, -1, True), (4, -1, False), (4, 2, False)])
+def test_training_does_not_depend_on_the_number_of_ranks(tiny_dir, world_size, fsdp_size, is_large):
     num_shards = world_size if fsdp_size == -1 else fsdp_size
-    assert_same_training(run(world_size, on_ranks, tiny_dir, 8, fsdp_size), on_ranks(tiny_dir, 8), num_shards)
+    results = run(world_size, on_ranks, tiny_dir, 8, fsdp_size, is_large)
+    assert_same_training(results, on_ranks(tiny_dir, 8), num_shards)
 
 
 def test_one_row_on_two_ranks_trains_as_one_on_one(tiny_dir):

@@ -45,8 +45,8 @@ def test_counts_of_a_mini_batch_leave_out_rows_without_a_response():
 
 def test_a_rank_that_is_through_runs_dummies_of_one_token_that_no_loss_counts():
     columns = {name: column[:0] for name, column in Rows.take(make_batch(3), NAMES).columns.items()}
-    ((dummy, real),) = passes(columns, [], None, CPU)
-    assert real == 0
+    ((dummy, real, last),) = passes(columns, [], None, CPU)
+    assert (real, last) == (0, True)
     assert dummy["response_mask"].sum() == 0
     assert dummy["attention_mask"].sum() == 1
 

@@ -5,12 +5,27 @@ import torch
 from distributed import run
 from samples import make_batch, own_piece, started, tiny_config
 from test_engine import ACTOR_COLUMNS, assert_equal_gradients, gradients
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_like.errors import ConfigError
 from workers.actor import ActorWorker
 from workers.config import FSDPConfig
 from workers.engines.loading import load_model
 from workers.engines.sharding import Sharding, build_mesh, data_axes, settle
+from workers.microbatch import Budget
+
+
+class Collectives(TorchDispatchMode):
+    """Within, counts FSDP2's collectives by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {"_allgather_base_": 0, "_reduce_scatter_base_": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and func.overloadpacket.__name__ in self.counts:
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def under(tiny_dir, strategy, **model):
@@ -19,11 +34,18 @@ def under(tiny_dir, strategy, **model):
         setattr(config.actor_rollout_ref.model, name, value)
     actor = started(ActorWorker, config, 10)
     data = own_piece(make_batch(6), actor.rank, actor.world_size)
-    grads = gradients(actor, data, ACTOR_COLUMNS)
+    with Collectives() as collectives:
+        grads = gradients(actor, data, ACTOR_COLUMNS, Budget(rows=1))
     actor.update_actor(data)
     held = sum(getattr(p, "_local_tensor", p).numel() for p in actor.engine.parameters())
     weights = {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()}
-    return {"gradients": grads, "weights": weights, "held": held, "checksum": actor.weights_checksum()}
+    return {
+        "gradients": grads,
+        "weights": weights,
+        "held": held,
+        "checksum": actor.weights_checksum(),
+        "collectives": collectives.counts,
+    }
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_offload"])
@@ -35,6 +57,8 @@ def test_a_strategy_changes_where_weights_lie_and_nothing_else(tiny_dir, strateg
         assert result["checksum"] == results[0]["checksum"]
     held = [result["held"] for result in results]
     assert held == [alone["held"]] * 2 if strategy == "ddp" else max(held) < 0.6 * alone["held"]
+    once_a_mini_batch = 0 if strategy == "ddp" else 1
+    assert set(results[0]["collectives"].values()) == {once_a_mini_batch}
 
 
 def test_offloading_on_the_cpu_is_bit_equal_to_none(tiny_dir):

@@ -46,7 +46,16 @@ from workers.engines.packing import (
     read,
     response_reads,
 )
-from workers.engines.sharding import add_up_gradients, build_mesh, data_axes, gather_rows, resident, settle, shard
+from workers.engines.sharding import (
+    add_up_gradients,
+    begin_pass,
+    build_mesh,
+    data_axes,
+    gather_rows,
+    resident,
+    settle,
+    shard,
+)
 from workers.engines.skips import SkippedSteps
 from workers.microbatch import (
     Budget,
@@ -113,7 +122,7 @@ class TrainEngine:
         if trained and self.model_config.lora_rank > 0:
             add_adapter(self.module, self.model_config)
         if self.is_sharded:
-            shard(self.module, self.mesh, self.compute_dtype)
+            self.is_one_unit = shard(self.module, self.mesh, self.compute_dtype)
         load_weights(self.module, self.model_config, self.head, self.device, self.mesh.get_local_rank("shard"))
         if self.optim_config is not None:
             self.optimizer = build_optimizer(self.parameters(), self.optim_config)
@@ -145,7 +154,7 @@ class TrainEngine:
         pieces: dict[str, list[Tensor]] = {}
         self.module.eval()
         with self.running():
-            for columns, real in passes(rows.columns, cuts, self.group, self.device):
+            for columns, real, _ in passes(rows.columns, cuts, self.group, self.device):
                 for name, column in compute(columns).items():
                     pieces.setdefault(name, []).append(column[:real])
         return {name: rows.restore(columns, cuts) for name, columns in pieces.items()}
@@ -189,7 +198,9 @@ class TrainEngine:
         """Add the gradients of one mini-batch; its metrics, added over micro-batches and ranks."""
         totals: dict[str, Tensor] = {}
         cuts = self._cut(batch.columns, budget, response_reads)
-        for columns, real in passes(batch.columns, cuts, self.group, self.device):
+        for columns, real, last in passes(batch.columns, cuts, self.group, self.device):
+            if self.is_sharded:
+                begin_pass(self.module, self.is_one_unit, last)
             outputs = self.outputs(columns, temperature, want_entropy)
             own = {name: column.to(self.device, non_blocking=True) for name, column in columns.items()}
             loss, shares = loss_fn(outputs, own, batch)
@@ -238,9 +249,14 @@ class TrainEngine:
 
     @contextmanager
     def running(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Within, the module (and the optimizer's state) is on the device, and packed rows attend row by row."""
+        """Within, the module (and the optimizer's state) is on the device, and packed rows attend row by row.
+
+        What forward passes left whole of a sharded module is a shard again in the end.
+        """
         with ExitStack() as stack:
             stack.enter_context(resident(self.module, optimizer, self.sharding, self.device))
+            if self.is_sharded:
+                stack.callback(self.module.reshard)
             stack.enter_context(lean(self.module))
             if self.packs:
                 stack.enter_context(packed_rows(self.module))

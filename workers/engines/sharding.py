@@ -28,6 +28,8 @@ DATA_AXES = ("replicate", "shard")
 MODEL_AXES = ("tensor", "sequence", "pipe")
 """Axes that have a name and no implementation: a request is refused."""
 BUCKET_ELEMENTS = 16 * 2**20
+SMALL_ELEMENTS = 16 * 2**20
+"""Weights up to which a whole model is one unit of FSDP2: 64 MiB in float32, and as much for their gradients."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +91,38 @@ def build_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(axes[name] for name in names), mesh_dim_names=names)
 
 
-def shard(module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> None:
-    """FSDP2, one unit per decoder layer and one for the rest; gradients are added over ranks, not averaged."""
-    layers = set(module._no_split_modules or ())
+def shard(module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> bool:
+    """FSDP2, one unit per decoder layer and one for the rest, or one for all; gradients are added up, not averaged.
+
+    Returns whether it is one for all: so in a small model, where a collective's latency is what it costs. The unit that
+    is not a layer holds what a pass begins and ends with: it is whole throughout, and stays so until `running` ends.
+    """
+    num_elements: int = sum(parameter.numel() for parameter in module.parameters())
+    one_unit = num_elements <= SMALL_ELEMENTS
+    layers = set() if one_unit else set(module._no_split_modules or ())
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for child in module.modules():
         if type(child).__name__ in layers:
             fully_shard(child, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
+    return one_unit
+
+
+def begin_pass(module: Any, one_unit: bool, last: bool) -> None:
+    """Before each forward pass of a mini-batch: what its backward pass leaves whole, if it is not the last.
+
+    Weights that are whole throughout a pass are gathered once a mini-batch. One unit's gradients are added up over the
+    passes first, then over the ranks, once; larger models reduce layer by layer, since no rank may hold all gradients.
+    """
+    module.set_reshard_after_backward(last, recurse=False)
+    if one_unit:
+        module.set_requires_gradient_sync(last, recurse=False)
 
 
 def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
