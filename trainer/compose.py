@@ -45,7 +45,8 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
     """What Hydra gets: every key is known, shorthands are written out, and pools and roles need no `+`."""
     overrides = plan.expand_shorthands(overrides)
     check_overrides(overrides)
-    return ["++" + o if o.startswith(tuple(f"{section}." for section in open_sections())) else o for o in overrides]
+    takes_any = tuple(f"{section}." for section in open_sections())
+    return ["++" + o if o.startswith(takes_any) else o for o in overrides]
 
 
 def open_sections() -> list[str]:
@@ -55,10 +56,10 @@ def open_sections() -> list[str]:
 
 def check_overrides(overrides: Sequence[str]) -> None:
     """Refuse keys that do not exist, with the nearest ones; Hydra would let `+section.typo=` through."""
-    keys = dict(config_keys())
+    keys, takes_any = dict(config_keys()), tuple(f"{section}." for section in open_sections())
     for key in override_keys(overrides):
         known = key in keys or key == "placement" or key.split(".")[0].split("/")[0] == "hydra"
-        if known or any(key.startswith(section + ".") for section in open_sections()):
+        if known or key.startswith(takes_any):
             continue
         leaf = key.rpartition(".")[2]
         twins = [k for k in keys if k.rpartition(".")[2] == leaf]

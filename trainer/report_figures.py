@@ -97,7 +97,7 @@ def curves(data: RunData, panel: Panel) -> str:
     names = [name for wanted in panel.names for name in known if fnmatchcase(name, wanted)]
     if not names:
         return ""
-    figure = _figure(4.4, 2.5)
+    figure = _figure(4.4, 2.5, {"left": 0.16, "right": 0.98, "bottom": 0.17, "top": 0.92})
     axes = figure.add_subplot()
     if panel.band and f"{panel.band}/min" in known:
         low, high = (_thin(*data.series(f"{panel.band}/{end}")) for end in ("min", "max"))
@@ -170,10 +170,15 @@ def _colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
     axes.legend(handles=patches, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.3)
 
 
-def _figure(width: float, height: float) -> Figure:
+def _figure(width: float, height: float, margins: Mapping[str, float] | None = None) -> Figure:
+    """With `margins` for what stands beside the axes; finding them takes as long as drawing, twice."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    if margins is None:
+        return Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(**margins)
+    return figure
 
 
 def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
