@@ -49,7 +49,7 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]  # each has room for one process
     try:
         return both_runs(tiny, folder, cluster, nodes) | {"code": str(code)}
