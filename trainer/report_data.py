@@ -17,6 +17,8 @@ STOPPED = "Stopped by Ctrl-C.\n"
 """What is in `FAILURE_FILE` where nothing failed."""
 PHASES = ("gen", "score", "adv", "update", "update_weights", "testing", "save_checkpoint")
 """The parts of a step that follow each other; what is left of `timing_s/step` is shown as `other`."""
+AFTER_STEP = ("testing", "save_checkpoint")
+"""Those that `timing_s/step` does not include."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
 
 
@@ -194,7 +196,8 @@ def phase_shares(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, floa
         return []
     seconds = {phase: sum(line.get(f"timing_s/{phase}", 0.0) for line in timed) for phase in PHASES}
     seconds = {phase: spent for phase, spent in seconds.items() if spent > 0.0}
-    whole = max(sum(line["timing_s/step"] for line in timed), sum(seconds.values()))
+    after_step = sum(seconds.get(phase, 0.0) for phase in AFTER_STEP)
+    whole = max(sum(line["timing_s/step"] for line in timed) + after_step, sum(seconds.values()))
     seconds["other"] = whole - sum(seconds.values())
     exact = {phase: 1000 * spent / whole for phase, spent in seconds.items()}
     tenths = {phase: int(share) for phase, share in exact.items()}

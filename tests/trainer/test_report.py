@@ -44,6 +44,9 @@ def test_phase_shares_sum_to_100_and_match_the_metrics(run_dir: Path) -> None:
     assert [name for name, _, _ in shares] == ["gen", "score", "adv", "update", "update_weights", "other"]
     assert sum(round(10 * share) for _, _, share in shares) == 1000
     assert dict((name, share) for name, _, share in shares)["update"] == pytest.approx(40.0)
+    line = {"timing_s/step": 1.0, "timing_s/gen": 0.75, "timing_s/testing": 0.5, "timing_s/save_checkpoint": 0.5}
+    with_extras = [("gen", 37.5), ("testing", 25.0), ("save_checkpoint", 25.0), ("other", 12.5)]
+    assert [(name, share) for name, _, share in phase_shares([line])] == with_extras  # these two come after the step
 
 
 @pytest.mark.parametrize("thirds", [3, 7, 11])
