@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 def balance_ranks(batch: DataProto, num_ranks: int, num_mini_batches: int) -> tuple[DataProto, dict[str, float]]:
     """The batch, its rows in the better order in place, and verl's `global_seqlen/...`: tokens of a rank.
 
-    It stays as it is where the rows do not come out even over ranks and mini-batches, and where no rank would gain.
+    It stays as it is where the rows do not come out even over ranks and mini-batches, and where nothing is gained.
     """
     lengths = read_columns(batch, "attention_mask")["attention_mask"].sum(dim=-1).numpy()
     before = after = _tokens_of_ranks(lengths, num_ranks)
     if num_ranks > 1 and len(batch) % (num_ranks * num_mini_batches) == 0:
         order = balanced_order(lengths, num_ranks, num_mini_batches)
-        balanced = _tokens_of_ranks(lengths[order], num_ranks)
-        if balanced.max() < before.max():
-            batch, after = batch.reorder(order), balanced
+        waits = [_slowest(rows, num_ranks, num_mini_batches) for rows in (lengths, lengths[order])]
+        if waits[1] < waits[0]:
+            batch, after = batch.reorder(order), _tokens_of_ranks(lengths[order], num_ranks)
     return batch, {
         "global_seqlen/min": float(before.min()),
         "global_seqlen/max": float(before.max()),
@@ -56,3 +56,8 @@ def _tokens_of_ranks(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
     """Tokens of each rank's piece of the rows, as dispatch cuts them."""
     size = -(-len(lengths) // num_ranks)
     return np.asarray([lengths[rank * size : (rank + 1) * size].sum() for rank in range(num_ranks)])
+
+
+def _slowest(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -> int:
+    """Tokens of the fullest rank, added over the mini-batches: a step's ranks wait for it in each."""
+    return int(lengths.reshape(num_ranks, -1, num_mini_batches).sum(axis=1).max(axis=0).sum())

@@ -43,6 +43,13 @@ def test_ranks_get_like_numbers_of_tokens_and_mini_batches_keep_their_rows() -> 
     }
 
 
+def test_a_mini_batch_is_balanced_although_the_ranks_have_like_sums() -> None:
+    balanced, metrics = balance_ranks(batch_of([9, 1, 9, 1, 1, 9, 1, 9]), num_ranks=2, num_mini_batches=2)
+    assert metrics["global_seqlen/minmax_diff"] == 0
+    for index in range(2):
+        assert tokens(balanced.select_idxs(range(index, 8, 2)), 2) == [10, 10]
+
+
 @pytest.mark.parametrize(
     ("lengths", "num_ranks", "num_mini_batches"),
     [([9, 1, 1, 1], 1, 2), ([9, 8, 1], 2, 1), ([9, 8, 1, 2], 2, 4), ([4, 4, 4, 4], 2, 1), ([9, 1, 8, 1], 2, 1)],
