@@ -1,9 +1,10 @@
 """The training engine beside a matrix product, padded rows, another number of ranks, and TRL: prints JSON.
 
-    python benchmarks/bench_train.py [--trl-python PATH] [--rounds 3]
+    python benchmarks/bench_train.py [--trl-python PATH] [--ranks-only] [--rounds 3]
 
-PATH is the Python of an environment that has TRL 1.16; without it TRL is left out. Sides run in processes of their own,
-in turn, with one thread each, on the same rows; a figure is the median over rounds. Limits that are missed are listed.
+PATH is the Python of an environment that has TRL 1.16; without it TRL is left out. `--ranks-only` compares one rank,
+two FSDP ranks and two ranks of strategy ddp, and nothing else. Sides run in processes of their own, in turn, with one
+thread each, on the same rows; a figure is the median over rounds. Limits that are missed are listed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def answer(process: subprocess.Popen[str]) -> dict[str, float]:
     return result
 
 
-def on_ranks(folder: str, world_size: int) -> dict[str, float]:
+def on_ranks(folder: str, world_size: int, strategy: str) -> dict[str, float]:
     """The slowest rank's figures."""
     from torch.distributed import TCPStore
 
@@ -58,10 +59,22 @@ def on_ranks(folder: str, world_size: int) -> dict[str, float]:
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     processes = [
-        start(sys.executable, "ranks", folder, RANK=str(r), LOCAL_RANK=str(r), **common) for r in range(world_size)
+        start(sys.executable, "ranks", folder, strategy, RANK=str(r), LOCAL_RANK=str(r), **common)
+        for r in range(world_size)
     ]
     answers = [answer(process) for process in processes]
     return {name: max(a[name] for a in answers) for name in answers[0]}
+
+
+def compare_ranks(folder: str) -> dict[str, float]:
+    """One rank, two of FSDP, and two of ddp, one after the other."""
+    sides = {"1 ranks": (1, "fsdp"), "2 ranks": (2, "fsdp"), "2 ranks of ddp": (2, "ddp")}
+    answers = {side: on_ranks(folder, *how) for side, how in sides.items()}
+    found = {f"{side}, {name}": value for side, answer in answers.items() for name, value in answer.items()}
+    for side in ("2 ranks", "2 ranks of ddp"):
+        found[f"{side} over 1, seconds"] = found[f"{side}, update_s"] / found["1 ranks, update_s"]
+        found[f"{side} over 1, memory of a rank"] = found[f"{side}, state_mib"] / found["1 ranks, state_mib"]
+    return found
 
 
 def one_round(folder: str, trl_python: str | None) -> dict[str, float]:
@@ -72,14 +85,10 @@ def one_round(folder: str, trl_python: str | None) -> dict[str, float]:
         for side, python in sides:
             found[f"{side}, {kind} rows, s"] = answer(start(python, side, folder, kind))["update_s"]
     found |= answer(start(sys.executable, "rate", folder)) | answer(start(sys.executable, "memory", folder))
-    for world_size in (1, 2):
-        for name, value in on_ranks(folder, world_size).items():
-            found[f"{world_size} ranks, {name}"] = value
+    found |= compare_ranks(folder)
     found["packed over padded, real tokens 40 % of the width"] = (
         found["ours, ragged rows, s"] / found["padded, ragged rows, s"]
     )
-    found["2 ranks over 1, seconds"] = found["2 ranks, update_s"] / found["1 ranks, update_s"]
-    found["2 ranks over 1, memory of a rank"] = found["2 ranks, state_mib"] / found["1 ranks, state_mib"]
     if trl_python:
         for kind in ("full", "tailed"):
             found[f"times TRL, {kind} rows"] = found[f"trl, {kind} rows, s"] / found[f"ours, {kind} rows, s"]
@@ -90,11 +99,14 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="the Python of an environment with TRL 1.16")
+    parser.add_argument("--ranks-only", action="store_true", help="compare numbers of ranks, nothing else")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         answer(start(sys.executable, "make", folder))
-        rounds = [one_round(folder, args.trl_python) for _ in range(args.rounds)]
+        rounds = [
+            compare_ranks(folder) if args.ranks_only else one_round(folder, args.trl_python) for _ in range(args.rounds)
+        ]
     figures = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     missed = [
         f"{name} is {figures[name]:.3g}, wanted {sign} {limit:g}"

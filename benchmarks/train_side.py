@@ -3,7 +3,7 @@
     python benchmarks/train_side.py make FOLDER                  the model and the rows, for all sides
     python benchmarks/train_side.py ours|padded|trl FOLDER KIND   seconds of an update of the rows KIND, as JSON
     python benchmarks/train_side.py rate FOLDER                   the matrix product's rate and the update's beside it
-    python benchmarks/train_side.py ranks FOLDER                  a rank's share under torchrun's environment
+    python benchmarks/train_side.py ranks FOLDER STRATEGY         a rank's share under torchrun's environment
     python benchmarks/train_side.py memory FOLDER                 peak memory of the log-prob path
 
 KIND: `full` (256 rows of 40 tokens), `tailed` (geometric lengths, mean 32, at most 256), `ragged` (real tokens are 40 %
@@ -72,7 +72,7 @@ def batch_of(folder: Path, kind: str, rows: int = ROWS) -> Any:
     return DataProto.from_dict(columns)
 
 
-def updater(folder: Path, **model: Any) -> Callable[[Any], Any]:
+def updater(folder: Path, strategy: str = "fsdp", **model: Any) -> Callable[[Any], Any]:
     """An update of the actor's, on this process's rank."""
     from types import SimpleNamespace
 
@@ -82,7 +82,7 @@ def updater(folder: Path, **model: Any) -> Callable[[Any], Any]:
     policy = ActorRolloutRefConfig(model=ModelConfig(path=str(folder), **model))
     policy.actor.ppo_mini_batch_size, policy.actor.ppo_micro_batch_size_per_gpu = ROWS, 64
     policy.actor.use_dynamic_bsz, policy.actor.ppo_max_token_len_per_gpu = True, 2560
-    policy.actor.optim.lr = 1e-4
+    policy.actor.optim.lr, policy.actor.strategy = 1e-4, strategy
     algorithm = SimpleNamespace(rollout_correction=RolloutCorrectionConfig())
     worker = ActorWorker(WorkersConfig(actor_rollout_ref=policy, data=None, trainer=None, algorithm=algorithm))
     worker.init_model(100)
@@ -184,13 +184,13 @@ def rate(folder: Path) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in result.items()}
 
 
-def ranks(folder: Path) -> dict[str, float]:
-    """One rank of an FSDP group: seconds of an update, and the memory of its parameters and optimizer."""
+def ranks(folder: Path, strategy: str) -> dict[str, float]:
+    """One rank of a group: seconds of an update, and the memory of its parameters and optimizer."""
     import torch.distributed as dist
 
     from verl_like.split import split_rows
 
-    update = updater(folder)
+    update = updater(folder, strategy)
     worker = update.__self__
     batch = split_rows(batch_of(folder, "full"), worker.world_size)[worker.rank]
     time_of_update = seconds(lambda: update(batch))
@@ -226,8 +226,10 @@ def main() -> None:
     kind = sys.argv[3] if len(sys.argv) > 3 else ""
     if side == "make":
         make(folder)
-    elif side in ("rate", "ranks", "memory"):
-        print(json.dumps({"rate": rate, "ranks": ranks, "memory": memory}[side](folder)))
+    elif side == "ranks":
+        print(json.dumps(ranks(folder, kind)))
+    elif side in ("rate", "memory"):
+        print(json.dumps({"rate": rate, "memory": memory}[side](folder)))
     else:
         if side == "ours":
             update, batch = updater(folder), batch_of(folder, kind)
