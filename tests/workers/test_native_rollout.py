@@ -110,6 +110,30 @@ def test_the_bits_of_a_sample_do_not_depend_on_the_number_of_threads(model, prom
     assert all(torch.equal(again[row].log_probs, whole[row].log_probs) for row in whole)
 
 
+def test_an_engines_cache_serves_again_with_the_same_bits_unless_it_held_what_is_not_finite(model, prompts):
+    rows = range(len(prompts))
+    requests = [Request(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
+    expected, engine = generate(model, prompts, rows), engine_of(model)
+    pages = []
+    for limit in (RESPONSE, 5):
+        outputs = engine.generate(requests, settings(max_tokens=limit))
+        assert all(expected[row].log_probs[:limit].equal(outputs[row].log_probs) for row in rows)
+        pages.append({whole.data_ptr() for whole in engine.cache_memory._free})
+    assert pages[1]
+    assert pages[1] <= pages[0]
+    row = model.lm_head.weight.detach()[0]
+    kept = row.clone()
+    row.fill_(float("nan"))
+    with pytest.raises(RolloutError, match="not finite"):
+        engine.generate(requests, settings())
+    row.copy_(kept)
+    assert not engine.cache_memory._free
+    outputs = engine.generate(requests, settings())
+    assert all(expected[row].log_probs.equal(outputs[row].log_probs) for row in rows)
+    engine.sleep()
+    assert not engine.cache_memory._free
+
+
 def test_samples_of_one_prompt_share_its_prefill_and_differ(model, prompts):
     engine, seen = engine_of(model), []
     handle = model.register_forward_pre_hook(

@@ -35,7 +35,15 @@ from workers.engines.rollout_base import (
     ends_with_stop_string,
 )
 from workers.engines.sampling import choose_tokens, uniforms
-from workers.engines.slot_cache import SlotCache, Slots, least_window, prefill_width, slot_width, slots_that_fit
+from workers.engines.slot_cache import (
+    CacheMemory,
+    SlotCache,
+    Slots,
+    least_window,
+    prefill_width,
+    slot_width,
+    slots_that_fit,
+)
 from workers.weights import Fingerprint
 
 MIN_ROWS = 4
@@ -60,6 +68,7 @@ class NativeEngine(ModuleEngine):
         _check_model(self.config, limits.prompt_width + limits.response_width)
         self.owns_weights = owns_weights
         self.is_proven: bool | None = None
+        self.cache_memory = CacheMemory()
         width = slot_width(self.config, limits.prompt_width, limits.response_width)
         fit = slots_that_fit(self.config, width, next(module.parameters()).dtype, limits.kv_cache_gb, MIN_ROWS)
         self.max_active = min(limits.max_num_seqs, fit)
@@ -76,12 +85,21 @@ class NativeEngine(ModuleEngine):
                 self._fingerprint.note(name, tensor)
         super().commit(version)
 
+    def sleep(self) -> None:
+        """Give memory back, that of the cache too."""
+        super().sleep()
+        self.cache_memory = CacheMemory()
+
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
+        memory, self.cache_memory = self.cache_memory, CacheMemory()
         with _inference(self.module):
             direct = self._may_be_direct()
-            generation = _Generation(self, requests, sampling, DirectForward if direct else ModuleForward)
+            generation = _Generation(self, requests, sampling, DirectForward if direct else ModuleForward, memory)
             with torch.inference_mode() if direct else nullcontext():
                 finish = generation.run()
+        if np.isfinite(generation.log_probs).all():
+            memory.end()
+            self.cache_memory = memory
         return [generation.output(request, finish) for request in range(len(requests))]
 
     def _may_be_direct(self) -> bool:
@@ -113,6 +131,7 @@ class _Generation:
         requests: Sequence[Request],
         sampling: SamplingParams,
         forward_class: type[DirectForward] | type[ModuleForward],
+        memory: CacheMemory,
     ) -> None:
         self.engine, self.sampling, self.requests, self.forward_class = engine, sampling, requests, forward_class
         self.device = next(engine.module.parameters()).device
@@ -135,7 +154,7 @@ class _Generation:
         num_slots = max(MIN_ROWS, self.max_active)
         self.request_of_slot = np.zeros(num_slots, dtype=np.int64)
         width = slot_width(engine.config, max(map(len, self.prompts)), sampling.max_tokens)
-        slots = Slots(num_slots, width, least_window(engine.config), self.device)
+        slots = Slots(num_slots, width, least_window(engine.config), self.device, memory)
         self.cache = SlotCache(engine.config.num_hidden_layers, slots)
 
     def run(self) -> str:

@@ -24,6 +24,8 @@ from verl_like.errors import RolloutError
 
 BLOCK = 16
 """Widths are multiples of this many columns: the lanes of the widest vector instructions."""
+MOST_KEPT = 2**28
+"""Bytes of a cache that is kept between generations; where it is larger, its pages are a small part of the time."""
 SMALL_PRODUCT = 400
 """Below this many multiplications torch takes another kernel for a batch of products, with other bits."""
 
@@ -79,14 +81,42 @@ def zeros(count: int, like: Tensor) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=like.dtype)
+    with torch.inference_mode(False):  # a later pass in another mode may write to it
+        return torch.frombuffer(memory, dtype=like.dtype)
+
+
+class CacheMemory:
+    """Where slots get their memory; on a CPU it serves the next generation too, since fresh pages are slow.
+
+    What masked columns hold must be finite, so an engine lets go of the memory of a generation that was not.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._taken: list[Tensor] = []
+
+    def take(self, count: int, like: Tensor) -> Tensor:
+        """Room for so many numbers such as these; it holds zeros or old states."""
+        fitting = (i for i, old in enumerate(self._free) if len(old) >= count and old.dtype == like.dtype)
+        index = next(fitting, None)
+        whole = zeros(count, like) if index is None else self._free.pop(index)
+        self._taken.append(whole)
+        return whole[:count]
+
+    def end(self) -> None:
+        """A generation has ended well: keep what it took, if that is little, and drop what it had no use for."""
+        little = sum(whole.nbytes for whole in self._taken) <= MOST_KEPT
+        self._free = [whole for whole in self._taken if little and whole.device.type == "cpu"]
+        self._taken = []
 
 
 class Slots:
     """Where the next forward pass writes and how far it looks, shared by all layers."""
 
-    def __init__(self, num_slots: int, widest: int, least: int, device: torch.device) -> None:
-        self.num_slots = num_slots
+    def __init__(
+        self, num_slots: int, widest: int, least: int, device: torch.device, memory: CacheMemory | None = None
+    ) -> None:
+        self.num_slots, self.memory = num_slots, memory or CacheMemory()
         self.width = self.least_width = least
         self.is_prefill = True
         self.window = 0
@@ -99,8 +129,9 @@ class Slots:
         self.gather = torch.empty(0, dtype=torch.long, device=device)
 
     def allocate(self, like: Tensor) -> Tensor:
-        """Zeroed slots for states such as these, and memory in which they can become as wide as any."""
-        return self._slots_in(zeros(self.num_slots * like.shape[1] * len(self.columns) * like.shape[3], like), like)
+        """Slots for states such as these, and memory in which they can become as wide as any."""
+        count = self.num_slots * like.shape[1] * len(self.columns) * like.shape[3]
+        return self._slots_in(self.memory.take(count, like), like)
 
     def copied(self, old: Tensor, num_used: int) -> Tensor:
         """The same slots at the present width; their memory serves the next copy, since fresh pages are slow.
@@ -108,7 +139,7 @@ class Slots:
         The rest of the memory holds zeros or old states: finite, which is all that masked columns need.
         """
         whole = old.as_strided((self.num_slots * old.shape[1] * len(self.columns) * old.shape[3],), (1,))
-        new = self._slots_in(zeros(len(whole), old) if self.spare is None else self.spare, old)
+        new = self._slots_in(self.memory.take(len(whole), old) if self.spare is None else self.spare, old)
         kept = min(self.width, old.shape[2])
         new[:num_used, :, :kept] = old[:num_used, :, :kept]
         self.spare = whole
