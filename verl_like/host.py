@@ -184,28 +184,32 @@ class WorkerHost:
         result.shard = given.shard if given else None
         return result, count_real_rows(result, given.num_rows if given else 0, where)
 
-    @contextlib.contextmanager
-    def _active(self, state: RoleState) -> Iterator[None]:
-        """The role's random state is the process's. It is swapped when another role's turn comes.
+    def _active(self, state: RoleState) -> contextlib.AbstractContextManager[None]:
+        """The role's log is open and its random state the process's: swapped when another role's turn comes."""
+        if self._in_callers_thread:
+            return self._borrowing(state)
+        if self._random_owner is not state:
+            if self._random_owner is not None:
+                self._random_owner.random_state = get_random_state()
+            set_random_state(state.random_state)
+            self._random_owner = state
+        return state
 
-        In the caller's own thread the caller draws numbers too: there its state comes back after every call.
-        """
-        with contextlib.ExitStack() as stack:
-            if self._random_owner is not state:
-                caller = get_random_state()
-                if self._random_owner is not None:
-                    self._random_owner.random_state = caller
-                set_random_state(state.random_state)
-                self._random_owner = state
-                if self._in_callers_thread:
-                    stack.enter_context(environment(torchrun_environment(self.facts, ("127.0.0.1", 0))))
-            try:
-                with state.logging():
-                    yield
-            finally:
-                if self._in_callers_thread:
-                    state.random_state, self._random_owner = get_random_state(), None
-                    set_random_state(caller)
+    @contextlib.contextmanager
+    def _borrowing(self, state: RoleState) -> Iterator[None]:
+        """In the caller's own thread the caller draws numbers too: its state comes back after every call."""
+        if self._random_owner is state:  # a call within a call
+            yield
+            return
+        outer, caller = self._random_owner, get_random_state()
+        set_random_state(state.random_state)
+        self._random_owner = state
+        try:
+            with environment(torchrun_environment(self.facts, ("127.0.0.1", 0))), state:
+                yield
+        finally:
+            state.random_state, self._random_owner = get_random_state(), outer
+            set_random_state(caller)
 
     def _timed(self, call: Call, work: Callable[[], Any]) -> tuple[Any, Header]:
         header = Header(call.role, call.method, self.facts.rank, os.getpid(), time.time(), 0.0, time.process_time())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import random
 import sys
 import zlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -26,6 +24,7 @@ class RoleState:
         """The random state starts from (seed, role, rank): it does not depend on who shares the process."""
         self.worker: Any = None
         self.log: TextIO | None = None
+        self._teed: tuple[TextIO, TextIO] | None = None
         path = facts.log_path(role)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,17 +43,17 @@ class RoleState:
             self.log.close()
             self.log = None
 
-    @contextlib.contextmanager
-    def logging(self) -> Iterator[None]:
-        """What is printed goes to the role's log too."""
-        if self.log is None:
-            yield
-            return
-        with (
-            contextlib.redirect_stdout(_Tee(sys.stdout, self.log)),
-            contextlib.redirect_stderr(_Tee(sys.stderr, self.log)),
-        ):
-            yield
+    def __enter__(self) -> None:
+        """From now on what is printed goes to the role's log too."""
+        self._streams = sys.stdout, sys.stderr
+        if self.log is not None:
+            if self._teed != self._streams:
+                self._teed, self._tees = self._streams, (_Tee(sys.stdout, self.log), _Tee(sys.stderr, self.log))
+            sys.stdout, sys.stderr = self._tees
+
+    def __exit__(self, *_: object) -> None:
+        """As it was before."""
+        sys.stdout, sys.stderr = self._streams
 
 
 class _Tee(io.TextIOBase):

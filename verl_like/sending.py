@@ -28,11 +28,14 @@ class Sender:
         """With `materialize`, futures reach the method as values; `silent` and `awaited` are told by `Call`."""
         self.transport, self.materialize = transport, materialize
         self.role, self.method, self.silent, self.awaited = role, method, silent, awaited
+        self._bare = Call(role, method, silent=silent, awaited=awaited)
         self._shared: dict[int, tuple[Any, Any]] = {}
         self._pieces: dict[tuple[int, int], tuple[Any, list[Pending]]] = {}
 
     def submit(self, rank: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
         """Pack the arguments of one rank and queue its call."""
+        if not args and not kwargs:
+            return self.transport.submit(rank, self._bare, ())
         parts: list[Any] = []
         packed = tuple(self._pack(value, parts) for value in args)
         named = {name: self._pack(value, parts) for name, value in kwargs.items()}

@@ -11,8 +11,10 @@ thread. A result that is too large for the line is what that task returns, in a 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import queue
+import select
 import socket
 import struct
 import threading
@@ -34,6 +36,8 @@ _ANSWER = struct.Struct("<IIB")
 """The bytes of header and payload, and what the process did: one of the following."""
 _ANSWERED, _LEFT, _FAILED = range(3)
 _CONNECT_S = 2.0
+_PIECE_BYTES = 65536
+"""Read at once: the memory for more would be mapped and unmapped each time."""
 
 
 class Line:
@@ -124,6 +128,7 @@ class Answer:
         self._lock = threading.Lock()
         self._got = bytearray()
         self._did: int | None = None
+        self.here = False
 
     @property
     def payload(self) -> Payload:
@@ -132,19 +137,22 @@ class Answer:
 
     def arrives(self, seconds: float) -> bool:
         """Wait that long for it; a broken line counts as an answer."""
+        if self.here:
+            return True
         until = time.monotonic() + seconds
         if not self._lock.acquire(timeout=seconds):
             return False
         try:
-            while self._did is None and not self.broken:
-                self._socket.settimeout(max(until - time.monotonic(), 0.0))
+            while not self.here:
                 try:
-                    got = self._socket.recv(2 * SHARED_BYTES)
-                except (BlockingIOError, TimeoutError):
-                    return False
+                    got = os.read(self._socket.fileno(), _PIECE_BYTES)  # not `recv`: that waits first, then reads
+                except BlockingIOError:
+                    if not _readable(self._socket, until - time.monotonic()):
+                        return False
                 except OSError:
-                    got = b""
-                self._take(got)
+                    self._take(b"")
+                else:
+                    self._take(got)
             return True
         finally:
             self._lock.release()
@@ -159,7 +167,8 @@ class Answer:
         return self._did == _LEFT
 
     def _take(self, got: bytes) -> None:
-        self.broken = not got
+        if not got:
+            self.broken = self.here = True
         self._got += got
         if len(self._got) < _ANSWER.size:
             return
@@ -173,6 +182,13 @@ class Answer:
             self.failure = self.header.decode()
         if did == _LEFT:
             self._line.left(self._stay)
+        self.here = True
+
+
+def _readable(connection: socket.socket, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return seconds > 0 and bool(poll.poll(seconds * 1000))
 
 
 @dataclass(frozen=True)
@@ -227,7 +243,7 @@ class LineEnd:
                     return packed
                 if of_stay >= stay:  # else: it was meant for a stay that ended by itself
                     return None
-            got = self._socket.recv(2 * SHARED_BYTES)
+            got = self._socket.recv(_PIECE_BYTES)
             if not got:
                 return None
             self._got += got

@@ -88,6 +88,7 @@ class RayTransport(Transport):
         until = time.monotonic() + seconds
         answers = [r for r in references if isinstance(r, Answer)]
         tasks = [r for r in references if not isinstance(r, Answer)] if answers else list(references)
+        answers.reverse()  # the last is the last to come: waiting for it first, this process wakes up less often
         here: list[Any] = [a for a in answers if a.arrives(max(until - time.monotonic(), 0.0))]
         if tasks:
             seconds = max(until - time.monotonic(), 0.0)
