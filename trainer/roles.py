@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +65,12 @@ class WorkerGroups:
     """The worker group of every role. Leaving the `with` block ends all processes."""
 
     def __init__(self, config: PPOConfig) -> None:
-        """Check the whole placement and import every class; only then start processes, pool by pool."""
+        """Check the whole placement and import every class; only then start processes.
+
+        On Ray all pools start at once, in process one by one: there a role may find neighbours from other pools.
+        """
         self.config = config
+        self._life, self._is_over = threading.Lock(), False
         self._fused: dict[str, WorkerGroup] = {}
         self._groups: dict[str, WorkerGroup] = {}
         self._neighbours: dict[str, Worker] = {}
@@ -76,13 +82,21 @@ class WorkerGroups:
         classes = {role: worker_class(config, role) for role in self.placement.role_mapping}
         self._require_shared_folder()
         order = [*ROLE_WORKERS, *classes]
+        pools = self.placement.pools
+        roles = {name: sorted(plan.roles, key=order.index) for name, plan in pools.items()}
+        starts = [partial(self._start, pools[name], {r: classes[r] for r in roles[name]}) for name in pools]
         try:
-            for plan in self.placement.pools.values():
-                roles = sorted(plan.roles, key=order.index)
-                self._start(plan, {role: classes[role] for role in roles})
+            if config.trainer.backend == "local":
+                for start in starts:
+                    start()
+            else:
+                side_by_side(starts)
         except BaseException:
             self.shutdown()
             raise
+        self._fused = {name: self._fused[name] for name in pools}
+        for name, group in self._fused.items():
+            self._groups.update(group.spawn(roles[name]))
 
     def __getitem__(self, role: str) -> Any:
         if role not in self._groups:
@@ -113,6 +127,8 @@ class WorkerGroups:
 
     def shutdown(self) -> None:
         """End every process and give its place back."""
+        with self._life:
+            self._is_over = True
         for group in self._fused.values():
             group.shutdown()
         for pool in self._places:
@@ -169,8 +185,33 @@ class WorkerGroups:
             )
             self._places.append(pool)
             group = RayWorkerGroup(pool, recipe, **options)
-        self._fused[plan.name] = group
-        self._groups.update(group.spawn(classes))
+        with self._life:
+            if not self._is_over:
+                self._fused[plan.name] = group
+                return
+        group.shutdown()  # the start was interrupted while this pool was on its way
+
+
+def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
+    """Make these calls in a thread each; once all are through, raise the first one's error, the others in its notes."""
+    errors: dict[int, BaseException] = {}
+
+    def attempt(number: int) -> None:
+        try:
+            calls[number]()
+        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
+            errors[number] = error
+
+    threads = [threading.Thread(target=attempt, args=(n,), name="start", daemon=True) for n in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        first, *others = (errors[number] for number in sorted(errors))
+        for other in others:
+            first.add_note(f"another start failed, too: {type(other).__name__}: {other}")
+        raise first
 
 
 def local_device(device: str) -> str:
