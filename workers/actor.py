@@ -86,7 +86,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_actor(self, data: DataProto) -> DataProto:
-        """One PPO update over the batch; its metrics, the same on every rank, are in `meta_info["metrics"]`."""
+        """One PPO update over the batch; its `meta_info["metrics"]`, but for perf/, are the same on every rank."""
         names = ["advantages"] + (["ref_log_prob"] if self.config.use_kl_loss else [])
         finds = self.finds_old_log_probs(data)
         measures = finds and "rollout_log_probs" in data.batch.keys()

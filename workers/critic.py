@@ -59,7 +59,7 @@ class CriticWorker(Checkpointed, Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_critic(self, data: DataProto) -> DataProto:
-        """One update towards the returns; its metrics, the same on every rank, are in `meta_info["metrics"]`."""
+        """One update towards the returns; its `meta_info["metrics"]`, but for perf/, are the same on every rank."""
         with utilization("critic", self.engine, data, passes=self.epochs) as mfu:
             metrics = self.engine.update(
                 data,

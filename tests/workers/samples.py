@@ -82,3 +82,8 @@ def started(cls: type, config: WorkersConfig, *init_args: Any) -> Any:
     worker = cls(config)
     worker.init_model(*init_args)
     return worker
+
+
+def learned(result: DataProto) -> dict[str, float]:
+    """The metrics of an update but for those of the machine, which differ from rank to rank and from run to run."""
+    return {name: value for name, value in result.meta_info["metrics"].items() if not name.startswith("perf/")}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import run
-from samples import make_batch, own_piece, started, tiny_config
+from samples import learned, make_batch, own_piece, started, tiny_config
 
 from verl_like.errors import CheckpointError
 from workers.actor import ActorWorker
@@ -42,7 +42,7 @@ def update(worker, seed):
     """The metrics of one update, and the random numbers that a method of the role would draw next."""
     batch = own_piece(make_batch(ROWS, seed), worker.rank, worker.world_size)
     method = worker.update_actor if isinstance(worker, ActorWorker) else worker.update_critic
-    return method(batch).meta_info["metrics"] | {"drawn": float(torch.rand(())), "numpy": np.random.rand()}
+    return learned(method(batch)) | {"drawn": float(torch.rand(())), "numpy": np.random.rand()}
 
 
 def save_and_go_on(cls, tiny_dir, folder, **settings):

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from distributed import run
-from samples import RESPONSE, VOCAB, make_batch, own_piece, started, tiny_config
+from samples import RESPONSE, VOCAB, learned, make_batch, own_piece, started, tiny_config
 
 from verl_like.errors import ConfigError
 from workers.actor import ActorWorker
@@ -69,8 +69,8 @@ def on_ranks(tiny_dir, num_rows, fsdp_size=-1, is_large=False):
         "gradients": gradients(actor, data, ACTOR_COLUMNS, budget),
         "critic_gradients": gradients(critic, data, ("values", "returns"), budget),
         "log_probs": actor.compute_log_prob(data).batch["old_log_probs"][:real],
-        "metrics": actor.update_actor(data).meta_info["metrics"],
-        "critic_metrics": critic.update_critic(data).meta_info["metrics"],
+        "metrics": learned(actor.update_actor(data)),
+        "critic_metrics": learned(critic.update_critic(data)),
         "weights": {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()},
         "held": sum(getattr(p, "_local_tensor", p).numel() for p in actor.engine.parameters()),
         "checksums": (before, actor.weights_checksum()),
