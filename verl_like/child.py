@@ -1,7 +1,8 @@
 """The program of a child process of the local backend: `python -P -m verl_like.child FD`, and the wire to it.
 
-A reader thread takes messages off the pipe: calls go to the main thread's queue, a request for stacks is answered past
-the queue. When the driver is gone the pipe closes and the process ends, in the middle of a call too.
+A reader thread takes messages off the pipe: calls go to the main thread's queue; a request for stacks, and a call that
+goes past the queue, are answered at once. When the driver is gone the pipe closes and the process ends, in the middle
+of a call too.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ def main() -> None:
                 number, method, load = receive(connection)
                 if method == "stacks":
                     send(connection, lock, number, "answer", host[0].stacks() if host else "starting")
+                elif method == "past_queue":
+                    threading.Thread(target=answer, args=(number, "call", load), daemon=True).start()
                 else:
                     calls.put((number, method, load))
         except (EOFError, OSError):
             os._exit(0)
 
-    threading.Thread(target=read, name="pipe", daemon=True).start()
-    while True:
-        number, method, load = calls.get()
+    def answer(number: int, method: str, load: Callable[[], Any]) -> None:
         try:
             args = load()
             if method == "host":
@@ -84,6 +85,10 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - the process edge: what cannot be read or sent is told as text
             text = f"{type(error).__name__}: {error}"
             send(connection, lock, number, "error", f"arguments or result cannot travel between processes: {text}")
+
+    threading.Thread(target=read, name="pipe", daemon=True).start()
+    while True:
+        answer(*calls.get())
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class _Child:
         )
         theirs.close()
         ours.send(sys.path)
-        self.name, self.connection, self.lock = name, ours, threading.Lock()
+        self.name, self.connection, self.lock, self.sending = name, ours, threading.Lock(), threading.Lock()
         self.answers: dict[int, tuple[Future[Any], ...]] = {}
         self.outgoing: queue.Queue[tuple[int, str, tuple[Any, ...]] | None] = queue.Queue()
         self.dead: WorkerDiedError | None = None
@@ -69,8 +69,10 @@ class _Child:
         for target in (self._send, self._receive):
             threading.Thread(target=target, name=f"{name} pipe", daemon=True).start()
 
-    def request(self, method: str, *args: Any, num_answers: int = 1) -> tuple[Future[Any], ...]:
-        """Ask the host; one future for each value of the answer."""
+    def request(
+        self, method: str, *args: Any, num_answers: int = 1, past_queue: bool = False
+    ) -> tuple[Future[Any], ...]:
+        """Ask the host; one future for each value of the answer. Past the queue nothing is waited for."""
         futures = tuple(Future[Any]() for _ in range(num_answers))
         with self.lock:
             self.count += 1
@@ -78,22 +80,26 @@ class _Child:
             self.answers[number] = futures
         if self.dead is not None:
             self._fail_all(self.dead)
-        self.outgoing.put((number, method, args))
+        if past_queue:
+            threading.Thread(target=self._send_one, args=(number, method, args), daemon=True).start()
+        else:
+            self.outgoing.put((number, method, args))
         return futures
 
     def _send(self) -> None:
-        lock = threading.Lock()
         while (message := self.outgoing.get()) is not None:
-            number, method, args = message
-            try:
-                send(self.connection, lock, number, method, _resolve(args))
-            except OSError:
-                return
-            except WorkerError as error:
-                self._answer(number, error)
-            except Exception as error:  # noqa: BLE001 - a value that cannot be sent belongs to the future of its call
-                text = f"{type(error).__name__}: {error}"
-                self._answer(number, WorkerError(f"the arguments cannot be sent to the worker process: {text}"))
+            self._send_one(*message)
+
+    def _send_one(self, number: int, method: str, args: tuple[Any, ...]) -> None:
+        try:
+            send(self.connection, self.sending, number, method, _resolve(args))
+        except OSError:
+            return  # `_receive` finds out why
+        except WorkerError as error:
+            self._answer(number, error)
+        except Exception as error:  # noqa: BLE001 - a value that cannot be sent belongs to the future of its call
+            text = f"{type(error).__name__}: {error}"
+            self._answer(number, WorkerError(f"the arguments cannot be sent to the worker process: {text}"))
 
     def _receive(self) -> None:
         try:
@@ -176,7 +182,9 @@ class ChildTransport(Transport):
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Queue the call for the child's pipe."""
-        payload, header = self.children[rank].request("call", call, list(parts), num_answers=2)
+        child, past_queue = self.children[rank], call.past_queue
+        method = "past_queue" if past_queue else "call"
+        payload, header = child.request(method, call, list(parts), num_answers=2, past_queue=past_queue)
         return Pending(rank, payload, header, call.role)
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
@@ -191,7 +199,7 @@ class ChildTransport(Transport):
 
     def stacks(self, seconds: float) -> dict[int, str]:
         """Asked of every child past its queue; of one that cannot answer, by signal."""
-        asked = {rank: child.request("stacks")[0] for rank, child in enumerate(self.children)}
+        asked = {rank: child.request("stacks", past_queue=True)[0] for rank, child in enumerate(self.children)}
         wait_futures(asked.values(), seconds)
         found = {rank: f.result() for rank, f in asked.items() if f.done() and f.exception() is None}
         for rank, child in enumerate(self.children):

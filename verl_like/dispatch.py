@@ -121,6 +121,7 @@ class Registration:
     blocking: bool
     materialize_futures: bool
     readonly: bool
+    past_queue: bool
 
 
 def _per_worker(fn: Callable[[WorkerGroup, Any, str], list[Any]]) -> Callable[..., Any]:
@@ -271,6 +272,7 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
     readonly: bool = False,
+    past_queue: bool = False,
 ) -> Callable[[F], F]:
     """Mark a worker's method (also an `async def`, which runs to its end) as callable through its group.
 
@@ -282,12 +284,17 @@ def register(
         materialize_futures: whether a future among the arguments reaches the method as its value; if not, the method
             gets an object whose `get()` gives it.
         readonly: the method promises not to write into its batch, which is then handed over without a private copy.
+        past_queue: the method runs at once, in a thread of its own, beside the call that is running and before those
+            that wait: to stop a generation, say. It takes small values only, and must mind the other thread.
     """
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
     mode_of(mode, "@register")
+    if past_queue and mode not in (Dispatch.ALL_TO_ALL, Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
+        raise DispatchError("@register(past_queue=True) splits no batch: use ONE_TO_ALL, ALL_TO_ALL or RANK_ZERO.")
 
     def mark(method: F) -> F:
-        mark_of = Registration(mode, execute_mode or Execute.ALL, blocking, materialize_futures, readonly)
+        execute = execute_mode or Execute.ALL
+        mark_of = Registration(mode, execute, blocking, materialize_futures, readonly, past_queue)
         setattr(method, ATTRIBUTE, mark_of)
         return method
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from verl_like.columns import tensors_of
+from verl_like.errors import DispatchError
 from verl_like.future import PartFuture, WorkerFuture
 from verl_like.protocol import DataProto
 from verl_like.split import FutureShard
@@ -24,11 +25,10 @@ SHARED_BYTES = 100_000
 class Sender:
     """Submits one call to some ranks of a group."""
 
-    def __init__(self, transport: Transport, role: str, method: str, materialize: bool, silent: bool, awaited: bool):
-        """With `materialize`, futures reach the method as values; `silent` and `awaited` are told by `Call`."""
+    def __init__(self, transport: Transport, bare: Call, materialize: bool):
+        """`bare` is the call without its arguments. With `materialize`, futures reach the method as values."""
         self.transport, self.materialize = transport, materialize
-        self.role, self.method, self.silent, self.awaited = role, method, silent, awaited
-        self._bare = Call(role, method, silent=silent, awaited=awaited)
+        self._bare = bare
         self._shared: dict[int, tuple[Any, Any]] = {}
         self._pieces: dict[tuple[int, int], tuple[Any, list[Pending]]] = {}
 
@@ -39,7 +39,13 @@ class Sender:
         parts: list[Any] = []
         packed = tuple(self._pack(value, parts) for value in args)
         named = {name: self._pack(value, parts) for name, value in kwargs.items()}
-        call = Call(self.role, self.method, packed, named, self.silent, self.awaited)
+        bare = self._bare
+        if bare.past_queue and parts:
+            raise DispatchError(
+                f"{bare.role}.{bare.method} goes past the queue of calls and takes small values only: no futures, "
+                f"nothing of {SHARED_BYTES} bytes or more."
+            )
+        call = Call(bare.role, bare.method, packed, named, bare.silent, bare.awaited, bare.past_queue)
         return self.transport.submit(rank, call, parts)
 
     def _pack(self, value: Any, parts: list[Any]) -> Any:

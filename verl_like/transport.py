@@ -80,7 +80,8 @@ class Call:
     """One method call on one worker. Arguments may hold slots that `parts` fill.
 
     A `silent` method is declared to return None: there may be no payload to wait for. For an `awaited` call somebody
-    waits at once and nothing else: a backend that has a quicker way for small calls may take it.
+    waits at once and nothing else: a backend that has a quicker way for small calls may take it. One that goes
+    `past_queue` runs at once, in a thread of its own beside whatever is running; it has no slots.
     """
 
     role: str
@@ -89,6 +90,7 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     silent: bool = False
     awaited: bool = False
+    past_queue: bool = False
 
 
 @dataclass

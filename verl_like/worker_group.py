@@ -25,7 +25,7 @@ from verl_like.future import DataProtoFuture, WorkerFuture
 from verl_like.protocol import DataProto
 from verl_like.sending import Sender
 from verl_like.split import drop_padding
-from verl_like.transport import Header, Transport
+from verl_like.transport import Call, Header, Transport
 
 
 class ClassWithInitArgs:
@@ -116,8 +116,8 @@ class BoundMethod:
                     f"{self.site}: the dispatch function must give a list with one element per worker "
                     f"({target.world_size}) for every argument; for argument {name!r} it gave {type(values).__name__}."
                 )
-        materialize = self.mark.materialize_futures
-        sender = Sender(self.group.transport, self.role, self.method, materialize, self.silent, awaited)
+        bare = Call(self.role, self.method, silent=self.silent, awaited=awaited, past_queue=self.mark.past_queue)
+        sender = Sender(self.group.transport, bare, self.mark.materialize_futures)
         pending = []
         for rank in range(target.world_size):
             its_args = [values[rank] for values in split_args]

@@ -72,6 +72,21 @@ class RolloutWorker(WeightReceiver, Worker):
             {"policy_version": self.engine.version},
         )
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def pause(self) -> None:
+        """Hold the generation in flight (or the next) between two steps; returns when it stands still."""
+        self.engine.control.pause()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def resume(self) -> None:
+        """Let it go on."""
+        self.engine.control.resume()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def abort(self) -> None:
+        """End the generation in flight: it returns what it has, unfinished samples with finish reason "abort"."""
+        self.engine.control.abort()
+
     def sampling_of(self, data: DataProto) -> SamplingParams:
         """The config's settings under those of the batch."""
         eos = data.meta_info.get("eos_token_id")

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -226,6 +227,23 @@ class Sent(Exception):
 
 class Faulty(Worker):
     """Goes wrong in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped = threading.Event()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def waits_to_be_stopped(self) -> str:
+        return "stopped" if self.stopped.wait(20) else "waited in vain"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def stop(self, value: object = None) -> object:
+        self.stopped.set()
+        return value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    async def raises_past_queue(self) -> None:
+        raise FileNotFoundError(2, "no such thing", "there")
 
     @register(dispatch_mode=PROTO)
     def raises(self, data: DataProto) -> DataProto:

@@ -13,7 +13,7 @@ import torch
 
 from tests.verl_like.backends import start
 from tests.verl_like.sample_workers import Adder, BadConstructor, Faulty, Modes, Shadow
-from verl_like import DataProto, DataProtoFuture, gather
+from verl_like import DataProto, DataProtoFuture, Dispatch, gather, register
 from verl_like.errors import ConfigError, DispatchError, PlacementError, WorkerError
 
 BACKENDS = [("inline", [1]), ("child", [2]), pytest.param(("ray", [2]), marks=pytest.mark.ray)]
@@ -193,6 +193,24 @@ def test_each_role_draws_its_own_numbers(groups) -> None:
 def test_ranks_meet_in_a_process_group_that_roles_share(groups) -> None:
     expected = sum(range(1, groups["adder"].world_size + 1))
     assert groups["adder"].allreduce() == groups["add"].allreduce() == [expected] * groups["adder"].world_size
+
+
+def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, backend) -> None:
+    answers: list[object] = []
+    waiting = threading.Thread(target=lambda: answers.extend(groups["faulty"].waits_to_be_stopped().get()))
+    waiting.start()
+    time.sleep(0.3)
+    num_workers = backend[1][0]
+    assert groups["faulty"].stop("told") == ["told"] * num_workers
+    waiting.join(10)
+    assert answers == ["stopped"] * num_workers
+    with pytest.raises(FileNotFoundError, match="there") as caught:
+        groups["faulty"].raises_past_queue()
+    assert "raised in faulty.raises_past_queue, faulty rank 0" in caught.value.__notes__[0]
+    with pytest.raises(DispatchError, match="faulty.stop goes past the queue of calls and takes small values only"):
+        groups["faulty"].stop(batch(100_000))
+    with pytest.raises(DispatchError, match="past_queue=True. splits no batch"):
+        register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, past_queue=True)
 
 
 def test_blocking_is_obeyed(groups) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +30,10 @@ class Doomed(RolloutWorker):
     def be_current(self):
         self.engine.commit(0)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def is_standing(self):
+        return self.engine.control.standing
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def be_doomed(self):
         if self.rank == 1:
@@ -50,6 +55,28 @@ def engines(config, backend, count):
     pool.release()
 
 
+def standing_still(group):
+    """A generation that `pause` holds, from the driver, while the workers are busy with it."""
+    group.pause()
+    future = group.generate_sequences.remote(prompt_batch(10, meta=META | {"do_sample": False}))
+    while not all(group.is_standing()):
+        time.sleep(0.02)
+    assert not future.done()
+    return future
+
+
+def held_for_a_while(group):
+    future = standing_still(group)
+    group.resume()
+    return future.get()
+
+
+def aborted(group):
+    future = standing_still(group)
+    group.abort()
+    return future.get()
+
+
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_reported_by_uid(tiny_dir, backend, request):
     if backend == "ray":
@@ -61,6 +88,8 @@ def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_repo
             group.be_current()
             samples += [generate(group, prompt_batch(10, meta=META | {"do_sample": draws})) for draws in (True, False)]
             if count == 2:
+                assert torch.equal(held_for_a_while(group).batch["responses"], samples[-1].batch["responses"])
+                assert set(aborted(group).non_tensor_batch["finish_reason"]) == {"abort"}
                 group.be_doomed()
                 words = r"Of 10 samples 5 \(uid/index\) were not finished: 2-0/1, 3-0/0, 3-0/1, 4-0/0, 4-0/1"
                 with pytest.raises(RolloutError, match=words):

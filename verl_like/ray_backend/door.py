@@ -1,7 +1,7 @@
 """A process's door: a port at which its driver reaches it past the queue of its calls.
 
 `answer` opens it in the worker and a thread lets in everybody who has the key; `knock` goes there and says what for:
-the process's stacks (`ask_stacks`), or a line for small calls (`verl_like.ray_backend.line`).
+the process's stacks (`ask_stacks`), a line for small calls, or a call past the queue (`verl_like.ray_backend.line`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
-STACKS, LINE = b"S", b"L"
+STACKS, LINE, PAST_QUEUE = b"S", b"L", b"P"
 _KNOCK_S = 5.0
 
 

@@ -12,7 +12,7 @@ import ray
 from verl_like.errors import WorkerError
 from verl_like.host import HostFacts, WorkerHost
 from verl_like.ray_backend import door
-from verl_like.ray_backend.line import LineEnd
+from verl_like.ray_backend.line_end import LineEnd
 from verl_like.transport import Call
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -43,6 +43,7 @@ class RayHost:
     def home(self) -> Home:
         """Which node this is, and the door that answers from now on."""
         visits = {door.STACKS: door.tell(self._host.stacks), door.LINE: self._line.welcome}
+        visits[door.PAST_QUEUE] = self._line.past_queue
         return Home(ray.get_runtime_context().get_node_id(), door.answer(ray.util.get_node_ip_address(), visits))
 
     def open_store(self, port: int) -> tuple[str, int] | WorkerError:

@@ -2,6 +2,7 @@
 
     answer = line.take(call)         # None: it has to go as a task of the actor, after `line.leave()`
     answer.arrives(seconds)          # then `answer.header`, and `answer.payload` if the method has one
+    answer = call_past_queue(door, call)     # runs at once, in a thread of its own
 
 A process comes to its line by a task (`RayHost.attend`) and stays there until told to leave, which happens before any
 other task is queued. So calls run in the order in which they were made, whichever way they go, in the process's main
@@ -11,9 +12,9 @@ thread. A result that is too large for the line is what that task returns, in a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
-import queue
 import select
 import socket
 import struct
@@ -26,17 +27,17 @@ from typing import Any
 
 import cloudpickle
 
-from verl_like.ray_backend.door import LINE, Door, knock
-from verl_like.sending import SHARED_BYTES, num_bytes
-from verl_like.transport import Call, Header
+from verl_like.ray_backend.door import LINE, PAST_QUEUE, Door, knock
+from verl_like.sending import SHARED_BYTES
+from verl_like.transport import Call
 
-_CALL = struct.Struct("<II")
+CALL = struct.Struct("<II")
 """Which of the process's stays it belongs to, and the bytes of a call; without any, the process shall leave."""
-_ANSWER = struct.Struct("<IIB")
+ANSWER = struct.Struct("<IIB")
 """The bytes of header and payload, and what the process did: one of the following."""
-_ANSWERED, _LEFT, _FAILED = range(3)
+ANSWERED, LEFT, FAILED = range(3)
 _CONNECT_S = 2.0
-_PIECE_BYTES = 65536
+PIECE_BYTES = 65536
 """Read at once: the memory for more would be mapped and unmapped each time."""
 
 
@@ -79,7 +80,7 @@ class Line:
         if self._there and self._socket is not None:
             self._there = False
             with contextlib.suppress(OSError):
-                self._socket.sendall(_CALL.pack(self._stay, 0))
+                self._socket.sendall(CALL.pack(self._stay, 0))
 
     def left(self, stay: int) -> None:
         """The process has left by itself."""
@@ -92,7 +93,7 @@ class Line:
         packed = self._packed.get(key) if bare else None
         if packed is None:
             try:
-                packed = cloudpickle.dumps((*key, call.args, call.kwargs, call.silent))
+                packed = cloudpickle.dumps(call)
             except Exception:  # noqa: BLE001 - a class may refuse in any way; Ray has its own and says why
                 return None
             if bare:
@@ -107,24 +108,24 @@ class Line:
             if not self._there:
                 self._stay, self._there = self._stay + 1, True
                 self._task = self._attend(self._stay)
-            self._socket.sendall(_CALL.pack(self._stay, len(packed)) + packed)
+            self._socket.sendall(CALL.pack(self._stay, len(packed)) + packed)
         except OSError:  # the process is gone, which a task will tell, or its node lets nobody in
             self._broken = True
             return None
-        self._last = Answer(self, self._socket, self._stay, self._task)
+        self._last = Answer(self._socket, self._task, functools.partial(self.left, self._stay))
         return self._last
 
 
 class Answer:
     """The answer to one call: a reference for `RayTransport.wait` and `fetch`."""
 
-    def __init__(self, line: Line, connection: socket.socket, stay: int, task: Any) -> None:
-        """`task` is the one by which the process attends: it knows more when the line breaks."""
-        self.task = task
+    def __init__(self, connection: socket.socket, task: Any = None, left: Callable[[], None] = lambda: None) -> None:
+        """`task`, by which the process attends, knows more when the line breaks; `left` is told when it leaves."""
+        self.task, self._left = task, left
         self.broken = False
         self.failure: str | None = None
         self.header = b""
-        self._line, self._socket, self._stay = line, connection, stay
+        self._socket = connection
         self._lock = threading.Lock()
         self._got = bytearray()
         self._did: int | None = None
@@ -145,7 +146,7 @@ class Answer:
         try:
             while not self.here:
                 try:
-                    got = os.read(self._socket.fileno(), _PIECE_BYTES)  # not `recv`: that waits first, then reads
+                    got = os.read(self._socket.fileno(), PIECE_BYTES)  # not `recv`: that waits first, then reads
                 except BlockingIOError:
                     if not _readable(self._socket, until - time.monotonic()):
                         return False
@@ -164,24 +165,24 @@ class Answer:
     @property
     def in_store(self) -> bool:
         """Whether the payload is what `task` returns."""
-        return self._did == _LEFT
+        return self._did == LEFT
 
     def _take(self, got: bytes) -> None:
         if not got:
             self.broken = self.here = True
         self._got += got
-        if len(self._got) < _ANSWER.size:
+        if len(self._got) < ANSWER.size:
             return
-        header_bytes, payload_bytes, did = _ANSWER.unpack_from(self._got)
-        if len(self._got) < _ANSWER.size + header_bytes + payload_bytes:
+        header_bytes, payload_bytes, did = ANSWER.unpack_from(self._got)
+        if len(self._got) < ANSWER.size + header_bytes + payload_bytes:
             return
-        self.header = bytes(self._got[_ANSWER.size : _ANSWER.size + header_bytes])
-        self._body = memoryview(self._got)[_ANSWER.size + header_bytes :]
+        self.header = bytes(self._got[ANSWER.size : ANSWER.size + header_bytes])
+        self._body = memoryview(self._got)[ANSWER.size + header_bytes :]
         self._did = did
-        if did == _FAILED:
+        if did == FAILED:
             self.failure = self.header.decode()
-        if did == _LEFT:
-            self._line.left(self._stay)
+        if did == LEFT:
+            self._left()
         self.here = True
 
 
@@ -198,66 +199,11 @@ class Payload:
     answer: Answer
 
 
-class LineEnd:
-    """The process's end."""
-
-    def __init__(self, run: Callable[[Call, list[Any]], tuple[Any, Header]]) -> None:
-        """`run` makes a call."""
-        self._run = run
-        self._callers: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        self._got = bytearray()
-
-    def welcome(self, caller: socket.socket) -> None:
-        """What the door does with the driver's socket."""
-        caller.settimeout(None)
-        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._callers.put(caller)
-
-    def attend(self, stay: int) -> Any:
-        """Make the calls that come, until told to leave; the result of the last, if it is too large for the line."""
-        if stay == 1:
-            self._socket = self._callers.get()
-        while (packed := self._next(stay)) is not None:
-            try:
-                role, method, args, kwargs, silent = pickle.loads(packed)
-            except Exception as error:  # noqa: BLE001 - whatever a class does when it is unpickled
-                self._answer(f"{type(error).__name__}: {error}".encode(), b"", _FAILED)
-                continue
-            payload, header = self._run(Call(role, method, args, kwargs, silent), [])
-            body = b"" if silent else _small(payload)
-            self._answer(header.packed(), body or b"", _LEFT if body is None else _ANSWERED)
-            if body is None:
-                return (payload,)  # Ray takes a generator for several results
-        return None
-
-    def _next(self, stay: int) -> bytes | None:
-        """The next call; None when the process shall leave, or nobody is there any more."""
-        while True:
-            while len(self._got) >= _CALL.size:
-                of_stay, size = _CALL.unpack_from(self._got)
-                if len(self._got) < _CALL.size + size:
-                    break
-                packed = bytes(self._got[_CALL.size : _CALL.size + size])
-                del self._got[: _CALL.size + size]
-                if packed:
-                    return packed
-                if of_stay >= stay:  # else: it was meant for a stay that ended by itself
-                    return None
-            got = self._socket.recv(_PIECE_BYTES)
-            if not got:
-                return None
-            self._got += got
-
-    def _answer(self, header: bytes, payload: bytes, did: int) -> None:
-        self._socket.sendall(_ANSWER.pack(len(header), len(payload), did) + header + payload)
-
-
-def _small(payload: Any) -> bytes | None:
-    """A payload for the line; None if it is too large, or has to go Ray's way to travel at all."""
-    if num_bytes(payload) >= SHARED_BYTES:
-        return None
-    try:
-        packed = pickle.dumps(payload, protocol=5)
-    except Exception:  # noqa: BLE001 - a class may refuse in any way
-        return None
-    return packed if len(packed) <= SHARED_BYTES else None
+def call_past_queue(door: Door, call: Call) -> Answer:
+    """The answer to a call that runs at once. OSError: the process does not open its door."""
+    packed = cloudpickle.dumps(call)
+    connection = knock(door, PAST_QUEUE, _CONNECT_S)
+    connection.sendall(CALL.pack(0, len(packed)) + packed)
+    answer = Answer(connection)
+    weakref.finalize(answer, connection.close)
+    return answer

@@ -20,7 +20,7 @@ from verl_like.ray_backend.cluster import NodeProbe
 from verl_like.ray_backend.deaths import cause_of_death
 from verl_like.ray_backend.door import ask_stacks
 from verl_like.ray_backend.host import Home
-from verl_like.ray_backend.line import Answer, Line, Payload
+from verl_like.ray_backend.line import Answer, Line, Payload, call_past_queue
 from verl_like.split import regroup_pieces
 from verl_like.transport import Call, Header, Held, Pending, Transport
 from verl_like.watch import Deadlines, wait_for_calls
@@ -56,6 +56,7 @@ class RayTransport(Transport):
             self.started = wait_for_calls(self, f"start of {facts[0].name}", calls, setting="start_s")
             homes: list[Home] = ray.get(self._homes)
             self._nodes = {rank: home.node for rank, home in enumerate(homes)}
+            self._doors = [home.door for home in homes]
             attend = [actor.attend.options(name="small calls").remote for actor in self.actors]
             self._lines = [Line(task, home.door) for task, home in zip(attend, homes, strict=True)]
         except BaseException:
@@ -64,14 +65,23 @@ class RayTransport(Transport):
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Over the line, or as an actor task: named for role and method, so these need not travel as an argument."""
+        if call.past_queue:
+            return _pending(rank, call, self._at_once(rank, call))
         with self._lines[rank] as line:
             if call.awaited and not parts and (answer := line.take(call)) is not None:
-                return Pending(rank, None if call.silent else answer.payload, answer, call.role)
+                return _pending(rank, call, answer)
             line.leave()
             task = self._task(rank, call)
             made = task.remote((call.args, call.kwargs), *parts) if call.args or call.kwargs else task.remote()
         payload, header = (None, made) if call.silent else made
         return Pending(rank, payload, header, call.role)
+
+    def _at_once(self, rank: int, call: Call) -> Answer:
+        try:
+            return call_past_queue(self._doors[rank], call)
+        except OSError as error:
+            where = f"{call.role}.{call.method}, {self.describe(rank, call.role)}"
+            raise WorkerDiedError(f"{where}: the process does not open its door ({error}): it is gone.") from None
 
     def _task(self, rank: int, call: Call) -> Any:
         key = rank, call.role, call.method
@@ -183,8 +193,14 @@ class HeldReference(Held):
         return ray.get(self.value)
 
 
+def _pending(rank: int, call: Call, answer: Answer) -> Pending:
+    return Pending(rank, None if call.silent else answer.payload, answer, call.role)
+
+
 def _from_line(reference: Answer | Payload) -> Any:
     answer = reference.answer if isinstance(reference, Payload) else reference
+    if answer.broken and answer.task is None:
+        raise WorkerDiedError("the worker process is gone: it broke off while it made the call")
     if answer.broken:
         ray.get(answer.task, timeout=BROKEN_S)
         raise WorkerError("the process closed its line and lives on; nobody knows whether it made the call")
