@@ -10,7 +10,9 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from verl_like.errors import WeightSyncError
@@ -34,28 +36,28 @@ _ROW = 1024
 
 
 @cache
-def _odd_numbers(count: int) -> Tensor:
+def _odd_numbers(count: int) -> NDArray[np.int64]:
     """Fixed odd 64-bit multipliers."""
     generator = torch.Generator().manual_seed(0x5EED)
-    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
+    return (torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1).numpy()
 
 
 def hash_of(payload: Tensor) -> int:
-    """A 64-bit multilinear hash of a CPU byte tensor, at the speed of memory (three times that of crc32).
+    """A 64-bit multilinear hash of a CPU byte tensor, nearly at the speed of memory (four times that of crc32).
 
     Words times odd multipliers, summed modulo 2^64, in two levels: no flipped bit can leave it as it was.
     """
-    if payload.storage_offset() % 8 or payload.numel() % 8:
-        words = torch.zeros(-(-payload.numel() // 8), dtype=torch.int64)
-        words.view(torch.uint8)[: payload.numel()] = payload
+    own = payload.numpy()
+    if payload.storage_offset() % 8 or len(own) % 8:
+        words = np.zeros(-(-len(own) // 8), dtype=np.int64)
+        words.view(np.uint8)[: len(own)] = own
     else:
-        words = payload.view(torch.int64)
-    full = words.numel() // _ROW
-    rows = words[: full * _ROW].view(full, _ROW)
-    total = payload.numel() + torch.dot(words[full * _ROW :], _odd_numbers(_ROW)[: words.numel() - full * _ROW])
-    if full:
-        total = total + torch.dot(torch.mv(rows, _odd_numbers(_ROW)), _odd_numbers(_ROW + full)[_ROW:])
-    return int(total) & (2**64 - 1)
+        words = own.view(np.int64)
+    full = len(words) // _ROW
+    rows, rest = words[: full * _ROW].reshape(full, _ROW), words[full * _ROW :]
+    hashes = np.einsum("rw,w->r", rows, _odd_numbers(_ROW))  # torch.mv takes half as long again for integers
+    total = len(own) + int(rest @ _odd_numbers(_ROW)[: len(rest)]) + int(hashes @ _odd_numbers(_ROW + full)[_ROW:])
+    return total & (2**64 - 1)
 
 
 def checksum_of(tensors: NamedTensors) -> str:
