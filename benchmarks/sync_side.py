@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 NUM_TENSORS, COLUMNS, ROWS = 25, 1024, 1024  # 25 tensors of 4 MiB
-ROUNDS = 13
+ROUNDS = 121
 BUCKET_MB = 16.0
 
 
@@ -72,17 +72,27 @@ class Engine:
         """Nothing to stamp."""
 
 
-def medians_of(works: dict[str, Callable[[int], Any]], together: Callable[[], Any]) -> dict[str, float]:
-    """Wall seconds of each work, from all ready to all done; they take turns, and the first round warms up."""
+def seconds_of(works: dict[str, Callable[[int], Any]], together: Callable[[], Any]) -> dict[str, list[float]]:
+    """Wall seconds of each work, from all ready to all done; they take turns, and the first round warms up.
+
+    Every other round goes backwards, so that none of two works always runs after the other.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for round_ in range(ROUNDS):
-        for name, work in works.items():
+        for name in list(works)[:: -1 if round_ % 2 else 1]:
             together()
             began = time.perf_counter()
-            work(round_)
+            works[name](round_)
             together()
             seconds[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def hash_shares(seconds: dict[str, list[float]]) -> list[float]:
+    """Which part of a sync its hashes are, against the one without them in the same round: median and quartiles."""
+    pairs = zip(seconds["sync_s"], seconds["sync_without_hashes_s"], strict=True)
+    low, median, high = statistics.quantiles([1 - without / whole for whole, without in pairs], n=4)
+    return [median, low, high]
 
 
 def rank_main(rank: int, port: int, path: str) -> None:
@@ -131,10 +141,12 @@ def rank_main(rank: int, port: int, path: str) -> None:
         hashes.pop()
 
     works = {"broadcast_s": broadcast, "sync_s": sync, "sync_without_hashes_s": unhashed_sync}
-    found = medians_of(works, together)
+    seconds = seconds_of(works, together)
     if rank == 0:
+        found: dict[str, Any] = {name: statistics.median(values) for name, values in seconds.items()}
+        found |= {"hash_share": hash_shares(seconds), "hash_cpu_s": statistics.median(hashes[1:])}
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({**found, "hash_cpu_s": statistics.median(hashes[1:])}, file)
+            json.dump(found, file)
     together()
     if rank < 2:
         dist.destroy_process_group()
