@@ -42,7 +42,7 @@ LIMITS: dict[str, tuple[str, float]] = {
 
 
 def ask(python: str, *arguments: str) -> tuple[Any, float]:
-    """The JSON in the last line that a Python process prints, and its wall time."""
+    """The last line of JSON that a Python process prints, and its wall time."""
     ours = {"PYTHONPATH": str(HERE.parent)} if python == sys.executable else {}
     began = time.perf_counter()
     done = subprocess.run(
@@ -51,7 +51,8 @@ def ask(python: str, *arguments: str) -> tuple[Any, float]:
     wall = time.perf_counter() - began
     if done.returncode:
         sys.exit(f"{' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1] or "null"), wall
+    answers = [line for line in done.stdout.splitlines() if line[:1] in ("{", "[")]  # Ray may print after it
+    return json.loads(answers[-1] if answers else "null"), wall
 
 
 def compare(folder: Path, kind: str, pythons: dict[str, str], rounds: int) -> dict[str, float]:
