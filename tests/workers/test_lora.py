@@ -4,7 +4,7 @@ import pytest
 import torch
 from distributed import run
 from prompts import prompt_batch
-from samples import VOCAB, make_batch, own_piece, started, tiny_config
+from samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
 
 from verl_like.errors import ConfigError
 from workers.actor import ActorWorker
@@ -134,7 +134,7 @@ def on_ranks(tiny_dir):
     actor = started(ActorWorker, config, 10)
     batch = own_piece(make_batch(ROWS), actor.rank, actor.world_size)
     reference = beside(actor, ReferenceWorker, config).compute_ref_log_prob(batch).batch["ref_log_prob"]
-    metrics = [actor.update_actor(batch).meta_info["metrics"] for _ in range(3)]
+    metrics = [learned(actor.update_actor(batch)) for _ in range(3)]
     rollout = beside(actor, RolloutWorker, config)
     report = rollout.update_weights(0)
     return {
