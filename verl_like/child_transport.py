@@ -69,10 +69,8 @@ class _Child:
         for target in (self._send, self._receive):
             threading.Thread(target=target, name=f"{name} pipe", daemon=True).start()
 
-    def request(
-        self, method: str, *args: Any, num_answers: int = 1, past_queue: bool = False
-    ) -> tuple[Future[Any], ...]:
-        """Ask the host; one future for each value of the answer. Past the queue nothing is waited for."""
+    def request(self, method: str, *args: Any, num_answers: int = 1) -> tuple[Future[Any], ...]:
+        """Ask the host; one future for each value of the answer. What goes past the queue waits for nothing."""
         futures = tuple(Future[Any]() for _ in range(num_answers))
         with self.lock:
             self.count += 1
@@ -80,7 +78,7 @@ class _Child:
             self.answers[number] = futures
         if self.dead is not None:
             self._fail_all(self.dead)
-        if past_queue:
+        if method in ("stacks", "past_queue"):
             threading.Thread(target=self._send_one, args=(number, method, args), daemon=True).start()
         else:
             self.outgoing.put((number, method, args))
@@ -182,9 +180,8 @@ class ChildTransport(Transport):
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Queue the call for the child's pipe."""
-        child, past_queue = self.children[rank], call.past_queue
-        method = "past_queue" if past_queue else "call"
-        payload, header = child.request(method, call, list(parts), num_answers=2, past_queue=past_queue)
+        method = "past_queue" if call.past_queue else "call"
+        payload, header = self.children[rank].request(method, call, list(parts), num_answers=2)
         return Pending(rank, payload, header, call.role)
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
@@ -199,7 +196,7 @@ class ChildTransport(Transport):
 
     def stacks(self, seconds: float) -> dict[int, str]:
         """Asked of every child past its queue; of one that cannot answer, by signal."""
-        asked = {rank: child.request("stacks", past_queue=True)[0] for rank, child in enumerate(self.children)}
+        asked = {rank: child.request("stacks")[0] for rank, child in enumerate(self.children)}
         wait_futures(asked.values(), seconds)
         found = {rank: f.result() for rank, f in asked.items() if f.done() and f.exception() is None}
         for rank, child in enumerate(self.children):
