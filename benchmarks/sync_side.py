@@ -99,6 +99,15 @@ def rank_main(rank: int, port: int, path: str) -> None:
     """Ranks 0 and 1 train, rank 2 is the rollout; rank 0 writes what it measured."""
     from workers import weight_channel
     from workers.weight_sync import WeightReceiver, WeightSender
+    from workers.weights import Hashing
+
+    class NoHashing(Hashing):
+        def of(self, payload: torch.Tensor) -> int:
+            return 0
+
+        def of_copied(self, target: torch.Tensor, source: torch.Tensor) -> int:
+            target.copy_(source)
+            return 0
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))
@@ -135,9 +144,9 @@ def rank_main(rank: int, port: int, path: str) -> None:
         hashes.append(report.hash_s)
 
     def unhashed_sync(round_: int) -> None:
-        kept, weight_channel.hash_of = weight_channel.hash_of, lambda _: 0  # type: ignore[attr-defined]
+        weight_channel.Hashing = NoHashing
         sync(round_, "other address")
-        weight_channel.hash_of = kept  # type: ignore[attr-defined]
+        weight_channel.Hashing = Hashing
         hashes.pop()
 
     works = {"broadcast_s": broadcast, "sync_s": sync, "sync_without_hashes_s": unhashed_sync}

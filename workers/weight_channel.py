@@ -2,9 +2,9 @@
 
 `weight_sync` opens a channel per sync and drops it after: a restarted engine simply joins the next one. Only the store
 that they meet on stays. Tensors travel whole in buckets of at most `bucket_mb` (one that is larger alone), as they are:
-no cast. A bucket's size goes ahead of it, together with what the bucket before it held: its number and, per tensor,
-name, dtype, shape and a 64-bit hash. While one bucket travels and is hashed in a thread, the sender gathers the next
-and the receivers verify and write the one before: each side holds two buckets, and a sync takes hardly longer than its
+no cast. A bucket's size goes ahead of it, and what it holds: its number and of every tensor name, dtype, shape and a
+64-bit hash, taken while the bytes are copied into the bucket. While one bucket travels, the sender gathers the next and
+the receivers verify and write the one before: each side holds two buckets, and a sync takes hardly longer than its
 slowest part. The default process group is not touched.
 """
 
@@ -14,9 +14,7 @@ import json
 import os
 import socket
 import threading
-import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -26,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.errors import WeightSyncError
-from workers.weights import NamedTensors, byte_view, hash_of
+from workers.weights import Hashing, NamedTensors, byte_view, hash_of
 
 END = -1
 """In the place of a bucket's size: there are no more."""
-Named = tuple[str, str, list[int]]
-"""Name, dtype and shape of a tensor."""
+Sent = tuple[str, str, list[int], int]
+"""Name, dtype, shape and hash of a tensor."""
 FORM_TIMEOUT = timedelta(seconds=20)
 """How long a rank waits for the others to join."""
 TRANSFER_TIMEOUT = timedelta(seconds=120)
@@ -62,7 +60,7 @@ class Channel:
         self.rank = rank
         self.corrupt: list[str] = []
         self.num_bytes = 0
-        self.hash_s = 0.0
+        self.hashing = Hashing()
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         _meet(store, rank, num_receivers)
         with _explained("the group of sender and receivers did not form"):
@@ -71,37 +69,33 @@ class Channel:
 
     def send(self, tensors: NamedTensors, bucket_mb: float) -> None:
         """Broadcast all tensors; a tensor larger than a bucket travels alone, from where it is."""
-        number, travelling = 0, None
-        held: dict[str, Any] = {}
-        with ThreadPoolExecutor(1, "hashes of weights") as hashing:
-            for names, pieces, payload in self._buckets(tensors, int(bucket_mb * 2**20)):
-                if travelling is not None:
-                    held = self._arrived(number, *travelling)
-                    number += 1
-                self._announce(payload.numel(), held)
-                hashes = hashing.submit(self._hashes_of, pieces)
-                travelling = names, hashes, self._start_broadcast(payload), payload
-                self.num_bytes += payload.numel()
+        travelling = None
+        for number, (held, payload) in enumerate(self._buckets(tensors, int(bucket_mb * 2**20))):
             if travelling is not None:
-                held = self._arrived(number, *travelling)
-        self._announce(END, held)
+                _wait(travelling)
+            self._announce(payload.numel(), {"number": number, "tensors": held})
+            travelling = self._start_broadcast(payload)
+            self.num_bytes += payload.numel()
+        if travelling is not None:
+            _wait(travelling)
+        self._announce(END, {})
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """What the sender broadcasts, tensor by tensor, each valid until the next; damage is noted in `corrupt`."""
-        number, before = -1, None
+        number, before = 0, None
         while True:
             size, held = self._next_announcement()
             payload, work = None, None
             if size != END:
-                payload = self._room((number + 1) % 2, size)
+                payload = self._room(number % 2, size)
                 work = self._start_broadcast(payload)
             if before is not None:
-                yield from self._verified(number, before, held)
+                yield from self._verified(*before)
             if payload is None or work is None:
                 return
             _wait(work)
             self.num_bytes += size
-            number, before = number + 1, payload
+            number, before = number + 1, (number, payload, held)
 
     def _verified(self, expected: int, payload: Tensor, held: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of one bucket, from its bytes and what the sender says of them."""
@@ -116,7 +110,7 @@ class Channel:
             self.corrupt.append(f"bucket {expected} of {payload.numel()} bytes, announced as {sum(sizes)}")
             return
         for (name, dtype, shape, value), piece in zip(tensors, torch.split(payload, sizes), strict=True):
-            if self._hashes_of([piece]) != [value]:
+            if self.hashing.of(piece) != value:
                 self.corrupt.append(name)
             yield name, _aligned(piece, dtype).view(dtype).reshape(shape)
 
@@ -133,44 +127,27 @@ class Channel:
             self._group.allreduce([votes], options).wait()
         return int(votes) == 0
 
-    def _buckets(self, tensors: NamedTensors, limit: int) -> Iterator[tuple[list[Named], list[Tensor], Tensor]]:
-        """(name, dtype, shape of every tensor, its bytes, the bytes of all) of one bucket after the other.
+    def _buckets(self, tensors: NamedTensors, limit: int) -> Iterator[tuple[list[Sent], Tensor]]:
+        """One bucket after the other: what it holds, and the bytes of all.
 
         The two buffers take turns: one may travel while the other is being filled.
         """
-        names: list[Named] = []
-        pieces: list[Tensor] = []
+        held: list[Sent] = []
         turn = filled = 0
         for name, tensor in tensors:
             own = byte_view(tensor.detach().cpu().contiguous())
-            if pieces and filled + len(own) > limit:
-                yield names, pieces, self._room(turn, filled)
-                names, pieces, turn, filled = [], [], 1 - turn, 0
-            fact = (name, str(tensor.dtype), list(tensor.shape))
+            fact = name, str(tensor.dtype), list(tensor.shape)
+            if held and filled + len(own) > limit:
+                yield held, self._room(turn, filled)
+                held, turn, filled = [], 1 - turn, 0
             if len(own) > limit:
-                yield [fact], [own], own
+                yield [(*fact, self.hashing.of(own))], own
                 continue
             place = self._room(turn, limit)[filled : filled + len(own)]
-            place.copy_(own)
-            names.append(fact)
-            pieces.append(place)
+            held.append((*fact, self.hashing.of_copied(place, own)))
             filled += len(own)
-        if pieces:
-            yield names, pieces, self._room(turn, filled)
-
-    def _hashes_of(self, pieces: Iterable[Tensor]) -> list[int]:
-        began = time.thread_time()
-        hashes = [hash_of(piece) for piece in pieces]
-        self.hash_s += time.thread_time() - began
-        return hashes
-
-    def _arrived(
-        self, number: int, names: list[Named], hashes: Future[list[int]], work: dist.Work, payload: Tensor
-    ) -> dict[str, Any]:
-        """Wait until the bucket has travelled (its memory is free again); what it held."""
-        _wait(work)
-        rows = [(*fact, value) for fact, value in zip(names, hashes.result(), strict=True)]
-        return {"number": number, "tensors": rows}
+        if held:
+            yield held, self._room(turn, filled)
 
     def _room(self, which: int, num_bytes: int) -> Tensor:
         """A buffer of this size; one memory serves many buckets, since fresh pages cost more than the transfer."""
@@ -179,14 +156,14 @@ class Channel:
         return self._buffers[which][:num_bytes]
 
     def _announce(self, size: int, held: dict[str, Any]) -> None:
-        """Say how large the next bucket is, and what the last one held."""
+        """Say how large the next bucket is, and what it holds."""
         text = torch.frombuffer(bytearray(json.dumps(held).encode()), dtype=torch.uint8)
         check = torch.frombuffer(bytearray(hash_of(text).to_bytes(8, "little")), dtype=torch.int64)
         self._broadcast(torch.cat([torch.tensor([size, text.numel()]), check]))
         self._broadcast(text)
 
     def _next_announcement(self) -> tuple[int, dict[str, Any]]:
-        """The next bucket's size, and what the last one held: nothing if a bit of that is not as it was."""
+        """The next bucket's size, and what it holds: nothing if a bit of that is not as it was."""
         numbers = torch.zeros(3, dtype=torch.long)
         self._broadcast(numbers)
         size, length, check = numbers.tolist()

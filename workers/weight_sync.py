@@ -97,7 +97,7 @@ class WeightSender:
         finally:
             deque(tensors, maxlen=0)  # the other actor ranks are in the same collectives: go through them to the end
         problem = None if agreed else "a rollout rank refused the weights"
-        return SyncReport(problem, channel.num_bytes, channel.hash_s)
+        return SyncReport(problem, channel.num_bytes, channel.hashing.seconds)
 
 
 class WeightReceiver:
@@ -128,7 +128,7 @@ class WeightReceiver:
             self._joined_store = None
             return SyncReport(f"rollout rank {self.rank}: {' '.join(problems) or problem}")
         error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
-        return SyncReport(error, channel.num_bytes, channel.hash_s)
+        return SyncReport(error, channel.num_bytes, channel.hashing.seconds)
 
     def _store_of(self, address: str) -> dist.Store:
         """The sender's store, joined once: torch asks for the name of every peer, which a slow resolver makes long."""

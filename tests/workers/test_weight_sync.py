@@ -21,7 +21,7 @@ from verl_like.worker_group import ClassWithInitArgs, create_colocated_worker_cl
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
 from workers.weight_sync import sync_weights
-from workers.weights import checksum_of
+from workers.weights import Hashing, checksum_of, hash_of
 
 
 @pytest.fixture
@@ -217,11 +217,7 @@ def buckets_through(monkeypatch, change):
     buckets = weight_channel.Channel._buckets
 
     def changed(channel, tensors, limit):
-        kept = [
-            (names, [p.clone() for p in pieces], p_all.clone())
-            for names, pieces, p_all in buckets(channel, tensors, 100)
-        ]
-        return iter(change(kept))
+        return iter(change([(held, payload.clone()) for held, payload in buckets(channel, tensors, 100)]))
 
     monkeypatch.setattr(weight_channel.Channel, "_buckets", changed)
 
@@ -232,7 +228,7 @@ def test_a_dropped_bucket_is_caught(actor, rollout, monkeypatch):
 
 
 def announced(monkeypatch, change):
-    """What the sender says that a bucket held is `change` of it."""
+    """What the sender says that a bucket holds is `change` of it."""
     announce = weight_channel.Channel._announce
     monkeypatch.setattr(
         weight_channel.Channel,
@@ -249,8 +245,8 @@ def test_a_repeated_bucket_is_caught(actor, rollout, monkeypatch):
 
 def test_a_bucket_of_another_size_than_announced_is_caught(actor, rollout, monkeypatch):
     def longer(kept):
-        names, pieces, payload = kept[0]
-        return [(names, pieces, torch.cat([payload, payload])), *kept[1:]]
+        held, payload = kept[0]
+        return [(held, torch.cat([payload, payload])), *kept[1:]]
 
     buckets_through(monkeypatch, longer)
     refused(actor, rollout, "2 missing: scale, small.*bucket 0 of 20 bytes, announced as 10")
@@ -259,12 +255,14 @@ def test_a_bucket_of_another_size_than_announced_is_caught(actor, rollout, monke
 def test_buckets_stay_within_their_size_and_two_buffers_serve_all():
     channel = weight_channel.Channel.__new__(weight_channel.Channel)
     channel._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+    channel.hashing = Hashing()
     tensors = [(f"w{i}", torch.full((7 * i + 1,), float(i))) for i in range(40)]
     seen, sizes = {}, []
-    for names, pieces, payload in channel._buckets(iter(tensors), 600):
+    for held, payload in channel._buckets(iter(tensors), 600):
         sizes.append(len(payload))
-        assert len(payload) == sum(map(len, pieces))
-        for (name, _, shape), piece in zip(names, pieces, strict=True):
+        pieces = torch.split(payload, [4 * torch.Size(shape).numel() for _, _, shape, _ in held])
+        for (name, _, shape, value), piece in zip(held, pieces, strict=True):
+            assert hash_of(piece) == value
             seen[name] = piece.clone().view(torch.float32).reshape(shape)
     assert all(torch.equal(seen[name], tensor) for name, tensor in tensors)
     assert sum(map(len, channel._buffers)) <= 2 * 600
