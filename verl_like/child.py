@@ -51,7 +51,7 @@ def main() -> None:
     sys.path[:] = connection.recv()
     import torch
 
-    from verl_like.errors import WorkerError
+    from verl_like.errors import WorkerError, cannot_travel
     from verl_like.host import WorkerHost
 
     torch.set_num_threads(1)
@@ -83,8 +83,7 @@ def main() -> None:
         except WorkerError as error:
             send(connection, lock, number, "error", str(error))
         except Exception as error:  # noqa: BLE001 - the process edge: what cannot be read or sent is told as text
-            text = f"{type(error).__name__}: {error}"
-            send(connection, lock, number, "error", f"arguments or result cannot travel between processes: {text}")
+            send(connection, lock, number, "error", cannot_travel(f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=read, name="pipe", daemon=True).start()
     while True:

@@ -72,6 +72,11 @@ class CheckpointError(VerlLikeError, RuntimeError):
     """A checkpoint cannot be written, found or trusted."""
 
 
+def cannot_travel(why: object) -> str:
+    """What becomes of a call when one of the two processes cannot pack or read what the other one needs."""
+    return f"arguments or result cannot travel between processes: {why}"
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint such as " Did you mean 'critic_pool'?", or the empty string when nothing is close."""
     close = difflib.get_close_matches(name, [str(v) for v in valid], n=3, cutoff=0.5)

@@ -11,15 +11,15 @@ import asyncio
 import contextlib
 import copy
 import faulthandler
-import inspect
 import os
 import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CoroutineType
 from typing import Any
 
 import cloudpickle
@@ -78,12 +78,16 @@ class WorkerHost:
         """
         self.facts = facts
         self._in_callers_thread = workers is not None
-        self._random_owner: RoleState | None = None
+        self._turn: RoleState | None = None
+        self._one_call = threading.RLock()
         self._recipes = roles
         self._states: dict[str, RoleState] = {}
         self._workers: dict[str, Worker] = {} if workers is None else workers
         self._store: TCPStore | None = None
+        self._meshes: list[tuple[str, dict[str, tuple[int, bool]]]] = []
+        self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._making_loop = threading.Lock()  # two calls past the queue may want it at once
 
     def open_store(self, address: str, port: int = 0) -> tuple[str, int]:
         """Bind the group's rendezvous store and keep it: the port cannot be taken between choice and use."""
@@ -99,7 +103,7 @@ class WorkerHost:
     def start(self, master: tuple[str, int] | WorkerError | None) -> Header:
         """Construct every role, in the order given; the header carries the first error, if any."""
 
-        def construct() -> None:
+        def construct(*_: Any) -> tuple[None, None]:
             if isinstance(master, WorkerError):
                 raise master
             if not self._in_callers_thread:
@@ -109,21 +113,21 @@ class WorkerHost:
                 self._states[role] = state = RoleState(role, self.facts)
                 token = current_facts.set(self._process_facts(role, master))
                 try:
-                    with self._active(state):
+                    with self._turn_of(state):
                         self._workers[role] = state.worker = cls(*args, **kwargs)
                 finally:
                     current_facts.reset(token)
+                self._meshes.append((role, getattr(state.worker, "_mesh_facts", {})))
+            return None, None
 
-        return self._timed(Call(self.facts.name, "__init__"), construct)[1]
+        return self._timed(construct, Call(self.facts.name, "__init__"), ())[1]
 
     def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
         """Run one method. Never raises what the method raises: the header carries it.
 
         One that goes past the queue has come in a thread of its own, and shares random state and log with the rest.
         """
-        if call.past_queue:
-            return self._timed(call, lambda: (self._beside(call), None))
-        return self._timed(call, lambda: self._run(call, parts))
+        return self._timed(self._beside if call.past_queue else self._run, call, parts)
 
     def stacks(self) -> str:
         """The Python stacks of this process's threads but the one that asks, newest frame last."""
@@ -168,84 +172,95 @@ class WorkerHost:
         """The result, and how many of its rows are real."""
         state = self._states[call.role]
         method = getattr(state.worker, call.method)
-        mark: Registration = getattr(method, ATTRIBUTE)
-        args = [fill(value, parts, mark.readonly) for value in call.args]
-        kwargs = {name: fill(value, parts, mark.readonly) for name, value in call.kwargs.items()}
-        given = piece_of([*args, *kwargs.values()])
-        where = f"{call.role}.{call.method} on rank {self.facts.rank}"
-        with self._active(state):
-            result = method(*args, **kwargs)
-            if inspect.iscoroutine(result):
-                result = self._await(result)
-        if call.silent and result is not None:
-            raise DispatchError(
-                f"{where} is declared `-> None` and returned a {type(result).__name__}, which would be lost. Declare "
-                "what it returns."
-            )
+        args, kwargs, given = list(call.args), call.kwargs, None
+        if args or kwargs:
+            mark: Registration = getattr(method, ATTRIBUTE)
+            args = [fill(value, parts, mark.readonly) for value in args]
+            kwargs = {name: fill(value, parts, mark.readonly) for name, value in kwargs.items()}
+            given = piece_of([*args, *kwargs.values()])
+        with self._turn_of(state):
+            result = self._result(method(*args, **kwargs))
         if not isinstance(result, DataProto):
             return result, None
         given = given or piece_of([*args, *kwargs.values()])
         result = copy.copy(result)
         result.shard = given.shard if given else None
-        return result, count_real_rows(result, given.num_rows if given else 0, where)
+        return result, count_real_rows(result, given.num_rows if given else 0, self._where(call))
 
-    def _beside(self, call: Call) -> Any:
-        result = getattr(self._states[call.role].worker, call.method)(*call.args, **call.kwargs)
-        return self._await(result) if inspect.iscoroutine(result) else result
+    def _beside(self, call: Call, _: Sequence[Any]) -> tuple[Any, None]:
+        method = getattr(self._states[call.role].worker, call.method)
+        return self._result(method(*call.args, **call.kwargs)), None
 
-    def _active(self, state: RoleState) -> contextlib.AbstractContextManager[None]:
+    def _where(self, call: Call) -> str:
+        return f"{call.role}.{call.method} on rank {self.facts.rank}"
+
+    def _turn_of(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
         """The role's log is open and its random state the process's: swapped when another role's turn comes."""
         if self._in_callers_thread:
             return self._borrowing(state)
-        if self._random_owner is not state:
-            if self._random_owner is not None:
-                self._random_owner.random_state = get_random_state()
+        if self._turn is not state:
+            if self._turn is not None:
+                self._turn.random_state = get_random_state()
+                self._turn.__exit__()
             set_random_state(state.random_state)
-            self._random_owner = state
-        return state
+            state.__enter__()
+            self._turn = state
+        return self._one_call
 
     @contextlib.contextmanager
     def _borrowing(self, state: RoleState) -> Iterator[None]:
         """In the caller's own thread the caller draws numbers too: its state comes back after every call."""
-        if self._random_owner is state:  # a call within a call
+        if self._turn is state:  # a call within a call
             yield
             return
-        outer, caller = self._random_owner, get_random_state()
+        outer, caller = self._turn, get_random_state()
         set_random_state(state.random_state)
-        self._random_owner = state
+        self._turn = state
         try:
             with environment(torchrun_environment(self.facts, ("127.0.0.1", 0))), state:
                 yield
         finally:
-            state.random_state, self._random_owner = get_random_state(), outer
+            state.random_state, self._turn = get_random_state(), outer
             set_random_state(caller)
 
-    def _timed(self, call: Call, work: Callable[[], Any]) -> tuple[Any, Header]:
-        header = Header(call.role, call.method, self.facts.rank, os.getpid(), time.time(), 0.0, time.process_time())
-        result = None
+    def _timed(
+        self, work: Callable[[Call, Sequence[Any]], tuple[Any, int | None]], call: Call, parts: Sequence[Any]
+    ) -> tuple[Any, Header]:
+        start, cpu = time.time(), time.process_time()
+        result, rows, error = None, None, None
         try:
-            result, header.rows = work() or (None, None)
+            result, rows = work(call, parts)
+            if call.silent and result is not None:
+                kind, result = type(result).__name__, None
+                raise DispatchError(
+                    f"{self._where(call)} is declared `-> None` and returned a {kind}, which would be lost. Declare "
+                    "what it returns."
+                )
         except UpstreamError as upstream:
-            header.error = upstream.error
-        except Exception as error:  # noqa: BLE001 - the process edge: every error travels to the driver
-            header.error = _as_remote(error)
+            error = upstream.error
+        except Exception as failure:  # noqa: BLE001 - the process edge: every error travels to the driver
+            error = _as_remote(failure)
+        keys: tuple[str, ...] = ()
         if isinstance(result, DataProto):
-            header.keys = (*(result.batch.keys() if result.batch is not None else ()), *result.non_tensor_batch)
-        header.mesh_facts = {
-            role: dict(facts)
-            for role, state in self._states.items()
-            if (facts := getattr(state.worker, "_mesh_facts", None))
-        } or None
-        header.end, header.cpu_s = time.time(), time.process_time() - header.cpu_s
-        return result, header
+            keys = (*(result.batch.keys() if result.batch is not None else ()), *result.non_tensor_batch)
+        mesh_facts = None
+        for role, facts in self._meshes:
+            if facts:
+                mesh_facts = (mesh_facts or {}) | {role: dict(facts)}
+        place = call.role, call.method, self.facts.rank, self._pid
+        times = start, time.time(), time.process_time() - cpu
+        return result, Header(*place, *times, rows, keys, error, mesh_facts)
 
-    def _await(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine on this process's loop thread and wait: the process stays serial."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._loop_thread = threading.Thread(target=self._loop.run_forever, name="coroutines", daemon=True)
-            self._loop_thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    def _result(self, value: Any) -> Any:
+        """The value itself; of a coroutine what it gives: it runs on a loop in a thread, while this one waits."""
+        if not isinstance(value, CoroutineType):
+            return value
+        with self._making_loop:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._loop_thread = threading.Thread(target=self._loop.run_forever, name="coroutines", daemon=True)
+                self._loop_thread.start()
+        return asyncio.run_coroutine_threadsafe(value, self._loop).result()
 
 
 def _as_remote(error: Exception) -> RemoteError:

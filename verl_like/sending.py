@@ -89,7 +89,7 @@ class Sender:
 
 def num_bytes(value: Any) -> int:
     """The bytes of a tensor, an array or a batch; 0 for anything else, which is taken to be small."""
-    if isinstance(value, torch.Tensor | np.ndarray):
+    if isinstance(value, (torch.Tensor, np.ndarray)):
         return int(value.nbytes)
     if isinstance(value, DataProto):
         tensors = sum(int(column.nbytes) for column in tensors_of(value.batch).values())

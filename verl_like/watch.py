@@ -10,12 +10,15 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 
 from verl_like.errors import ConfigError, WaitTimeoutError, WorkerDiedError, WorkerError, nearest
 from verl_like.stacks import likely_cause
 from verl_like.transport import Header, Pending, Transport
 
 logger = logging.getLogger(__name__)
+NAMED_LATE = 8
+"""Ranks that a message names as late, at most."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,10 @@ class _OpenCalls:
                 self.failures[call.rank] = WorkerDiedError(f"{where}: {lost[call.rank]}")
 
     def late(self) -> str:
-        """Who has not answered."""
-        return ", ".join(self.transport.describe(p.rank, p.role) for p in self.open.values())
+        """Who has not answered; of many the first ones, and how many more."""
+        first = [self.transport.describe(p.rank, p.role) for p in islice(self.open.values(), NAMED_LATE)]
+        more = len(self.open) - len(first)
+        return ", ".join(first) + (f" and {more} more" if more else "")
 
 
 def _with_others(failures: list[BaseException]) -> BaseException:

@@ -185,7 +185,7 @@ class Worker:
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Say which data-parallel slice of mesh `mesh_name` this rank computes, and whether its result is the one to "
         "collect."""
-        self._mesh_facts[mesh_name] = (dp_rank, is_collect)
+        self._mesh_facts[mesh_name] = (int(dp_rank), bool(is_collect))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:

@@ -245,6 +245,10 @@ class Faulty(Worker):
     async def raises_past_queue(self) -> None:
         raise FileNotFoundError(2, "no such thing", "there")
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def returns_past_queue(self) -> None:
+        return 4
+
     @register(dispatch_mode=PROTO)
     def raises(self, data: DataProto) -> DataProto:
         raise FileNotFoundError(2, "no such thing", "here")

@@ -207,6 +207,8 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
     with pytest.raises(FileNotFoundError, match="there") as caught:
         groups["faulty"].raises_past_queue()
     assert "raised in faulty.raises_past_queue, faulty rank 0" in caught.value.__notes__[0]
+    with pytest.raises(DispatchError, match="returns_past_queue on rank 0 is declared `-> None` and returned a int"):
+        groups["faulty"].returns_past_queue()
     with pytest.raises(DispatchError, match="faulty.stop goes past the queue of calls and takes small values only"):
         groups["faulty"].stop(batch(100_000))
     with pytest.raises(DispatchError, match="past_queue=True. splits no batch"):

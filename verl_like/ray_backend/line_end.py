@@ -24,33 +24,37 @@ class _Post:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
-        self._got = bytearray()
+        self._room = memoryview(bytearray(PIECE_BYTES))  # `recv` would make new room each time
+        self._got = b""
+        self._bare: dict[bytes, Call] = {}  # calls without arguments are read once
 
-    def next(self, stay: int) -> bytes | None:
+    def next(self, stay: int) -> Call | None:
         """The next call; None when the process shall leave, or nobody is there any more."""
         while True:
             while len(self._got) >= CALL.size:
                 of_stay, size = CALL.unpack_from(self._got)
-                if len(self._got) < CALL.size + size:
+                end = CALL.size + size
+                if len(self._got) < end:
                     break
-                packed = bytes(self._got[CALL.size : CALL.size + size])
-                del self._got[: CALL.size + size]
-                if packed:
-                    return packed
-                if of_stay >= stay:  # else: it was meant for a stay that ended by itself
+                packed, self._got = self._got[CALL.size : end], self._got[end:]
+                if not packed and of_stay >= stay:  # else: it was meant for a stay that ended by itself
                     return None
-            got = self.socket.recv(PIECE_BYTES)
-            if not got:
+                if packed and (call := self._bare.get(packed) or self._read(packed)) is not None:
+                    return call
+            count = self.socket.recv_into(self._room)
+            if not count:
                 return None
-            self._got += got
+            self._got += bytes(self._room[:count])
 
-    def read(self, packed: bytes) -> Call | None:
+    def _read(self, packed: bytes) -> Call | None:
         """The call; None, and the driver is told, if it cannot be read here."""
         try:
             call: Call = pickle.loads(packed)
         except Exception as error:  # noqa: BLE001 - whatever a class does when it is unpickled
             self.answer(f"{type(error).__name__}: {error}".encode(), b"", FAILED)
             return None
+        if not call.args and not call.kwargs:
+            self._bare[packed] = call
         return call
 
     def answer(self, header: bytes, payload: bytes, did: int) -> None:
@@ -61,7 +65,7 @@ class _Post:
 class LineEnd:
     """The process's end."""
 
-    def __init__(self, run: Callable[[Call, list[Any]], tuple[Any, Header]]) -> None:
+    def __init__(self, run: Callable[[Call, tuple[()]], tuple[Any, Header]]) -> None:
         """`run` makes a call."""
         self._run = run
         self._callers: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
@@ -74,10 +78,8 @@ class LineEnd:
         """Make the calls that come, until told to leave; the result of the last, if it is too large for the line."""
         if stay == 1:
             self._post = _Post(self._callers.get())
-        while (packed := self._post.next(stay)) is not None:
-            if (call := self._post.read(packed)) is None:
-                continue
-            payload, header = self._run(call, [])
+        while (call := self._post.next(stay)) is not None:
+            payload, header = self._run(call, ())
             body = b"" if call.silent else _small(payload)
             self._post.answer(header.packed(), body or b"", LEFT if body is None else ANSWERED)
             if body is None:
@@ -90,11 +92,10 @@ class LineEnd:
 
     def _at_once(self, post: _Post) -> None:
         with post.socket, contextlib.suppress(OSError):  # the driver may be gone
-            packed = post.next(0)
-            call = None if packed is None else post.read(packed)
+            call = post.next(0)
             if call is None:
                 return
-            payload, header = self._run(call, [])
+            payload, header = self._run(call, ())
             try:
                 body = cloudpickle.dumps(payload)
             except Exception as error:  # noqa: BLE001 - a class may refuse in any way

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from verl_like import stacks
-from verl_like.errors import WorkerDiedError, WorkerError
+from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
 from verl_like.host import HostFacts
 from verl_like.ray_backend.cluster import NodeProbe
 from verl_like.ray_backend.deaths import cause_of_death
@@ -114,7 +114,7 @@ class RayTransport(Transport):
         except RayTaskError as error:
             if isinstance(error.cause, WorkerError):
                 raise error.cause from None
-            raise WorkerError(f"arguments or result cannot travel between processes: {error.cause}") from None
+            raise WorkerError(cannot_travel(error.cause)) from None
         except RayError as error:
             raise WorkerError(f"Ray cannot bring the answer: {error}") from None
 
@@ -205,7 +205,7 @@ def _from_line(reference: Answer | Payload) -> Any:
         ray.get(answer.task, timeout=BROKEN_S)
         raise WorkerError("the process closed its line and lives on; nobody knows whether it made the call")
     if answer.failure is not None:
-        raise WorkerError(f"arguments or result cannot travel between processes: {answer.failure}")
+        raise WorkerError(cannot_travel(answer.failure))
     if isinstance(reference, Answer):
         return answer.header
     if answer.in_store:
@@ -213,8 +213,7 @@ def _from_line(reference: Answer | Payload) -> Any:
     try:
         return answer.load()
     except Exception as error:  # noqa: BLE001 - whatever a class does when it is unpickled
-        text = f"{type(error).__name__}: {error}"
-        raise WorkerError(f"arguments or result cannot travel between processes: {text}") from None
+        raise WorkerError(cannot_travel(f"{type(error).__name__}: {error}")) from None
 
 
 @ray.remote(num_cpus=0)
