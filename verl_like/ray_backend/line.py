@@ -32,7 +32,7 @@ from verl_like.sending import SHARED_BYTES
 from verl_like.transport import Call
 
 CALL = struct.Struct("<II")
-"""Which of the process's stays it belongs to, and the bytes of a call; without any, the process shall leave."""
+"""The bytes of a call; without any, the process shall leave, and which of its stays ends."""
 ANSWER = struct.Struct("<IIB")
 """The bytes of header and payload, and what the process did: one of the following."""
 ANSWERED, LEFT, FAILED = range(3)
@@ -80,7 +80,7 @@ class Line:
         if self._there and self._socket is not None:
             self._there = False
             with contextlib.suppress(OSError):
-                self._socket.sendall(CALL.pack(self._stay, 0))
+                self._socket.sendall(CALL.pack(0, self._stay))
 
     def left(self, stay: int) -> None:
         """The process has left by itself."""
@@ -108,7 +108,7 @@ class Line:
             if not self._there:
                 self._stay, self._there = self._stay + 1, True
                 self._task = self._attend(self._stay)
-            self._socket.sendall(CALL.pack(self._stay, len(packed)) + packed)
+            self._socket.sendall(CALL.pack(len(packed), 0) + packed)
         except OSError:  # the process is gone, which a task will tell, or its node lets nobody in
             self._broken = True
             return None
@@ -203,7 +203,7 @@ def call_past_queue(door: Door, call: Call) -> Answer:
     """The answer to a call that runs at once. OSError: the process does not open its door."""
     packed = cloudpickle.dumps(call)
     connection = knock(door, PAST_QUEUE, _CONNECT_S)
-    connection.sendall(CALL.pack(0, len(packed)) + packed)
+    connection.sendall(CALL.pack(len(packed), 0) + packed)
     answer = Answer(connection)
     weakref.finalize(answer, connection.close)
     return answer

@@ -16,6 +16,9 @@ from verl_like.ray_backend.line import ANSWER, ANSWERED, CALL, FAILED, LEFT, PIE
 from verl_like.sending import SHARED_BYTES, num_bytes
 from verl_like.transport import Call, Header
 
+_FEW_BYTES = 4096
+"""Read at once where a small message is likely: it takes no more memory than that."""
+
 
 class _Post:
     """Calls and answers on a socket, as the process sees them."""
@@ -24,37 +27,38 @@ class _Post:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
-        self._room = memoryview(bytearray(PIECE_BYTES))  # `recv` would make new room each time
         self._got = b""
-        self._bare: dict[bytes, Call] = {}  # calls without arguments are read once
+        self._bare: dict[bytes, Call] = {}  # messages that were calls without arguments: they come again
 
     def next(self, stay: int) -> Call | None:
         """The next call; None when the process shall leave, or nobody is there any more."""
         while True:
             while len(self._got) >= CALL.size:
-                of_stay, size = CALL.unpack_from(self._got)
+                size, of_stay = CALL.unpack_from(self._got)
                 end = CALL.size + size
                 if len(self._got) < end:
                     break
-                packed, self._got = self._got[CALL.size : end], self._got[end:]
-                if not packed and of_stay >= stay:  # else: it was meant for a stay that ended by itself
+                message, self._got = self._got[:end], self._got[end:]
+                if not size and of_stay >= stay:  # else: it was meant for a stay that ended by itself
                     return None
-                if packed and (call := self._bare.get(packed) or self._read(packed)) is not None:
+                if size and (call := self._read(message)) is not None:
                     return call
-            count = self.socket.recv_into(self._room)
-            if not count:
+            got = self.socket.recv(_FEW_BYTES if not self._got else PIECE_BYTES)
+            if not got:
                 return None
-            self._got += bytes(self._room[:count])
+            if not self._got and (known := self._bare.get(got)) is not None:
+                return known
+            self._got += got
 
-    def _read(self, packed: bytes) -> Call | None:
+    def _read(self, message: bytes) -> Call | None:
         """The call; None, and the driver is told, if it cannot be read here."""
         try:
-            call: Call = pickle.loads(packed)
+            call: Call = pickle.loads(memoryview(message)[CALL.size :])
         except Exception as error:  # noqa: BLE001 - whatever a class does when it is unpickled
             self.answer(f"{type(error).__name__}: {error}".encode(), b"", FAILED)
             return None
         if not call.args and not call.kwargs:
-            self._bare[packed] = call
+            self._bare[message] = call
         return call
 
     def answer(self, header: bytes, payload: bytes, did: int) -> None:
