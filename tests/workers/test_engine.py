@@ -207,6 +207,25 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted(tiny_dir):
     assert actor.weights_checksum() == before
 
 
+def test_an_error_in_the_middle_of_a_mini_batch_leaves_nothing_for_the_next_update(tiny_dir):
+    actor, other = (tiny_actor(tiny_dir, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2) for _ in range(2))
+    loss, passes = actor.loss, []
+
+    def breaks_once(*args):
+        passes.append(1)
+        if len(passes) == 2:
+            raise ArithmeticError("in the second of two passes")
+        return loss(*args)
+
+    actor.loss = breaks_once
+    with pytest.raises(ArithmeticError):
+        actor.update_actor(make_batch(4))
+    actor.update_actor(make_batch(4))
+    other.update_actor(make_batch(4))
+    assert len(passes) == 4
+    assert actor.weights_checksum() == other.weights_checksum()
+
+
 def test_gradients_are_clipped_by_their_global_norm():
     weights = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
     weights[0].grad, weights[1].grad = torch.tensor([3.0]), torch.tensor([4.0])

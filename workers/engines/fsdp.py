@@ -180,7 +180,11 @@ class TrainEngine:
         with self.running(self.optimizer):
             for index in list(range(count)) * epochs:
                 batch = mini_batch(rows, index, count, self.group, self.device)
-                metrics = self.accumulate(batch, budget, loss_fn, temperature, want_entropy)
+                try:
+                    metrics = self.accumulate(batch, budget, loss_fn, temperature, want_entropy)
+                except BaseException:
+                    self.optimizer.zero_grad(set_to_none=True)  # a part of a mini-batch must not reach the next update
+                    raise
                 metrics["grad_norm"] = guarded_step(self.optimizer, self.parameters(), self.grad_clip)
                 self.skips.note(metrics["grad_norm"], batch.names)
                 steps.append(metrics)
