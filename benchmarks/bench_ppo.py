@@ -29,6 +29,7 @@ LIMITS: dict[str, tuple[str, float]] = {
     "grpo.steps_per_s over trl": (">=", 1.3),
     "tailed.steps_per_s over trl": (">=", 2.5),
     "grpo.reward_at_20 less trl": (">=", 0.0),
+    "tailed.reward_at_20 less trl": (">=", 0.0),
     "split.update_over_alone": ("<=", 0.6),
     "driver.driver_share_local": ("<=", 0.05),
     "driver.driver_share_ray": ("<=", 0.05),
