@@ -67,9 +67,9 @@ def test_other_types_than_float32_run_as_the_model_has_them(tmp_path):
 
 
 def page_faults_of_a_tensor(tiny_dir):
-    """Of one of 64 MiB, made for the second time in a process that trains."""
+    """Of one of 64 MiB, made for the twentieth time in a process that trains: the heap finds its layout before."""
     started(ActorWorker, tiny_config(tiny_dir), 1)
-    for _ in range(2):
+    for _ in range(20):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(16 * 2**20)
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
