@@ -79,12 +79,11 @@ class WorkerHost:
         self.facts = facts
         self._in_callers_thread = workers is not None
         self._turn: RoleState | None = None
-        self._one_call = threading.RLock()
+        self._one_call = threading.RLock()  # nobody waits for it; `nullcontext` would be slower on every call
         self._recipes = roles
         self._states: dict[str, RoleState] = {}
         self._workers: dict[str, Worker] = {} if workers is None else workers
         self._store: TCPStore | None = None
-        self._meshes: list[tuple[str, dict[str, tuple[int, bool]]]] = []
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._making_loop = threading.Lock()  # two calls past the queue may want it at once
@@ -117,7 +116,6 @@ class WorkerHost:
                         self._workers[role] = state.worker = cls(*args, **kwargs)
                 finally:
                     current_facts.reset(token)
-                self._meshes.append((role, getattr(state.worker, "_mesh_facts", {})))
             return None, None
 
         return self._timed(construct, Call(self.facts.name, "__init__"), ())[1]
@@ -244,8 +242,8 @@ class WorkerHost:
         if isinstance(result, DataProto):
             keys = (*(result.batch.keys() if result.batch is not None else ()), *result.non_tensor_batch)
         mesh_facts = None
-        for role, facts in self._meshes:
-            if facts:
+        for role, state in self._states.items():
+            if facts := getattr(state.worker, "_mesh_facts", None):
                 mesh_facts = (mesh_facts or {}) | {role: dict(facts)}
         place = call.role, call.method, self.facts.rank, self._pid
         times = start, time.time(), time.process_time() - cpu
