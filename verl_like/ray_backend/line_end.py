@@ -41,13 +41,11 @@ class _Post:
                 message, self._got = self._got[:end], self._got[end:]
                 if not size and of_stay >= stay:  # else: it was meant for a stay that ended by itself
                     return None
-                if size and (call := self._read(message)) is not None:
+                if size and (call := self._bare.get(message) or self._read(message)) is not None:
                     return call
             got = self.socket.recv(_FEW_BYTES if not self._got else PIECE_BYTES)
             if not got:
                 return None
-            if not self._got and (known := self._bare.get(got)) is not None:
-                return known
             self._got += got
 
     def _read(self, message: bytes) -> Call | None:
