@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -38,6 +38,11 @@ def log_prob_budget(section: RolloutConfig | RefConfig, actor: ActorConfig) -> B
     """What a log-prob pass may hold, by the rollout's or the reference's section."""
     rows, tokens = section.log_prob_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
     return Budget.of(actor.use_dynamic_bsz, rows, tokens)
+
+
+def drawn_from(columns: Any) -> str:
+    """The column of log-probs under what tokens were drawn from: the truncated distribution's, where there is one."""
+    return "rollout_truncated_log_probs" if "rollout_truncated_log_probs" in columns.keys() else "rollout_log_probs"
 
 
 class ActorWorker(Checkpointed, WeightSender, Worker):
@@ -91,9 +96,11 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         finds = self.finds_old_log_probs(data)
         measures = finds and "rollout_log_probs" in data.batch.keys()
         self.gauge = MismatchGauge(data.batch["responses"].size(1)) if measures else None
-        names += ["rollout_log_probs"] if measures or self.correction.rollout_is is not None else []
+        names += ["rollout_log_probs"] if measures else []
+        names += [drawn_from(data.batch)] if self.correction.rollout_is is not None else []
         names += [] if finds else ["old_log_probs"]
         epochs = self.config.ppo_epochs
+        names = list(dict.fromkeys(names))
         with utilization("actor", self.engine, data, passes=epochs) as mfu:
             metrics = self.engine.update(
                 data,
@@ -162,7 +169,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             return None
         return compute_rollout_importance_weights(
             old_log_probs,
-            columns["rollout_log_probs"],
+            columns[drawn_from(columns)],
             columns["response_mask"],
             rollout_is=self.correction.rollout_is,
             rollout_is_mode=self.correction.rollout_is_mode,

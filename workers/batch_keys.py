@@ -38,6 +38,7 @@ COLUMNS: dict[str, Column] = {
         Column("position_ids", "[rows, T]", "int64", f"{_DATA} (width P), then {_ROLLOUT}"),
         Column("response_mask", "[rows, R]", "int64", _ROLLOUT),
         Column("rollout_log_probs", "[rows, R]", "float32", _ROLLOUT),
+        Column("rollout_truncated_log_probs", "[rows, R]", "float32", f"{_ROLLOUT}, if truncated_log_probs"),
         Column("token_versions", "[rows, R]", "int32", _ROLLOUT),
         Column("weights_id", "[rows]", "int64", _ROLLOUT),
         Column("finish_reason", "[rows]", "object", _ROLLOUT),
@@ -71,7 +72,10 @@ READS: dict[str, tuple[str, ...]] = {
     "compute_values": _SEQUENCES,
     "compute_rm_score": _SEQUENCES,
     "update_critic": (*_SEQUENCES, "values", "returns"),
-    "update_actor": (*_SEQUENCES, "old_log_probs", "ref_log_prob", "rollout_log_probs", "advantages"),
+    "update_actor": (
+        *(*_SEQUENCES, "old_log_probs", "ref_log_prob", "advantages"),
+        *("rollout_log_probs", "rollout_truncated_log_probs"),
+    ),
 }
 """What each method of the built-in workers reads of a batch; some of it only under some configurations."""
 

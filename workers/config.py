@@ -198,7 +198,7 @@ class RolloutConfig:
     kv_cache_gb: float = 4.0
     """Most memory of keys and values on one rank, in GiB; native and vllm on CPUs."""
     sampling_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further sampling settings: min_p, min_tokens, stop_strings (a list), logit_bias (token id -> number)."""
+    """Further sampling settings: min_p, min_tokens, stop_strings, logit_bias (id -> number), truncated_log_probs."""
     update_weights_bucket_megabytes: float = 16.0
     """Weights travel to the rollout in pieces of about this size."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -63,7 +63,7 @@ class RolloutWorker(WeightReceiver, Worker):
         if pad is None:
             raise RolloutError("rollout: meta_info has no pad_token_id; the data loader sets it (pad, else eos).")
         outputs = self.engine.generate(self.requests_of(data), sampling)
-        columns = response_columns(data, outputs, self.response_width, int(pad))
+        columns = response_columns(data, outputs, self.response_width, int(pad), sampling.truncated_log_probs)
         columns["weights_id"] = torch.full((len(data),), self.engine.weights_id)
         reasons = [output.finish_reason for output in outputs]
         return DataProto.from_dict(
@@ -185,7 +185,9 @@ def _arrived(group: Any, pending: Any) -> bool:
         return False
 
 
-def response_columns(data: DataProto, outputs: list[Output], width: int, pad: int) -> dict[str, Tensor]:
+def response_columns(
+    data: DataProto, outputs: list[Output], width: int, pad: int, truncated: bool = False
+) -> dict[str, Tensor]:
     """The columns that `generate_sequences` writes; rows without an output (pad rows) get an empty response."""
     prompts, prompt_mask = data.batch["input_ids"], data.batch["attention_mask"]
     rows = len(prompts)
@@ -198,6 +200,11 @@ def response_columns(data: DataProto, outputs: list[Output], width: int, pad: in
         responses[row, :count] = output.tokens
         log_probs[row, :count] = output.log_probs
         versions[row, :count] = output.versions
+    drawn_from = {}
+    if truncated:
+        drawn_from["rollout_truncated_log_probs"] = column = torch.zeros((rows, width))
+        for row, output in enumerate(outputs):
+            column[row, : lengths[row]] = output.truncated_log_probs
     columns = torch.arange(width)
     response_mask = (columns < lengths[:, None]).long()
     positions = data.batch["position_ids"]
@@ -210,4 +217,5 @@ def response_columns(data: DataProto, outputs: list[Output], width: int, pad: in
         "response_mask": response_mask,
         "rollout_log_probs": log_probs,
         "token_versions": versions,
+        **drawn_from,
     }

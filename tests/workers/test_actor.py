@@ -99,6 +99,9 @@ def test_importance_weights_of_the_rollout_s_log_probs_weigh_the_loss(tiny_dir):
     batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] - 3.0
     masked = corrected(tiny_dir, batch, rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=1.5)
     assert masked["actor/rollout_is_weight"] == masked["actor/grad_norm"] == 0.0
+    batch.batch["rollout_truncated_log_probs"] = batch.batch["old_log_probs"] + 0.25
+    truncated = corrected(tiny_dir, batch, rollout_is="token")
+    assert truncated["actor/rollout_is_weight"] == pytest.approx(math.exp(-0.25), rel=1e-5)
 
 
 def corrected(tiny_dir, batch, **correction):

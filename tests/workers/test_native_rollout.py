@@ -194,6 +194,11 @@ def test_the_columns_are_those_of_the_table(worker):
         *("prompts", "responses", "input_ids", "attention_mask", "position_ids"),
         *("response_mask", "rollout_log_probs", "token_versions", "weights_id"),
     }
+    truncated = worker.generate_sequences(prompt_batch(9, meta=META | {"truncated_log_probs": True, "top_k": 2}))
+    column = truncated.batch.pop("rollout_truncated_log_probs")
+    assert truncated.batch.keys() == out.batch.keys()
+    assert (column >= truncated.batch["rollout_log_probs"]).all()
+    assert column.count_nonzero() > 0
     assert out.meta_info == {"policy_version": 3}
     assert set(out.non_tensor_batch) == {"finish_reason"}
     assert torch.equal(out.batch["token_versions"], 3 * out.batch["response_mask"])

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from rollout_engines import (
 )
 
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
-from workers.engines.rollout_base import Request
+from workers.engines.rollout_base import Output, Request
 from workers.engines.sampling import filtered_probs
 
 ENGINES = ["hf", "native", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -82,6 +83,25 @@ def test_log_probs_are_the_trainers(engine, model, changes):
         logits = full_logits(model, list(request.prompt), output.tokens) / sampling.log_prob_temperature
         expected = torch.log_softmax(logits, -1).gather(1, output.tokens[:, None])[:, 0]
         torch.testing.assert_close(output.log_probs, expected, atol=1e-4, rtol=0)
+
+
+def test_truncated_log_probs_are_those_of_what_was_drawn_from_and_survive_an_abort(engine, model):
+    sampling = settings(temperature=0.8, top_k=9, top_p=0.9, min_tokens=2, truncated_log_probs=True)
+    outputs = engine.generate(requests_of(PROMPTS), sampling)
+    for request, output in zip(requests_of(PROMPTS), outputs, strict=True):
+        log_probs = torch.log_softmax(full_logits(model, list(request.prompt), output.tokens) / 0.8, -1)
+        log_probs[:2, list(STOP)] = -torch.inf
+        probs = filtered_probs(torch.log_softmax(log_probs, -1), sampling)
+        expected = (probs / probs.sum(-1, keepdim=True)).gather(1, output.tokens[:, None])[:, 0].log().float()
+        torch.testing.assert_close(output.truncated_log_probs, expected, atol=1e-4, rtol=0)
+    whole = max(outputs, key=lambda output: len(output.tokens))
+    kinds = [column[:2] for column in (whole.tokens, whole.log_probs)]
+    begun = Output(*kinds, "abort", whole.versions[:2], whole.truncated_log_probs[:2])
+    request = requests_of(PROMPTS)[next(i for i, output in enumerate(outputs) if output is whole)]
+    (rest,) = engine.generate([replace(request, partial=begun)], sampling)
+    torch.testing.assert_close(rest.truncated_log_probs, whole.truncated_log_probs, atol=1e-4, rtol=0)
+    with pytest.raises(RolloutError, match="was begun without truncated_log_probs"):
+        engine.generate([replace(request, partial=replace(begun, truncated_log_probs=None))], sampling)
 
 
 def test_a_sample_is_drawn_by_its_own_noise_on_every_engine(engine, oracle):

@@ -76,14 +76,31 @@ def test_truncation_keeps_ties_and_at_least_one_token():
 def test_log_probs_have_the_temperature_but_no_truncation():
     logits = torch.randn(50, VOCAB)
     tokens, log_probs = choose_tokens(logits, noise(50), sampling(temperature=0.6, top_k=2, top_p=0.9))
-    assert torch.equal(log_probs, torch.log_softmax(logits / 0.6, -1).gather(1, tokens[:, None])[:, 0])
+    assert torch.equal(log_probs, torch.log_softmax(logits / 0.6, -1).gather(1, tokens[:, None]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.7, "min_p": 0.1}])
+def test_truncated_log_probs_are_those_of_the_distribution_drawn_from(settings):
+    logits = torch.randn(50, VOCAB)
+    bias = {"logit_bias": ((3, 1.5),), "truncated_log_probs": True}
+    tokens, log_probs = choose_tokens(logits, noise(50), sampling(**settings, **bias))
+    for row, token in enumerate(tokens.tolist()):
+        biased = logits[row] + torch.tensor([0.0, 0.0, 0.0, 1.5, 0.0, 0.0, 0.0, 0.0])
+        assert log_probs[row, 1].exp() == pytest.approx(expected_probs(biased, **settings)[token], rel=1e-5)
+    plain = sampling(**settings, logit_bias=bias["logit_bias"])
+    assert torch.equal(choose_tokens(logits, noise(50), plain)[1], log_probs[:, :1])
+
+
+def test_greedy_decoding_draws_from_one_token():
+    greedy = sampling(do_sample=False, top_k=4, truncated_log_probs=True)
+    assert not choose_tokens(torch.randn(5, VOCAB), noise(5), greedy)[1][:, 1].any()
 
 
 def test_greedy_takes_the_likeliest_and_counts_as_temperature_one():
     logits = torch.randn(50, VOCAB)
     tokens, log_probs = choose_tokens(logits, noise(50), sampling(do_sample=False, temperature=0.1))
     assert torch.equal(tokens, logits.argmax(-1))
-    assert torch.equal(log_probs, torch.log_softmax(logits, -1).max(-1).values)
+    assert torch.equal(log_probs[:, 0], torch.log_softmax(logits, -1).max(-1).values)
 
 
 def test_a_row_draws_the_same_alone_and_among_others():

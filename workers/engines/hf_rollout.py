@@ -50,12 +50,12 @@ class _Sample:
     def __init__(self, engine: HFEngine, request: Request, sampling: SamplingParams) -> None:
         self.engine, self.request, self.sampling = engine, request, sampling
         self.tokens: list[int] = []
-        self.log_probs: list[float] = []
+        self.log_probs: list[list[float]] = []
         self.versions: list[int] = []
         self.finish_reason = ""
         if request.partial is not None:
             self.tokens = request.partial.tokens.tolist()
-            self.log_probs = request.partial.log_probs.tolist()
+            self.log_probs = request.partial.all_log_probs()[:, : sampling.num_log_probs].tolist()
             self.versions = request.partial.versions.tolist()
 
     def run(self) -> Output:
@@ -73,7 +73,9 @@ class _Sample:
                 eos_token_id=None,
                 pad_token_id=0,
             )
-        return output_of(self.tokens, self.log_probs, self.versions, self.finish_reason)
+        tokens, versions = torch.tensor(self.tokens, dtype=torch.long), torch.tensor(self.versions, dtype=torch.int32)
+        log_probs = torch.tensor(self.log_probs).view(-1, self.sampling.num_log_probs)
+        return output_of(tokens, log_probs, versions, self.finish_reason)
 
     def _choose(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Scores that leave greedy search the token that the noise draws."""
@@ -81,7 +83,7 @@ class _Sample:
         noise = torch.from_numpy(uniforms(np.array([self.request.key], dtype=np.uint64), position))
         token, log_prob = choose_tokens(scores, noise.to(scores.device), self.sampling, torch.from_numpy(position))
         self.tokens.append(int(token))
-        self.log_probs.append(float(log_prob))
+        self.log_probs.append(log_prob[0].tolist())
         self.versions.append(self.engine.version or 0)
         return torch.full_like(scores, -torch.inf).index_fill_(1, token, 0.0)
 

@@ -33,6 +33,7 @@ from workers.engines.rollout_base import (
     Request,
     SamplingParams,
     ends_with_stop_string,
+    output_of,
 )
 from workers.engines.sampling import choose_tokens, uniforms
 from workers.engines.slot_cache import (
@@ -140,7 +141,7 @@ class _Generation:
         self.prompt_lengths = np.array([len(prompt) for prompt in self.prompts])
         shape = (len(requests), sampling.max_tokens)
         self.tokens = np.zeros(shape, dtype=np.int64)
-        self.log_probs = np.zeros(shape, dtype=np.float32)
+        self.log_probs = np.zeros((*shape, sampling.num_log_probs), dtype=np.float32)
         self.versions = np.zeros(shape, dtype=np.int32)
         self.lengths = np.zeros(len(requests), dtype=np.int64)
         self.forced = np.zeros(len(requests), dtype=np.int64)
@@ -182,16 +183,16 @@ class _Generation:
         length = max(int(self.lengths[request]), int(self.forced[request]))
         reason = "stop" if self.stopped[request] else "length" if length == self.sampling.max_tokens else finish
         tokens, log_probs, versions = (
-            torch.from_numpy(column[request, :length].copy()) for column in (self.tokens, self.log_probs, self.versions)
+            torch.from_numpy(column[request, :length]) for column in (self.tokens, self.log_probs, self.versions)
         )
-        return Output(tokens, log_probs, reason, versions)
+        return output_of(tokens, log_probs, versions, reason)
 
     def _take_partial(self) -> None:
         for index, request in enumerate(self.requests):
             if request.partial is not None:
                 self.forced[index] = length = len(request.partial.tokens)
                 self.tokens[index, :length] = request.partial.tokens
-                self.log_probs[index, :length] = request.partial.log_probs
+                self.log_probs[index, :length] = request.partial.all_log_probs()[:, : self.sampling.num_log_probs]
                 self.versions[index, :length] = request.partial.versions
 
     def _start_over(self) -> None:
@@ -252,7 +253,7 @@ class _Generation:
         new = steps >= self.forced[requests]
         if not new.all():
             tokens = np.where(new, tokens, self.tokens[requests, steps])
-            log_probs = np.where(new, log_probs, self.log_probs[requests, steps])
+            log_probs = np.where(new[:, None], log_probs, self.log_probs[requests, steps])
         self.tokens[requests, steps] = tokens
         self.log_probs[requests, steps] = log_probs
         self.versions[requests[new], steps[new]] = int(self.engine.version or 0)

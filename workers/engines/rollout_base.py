@@ -32,6 +32,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    truncated_log_probs: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that draw nothing."""
@@ -53,8 +54,13 @@ class SamplingParams:
         """What logits are divided by in reported log-probs: greedy counts as 1."""
         return self.temperature if self.do_sample else 1.0
 
+    @property
+    def num_log_probs(self) -> int:
+        """Log-probs per token: the policy's and, with `truncated_log_probs`, those of what was truly drawn from."""
+        return 2 if self.truncated_log_probs else 1
 
-EXTRA_SAMPLING = ("min_p", "min_tokens", "stop_strings", "logit_bias")
+
+EXTRA_SAMPLING = ("min_p", "min_tokens", "stop_strings", "logit_bias", "truncated_log_probs")
 """Fields that `rollout.sampling_kwargs` may set."""
 
 
@@ -81,12 +87,19 @@ class Output:
     """The sample: token ids up to and including the stop token, their log-probs and the version that made each.
 
     `finish_reason` is "stop", "length", or "abort" for a partial result, which a later `Request` can continue.
+    `truncated_log_probs` are those of the distribution that was drawn from, where the sampling asks for them.
     """
 
     tokens: Tensor
     log_probs: Tensor
     finish_reason: str
     versions: Tensor
+    truncated_log_probs: Tensor | None = None
+
+    def all_log_probs(self) -> Tensor:
+        """[tokens, kinds], as engines keep them."""
+        kinds = [self.log_probs] if self.truncated_log_probs is None else [self.log_probs, self.truncated_log_probs]
+        return torch.stack(kinds, dim=1)
 
 
 @dataclass(frozen=True)
@@ -229,6 +242,8 @@ class RolloutEngine(ABC):
             )
         for request in requests:
             self._check_prompt(request)
+            if sampling.truncated_log_probs and request.partial and request.partial.truncated_log_probs is None:
+                raise RolloutError(f"rollout: {request.name} was begun without truncated_log_probs; go on without.")
 
     def _refuse_broken(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
         for request, output in zip(requests, outputs, strict=True):
@@ -257,14 +272,10 @@ class RolloutEngine(ABC):
             )
 
 
-def output_of(tokens: list[int], log_probs: list[float], versions: list[int], finish_reason: str) -> Output:
-    """An `Output` from lists."""
-    return Output(
-        torch.tensor(tokens, dtype=torch.long),
-        torch.tensor(log_probs),
-        finish_reason,
-        torch.tensor(versions, dtype=torch.int32),
-    )
+def output_of(tokens: Tensor, log_probs: Tensor, versions: Tensor, finish_reason: str) -> Output:
+    """An `Output` that shares no memory with these; `log_probs` is [tokens, kinds]."""
+    policy, *truncated = (column.clone() for column in log_probs.unbind(dim=1))
+    return Output(tokens.clone(), policy, finish_reason, versions.clone(), *truncated)
 
 
 def ends_with_stop_string(tokens: Sequence[int], stop_strings: Sequence[str], decode: Callable[[Any], str]) -> bool:

@@ -40,21 +40,32 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 def choose_tokens(
     logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [rows] and their log-probs [rows] from logits [rows, vocabulary] and one uniform number per row.
+    """Tokens [rows] and their log-probs [rows, kinds] from logits [rows, vocabulary] and one uniform number per row.
 
-    The log-prob is the policy's: of the whole distribution at the temperature, before bias, minimum length, top-k,
-    top-p and min-p. `positions` [rows] are those of the tokens in their responses, which a minimum length reads.
+    The first log-prob is the policy's: of the whole distribution at the temperature, before bias, minimum length,
+    top-k, top-p and min-p. The second, if asked for, is that of the distribution after all of them; greedy decoding
+    draws from one token. `positions` [rows] are those of the tokens in their responses, which a minimum length reads.
     """
     logits, temperature = logits.float(), sampling.log_prob_temperature
     log_probs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
     drawn = constrained(log_probs, sampling, positions)
+    kept: Tensor | None = None
     if not sampling.do_sample:
         tokens = logits.argmax(dim=-1) if drawn is log_probs else drawn.argmax(dim=-1)
     elif _is_plain(sampling):
         tokens = _inverse_of_blocks(drawn.exp(), noise)
     else:
-        tokens = _inverse(filtered_probs(drawn, sampling), noise)
-    return tokens, log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        kept = filtered_probs(drawn, sampling)
+        tokens = _inverse(kept, noise)
+    chosen = tokens.unsqueeze(1)
+    policy = log_probs.gather(1, chosen)
+    if not sampling.truncated_log_probs:
+        return tokens, policy
+    if kept is not None:
+        truncated = (kept.gather(1, chosen) / kept.sum(dim=-1, keepdim=True)).log().float()
+    else:
+        truncated = drawn.gather(1, chosen) if sampling.do_sample else torch.zeros_like(policy)
+    return tokens, torch.cat([policy, truncated], dim=1)
 
 
 def constrained(log_probs: Tensor, sampling: SamplingParams, positions: Tensor | None) -> Tensor:

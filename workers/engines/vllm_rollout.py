@@ -24,6 +24,7 @@ from workers.engines.rollout_base import (
     RolloutEngine,
     SamplingParams,
     ends_with_stop_string,
+    output_of,
 )
 from workers.engines.vllm_setup import check_version, expected_weights, process_environment
 from workers.weights import refuse
@@ -191,12 +192,13 @@ class _Generation:
         results = []
         for index, request in enumerate(self.requests):
             start, tokens = len(self.before[index]), torch.tensor(self.before[index] + self.tokens[index])
-            made = log_probs[index, : len(tokens)].clone()
+            made = log_probs[index, : len(tokens)]
             versions = torch.full((len(tokens),), version, dtype=torch.int32)
             if request.partial is not None:
-                made[:start], versions[:start] = request.partial.log_probs, request.partial.versions
+                made[:start] = request.partial.all_log_probs()[:, : self.sampling.num_log_probs]
+                versions[:start] = request.partial.versions
             reason = "stop" if self.stopped[index] else "length" if len(tokens) == self.sampling.max_tokens else finish
-            results.append(Output(tokens.long(), made, reason, versions))
+            results.append(output_of(tokens.long(), made, versions, reason))
         return results
 
     def _add(self, index: int) -> None:

@@ -33,7 +33,7 @@ class Sampler(nn.Module):
     def begin(self, sampling: SamplingParams, num_requests: int) -> None:
         """Room for the log-probs of a generation."""
         self.sampling = sampling
-        self.log_probs = torch.zeros((num_requests, sampling.max_tokens))
+        self.log_probs = torch.zeros((num_requests, sampling.max_tokens, sampling.num_log_probs))
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """The next token of every row of the runner's batch; vLLM's own sampler outside our generations."""
@@ -73,7 +73,7 @@ class WorkerExtension:
         self.model_runner.sampler.begin(sampling, num_requests)
 
     def end_generation(self) -> Tensor:
-        """The log-probs [requests, max tokens] of what was drawn."""
+        """The log-probs [requests, max tokens, kinds] of what was drawn."""
         sampler = self.model_runner.sampler
         sampler.sampling = None
         log_probs: Tensor = sampler.log_probs
