@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from workers.engines import direct_forward
 from workers.engines.direct_forward import DirectForward, agrees, is_llama_shaped
 from workers.engines.module_forward import ModuleForward
 from workers.engines.native_rollout import NativeEngine
@@ -71,6 +72,14 @@ def hooked(model):
     return model
 
 
+@pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
+def products(request, monkeypatch):
+    """With oneDNN's products, where torch has them, and with torch's own."""
+    if not request.param:
+        monkeypatch.setattr(direct_forward, "is_product", lambda weight: False)
+
+
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
 def test_both_passes_draw_the_same_tokens_with_the_same_log_probs(family, changes, prompts, passes):
     model = make_model(family, **changes)
@@ -97,6 +106,7 @@ def test_in_bfloat16_log_probs_are_those_of_the_full_forward_up_to_rounding(prom
         torch.testing.assert_close(output.log_probs, expected, atol=0.1, rtol=0)
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(
     ("change", "inner", "dtype"),
     [
