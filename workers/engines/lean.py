@@ -1,6 +1,7 @@
-"""RMS norms, gated activations and rotary positions with backward passes of their own. `engines/fsdp` enters `lean`.
+"""Linear layers, RMS norms, gated activations and rotary positions with backward passes of their own.
 
-Spelled out, each of these is a chain of small operations, every one a pass over memory forwards and several backwards;
+`engines/fsdp` enters `lean`. On CPUs linear layers multiply through oneDNN (`products`), both ways. Spelled
+out, each of the others is a chain of small operations, every one a pass over memory forwards and several backwards;
 beside the matrix products of a small model that is a tenth of an update. Here each is one function with the fewest
 passes. They stand in for a model's own code only where that computes the same: a class is compared once with the
 formula, value and gradients, on a few numbers. What differs, or is not float32, runs as the model has it.
@@ -18,10 +19,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
+
+from workers.engines.products import is_product, product
 
 ROTARY = "apply_rotary_pos_emb"
 """What transformers calls the function that turns queries and keys, in every file that has one."""
+
+
+FEWEST_PRODUCTS = 2**19
+"""Multiplications of a pass below which a linear layer is left to torch, whose calls are shorter."""
+
+
+class _Linear(torch.autograd.Function):
+    """states @ weight.t() + bias. Of the two factors of the weight's gradient the narrower is transposed in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = states.reshape(-1, states.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        return product(flat, weight, bias).view(*states.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        flat, weight = ctx.saved_tensors
+        grad_flat = grad.reshape(-1, grad.shape[-1])
+        grad_states = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_states = product(grad_flat, weight.t()).view(*grad.shape[:-1], -1)
+        if ctx.needs_input_grad[1]:
+            if grad_flat.shape[1] <= flat.shape[1]:
+                grad_weight = product(grad_flat.t().contiguous(), flat.t())
+            else:
+                grad_weight = product(flat.t().contiguous(), grad_flat.t()).t().contiguous()
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_flat.sum(dim=0)
+        return grad_states, grad_weight, grad_bias
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -85,9 +119,20 @@ class _Rotated(torch.autograd.Function):
         return turned, None, None
 
 
+_product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
 _rms_norm: Callable[[Tensor, Tensor, float], Tensor] = _RmsNorm.apply
 _gated: Callable[[Tensor, Tensor], Tensor] = _Gated.apply
 _rotated: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotated.apply
+
+
+def _linear(module: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    weight, bias = module.weight, module.bias
+    fits = input.dtype == weight.dtype and not torch.is_autocast_enabled(input.device.type)
+    if not fits or isinstance(weight, DTensor) or not is_product(weight):
+        return functional.linear(input, weight, bias)
+    if input.numel() * len(weight) < FEWEST_PRODUCTS:
+        return functional.linear(input, weight, bias)
+    return _product(input, weight, bias)
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
@@ -106,7 +151,7 @@ def _mlp(module: Any, x: Tensor) -> Tensor:
 
 @contextmanager
 def lean(module: nn.Module) -> Iterator[None]:
-    """Within, norms, gates and rotary positions of `module` are computed here; a backward pass belongs inside, too."""
+    """Within, linear layers, norms, gates and rotary positions of `module` are computed here; a backward pass, too."""
     with ExitStack() as stack:
         for child in module.modules():
             own = _forward_for(child)
@@ -123,7 +168,9 @@ def lean(module: nn.Module) -> Iterator[None]:
 
 
 def _forward_for(child: nn.Module) -> Callable[..., Tensor] | None:
-    """What computes the same as this module's class, in fewer passes; None if nothing here does."""
+    """What computes the same as this module's class, faster; None if nothing here does."""
+    if type(child) is nn.Linear:
+        return _linear
     if hasattr(child, "variance_epsilon") and list(dict(child.named_parameters(recurse=False))) == ["weight"]:
         return _norm if _is_norm(type(child)) else None
     if all(hasattr(child, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
