@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from workers.engines import direct_forward
+from workers.engines import direct_forward, native_rollout
 from workers.engines.direct_forward import DirectForward, agrees, is_llama_shaped
 from workers.engines.module_forward import ModuleForward
 from workers.engines.native_rollout import NativeEngine
@@ -124,13 +124,20 @@ def test_the_bits_of_a_sample_do_not_depend_on_how_long_its_neighbours_are(promp
             assert torch.equal(output.log_probs, whole[row].log_probs)
 
 
-def test_steps_follow_the_tokens_generated(qwen2, prompts, passes):
+def test_steps_follow_the_tokens_generated(qwen2, prompts, passes, monkeypatch):
+    monkeypatch.setattr(native_rollout, "rows_of_pass", lambda count: max(4, count))
     outputs = generate(qwen2, prompts * 3, range(3 * len(prompts)), max_num_seqs=8)
     needed = sum(len(output.tokens) - 1 for output in outputs.values())
     decoded = [rows for _, rows in passes]
     assert needed <= sum(decoded) <= needed + 4 * RESPONSE
     assert min(decoded) == 4
     assert max(decoded) == 8
+
+
+def test_passes_compute_few_different_numbers_of_rows_and_few_that_nobody_reads():
+    rows = {count: native_rollout.rows_of_pass(count) for count in range(1, 1025)}
+    assert all(max(4, count) <= found < max(2 * count, count + 16, 5) for count, found in rows.items())
+    assert sorted(set(rows.values())) == [4, 8, *range(16, 1025, 16)]
 
 
 def test_weights_are_the_modules_own_and_an_update_is_seen_at_once(prompts):

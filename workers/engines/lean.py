@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from workers.engines.products import is_product, product
+from workers.engines.products import is_product, product, product_with
 
 ROTARY = "apply_rotary_pos_emb"
 """What transformers calls the function that turns queries and keys, in every file that has one."""
 
 
+FEW_ROWS = 1024
+"""Rows that are transposed at a time for a weight's gradient: they stay in the cache."""
 FEWEST_PRODUCTS = 2**19
 """Multiplications of a pass below which a linear layer is left to torch, whose calls are shorter."""
 
@@ -49,13 +51,21 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_states = product(grad_flat, weight.t()).view(*grad.shape[:-1], -1)
         if ctx.needs_input_grad[1]:
-            if grad_flat.shape[1] <= flat.shape[1]:
-                grad_weight = product(grad_flat.t().contiguous(), flat.t())
-            else:
-                grad_weight = product(flat.t().contiguous(), grad_flat.t()).t().contiguous()
+            grad_weight = _outer(grad_flat, flat)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_flat.sum(dim=0)
         return grad_states, grad_weight, grad_bias
+
+
+def _outer(grad: Tensor, states: Tensor) -> Tensor:
+    """grad.t() @ states, some rows at a time; of the two the narrower is transposed in memory."""
+    narrow, wide = (grad, states) if grad.shape[1] <= states.shape[1] else (states, grad)
+    total: Tensor | None = None
+    for few, many in zip(narrow.split(FEW_ROWS), wide.split(FEW_ROWS), strict=True):
+        few = few.t().contiguous()
+        total = product(few, many.t()) if total is None else product_with("add", total, few, many.t())
+    assert total is not None
+    return total if narrow is grad else total.t().contiguous()
 
 
 class _RmsNorm(torch.autograd.Function):

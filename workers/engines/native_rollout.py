@@ -49,6 +49,8 @@ from workers.weights import Fingerprint
 
 MIN_ROWS = 4
 """Fewest rows of a forward pass: a linear layer's bits change at 1 to 3 rows."""
+FEW_ROWS = 16
+"""Rows of a pass are whole multiples of this from here on: oneDNN builds kernels for every number of them."""
 PREFILL_PROMPTS = 64
 """Most distinct prompts of one prefill pass, to bound its memory."""
 
@@ -222,7 +224,7 @@ class _Generation:
         """One pass over the distinct prompts of the group; samples of one prompt share it."""
         index = {prompt: i for i, prompt in enumerate(dict.fromkeys(self.prompts[r] for r in group))}
         sources = torch.tensor([index[self.prompts[r]] for r in group], device=self.device)
-        prompts = [*index, *[(0,)] * (MIN_ROWS - len(index))]
+        prompts = [*index, *[(0,)] * (rows_of_pass(len(index)) - len(index))]
         width = prefill_width(max(map(len, prompts)), self.engine.limits.prompt_width)
         self.cache.fit(max(1 + width, self.longest + 2), self.num_active)
         logits = self.forward.prefill(prompts, width, sources, self.num_active)
@@ -232,8 +234,8 @@ class _Generation:
         self._append(slots, logits[sources])
 
     def _decode(self) -> None:
-        """One more token for slots 0..num_active-1; those beyond, up to `MIN_ROWS`, compute what nobody reads."""
-        requests = self.request_of_slot[: max(MIN_ROWS, self.num_active)]
+        """One more token for slots 0..num_active-1; those beyond, up to a round number, compute what nobody reads."""
+        requests = self.request_of_slot[: rows_of_pass(self.num_active)]
         steps = np.maximum(self.lengths[requests] - 1, 0)
         positions = self.prompt_lengths[requests] + steps
         self.longest = int(positions[: self.num_active].max())
@@ -287,6 +289,13 @@ class _Generation:
             self.cache.move(*(torch.from_numpy(slots).to(self.device) for slots in (movers, gaps)))
             self.request_of_slot[gaps] = self.request_of_slot[movers]
         self.num_active = left
+
+
+def rows_of_pass(count: int) -> int:
+    """The round number of rows, at least `MIN_ROWS`, that a pass over `count` of them computes: few different ones."""
+    if count <= FEW_ROWS:
+        return max(MIN_ROWS, 1 << (count - 1).bit_length())
+    return -(-count // FEW_ROWS) * FEW_ROWS
 
 
 def _check_model(config: Any, width: int) -> None:
