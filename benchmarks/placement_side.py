@@ -22,6 +22,8 @@ from typing import Any
 from verl_like import Dispatch, Worker, register
 
 NUM_PROMPTS = 64
+NUM_STEPS = 20
+"""Of a run whose median step counts: the first ones of new processes take memory that the machine has not used yet."""
 
 
 def overrides(folder: Path, run_folder: str, *more: str) -> list[str]:
@@ -57,8 +59,8 @@ def median(lines: list[dict[str, float]], name: str) -> float:
 
 def split(folder: Path) -> dict[str, float]:
     """Two pools of one core each: the update phase beside what actor and critic take alone on one core."""
-    lines, _ = steps_of(folder, 8, "placement=split", "trainer.n_gpus_per_node=2")
-    alone, _ = steps_of(folder, 8, "placement=colocate", "trainer.n_gpus_per_node=1")
+    lines, _ = steps_of(folder, NUM_STEPS, "placement=split", "trainer.n_gpus_per_node=2")
+    alone, _ = steps_of(folder, NUM_STEPS, "placement=colocate", "trainer.n_gpus_per_node=1")
     actor, critic = median(alone, "timing_s/update_actor"), median(alone, "timing_s/update_critic")
     return {
         "update_s": median(lines, "timing_s/update"),
@@ -72,7 +74,7 @@ def split(folder: Path) -> dict[str, float]:
 
 def colocate(folder: Path) -> dict[str, float]:
     """One pool of two processes: the same cores as `split`."""
-    lines, _ = steps_of(folder, 8, "placement=colocate", "trainer.n_gpus_per_node=2")
+    lines, _ = steps_of(folder, NUM_STEPS, "placement=colocate", "trainer.n_gpus_per_node=2")
     return {"step_s": median(lines, "timing_s/step")}
 
 
