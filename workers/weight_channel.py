@@ -1,4 +1,7 @@
-"""The wire between processes that do not share weights: a private gloo group of one sender and all receivers.
+"""The wire between processes that do not share weights: private groups of one sender and all receivers.
+
+What is agreed on travels over gloo, and so do the buckets, unless every rank has a card of its own: then they go from
+card to card over nccl, and gloo carries the rest.
 
 `weight_sync` opens a channel per sync and drops it after: a restarted engine simply joins the next one. Only the store
 that they meet on stays. Tensors travel whole in buckets of at most `bucket_mb` (one that is larger alone), as they are:
@@ -14,9 +17,10 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,28 +60,31 @@ def join_store(address: str) -> dist.TCPStore:
 class Channel:
     """This process's end; rank 0 sends, ranks 1..num_receivers receive."""
 
-    def __init__(self, store: dist.Store, rank: int, num_receivers: int) -> None:
-        self.rank = rank
+    def __init__(self, store: dist.Store, rank: int, num_receivers: int, device: torch.device) -> None:
+        self.rank, self.device = rank, device
         self.corrupt: list[str] = []
         self.num_bytes = 0
         self.hashing = Hashing()
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-        _meet(store, rank, num_receivers)
+        own_cards = _meet(store, rank, num_receivers, card_of(device))
         with _explained("the group of sender and receivers did not form"):
-            store = dist.PrefixStore("weights", store)
-            self._group = dist.ProcessGroupGloo(store, rank, num_receivers + 1, FORM_TIMEOUT)
+            own = dist.PrefixStore("weights", store)
+            self._group = dist.ProcessGroupGloo(own, rank, num_receivers + 1, FORM_TIMEOUT)
+            self._cards = (
+                group_of_cards(dist.PrefixStore("cards", store), rank, num_receivers + 1) if own_cards else None
+            )
 
     def send(self, tensors: NamedTensors, bucket_mb: float) -> None:
         """Broadcast all tensors; a tensor larger than a bucket travels alone, from where it is."""
         travelling = None
         for number, (held, payload) in enumerate(self._buckets(tensors, int(bucket_mb * 2**20))):
             if travelling is not None:
-                _wait(travelling)
+                travelling()
             self._announce(payload.numel(), {"number": number, "tensors": held})
-            travelling = self._start_broadcast(payload)
+            travelling = self._start_bucket(payload)
             self.num_bytes += payload.numel()
         if travelling is not None:
-            _wait(travelling)
+            travelling()
         self._announce(END, {})
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
@@ -85,15 +92,15 @@ class Channel:
         number, before = 0, None
         while True:
             size, held = self._next_announcement()
-            payload, work = None, None
+            payload, travelling = None, None
             if size != END:
                 payload = self._room(number % 2, size)
-                work = self._start_broadcast(payload)
+                travelling = self._start_bucket(payload)
             if before is not None:
                 yield from self._verified(*before)
-            if payload is None or work is None:
+            if payload is None or travelling is None:
                 return
-            _wait(work)
+            travelling()
             self.num_bytes += size
             number, before = number + 1, (number, payload, held)
 
@@ -115,8 +122,9 @@ class Channel:
             yield name, _aligned(piece, dtype).view(dtype).reshape(shape)
 
     def close(self) -> None:
-        """Let go of the group, in a thread of its own: gloo takes 20 ms to stop its threads."""
-        threading.Thread(target=vars(self).pop, args=("_group", None)).start()
+        """Let go of the groups, in a thread of its own: gloo takes 20 ms to stop its threads."""
+        own = vars(self)
+        threading.Thread(target=lambda: (own.pop("_cards", None), own.pop("_group", None))).start()
 
     def all_agree(self, ok: bool) -> bool:
         """Whether every rank, the sender included, says ok."""
@@ -173,24 +181,55 @@ class Channel:
         held: dict[str, Any] = json.loads(text.numpy().tobytes()) if whole else {}
         return size, held
 
+    def _start_bucket(self, payload: Tensor) -> Callable[[], None]:
+        """Begin to broadcast these bytes; what is returned waits until they are there."""
+        if self._cards is None:
+            return partial(_wait, self._start_broadcast(payload))
+        on_card = torch.empty_like(payload, device=self.device)
+        if self.rank == 0:
+            on_card.copy_(payload)
+        work = self._start_broadcast(on_card, self._cards)
+
+        def finish() -> None:
+            _wait(work)
+            if self.rank != 0:
+                payload.copy_(on_card)
+
+        return finish
+
     def _broadcast(self, tensor: Tensor) -> None:
         _wait(self._start_broadcast(tensor))
 
-    def _start_broadcast(self, tensor: Tensor) -> dist.Work:
+    def _start_broadcast(self, tensor: Tensor, group: Any = None) -> dist.Work:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, TRANSFER_TIMEOUT
         with _explained("a broadcast could not begin"):
-            return self._group.broadcast([tensor], options)
+            work: dist.Work = (group or self._group).broadcast([tensor], options)
+            return work
 
 
-def _meet(store: dist.Store, rank: int, num_receivers: int) -> None:
-    """Wait until every rank is there; the sender names those that are not."""
+def card_of(device: torch.device) -> str:
+    """A name that no other card has; none on a CPU, or without nccl."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
+    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
+
+
+def group_of_cards(store: dist.Store, rank: int, size: int) -> Any:
+    """The group that buckets travel over where every rank has a card of its own, which nccl asks for."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TRANSFER_TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _meet(store: dist.Store, rank: int, num_receivers: int, card: str) -> bool:
+    """Wait until every rank is there; the sender names those that are not. Whether each has a card of its own."""
     with _explained("cannot reach the sender's store"):
-        store.set(f"joined/{rank}", "yes")
+        store.set(f"joined/{rank}", card or "no card")
     if rank != 0:
         with _explained("the sender waited in vain for another rollout rank, or is gone itself"):
             store.wait(["complete"], FORM_TIMEOUT)
-        return
+            return bool(store.get("complete") == b"own cards")
     keys = {f"joined/{other}": other for other in range(1, num_receivers + 1)}
     try:
         store.wait(list(keys), FORM_TIMEOUT)
@@ -200,7 +239,10 @@ def _meet(store: dist.Store, rank: int, num_receivers: int) -> None:
             f"weight sync: waited {FORM_TIMEOUT.total_seconds():.0f} s for {absent}: not there. "
             "Is that worker alive, and not busy with another call?"
         ) from error
-    store.set("complete", "yes")
+    cards = [card, *(store.get(key).decode() for key in keys)]
+    own_cards = bool(card) and "no card" not in cards and len(set(cards)) == len(cards)
+    store.set("complete", "own cards" if own_cards else "yes")
+    return own_cards
 
 
 def _wait(work: dist.Work) -> None:

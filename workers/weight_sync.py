@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -65,9 +66,10 @@ class _HasFullTensors(Protocol):
 
 
 class WeightSender:
-    """Mixed into the actor's worker: the sending side between processes. Needs `self.rank` and `self.engine`."""
+    """Mixed into the actor's worker: the sending side between processes. Needs `rank`, `device` and `engine`."""
 
     rank: int
+    device: torch.device
     engine: _HasFullTensors
     _weight_store: tuple[dist.TCPStore, str] | None = None
     _num_channels = 0
@@ -89,7 +91,7 @@ class WeightSender:
             if self._weight_store is None:
                 return SyncReport()
             store = dist.PrefixStore(str(self._num_channels), self._weight_store[0])
-            with closing(Channel(store, 0, num_receivers)) as channel:
+            with closing(Channel(store, 0, num_receivers, self.device)) as channel:
                 channel.send(tensors, bucket_mb)
                 agreed = channel.all_agree(True)
         except WeightSyncError as error:
@@ -101,10 +103,11 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Mixed into the rollout's worker: the receiving side. Needs `self.rank`, `self.world_size` and `self.engine`."""
+    """Mixed into the rollout's worker: the receiving side. Needs `rank`, `world_size`, `device` and `engine`."""
 
     rank: int
     world_size: int
+    device: torch.device
     engine: RolloutEngine
     _joined_store: tuple[dist.TCPStore, str] | None = None
 
@@ -113,7 +116,8 @@ class WeightReceiver:
         """Load what actor rank 0 sends; the version flips if every rank has verified its copy."""
         problems: list[str] = []
         try:
-            with closing(Channel(self._store_of(address), self.rank + 1, self.world_size)) as channel:
+            store = self._store_of(address)
+            with closing(Channel(store, self.rank + 1, self.world_size, self.device)) as channel:
                 tensors = channel.receive()
                 try:
                     self.engine.load_weights(tensors)

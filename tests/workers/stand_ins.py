@@ -8,6 +8,8 @@ from torch import nn
 from workers.weight_sync import WeightReceiver, WeightSender
 from workers.weights import WeightSink
 
+CPU = torch.device("cpu")
+
 
 class TiedModel(nn.Module):
     """Weights of several shapes and dtypes, one of them tied, one of them a scalar."""
@@ -54,12 +56,13 @@ class PlainEngine:
 
 class Sender(WeightSender):
     def __init__(self, rank=0):
-        self.rank, self.engine = rank, PlainTrainer(0)
+        self.rank, self.device, self.engine = rank, CPU, PlainTrainer(0)
 
 
 class Receiver(WeightReceiver):
     def __init__(self, rank=0, world_size=1):
-        self.rank, self.world_size, self.engine = rank, world_size, PlainEngine(10 + rank)
+        self.rank, self.world_size, self.device = rank, world_size, CPU
+        self.engine = PlainEngine(10 + rank)
 
 
 class Group:

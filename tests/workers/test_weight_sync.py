@@ -202,14 +202,54 @@ def refused(actor, rollout, words):
 def test_a_flipped_bit_is_caught_and_no_version_flips(actor, rollout, monkeypatch):
     start = weight_channel.Channel._start_broadcast
 
-    def flip(channel, tensor):
+    def flip(channel, tensor, *group):
         if tensor.dtype == torch.uint8 and tensor.numel() > 5000 and channel.rank == 0:
             tensor = tensor.clone()
             tensor[700] ^= 16
-        return start(channel, tensor)
+        return start(channel, tensor, *group)
 
     monkeypatch.setattr(weight_channel.Channel, "_start_broadcast", flip)
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
+    cards_of(monkeypatch, iter(["a/0", "a/1", "b/0"]))
+    refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
+
+
+def cards_of(monkeypatch, cards):
+    """Ranks believe that these are their cards; sizes of what travels over the group that stands for nccl's."""
+    sizes = []
+
+    class Cards:
+        def __init__(self, store, rank, size):
+            self.rank, self.gloo = rank, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+
+        def broadcast(self, tensors, options):
+            if self.rank == 0:
+                sizes.append(tensors[0].numel())
+            return self.gloo.broadcast(tensors, options)
+
+    monkeypatch.setattr(weight_channel, "card_of", lambda device: next(cards))
+    monkeypatch.setattr(weight_channel, "group_of_cards", Cards)
+    return sizes
+
+
+def test_buckets_go_from_card_to_card_where_every_rank_has_its_own(actor, rollout, monkeypatch):
+    sizes = cards_of(monkeypatch, iter(["a/0", "a/1", "b/0"] * 2))
+    for version in range(2):
+        train(actor)
+        sync_weights(actor, rollout, version, bucket_mb=0.001)
+        assert checksums(rollout) == checksums(actor)[:1] * 2
+        assert versions(rollout) == [version, version]
+    total = sum(p.numel() * p.element_size() for p in actor.workers[0].engine.module.parameters())
+    assert len(sizes) > 4
+    assert sum(sizes) == 2 * total
+
+
+@pytest.mark.parametrize("cards", [["a/0", "a/0", "a/1"], ["a/0", "", "a/1"], ["", "a/0", "a/1"], ["", "", ""]])
+def test_a_shared_card_or_none_leaves_all_to_gloo(actor, rollout, monkeypatch, cards):
+    sizes = cards_of(monkeypatch, iter(cards))
+    sync_weights(actor, rollout, 1)
+    assert checksums(rollout) == checksums(actor)[:1] * 2
+    assert not sizes
 
 
 def buckets_through(monkeypatch, change):
@@ -277,11 +317,11 @@ def test_a_bucket_out_of_turn_is_caught(actor, rollout, monkeypatch):
 def test_a_flipped_bit_in_what_a_bucket_is_said_to_hold_is_caught(actor, rollout, monkeypatch):
     start = weight_channel.Channel._start_broadcast
 
-    def flip(channel, tensor):
+    def flip(channel, tensor, *group):
         if channel.rank == 0 and tensor.dtype == torch.uint8 and b'"layer.bias"' in tensor.numpy().tobytes():
             tensor = tensor.clone()
             tensor[20] ^= 2
-        return start(channel, tensor)
+        return start(channel, tensor, *group)
 
     monkeypatch.setattr(weight_channel.Channel, "_start_broadcast", flip)
     refused(actor, rollout, "5 missing: .*transfer: 1 corrupt: what bucket 0 is said to hold")
