@@ -1,7 +1,11 @@
 """One side of the GRPO comparison, in a process of its own; `bench_ppo.py` runs both.
 
-    python benchmarks/grpo_side.py make FOLDER              the model and the prompts, for both sides
-    python benchmarks/grpo_side.py ours|trl FOLDER fixed|tailed STEPS     prints the mean reward of every step as JSON
+    python benchmarks/grpo_side.py make FOLDER                                  the model and prompts, for both sides
+    python benchmarks/grpo_side.py ours|trl FOLDER fixed|tailed STEPS [SEED]    the mean reward of every step
+    python benchmarks/grpo_side.py gradient FOLDER fixed|tailed STEP            how far TRL's gradient is from ours
+
+prints JSON. `gradient` runs our side up to that step and asks TRL for the gradient of its samples at its weights; the
+Python is that of an environment which has both.
 
 `fixed`: every response runs to 32 tokens, because the end-of-sequence token is none that the model can say. `tailed`: a
 random model ends a response at any token alike, so lengths have a long tail, of 256 tokens at most.
@@ -51,7 +55,7 @@ def make(folder: Path) -> None:
     (folder / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def ours(folder: Path, kind: str, steps: int) -> list[float]:
+def ours(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
     """`backend=local`: the command line's own way in."""
     from trainer import load_config, run
 
@@ -68,6 +72,7 @@ def ours(folder: Path, kind: str, steps: int) -> list[float]:
             f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
             "algorithm.adv_estimator=grpo",
             f"trainer.total_training_steps={steps}",
+            f"trainer.seed={seed}",
             f"trainer.default_local_dir={run_folder}",
         ]
         run(load_config(overrides))
@@ -81,29 +86,77 @@ def share_of_letter(completions: list[Any], letter: list[str], **_: Any) -> list
     return [text.count(wanted) / max(len(text), 1) for text, wanted in zip(texts, letter, strict=True)]
 
 
-def trl(folder: Path, kind: str, steps: int) -> list[float]:
+def trl_trainer(folder: Path, kind: str, steps: int, seed: int, run_folder: str) -> Any:
     """TRL's trainer at its fastest here: one generation and one forward and backward pass over the whole batch."""
     from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
+    config = GRPOConfig(
+        output_dir=run_folder, max_steps=steps, per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
+        num_generations=NUM_SAMPLES, max_completion_length=WIDTHS[kind], learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant", weight_decay=0.01, max_grad_norm=1.0, beta=0.0, loss_type="bnpo",
+        temperature=1.0, gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
+        logging_steps=1, report_to=[], disable_tqdm=True, seed=seed,
+    )  # fmt: skip
+    return GRPOTrainer(
+        model=str(folder / kind),
+        reward_funcs=share_of_letter,
+        args=config,
+        train_dataset=load_dataset("json", data_files=str(folder / "train.jsonl"), split="train"),
+        processing_class=AutoTokenizer.from_pretrained(folder / kind, padding_side="left"),
+    )
+
+
+def trl(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
+    """What TRL logs of its rewards."""
     with tempfile.TemporaryDirectory() as run_folder:
-        config = GRPOConfig(
-            output_dir=run_folder, max_steps=steps, per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
-            num_generations=NUM_SAMPLES, max_completion_length=WIDTHS[kind], learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant", weight_decay=0.01, max_grad_norm=1.0, beta=0.0, loss_type="bnpo",
-            temperature=1.0, gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
-            logging_steps=1, report_to=[], disable_tqdm=True, seed=1,
-        )  # fmt: skip
-        trainer = GRPOTrainer(
-            model=str(folder / kind),
-            reward_funcs=share_of_letter,
-            args=config,
-            train_dataset=load_dataset("json", data_files=str(folder / "train.jsonl"), split="train"),
-            processing_class=AutoTokenizer.from_pretrained(folder / kind, padding_side="left"),
-        )
+        trainer = trl_trainer(folder, kind, steps, seed, run_folder)
         trainer.train()
     return [line["reward"] for line in trainer.state.log_history if "reward" in line]
+
+
+def gradient(folder: Path, kind: str, step: int) -> dict[str, float]:
+    """Our run up to a step, then TRL's loss of that step's samples at that step's weights, and both gradients."""
+    import torch
+
+    from workers.engines import fsdp
+
+    batches, weights, grads = [], [], []
+    update, guarded_step = fsdp.TrainEngine.update, fsdp.guarded_step
+
+    def noting_update(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        batches.append(data.batch)
+        return update(self, data, *args, **kwargs)
+
+    def noting_step(optimizer: Any, parameters: Any, clip: float) -> Any:
+        weights.append([parameter.detach().clone() for parameter in parameters])
+        grads.append([parameter.grad.clone() for parameter in parameters])
+        return guarded_step(optimizer, parameters, clip)
+
+    fsdp.TrainEngine.update, fsdp.guarded_step = noting_update, noting_step  # type: ignore[method-assign]
+    rewards = ours(folder, kind, step)
+    batch = batches[-1]
+    prompt_width = batch["input_ids"].shape[1] - batch["responses"].shape[1]
+    with tempfile.TemporaryDirectory() as run_folder:
+        trainer = trl_trainer(folder, kind, 1, 1, run_folder)
+    for parameter, weight in zip(trainer.model.parameters(), weights[-1], strict=True):
+        parameter.data.copy_(weight)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = {
+        "prompt_ids": batch["input_ids"][:, :prompt_width],
+        "prompt_mask": batch["attention_mask"][:, :prompt_width],
+        "completion_ids": batch["responses"],
+        "completion_mask": batch["response_mask"],
+        "advantages": batch["advantages"][:, 0],
+        "num_items_in_batch": batch["response_mask"].sum(),
+    }
+    trainer._compute_loss(trainer.model, inputs).backward()
+    theirs = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+    own = torch.cat([grad.flatten() for grad in grads[-1]])
+    distance = float((theirs - own).norm() / theirs.norm())
+    return {"step": step, "reward": rewards[-1], "trl_norm": float(theirs.norm()), "relative_distance": distance}
 
 
 def main() -> None:
@@ -116,8 +169,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         make(folder)
         return
-    side = {"ours": ours, "trl": trl}[what]
-    print(json.dumps(side(folder, sys.argv[3], int(sys.argv[4]))))
+    side: Any = {"ours": ours, "trl": trl, "gradient": gradient}[what]
+    print(json.dumps(side(folder, sys.argv[3], *map(int, sys.argv[4:]))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 import math
+import os
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from verl_like.errors import ConfigError
 from workers.actor import ActorWorker
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
 from workers.critic import CriticWorker
-from workers.engines import sharding
+from workers.engines import lean, sharding
 from workers.engines.fsdp import INPUTS, TrainEngine
 from workers.engines.optim import guarded_step, lr_factor
 from workers.losses import LOSS_AGG_MODES
@@ -48,11 +49,13 @@ def tiny_actor(tiny_dir, **actor):
 def on_ranks(tiny_dir, num_rows, fsdp_size=-1, is_large=False):
     """What every rank sees of gradients, log-probs, and an update of two mini-batches or one (odd rows).
 
-    An `is_large` model has a unit of FSDP2 for each of its layers. Several ranks take a row at a time, so that a
-    mini-batch is several passes.
+    An `is_large` model has a unit of FSDP2 for each of its layers. Several ranks, each a process of its own, take a row
+    at a time, so that a mini-batch is several passes; and they multiply through oneDNN, where one leaves it to torch.
     """
     if is_large:
         sharding.SMALL_ELEMENTS = 0
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        lean.FEWEST_PRODUCTS = 1
     config = tiny_config(
         tiny_dir,
         entropy_coeff=0.01,

@@ -32,7 +32,7 @@ def model_of(config_name, folder):
 
 
 @pytest.mark.parametrize("family", ["Qwen2Config", "Qwen3Config", "LlamaConfig", "GemmaConfig"])
-@pytest.mark.parametrize("fewest_products", [0, 2**40])
+@pytest.mark.parametrize("fewest_products", [1, 2**40])
 def test_an_update_in_few_passes_has_the_gradients_of_the_models_own_code(
     tmp_path, monkeypatch, family, fewest_products
 ):

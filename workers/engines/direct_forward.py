@@ -1,9 +1,9 @@
 """The forward pass of Llama-shaped models from the module's own weights, in few operations. For `native_rollout`.
 
 A small step through transformers' modules costs more in calls than in arithmetic. `DirectForward` does the same sums on
-the same tensors (nothing is copied). `is_llama_shaped` says which modules it
-understands; `agrees` compares the two passes on a few tokens, once per engine. Everything else, LoRA layers and hooked
-or patched modules too, decodes by `ModuleForward`.
+the same tensors (nothing is copied), on CPUs by oneDNN's products. `is_llama_shaped` says which modules it understands;
+`agrees` compares the two passes on a few tokens, once per engine. Everything else, LoRA layers and hooked or patched
+modules too, decodes by `ModuleForward`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Norm:
     def __call__(self, states: Tensor) -> Tensor:
         size = torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=torch.float32)
         torch.addcmul(self.epsilon, size, size, value=1 / states.shape[-1], out=size).sqrt_()
-        return torch.div(states, size.to(states.dtype)).mul_(self.weight)
+        return torch.div(states, size).to(states.dtype).mul_(self.weight)
 
 
 class _Layer:

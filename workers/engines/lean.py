@@ -41,7 +41,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
         ctx.save_for_backward(flat, weight)
-        return product(flat, weight, bias).view(*states.shape[:-1], -1)
+        result: Tensor = torch.ops.aten._unsafe_view(product(flat, weight, bias), [*states.shape[:-1], len(weight)])
+        return result  # no view in autograd's eyes: FSDP2 hangs its hooks on it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
