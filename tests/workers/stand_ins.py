@@ -2,11 +2,13 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import nn
 
-from workers.weight_sync import WeightReceiver, WeightSender
-from workers.weights import WeightSink
+from verl_like.errors import WeightSyncError
+from workers.weight_sync import WeightReceiver, WeightSender, sync_weights
+from workers.weights import WeightSink, checksum_of
 
 CPU = torch.device("cpu")
 
@@ -110,3 +112,25 @@ class Results:
 
     def get(self, timeout=None):
         return [future.result(timeout) for future in self.futures]
+
+
+def checksums(group):
+    return [checksum_of(worker.engine.module.named_parameters()) for worker in group.workers]
+
+
+def versions(group):
+    return [worker.engine.version for worker in group.workers]
+
+
+def train(actor):
+    with torch.no_grad():
+        for worker in actor.workers:
+            for i, parameter in enumerate(worker.engine.module.parameters()):
+                parameter += 1 + i
+
+
+def refused(actor, rollout, words):
+    """A sync is, with these words, and flips no version."""
+    with pytest.raises(WeightSyncError, match=words):
+        sync_weights(actor, rollout, 5)
+    assert versions(rollout) == [None, None]
