@@ -2,10 +2,9 @@
 
     python benchmarks/grpo_side.py make FOLDER                                  the model and prompts, for both sides
     python benchmarks/grpo_side.py ours|trl FOLDER fixed|tailed STEPS [SEED]    the mean reward of every step
-    python benchmarks/grpo_side.py gradient FOLDER fixed|tailed STEP            how far TRL's gradient is from ours
+    python benchmarks/grpo_side.py replay FOLDER fixed|tailed STEPS             how far TRL's weights go from ours
 
-prints JSON. `gradient` runs our side up to that step and asks TRL for the gradient of its samples at its weights; the
-Python is that of an environment which has both.
+prints JSON. `replay` gives the samples of our run to TRL's loss and optimizer; its Python must have both sides.
 
 `fixed`: every response runs to 32 tokens, because the end-of-sequence token is none that the model can say. `tailed`: a
 random model ends a response at any token alike, so lengths have a long tail, of 256 tokens at most.
@@ -116,47 +115,59 @@ def trl(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
     return [line["reward"] for line in trainer.state.log_history if "reward" in line]
 
 
-def gradient(folder: Path, kind: str, step: int) -> dict[str, float]:
-    """Our run up to a step, then TRL's loss of that step's samples at that step's weights, and both gradients."""
+def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
+    """Our run, then TRL's loss and optimizer on our samples, step by step: how far its weights are from ours.
+
+    A distance is a share of the way that our weights have gone since the first step.
+    """
     import torch
 
     from workers.engines import fsdp
 
-    batches, weights, grads = [], [], []
+    batches: list[Any] = []
+    weights: list[list[torch.Tensor]] = []
     update, guarded_step = fsdp.TrainEngine.update, fsdp.guarded_step
 
     def noting_update(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        batches.append(data.batch)
+        batches.append({name: column.clone() for name, column in data.batch.items()})
         return update(self, data, *args, **kwargs)
 
-    def noting_step(optimizer: Any, parameters: Any, clip: float) -> Any:
+    def noting_step(optimizer: Any, parameters: Any, clip: float) -> float:
+        if not weights:
+            weights.append([parameter.detach().clone() for parameter in parameters])
+        norm = guarded_step(optimizer, parameters, clip)
         weights.append([parameter.detach().clone() for parameter in parameters])
-        grads.append([parameter.grad.clone() for parameter in parameters])
-        return guarded_step(optimizer, parameters, clip)
+        return norm
 
     fsdp.TrainEngine.update, fsdp.guarded_step = noting_update, noting_step  # type: ignore[method-assign]
-    rewards = ours(folder, kind, step)
-    batch = batches[-1]
-    prompt_width = batch["input_ids"].shape[1] - batch["responses"].shape[1]
+    rewards = ours(folder, kind, steps)
     with tempfile.TemporaryDirectory() as run_folder:
-        trainer = trl_trainer(folder, kind, 1, 1, run_folder)
-    for parameter, weight in zip(trainer.model.parameters(), weights[-1], strict=True):
-        parameter.data.copy_(weight)
+        trainer = trl_trainer(folder, kind, steps, 1, run_folder)
+    trainer.create_optimizer()
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    inputs = {
-        "prompt_ids": batch["input_ids"][:, :prompt_width],
-        "prompt_mask": batch["attention_mask"][:, :prompt_width],
-        "completion_ids": batch["responses"],
-        "completion_mask": batch["response_mask"],
-        "advantages": batch["advantages"][:, 0],
-        "num_items_in_batch": batch["response_mask"].sum(),
-    }
-    trainer._compute_loss(trainer.model, inputs).backward()
-    theirs = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
-    own = torch.cat([grad.flatten() for grad in grads[-1]])
-    distance = float((theirs - own).norm() / theirs.norm())
-    return {"step": step, "reward": rewards[-1], "trl_norm": float(theirs.norm()), "relative_distance": distance}
+    parameters, distances = list(trainer.model.parameters()), []
+    for batch, reached in zip(batches, weights[1:], strict=True):
+        prompts = slice(batch["input_ids"].shape[1] - batch["responses"].shape[1])
+        inputs = {
+            "prompt_ids": batch["input_ids"][:, prompts],
+            "prompt_mask": batch["attention_mask"][:, prompts],
+            "completion_ids": batch["responses"],
+            "completion_mask": batch["response_mask"],
+            "advantages": batch["advantages"][:, 0],
+            "num_items_in_batch": batch["response_mask"].sum(),
+        }
+        trainer._compute_loss(trainer.model, inputs).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
+        trainer.optimizer.step()
+        trainer.model.zero_grad()
+        distances.append(distance(parameters, reached) / distance(weights[0], reached))
+    return {"rewards": rewards, "relative_distance": distances}
+
+
+def distance(weights: Any, others: Any) -> float:
+    """Between two lists of tensors, as vectors."""
+    return sum(float((one.detach() - other).square().sum()) for one, other in zip(weights, others, strict=True)) ** 0.5
 
 
 def main() -> None:
@@ -169,7 +180,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         make(folder)
         return
-    side: Any = {"ours": ours, "trl": trl, "gradient": gradient}[what]
+    side: Any = {"ours": ours, "trl": trl, "replay": replay}[what]
     print(json.dumps(side(folder, sys.argv[3], *map(int, sys.argv[4:]))))
 
 
