@@ -193,6 +193,7 @@ def response_columns(
     rows = len(prompts)
     responses = torch.full((rows, width), pad, dtype=torch.long)
     log_probs = torch.zeros((rows, width))
+    optional = {"rollout_truncated_log_probs": torch.zeros((rows, width))} if truncated else {}
     versions = torch.zeros((rows, width), dtype=torch.int32)
     lengths = torch.zeros(rows, dtype=torch.long)
     for row, output in enumerate(outputs):
@@ -200,11 +201,8 @@ def response_columns(
         responses[row, :count] = output.tokens
         log_probs[row, :count] = output.log_probs
         versions[row, :count] = output.versions
-    drawn_from = {}
-    if truncated:
-        drawn_from["rollout_truncated_log_probs"] = column = torch.zeros((rows, width))
-        for row, output in enumerate(outputs):
-            column[row, : lengths[row]] = output.truncated_log_probs
+        for column in optional.values():
+            column[row, :count] = output.truncated_log_probs
     columns = torch.arange(width)
     response_mask = (columns < lengths[:, None]).long()
     positions = data.batch["position_ids"]
@@ -217,5 +215,5 @@ def response_columns(
         "response_mask": response_mask,
         "rollout_log_probs": log_probs,
         "token_versions": versions,
-        **drawn_from,
+        **optional,
     }

@@ -55,7 +55,7 @@ class _Sample:
         self.finish_reason = ""
         if request.partial is not None:
             self.tokens = request.partial.tokens.tolist()
-            self.log_probs = request.partial.all_log_probs()[:, : sampling.num_log_probs].tolist()
+            self.log_probs = request.partial.log_probs_for(sampling).tolist()
             self.versions = request.partial.versions.tolist()
 
     def run(self) -> Output:

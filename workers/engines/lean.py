@@ -139,11 +139,9 @@ _rotated: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotated.apply
 def _linear(module: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
     weight, bias = module.weight, module.bias
     fits = input.dtype == weight.dtype and not torch.is_autocast_enabled(input.device.type)
-    if not fits or isinstance(weight, DTensor) or not is_product(weight):
-        return functional.linear(input, weight, bias)
-    if input.numel() * len(weight) < FEWEST_PRODUCTS:
-        return functional.linear(input, weight, bias)
-    return _product(input, weight, bias)
+    is_plain = is_product(weight) and not isinstance(weight, DTensor)
+    is_worth_it = input.numel() * len(weight) >= FEWEST_PRODUCTS
+    return (_product if fits and is_plain and is_worth_it else functional.linear)(input, weight, bias)
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:

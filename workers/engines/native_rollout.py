@@ -194,7 +194,7 @@ class _Generation:
             if request.partial is not None:
                 self.forced[index] = length = len(request.partial.tokens)
                 self.tokens[index, :length] = request.partial.tokens
-                self.log_probs[index, :length] = request.partial.all_log_probs()[:, : self.sampling.num_log_probs]
+                self.log_probs[index, :length] = request.partial.log_probs_for(self.sampling)
                 self.versions[index, :length] = request.partial.versions
 
     def _start_over(self) -> None:

@@ -96,10 +96,10 @@ class Output:
     versions: Tensor
     truncated_log_probs: Tensor | None = None
 
-    def all_log_probs(self) -> Tensor:
+    def log_probs_for(self, sampling: SamplingParams) -> Tensor:
         """[tokens, kinds], as engines keep them."""
-        kinds = [self.log_probs] if self.truncated_log_probs is None else [self.log_probs, self.truncated_log_probs]
-        return torch.stack(kinds, dim=1)
+        kinds = [self.log_probs, self.truncated_log_probs][: sampling.num_log_probs]
+        return torch.stack([kind for kind in kinds if kind is not None], dim=1)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class _Generation:
             made = log_probs[index, : len(tokens)]
             versions = torch.full((len(tokens),), version, dtype=torch.int32)
             if request.partial is not None:
-                made[:start] = request.partial.all_log_probs()[:, : self.sampling.num_log_probs]
+                made[:start] = request.partial.log_probs_for(self.sampling)
                 versions[:start] = request.partial.versions
             reason = "stop" if self.stopped[index] else "length" if len(tokens) == self.sampling.max_tokens else finish
             results.append(output_of(tokens.long(), made, versions, reason))
