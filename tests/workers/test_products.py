@@ -1,5 +1,8 @@
 """oneDNN's products against torch's own, and that the bits of a row do not depend on its neighbours."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn.functional import linear, silu
@@ -51,3 +54,27 @@ def test_other_types_devices_and_builds_of_torch_are_left_to_torch(monkeypatch):
         assert not is_product(torch.ones(2, 2))
     finally:
         products._works.cache_clear()
+
+
+@pytest.mark.skipif(not is_product(torch.ones(2, 2)), reason="torch without oneDNN's operation")
+def test_kernels_that_are_not_used_again_are_forgotten():
+    """In a process of its own, as it looks at the whole heap: 900 kernels take 200 MiB where torch keeps them."""
+    code = """
+import ctypes, torch
+from workers.engines.products import KERNELS_KEPT, product
+
+class Heap(ctypes.Structure):  # glibc's mallinfo2
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena b c d mmapped f g used free keepcost".split()]
+
+heap = ctypes.CDLL(None).mallinfo2
+heap.restype = Heap
+torch.set_num_threads(1)
+states, weight = torch.ones(KERNELS_KEPT + 700, 32), torch.ones(32, 32)
+for rows in range(1, KERNELS_KEPT + 701):
+    if rows == KERNELS_KEPT:
+        before = heap().used
+    product(states[:rows], weight)
+print((heap().used - before) / 2**20)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 40

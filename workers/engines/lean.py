@@ -30,8 +30,8 @@ ROTARY = "apply_rotary_pos_emb"
 
 FEW_ROWS = 1024
 """Rows that are transposed at a time for a weight's gradient: they stay in the cache."""
-FEWEST_PRODUCTS = 2**19
-"""Multiplications of a pass below which a linear layer is left to torch, whose calls are shorter."""
+FEWEST_PRODUCTS = 2**24
+"""Multiplications below which a linear layer is left to torch: building a kernel for its rows would take longer."""
 
 
 class _Linear(torch.autograd.Function):

@@ -3,7 +3,7 @@
 Torch hands float32 products to MKL, which has its fastest kernels for one maker's processors: on others with 512-bit
 vectors oneDNN takes half the time. Its bits for a row do not depend on the other rows, from two rows on. The weights
 are read where they are; nothing is packed or copied. Every number of rows takes a kernel of its own, a third of a
-millisecond and half a MiB when it is first seen. `direct_forward` decodes with it, `lean` trains with it.
+millisecond and a quarter MiB when it is first seen. `direct_forward` decodes with it, `lean` trains with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")  # kernels kept; read when the first one is built
+KERNELS_KEPT = 256
+"""Kernels that a process keeps. Two caches hold them, oneDNN's own and torch's, and each would keep 1024."""
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # both are read when the first one is built
+    os.environ.setdefault(_name, str(KERNELS_KEPT))
 
 
 def is_product(weight: Tensor) -> bool:
