@@ -2,13 +2,15 @@
 
 PATH is the Python of an environment with TRL 1.16 and the same torch; without it only our own side is measured. Every
 side runs in a process of its own. A step's time is taken from outside: the wall of 25 steps less the wall of 5, over
-20, the two sides in turn, the median over rounds. Run it on an idle machine.
+20, the two sides in turn, the median over rounds. Every round has a seed of its own: a reward is the mean of them. Run
+it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -57,21 +59,24 @@ def ask(python: str, *arguments: str) -> tuple[Any, float]:
 
 
 def compare(folder: Path, kind: str, pythons: dict[str, str], rounds: int) -> dict[str, float]:
-    """Steps per second of every side, and the mean reward about step 20."""
+    """Steps per second of every side, and the mean reward about step 20, over the rounds' seeds."""
     seconds: dict[str, list[float]] = {side: [] for side in pythons}
-    reward: dict[str, float] = {}
-    for _ in range(rounds):
+    reward: dict[str, list[float]] = {side: [] for side in pythons}
+    for seed in range(1, rounds + 1):
         for side, python in pythons.items():
-            walls = {}
-            for steps in (5, 25):
-                rewards, walls[steps] = ask(python, str(HERE / "grpo_side.py"), side, str(folder), kind, str(steps))
-                reward[side] = statistics.mean(rewards[17:22]) if steps == 25 else 0.0
-            seconds[side].append((walls[25] - walls[5]) / 20)
+            run = (str(HERE / "grpo_side.py"), side, str(folder), kind)
+            _, short = ask(python, *run, "5", str(seed))
+            rewards, long = ask(python, *run, "25", str(seed))
+            reward[side].append(statistics.mean(rewards[17:22]))
+            seconds[side].append((long - short) / 20)
     figures = {f"{side}.step_s": statistics.median(times) for side, times in seconds.items()}
-    figures |= {f"{side}.reward_at_20": value for side, value in reward.items()}
+    figures |= {f"{side}.reward_at_20": statistics.mean(of) for side, of in reward.items()}
     if "trl" in pythons:
         figures["steps_per_s over trl"] = figures["trl.step_s"] / figures["ours.step_s"]
-        figures["reward_at_20 less trl"] = reward["ours"] - reward["trl"]
+        figures["reward_at_20 less trl"] = figures["ours.reward_at_20"] - figures["trl.reward_at_20"]
+        if rounds > 1:
+            errors = (statistics.variance(of) / rounds for of in reward.values())
+            figures["reward_at_20 less trl, standard error"] = math.sqrt(sum(errors))
     return figures
 
 
