@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_like.machine_memory import memory_gb
+from verl_like.machine import memory_gb, usable_cores
 from verl_like.terminal import fit, terminal_width
 
 if TYPE_CHECKING:
@@ -117,8 +117,7 @@ def _version(package: str) -> str | None:
 
 def check_machine() -> Iterator[Finding]:
     """CPUs, cards, memory, shared memory, disk."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("CPUs", f"{cpus}; roles on different pools overlap from 2 on")
+    yield Finding("CPUs", f"{usable_cores()}; roles on different pools overlap from 2 on")
     cards = ", ".join(_cards())
     if cards and (_version("torch") or "").endswith("+cpu"):
         what = f"{cards}, but torch is built for the CPU alone"

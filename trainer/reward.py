@@ -1,4 +1,4 @@
-"""Scores on the driver: responses are decoded here and scored in one process, which a deadline can kill.
+"""Scores on the driver: responses are decoded here and scored in processes that a deadline can kill.
 
 `trainer.ppo` calls:
 
@@ -16,10 +16,12 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from trainer.batch_columns import read_columns
 from trainer.config import PPOConfig
 from trainer.reward_process import LATE, VOTE, FunctionSpec, Outcome
 from verl_like.errors import ConfigError
+from verl_like.machine import usable_cores
 from verl_like.protocol import DataProto
 from workers.config import OverlongBufferConfig
 from workers.reward_functions import check_rules
@@ -38,6 +41,12 @@ logger = logging.getLogger(__name__)
 Sample = tuple[str, str, Any, dict[str, Any]]
 GRACE_S = 0.5
 """What a sample gets beyond its deadline before its process is killed: coroutines keep the deadline themselves."""
+MOST_PROCESSES = 8
+"""Processes that score a batch, where the machine has as many cores."""
+SLOW_S = 1.0
+"""A batch that is not done gets one process more whenever this time has passed."""
+MOST_AT_A_TIME = 64
+"""Samples that a process is asked for at once."""
 
 
 def make_reward_manager(config: PPOConfig, tokenizer: Any, data_sources: Iterable[str]) -> RewardManager:
@@ -176,7 +185,7 @@ class RewardManager:
         )
 
     def close(self) -> None:
-        """End the process."""
+        """End the processes."""
         self._thread.shutdown(cancel_futures=True)
         self._scorer.stop()
 
@@ -198,36 +207,95 @@ def overlong_punishment(lengths: Tensor, limit: int, buffer: OverlongBufferConfi
     return -excess.float() / buffer.len * buffer.penalty_factor
 
 
+class _Batch:
+    """The samples of one batch that nobody has asked for yet, and what has come of the others."""
+
+    def __init__(self, samples: list[Sample], seconds: float):
+        self.waiting = deque(enumerate(samples))
+        self.outcomes: list[Outcome] = [(None, {}, LATE)] * len(samples)
+        self.end = time.monotonic() + seconds
+        self._taking = Lock()
+
+    def take(self, shares: int | None) -> dict[int, Sample]:
+        """The next samples by their numbers: one of so many shares of the rest; None: all."""
+        with self._taking:
+            left = len(self.waiting)
+            count = left if shares is None else min(MOST_AT_A_TIME, -(-left // shares))
+            return dict([self.waiting.popleft() for _ in range(count)])
+
+    def goes_on(self) -> bool:
+        """Whether samples wait and there is time left."""
+        return bool(self.waiting) and time.monotonic() < self.end
+
+
 class _Scorer:
-    """The other end of `trainer.reward_process`."""
+    """The processes of a function. Only a batch that takes long starts more than the first."""
 
     def __init__(self, function: FunctionSpec, batch_deadline: float):
-        self._function, self._batch_deadline = function, batch_deadline
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
+        self.name = f"{function.path}:{function.name}"
+        self._batch_deadline = batch_deadline
+        count = min(MOST_PROCESSES, usable_cores())
+        self._processes = [_Process(function, batch_deadline, self.name) for _ in range(count)]
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="scorer")
 
-    @property
-    def name(self) -> str:
-        """The function, for messages."""
-        return f"{self._function.path}:{self._function.name}"
+    def start(self) -> None:
+        """Have the function loaded once; raises what is wrong with it."""
+        self._processes[0].start()
 
     def score(self, samples: list[Sample]) -> list[Outcome]:
         """An outcome for every sample."""
-        pending = dict(enumerate(samples))
-        outcomes: list[Outcome] = [(None, {}, LATE)] * len(samples)
-        end = time.monotonic() + self._batch_deadline
+        batch = _Batch(samples, self._batch_deadline)
+        running: list[Future[None]] = []
+        for process in self._processes:
+            if batch.goes_on():
+                shares = None if self._processes[0].side_by_side else 2 * len(self._processes)
+                running.append(self._threads.submit(process.score, batch, shares))
+                wait(running, SLOW_S)
+        for future in running:
+            future.result()
+        return batch.outcomes
+
+    def stop(self) -> None:
+        """End all processes."""
+        self._threads.shutdown()
+        for process in self._processes:
+            process.stop()
+
+
+class _Process:
+    """The other end of `trainer.reward_process`: started when it is asked, killed when it hangs."""
+
+    def __init__(self, function: FunctionSpec, start_deadline: float, name: str):
+        self._function, self._start_deadline, self._name = function, start_deadline, name
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self.side_by_side = False
+        """Whether the function's calls run at the same time; known when it is loaded."""
+
+    def score(self, batch: _Batch, shares: int | None) -> None:
+        """Take samples of the batch until none is left; a process that does not start leaves them to the others."""
+        try:
+            self.start()
+        except (EOFError, OSError) as err:
+            self.stop()
+            logger.warning("a process of %s does not start: %s", self._name, err or type(err).__name__)
+            return
+        while batch.goes_on():
+            self._score(batch.take(shares), batch)
+
+    def _score(self, pending: dict[int, Sample], batch: _Batch) -> None:
         one_by_one = False  # once the process has died: coroutines run side by side, and any of them may have ended it
-        while pending and time.monotonic() < end:
+        while pending and time.monotonic() < batch.end:
             asked = dict(list(pending.items())[: 1 if one_by_one else None])
             try:
                 pipe = self.start()
                 pipe.send(list(asked.items()))
                 while asked:
-                    patience = min(self._function.deadline + GRACE_S, end - time.monotonic())
+                    patience = min(self._function.deadline + GRACE_S, batch.end - time.monotonic())
                     if not pipe.poll(max(0.0, patience)):
                         raise TimeoutError
                     number, outcome = pipe.recv()
-                    outcomes[number] = outcome
+                    batch.outcomes[number] = outcome
                     del pending[number], asked[number]
             except TimeoutError:
                 self.stop()
@@ -236,10 +304,9 @@ class _Scorer:
                 code = self.stop()
                 if one_by_one:
                     (number,) = asked
-                    outcomes[number] = None, {}, f"the reward process ended with exit code {code}"
+                    batch.outcomes[number] = None, {}, f"the reward process ended with exit code {code}"
                     del pending[number]
                 one_by_one = True
-        return outcomes
 
     def start(self) -> Connection:
         """The pipe to the process, which is started if there is none."""
@@ -252,9 +319,9 @@ class _Scorer:
             # a group of its own: Ctrl-C is for the driver, which ends this process
             self._process = subprocess.Popen(command, pass_fds=[number], env=environment, process_group=0)
             theirs.close()
-            if not self._pipe.poll(self._batch_deadline):
-                raise TimeoutError(f"{self.name} is not loaded yet")
-            problem = self._pipe.recv()
+            if not self._pipe.poll(self._start_deadline):
+                raise TimeoutError(f"{self._name} is not loaded yet")
+            problem, self.side_by_side = self._pipe.recv()
             if problem is not None:
                 self.stop()
                 raise ConfigError(problem)

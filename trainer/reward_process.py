@@ -1,4 +1,4 @@
-"""The process that runs reward functions: `python -m trainer.reward_process FD SPEC`; `trainer.reward` starts it.
+"""A process that runs a reward function: `python -m trainer.reward_process FD SPEC`; `trainer.reward` starts it.
 
 Reads lists of (number, sample) from the pipe at file descriptor FD and answers each sample at once, so that the driver
 knows which one hangs. SPEC is a `FunctionSpec` as JSON. Coroutine functions run side by side, others one by one.
@@ -87,15 +87,16 @@ def serve(pipe: Connection, spec: FunctionSpec) -> None:
     try:
         function = load_user_code(spec.path, spec.name, "custom_reward_function")
     except ImportError as err:
-        pipe.send(str(err))
+        pipe.send((str(err), False))
         return
-    pipe.send(None)
+    side_by_side = inspect.iscoroutinefunction(function)
+    pipe.send((None, side_by_side))
     while True:
         try:
             samples = pipe.recv()
         except EOFError:
             return
-        if inspect.iscoroutinefunction(function):
+        if side_by_side:
             asyncio.run(score_side_by_side(function, spec, samples, pipe))
         else:
             for number, sample in samples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl_like.machine_memory import memory_gb
+from verl_like.machine import memory_gb
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from trainer import reward
 from trainer.config import PPOConfig, RewardFunctionConfig
 from trainer.data import as_objects, load_tokenizer
 from trainer.reward import RewardFuture, RewardManager, SummedScores, make_reward_manager, overlong_punishment
@@ -37,6 +38,9 @@ def odd(data_source, solution_str, ground_truth, extra_info, bonus):
         time.sleep(60)
     if ground_truth == "exit":
         os._exit(3)
+    if ground_truth == "slow":
+        time.sleep(0.04)
+        return {"score": len(solution_str), "pid": os.getpid()}
     if ground_truth == "nan":
         return float("nan")
     if ground_truth == "nothing":
@@ -189,6 +193,39 @@ def test_a_function_in_a_file_gets_its_keyword_arguments(make_manager: Any, toke
 def test_data_without_a_rule_are_refused(make_manager: Any) -> None:
     with pytest.raises(ConfigError, match="no rule reward for data_source 'openai/gsm8'"):
         make_manager(sources=["openai/gsm8"])
+
+
+def test_a_batch_that_takes_long_gets_more_processes(
+    managers: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward, "SLOW_S", 0.2)
+    monkeypatch.setattr(reward, "usable_cores", lambda: 4)
+    manager = managers(deadline=2.0)
+    quick = manager.remote(make_batch(tokenizer, ["a"] * 20, [""] * 20)).get()
+    assert quick.batch["token_level_scores"].sum() == 20
+    truths = ["slow"] * 80
+    truths[10], truths[30], truths[50] = "hang", "exit", "raise"
+    solutions = ["a" * (1 + row % 7) for row in range(80)]
+    scores = manager.remote(make_batch(tokenizer, solutions, truths)).get(timeout=30)
+    expected = [0.0 if truth != "slow" else len(text) for text, truth in zip(solutions, truths, strict=True)]
+    assert scores.batch["token_level_scores"].sum(-1).tolist() == expected
+    assert counts(scores)["reward/num_failed"] == 2.0
+    assert counts(scores)["reward/num_timed_out"] == 1.0
+    pids = scores.non_tensor_batch["reward_extra/pid"]
+    assert len(set(pids[~np.isnan(pids)])) >= 4
+
+
+def test_a_process_that_does_not_start_leaves_its_samples_to_the_others(
+    managers: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reward, "SLOW_S", 0.1)
+    monkeypatch.setattr(reward, "usable_cores", lambda: 2)
+    manager = managers(deadline=3.0)
+    manager.remote(make_batch(tokenizer, ["a"], [""])).get()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    scores = manager.remote(make_batch(tokenizer, ["ab"] * 20, ["slow"] * 20)).get()
+    assert scores.batch["token_level_scores"].sum(-1).tolist() == [2.0] * 20
+    assert "a process of odd_rewards:odd does not start" in caplog.text
 
 
 def test_coroutines_run_side_by_side(managers: Any, tokenizer: Any) -> None:

@@ -1,8 +1,14 @@
-"""The machine's memory as Linux tells it. `trainer.doctor` and `workers.device_memory` look here."""
+"""What this machine has. `trainer.doctor`, `trainer.reward` and `workers.device_memory` look here."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_gb(field: str) -> float | None:
