@@ -113,8 +113,11 @@ def _problem(row: Any, prompt_key: str) -> str | None:
         return f"{prompt_key!r} is empty"
     if not isinstance(prompt, str) and not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
         return f"{prompt_key!r} is neither a string nor a list of messages with role and content: {prompt!r:.80}"
-    if "ground_truth" not in row["reward_model"]:
-        return f"reward_model has no 'ground_truth', only {', '.join(sorted(row['reward_model'])) or 'nothing'}"
+    rule = row["reward_model"]
+    if not isinstance(rule, dict):
+        return f"reward_model is {rule!r:.80}, not an object with 'ground_truth'"
+    if "ground_truth" not in rule:
+        return f"reward_model has no 'ground_truth', only {', '.join(sorted(rule)) or 'nothing'}"
     return None
 
 

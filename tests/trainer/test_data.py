@@ -164,6 +164,7 @@ GOOD = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}
             "line 2: nothing in column 'data_source'; there is prompt, reward_model",
         ),
         (json.dumps({**GOOD, "reward_model": {"style": "rule"}}), "line 2: reward_model has no 'ground_truth', only"),
+        (json.dumps({**GOOD, "reward_model": "a"}), "line 2: reward_model is 'a', not an object with"),
     ],
 )
 def test_a_bad_row_is_named_by_its_number_or_skipped(
