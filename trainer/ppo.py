@@ -82,6 +82,7 @@ class PPOTrainer(Hooks):
                 self.on_train_begin()
                 if self.global_step == 0 and (scores := self.validate()):
                     tracking.log(scores, 0)
+                timeline.add(self.take_calls())  # or the first step's times would begin with these
                 while self.global_step < self.loader.total_steps:
                     self.global_step += 1
                     metrics = self.timed_step()
@@ -285,7 +286,7 @@ class PPOTrainer(Hooks):
         metrics = compute_data_metrics(batch, use_critic="critic" in self.groups)
         metrics |= compute_throughout_metrics(batch, {"step": sum(self.timing.values())}, num_devices)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.loader.epoch}
-        return metrics | compute_timing_metrics(batch, self.timing | call_seconds(self.calls))
+        return metrics | compute_timing_metrics(batch, call_seconds(self.calls) | self.timing)
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 

@@ -93,13 +93,14 @@ OVERLAPPING_STAGES = ("score", "update")
 def call_timings(records: Iterable[Record], stages: Mapping[str, float]) -> dict[str, float]:
     """`timing_s/...` of a step's stages and calls (first start to last end), and how much of them overlapped.
 
-    A record's `stage` is the part of the step that it belongs to. `perf/overlap_ratio` is the time in which roles were
+    A record's `stage` is the part of the step that it belongs to; where a method has a stage's name, the time is the
+    stage's. `perf/overlap_ratio` is the time in which roles were
     busy, added up, over the wall time from the first start to the last end, in the stages that launch several calls at
     once: 1 when they took turns, 2 when two of them ran side by side throughout. `perf/overlap_ratio_<stage>` is that
     of one stage.
     """
     records = list(records)
-    timings = {f"timing_s/{name}": seconds for name, seconds in (dict(stages) | call_seconds(records)).items()}
+    timings = {f"timing_s/{name}": seconds for name, seconds in (call_seconds(records) | dict(stages)).items()}
     busy = wall = 0.0
     for stage in OVERLAPPING_STAGES:
         calls = [record for record in records if record.get("stage") == stage]

@@ -83,6 +83,10 @@ def test_a_step_says_where_it_stands_and_what_a_token_took(finished: Path) -> No
         assert line["timing_per_token_ms/update_actor"] * line["perf/total_num_tokens"] == pytest.approx(
             line["timing_s/update_actor"] * 1000
         )
+        stages = [line[f"timing_s/{name}"] for name in ("gen", "score", "adv", "update", "update_weights")]
+        assert sum(stages) <= line["timing_s/step"]
+        assert line["timing_s/generate_sequences"] <= line["timing_s/gen"] + 0.01  # two processes' clocks
+        assert "timing_s/init_model" not in line
 
 
 def test_the_samples_of_every_step_are_kept(finished: Path) -> None:
