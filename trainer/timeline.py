@@ -83,7 +83,6 @@ STAGE_OF = {
     "compute_log_prob": "old_log_prob",
     "compute_ref_log_prob": "ref",
     "compute_values": "values",
-    "generate_sequences": "generate_sequences",
 }
 """verl's name for the time of a worker's method, where it has another one."""
 
@@ -94,10 +93,9 @@ def call_timings(records: Iterable[Record], stages: Mapping[str, float]) -> dict
     """`timing_s/...` of a step's stages and calls (first start to last end), and how much of them overlapped.
 
     A record's `stage` is the part of the step that it belongs to; where a method has a stage's name, the time is the
-    stage's. `perf/overlap_ratio` is the time in which roles were
-    busy, added up, over the wall time from the first start to the last end, in the stages that launch several calls at
-    once: 1 when they took turns, 2 when two of them ran side by side throughout. `perf/overlap_ratio_<stage>` is that
-    of one stage.
+    stage's. `perf/overlap_ratio` is the time in which roles were busy, added up, over the wall time from the first
+    start to the last end, in the stages that launch several calls at once: 1 when they took turns, 2 when two of them
+    ran side by side throughout. `perf/overlap_ratio_<stage>` is that of one stage.
     """
     records = list(records)
     timings = {f"timing_s/{name}": seconds for name, seconds in (call_seconds(records) | dict(stages)).items()}
