@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from trainer.config import DataConfig, PPOConfig
 from trainer.data_files import listing, read_rows
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.protocol import DataProto
+from workers.model_folder import model_folder
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,11 @@ def load_tokenizer(path: str) -> Any:
     """The tokenizer of a model folder; without a pad token, eos pads."""
     from transformers import AutoTokenizer
 
+    folder = model_folder(path, weights=False)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as err:
-        there = f"it holds {listing(Path(path))}" if Path(path).is_dir() else "there is no such folder"
+        there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"No tokenizer loads from actor_rollout_ref.model.path={path}: {there}.\n{err}") from err
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

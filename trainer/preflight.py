@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from trainer.config import PPOConfig
 from trainer.data_files import listing
 from verl_like.errors import ConfigError, nearest
 from verl_like.resources import expand_roles
+from workers.model_folder import model_folder
 
 
 def preflight(config: PPOConfig) -> None:
@@ -25,11 +25,12 @@ def preflight(config: PPOConfig) -> None:
 
 def read_model_config(key: str, path: str) -> dict[str, Any]:
     """`config.json` of a model folder."""
-    file = Path(path) / "config.json"
+    folder = model_folder(path, weights=False)
+    file = folder / "config.json"
     if not file.is_file():
-        parent = Path(path).parent
-        near = nearest(Path(path).name, [entry.name for entry in parent.iterdir()]) if parent.is_dir() else ""
-        there = f"it holds {listing(Path(path))}" if Path(path).is_dir() else f"there is no such folder.{near}"
+        parent = folder.parent
+        near = nearest(folder.name, [entry.name for entry in parent.iterdir()]) if parent.is_dir() else ""
+        there = f"it holds {listing(folder)}" if folder.is_dir() else f"there is no such folder.{near}"
         raise ConfigError(
             f"{key}={path} is not a Hugging Face model folder (no config.json): {there} "
             "`python examples/tiny/make.py DIR` makes a tiny one in DIR/model."

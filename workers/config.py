@@ -52,7 +52,7 @@ class ModelConfig:
     """A Hugging Face model folder and how it is loaded."""
 
     path: str = ""
-    """Folder (or hub name) of the model and, for the actor, its tokenizer."""
+    """Folder of the model and, for the actor, its tokenizer; or its name on the Hugging Face hub."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     attn_implementation: str = "auto"

@@ -17,6 +17,7 @@ from verl_like.worker import Worker
 from workers.config import FSDPConfig, ModelConfig
 from workers.engines.fsdp import TrainEngine
 from workers.microbatch import Budget
+from workers.model_folder import model_folder
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
@@ -71,7 +72,7 @@ def _vocabulary(path: str) -> dict[str, int] | None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_folder(path, weights=False), local_files_only=True)
     except (OSError, ValueError):
         return None
     return dict(tokenizer.get_vocab())

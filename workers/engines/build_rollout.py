@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError, nearest
 from workers.engines.rollout_base import EngineLimits, Output, Request, RolloutEngine, SamplingParams
+from workers.model_folder import model_folder
 
 if TYPE_CHECKING:
     from verl_like.worker import Worker
@@ -86,7 +87,7 @@ def shared_module(worker: Worker) -> Any:
 def _decoder(path: str) -> Callable[[list[int]], str]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(path), local_files_only=True)
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
 
 
@@ -103,7 +104,7 @@ def _vllm_engine(
     if devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices  # read by the processes that vLLM starts
     settings = VllmSettings(
-        model_path=policy.model.path,
+        model_path=str(model_folder(policy.model.path)),
         dtype=policy.model.dtype,
         tensor_parallel=policy.rollout.tensor_model_parallel_size,
         gpu_memory_utilization=policy.rollout.gpu_memory_utilization,

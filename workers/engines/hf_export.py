@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from workers.model_folder import model_folder
+
 if TYPE_CHECKING:
     from workers.engines.fsdp import TrainEngine
 
@@ -32,7 +34,7 @@ def export_huggingface(engine: TrainEngine, folder: Path, writes: bool, shard_by
     try:
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
-            config = _copy_files(Path(engine.model_config.path), folder)
+            config = _copy_files(model_folder(engine.model_config.path), folder)
             if engine.head == "scalar":
                 config = _as_classifier(config)
                 (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from verl_like.errors import ConfigError
 from workers.engines.lora import initial_value, is_adapter
 from workers.engines.model import Head, ScalarHeadModel, empty_model
+from workers.model_folder import model_folder
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -37,7 +38,7 @@ def load_model(config: ModelConfig, head: Head, device: torch.device | None = No
 def load_weights(module: Any, config: ModelConfig, head: Head, device: torch.device, shard: int = 0) -> None:
     """Give every parameter its memory on `device` and its values; `shard` is this rank's place on the shard axis."""
     materialize(module, device)
-    source = Folder(Path(config.path), module.base_model_prefix)
+    source = Folder(model_folder(config.path), module.base_model_prefix)
     missing, unfit = [], []
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -134,7 +135,7 @@ def _load_through_transformers(module: Any, config: ModelConfig, missing: list[s
     )
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            model_folder(config.path), dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path={config.path!r} does not load as a causal LM: {error}") from error

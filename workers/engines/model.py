@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from verl_like.errors import ConfigError, nearest
 from workers.engines.attention import resolve_attention
+from workers.model_folder import model_folder
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -72,13 +72,14 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = dtype_of(config.dtype)
-    if not (Path(config.path) / "config.json").is_file():
+    folder = model_folder(config.path)
+    if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.path={config.path!r} is not a Hugging Face model folder (no config.json there); "
             "`python examples/tiny/make.py DIR` makes a tiny one in DIR/model."
         )
     try:
-        hf_config = AutoConfig.from_pretrained(config.path, local_files_only=True)
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
         for name, value in hf_config.to_dict().items():
             if "drop" in name and isinstance(value, float):
                 setattr(hf_config, name, 0.0)
