@@ -45,7 +45,7 @@ def prepare_overrides(overrides: Sequence[str]) -> list[str]:
     """What Hydra gets: every key is known, shorthands are written out, and pools and roles need no `+`."""
     overrides = plan.expand_shorthands(overrides)
     check_overrides(overrides)
-    takes_any = tuple(f"{section}." for section in open_sections())
+    takes_any = tuple(section + sign for section in open_sections() for sign in ".=")
     return ["++" + o if o.startswith(takes_any) else o for o in overrides]
 
 
@@ -68,11 +68,15 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def override_keys(overrides: Sequence[str]) -> list[str]:
-    """The dotted keys that `overrides` set, add or delete."""
+    """The dotted keys that `overrides` set, add or delete; those inside `section={key: value}`, too."""
+    keys = []
     try:
-        return [o.key_or_group for o in OverridesParser.create().parse_overrides(list(overrides))]
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            key, value = override.key_or_group, override.value()
+            keys += [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
     except HydraException as err:
         raise ConfigError(str(err)) from err
+    return keys
 
 
 def from_composed(composed: DictConfig, overrides: Sequence[str]) -> PPOConfig:

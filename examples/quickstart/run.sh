@@ -34,7 +34,7 @@ code=0
     actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64 \
     critic.ppo_micro_batch_size_per_gpu=64 \
     actor_rollout_ref.actor.optim.lr=2e-3 critic.optim.lr=2e-3 \
-    trainer.total_training_steps=60 +trainer.stop_at="{critic/score/mean: $goal}" trainer.save_freq=10 \
+    trainer.total_training_steps=60 trainer.stop_at="{critic/score/mean: $goal}" trainer.save_freq=10 \
     trainer.max_ckpt_to_keep=1 trainer.default_local_dir="$run_dir" "$@" || code=$?
 echo "$((SECONDS - installed)) s after the install, $SECONDS s from the start"
 if [ -f "$run_dir/report.html" ]; then echo "report: $run_dir/report.html"; fi

@@ -114,6 +114,19 @@ def test_pools_are_named_on_the_command_line_without_a_plus() -> None:
     assert config.role_mapping["reward_model"] == "rm_pool"
 
 
+def test_a_section_of_own_names_is_set_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    pools = ["resource_pool_spec={a: [1], b: [2]}", "role_mapping={actor_rollout: a, critic: b}"]
+    more = ["actor_rollout_ref.rollout.sampling_kwargs={min_p: 0.1}", "trainer.stop_at={critic/score/mean: 0.8}"]
+    config = load_config([*NEEDED, "trainer.n_gpus_per_node=3", *pools, *more])
+    assert config.resource_pool_spec == {"a": [1], "b": [2]}
+    assert config.role_mapping == {"actor_rollout": "a", "critic": "b"}
+    assert config.actor_rollout_ref.rollout.sampling_kwargs == {"min_p": 0.1}
+    assert config.trainer.stop_at == {"critic/score/mean": 0.8}
+    assert "divide evenly" not in caplog.text
+    with pytest.raises(ConfigError, match="No role uses the pool 'c'"):
+        load_config([*NEEDED, "resource_pool_spec={c: [1]}"])
+
+
 def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = f"trainer.default_local_dir={tmp_path}/run"
     run(load_config([*NEEDED, folder, "placement=split", "trainer.n_gpus_per_node=8", "trainer.dry_run=true"]))
