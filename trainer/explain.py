@@ -35,7 +35,9 @@ def explain(config: PPOConfig, max_columns: int | None = None) -> str:
         "Who runs where": placement_lines(config, max_columns),
         "How much": batch_table(config, max_columns).splitlines(),
         "Changed from the defaults": change_lines(config),
-        "No effect in this run": [f"{rule.key.rstrip('.')}: {rule.why}" for rule in RULES if not rule.holds(config)],
+        "No effect in this run": [
+            f"{', '.join(key.rstrip('.') for key in rule.keys)}: {rule.why}" for rule in RULES if not rule.holds(config)
+        ],
     }
     return "\n\n".join(
         "\n".join([title, "-" * len(title), *(lines or ["nothing"])]) for title, lines in sections.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,44 @@ def test_verls_split_command_composes_unchanged() -> None:
 def test_keys_of_verls_command_without_effect_are_shown(change: str, caplog: pytest.LogCaptureFixture) -> None:
     load_config([*VERLS_SPLIT_COMMAND, change])
     assert "has no effect here: " in caplog.text
+
+
+GRPO, DYNAMIC = "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_dynamic_bsz=true"
+MODEL_ALONE = [
+    *("reward_model.enable=true", "reward_model.model.path=judge", "reward_model.rule_weight=0"),
+    "role_mapping.reward_model=global_pool",
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "circumstances"),
+    [
+        ("actor_rollout_ref.model.lora_alpha=8", []),
+        ("actor_rollout_ref.model.target_modules=[q_proj]", []),
+        ("actor_rollout_ref.actor.optim.betas=[0.9,0.9]", ["actor_rollout_ref.actor.optim.optimizer=torch.optim.SGD"]),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", []),
+        ("actor_rollout_ref.actor.clip_ratio=0.1", ["actor_rollout_ref.actor.policy_loss.loss_mode=reinforce"]),
+        ("actor_rollout_ref.actor.clip_ratio_c=4", ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]),
+        ("actor_rollout_ref.actor.loss_scale_factor=4", []),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=[model]", ["trainer.save_freq=-1"]),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", ["algorithm.use_kl_in_reward=true", DYNAMIC]),
+        ("actor_rollout_ref.rollout.kv_cache_gb=1", ["actor_rollout_ref.rollout.name=hf"]),
+        ("actor_rollout_ref.rollout.update_weights_bucket_megabytes=1", []),
+        ("actor_rollout_ref.rollout.val_kwargs.top_p=0.5", ["data.val_files=val.parquet", "trainer.test_freq=1"]),
+        ("actor_rollout_ref.rollout.engine_kwargs.seed=1", []),
+        ("critic.ppo_max_token_len_per_gpu=64", []),
+        ("algorithm.filter_groups.metric=acc", [GRPO]),
+        ("algorithm.rollout_correction.rollout_is_threshold=3", []),
+        ("custom_reward_function.reward_kwargs.bonus=1", []),
+        ("reward_model.micro_batch_size_per_gpu=2", []),
+        ("reward_model.default_score=1", MODEL_ALONE),
+        ("cpus_per_process=0.5", ["trainer.backend=local"]),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused(key: str, circumstances: list[str]) -> None:
+    load_config([*NEEDED, *circumstances])
+    with pytest.raises(ConfigError, match=f"{re.escape(key.split('=')[0])} is set, but nothing reads it in this run"):
+        load_config([*NEEDED, *circumstances, key])
 
 
 def test_other_keys_without_effect_are_refused() -> None:
