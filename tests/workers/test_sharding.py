@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_like.errors import ConfigError
 from workers.actor import ActorWorker
-from workers.config import FSDPConfig
+from workers.config import FSDPConfig, OptimConfig
 from workers.engines.loading import load_model
 from workers.engines.sharding import Sharding, build_mesh, data_axes, settle
 from workers.microbatch import Budget
@@ -126,3 +126,24 @@ def test_axes_of_the_mesh_follow_from_the_ranks():
 def test_an_axis_that_is_not_built_is_refused_by_name(axis):
     with pytest.raises(ConfigError, match=f"mesh axis {axis}=2: this engine splits models along no {axis} axis"):
         build_mesh(torch.device("cpu"), {"replicate": 1, "shard": 1, axis: 2})
+
+
+OPTIMIZERS = ["AdamW", "torch.optim.Adam", "torch.optim.SGD", "torch.optim.Adagrad", "torch.optim.RMSprop"]
+
+
+def weights_after(tiny_dir, optimizers):
+    """The actor's weights after two updates, for each optimizer."""
+    found = []
+    for optimizer in optimizers:
+        config = tiny_config(tiny_dir, optim=OptimConfig(optimizer=optimizer, lr=1e-3), ppo_mini_batch_size=4)
+        actor = started(ActorWorker, config, 10)
+        actor.update_actor(own_piece(make_batch(8), actor.rank, actor.world_size))
+        found.append({name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()})
+    return found
+
+
+def test_any_optimizer_of_torch_steps_sharded_weights(tiny_dir):
+    sharded = run(2, weights_after, tiny_dir, OPTIMIZERS)[0]
+    for optimizer, ours, alone in zip(OPTIMIZERS, sharded, weights_after(tiny_dir, OPTIMIZERS), strict=True):
+        for name, weight in alone.items():
+            assert (ours[name] - weight).norm() <= 1e-3 * weight.norm(), (optimizer, name)

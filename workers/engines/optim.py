@@ -22,13 +22,13 @@ SCHEDULES = ("constant", "cosine", "linear")
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer over all parameters, with what its constructor knows of the config, and fused where it can be."""
+    """The optimizer over all parameters, with what its constructor knows of the config; Adam in one pass."""
     cls = look_up(config.optimizer, OPTIMIZERS, "optimizer")
     known = inspect.signature(cls).parameters
     settings: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "eps", "weight_decay") if name in known}
     if "betas" in known:
         settings["betas"] = (config.betas[0], config.betas[1])
-    if "fused" in known:
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Adam):  # others' fused steps know no sharded weights
         settings["fused"] = True  # one pass over memory, and the same bits wherever a shard begins
     optimizer: torch.optim.Optimizer = cls(list(parameters), **settings)
     return optimizer
