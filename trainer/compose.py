@@ -69,14 +69,17 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 def override_keys(overrides: Sequence[str]) -> list[str]:
     """The dotted keys that `overrides` set, add or delete; those inside `section={key: value}`, too."""
-    keys = []
     try:
-        for override in OverridesParser.create().parse_overrides(list(overrides)):
-            key, value = override.key_or_group, override.value()
-            keys += [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as err:
         raise ConfigError(str(err)) from err
-    return keys
+    return [key for override in parsed for key in _keys_in(override.key_or_group, override.value())]
+
+
+def _keys_in(key: str, value: Any) -> list[str]:
+    if not isinstance(value, dict) or not value:
+        return [key]
+    return [found for name, inner in value.items() for found in _keys_in(f"{key}.{name}", inner)]
 
 
 def from_composed(composed: DictConfig, overrides: Sequence[str]) -> PPOConfig:

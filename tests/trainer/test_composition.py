@@ -162,6 +162,11 @@ def test_a_section_of_own_names_is_set_as_a_whole(caplog: pytest.LogCaptureFixtu
     assert config.actor_rollout_ref.rollout.sampling_kwargs == {"min_p": 0.1}
     assert config.trainer.stop_at == {"critic/score/mean": 0.8}
     assert "divide evenly" not in caplog.text
+    for unknown in ("+nosuch={}", "+trainer.nosuch={a: 1}", "algorithm={kl_ctrl: {nosuch: 1}}"):
+        with pytest.raises(ConfigError, match=r"There is no key .*nosuch"):
+            load_config([*NEEDED, unknown])
+    with pytest.raises(ConfigError, match="kl_ctrl.kl_coef is set, but nothing reads it"):
+        load_config([*NEEDED, "algorithm={kl_ctrl: {kl_coef: 0.1}}"])
     with pytest.raises(ConfigError, match="No role uses the pool 'c'"):
         load_config([*NEEDED, "resource_pool_spec={c: [1]}"])
 
