@@ -122,13 +122,14 @@ class RewardManager:
         """A function that cannot be loaded is refused here; without one, rows are scored by their data_source."""
         self._tokenizer = tokenizer
         self._default_score, self._overlong = default_score, overlong
-        self._scorer = _Scorer(function or FunctionSpec(), batch_deadline)
+        function = function or FunctionSpec()
+        self._scorer = _Scorer(function, batch_deadline)
         try:
             self._scorer.start()
         except (EOFError, OSError, TimeoutError) as err:
             self._scorer.stop()
             raise ConfigError(
-                f"The reward function {self._scorer.name} is not loaded within {batch_deadline:g} s; what its process "
+                f"The reward function {function} is not loaded within {batch_deadline:g} s; what its process "
                 "said is above."
             ) from err
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
@@ -232,10 +233,9 @@ class _Scorer:
     """The processes of a function. Only a batch that takes long starts more than the first."""
 
     def __init__(self, function: FunctionSpec, batch_deadline: float):
-        self.name = f"{function.path}:{function.name}"
         self._batch_deadline = batch_deadline
         count = min(MOST_PROCESSES, usable_cores())
-        self._processes = [_Process(function, batch_deadline, self.name) for _ in range(count)]
+        self._processes = [_Process(function, batch_deadline) for _ in range(count)]
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="scorer")
 
     def start(self) -> None:
@@ -265,8 +265,8 @@ class _Scorer:
 class _Process:
     """The other end of `trainer.reward_process`: started when it is asked, killed when it hangs."""
 
-    def __init__(self, function: FunctionSpec, start_deadline: float, name: str):
-        self._function, self._start_deadline, self._name = function, start_deadline, name
+    def __init__(self, function: FunctionSpec, start_deadline: float):
+        self._function, self._start_deadline = function, start_deadline
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self.side_by_side = False
@@ -278,7 +278,7 @@ class _Process:
             self.start()
         except (EOFError, OSError) as err:
             self.stop()
-            logger.warning("a process of %s does not start: %s", self._name, err or type(err).__name__)
+            logger.warning("a process of %s does not start: %s", self._function, err or type(err).__name__)
             return
         while batch.goes_on():
             self._score(batch.take(shares), batch)
@@ -320,7 +320,7 @@ class _Process:
             self._process = subprocess.Popen(command, pass_fds=[number], env=environment, process_group=0)
             theirs.close()
             if not self._pipe.poll(self._start_deadline):
-                raise TimeoutError(f"{self._name} is not loaded yet")
+                raise TimeoutError(f"{self._function} is not loaded yet")
             problem, self.side_by_side = self._pipe.recv()
             if problem is not None:
                 self.stop()

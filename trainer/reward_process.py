@@ -38,6 +38,9 @@ class FunctionSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
     deadline: float = 10.0
 
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
     def to_json(self) -> str:
         """For the command line."""
         return json.dumps(asdict(self))

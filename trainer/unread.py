@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from trainer.config import PPOConfig
 from verl_like.errors import ConfigError
@@ -56,26 +57,23 @@ def _validates(config: PPOConfig) -> bool:
     return bool(config.data.val_files) and (config.trainer.val_before_train or config.trainer.test_freq > 0)
 
 
-def _estimator_takes(parameter: str) -> Callable[[PPOConfig], bool]:
-    def holds(config: PPOConfig) -> bool:
-        from trainer.advantages import ADVANTAGE_ESTIMATORS
-        from verl_like.registry import look_up
+def _estimator(config: PPOConfig) -> Callable[..., Any]:
+    from trainer.advantages import ADVANTAGE_ESTIMATORS
+    from verl_like.registry import look_up
 
-        estimator = look_up(config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
-        return parameter in inspect.signature(estimator).parameters
-
-    return holds
+    return look_up(config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
 
 
-def _optimizer_takes(setting: str) -> Callable[[PPOConfig], bool]:
-    def holds(config: PPOConfig) -> bool:
-        from verl_like.registry import look_up
-        from workers.engines.optim import OPTIMIZERS
+def _optimizer(config: PPOConfig) -> Callable[..., Any]:
+    from verl_like.registry import look_up
+    from workers.engines.optim import OPTIMIZERS
 
-        optimizer = look_up(config.actor_rollout_ref.actor.optim.optimizer, OPTIMIZERS, "optimizer")
-        return setting in inspect.signature(optimizer).parameters
+    optimizer: Callable[..., Any] = look_up(config.actor_rollout_ref.actor.optim.optimizer, OPTIMIZERS, "optimizer")
+    return optimizer
 
-    return holds
+
+def _takes(parameter: str, chosen: Callable[[PPOConfig], Callable[..., Any]]) -> Callable[[PPOConfig], bool]:
+    return lambda config: parameter in inspect.signature(chosen(config)).parameters
 
 
 def _loss_is_none_of(*names: str) -> Callable[[PPOConfig], bool]:
@@ -112,7 +110,7 @@ RULES = (
         *(MODEL + "lora_alpha", MODEL + "target_modules"),
     ),
     *(
-        Rule(_optimizer_takes(name), "the optimizer does not take it", f"{ACTOR}optim.{name}")
+        Rule(_takes(name, _optimizer), "the optimizer does not take it", f"{ACTOR}optim.{name}")
         for name in ("betas", "eps", "weight_decay")
     ),
     Rule(
@@ -197,7 +195,7 @@ RULES = (
     ),
     Rule(lambda c: bool(c.data.custom_cls.path), "there is no data.custom_cls.path", "data.custom_cls.name"),
     *(
-        Rule(_estimator_takes(name), "algorithm.adv_estimator does not take it", f"algorithm.{name}")
+        Rule(_takes(name, _estimator), "algorithm.adv_estimator does not take it", f"algorithm.{name}")
         for name in ("gamma", "lam", "norm_adv_by_std_in_grpo")
     ),
     Rule(

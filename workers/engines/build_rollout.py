@@ -87,7 +87,7 @@ def shared_module(worker: Worker) -> Any:
 def _decoder(path: str) -> Callable[[list[int]], str]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(path), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(path, weights=False), local_files_only=True)
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
 
 
@@ -104,7 +104,7 @@ def _vllm_engine(
     if devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices  # read by the processes that vLLM starts
     settings = VllmSettings(
-        model_path=str(model_folder(policy.model.path)),
+        model_path=str(model_folder(policy.model.path, weights=False)),  # its weights come by sync
         dtype=policy.model.dtype,
         tensor_parallel=policy.rollout.tensor_model_parallel_size,
         gpu_memory_utilization=policy.rollout.gpu_memory_utilization,
