@@ -1,8 +1,10 @@
-"""The core beside verl's and beside plain Ray, in one run: `python benchmarks/bench_core.py --verl-python PATH`.
+"""The core beside verl's and beside plain Ray, in one run:
 
-PATH is the Python of an environment that has verl 0.9.1 and the same Ray and torch; without it only ours and the floor
-are measured.
-The sides run in processes of their own, in turn, several rounds; a figure is the median over rounds. Prints JSON.
+`python benchmarks/bench_core.py --verl-python PATH`.
+
+PATH is the Python of an environment that has verl 0.9.1 and the same Ray and torch; without it only
+ours and the floor are measured. The sides run in processes of their own, in turn, several rounds; a
+figure is the median over rounds. Prints JSON.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ print(peak() - before)
 
 def ask(python: str, *arguments: str) -> str:
     """The last line that a Python process prints."""
-    done = subprocess.run([python, *arguments], capture_output=True, text=True, check=False, timeout=900, env=ENV)
+    done = subprocess.run(
+        [python, *arguments], capture_output=True, text=True, check=False, timeout=900, env=ENV
+    )
     if done.returncode:
         sys.exit(f"{' '.join(arguments)[:80]} failed:\n{done.stderr[-3000:]}")
     return done.stdout.strip().splitlines()[-1]
@@ -79,7 +83,10 @@ def main() -> None:
     for _ in range(options.rounds):
         for side, python in sides.items():
             rounds[side].append(json.loads(ask(python, str(SIDE), side)))
-    figures = {side: {k: statistics.median(r[k] for r in all_) for k in all_[0]} for side, all_ in rounds.items()}
+    figures = {
+        side: {k: statistics.median(r[k] for r in all_) for k in all_[0]}
+        for side, all_ in rounds.items()
+    }
     ours = figures["ours"]
     ours["import_s"] = statistics.median(float(ask(sys.executable, "-c", IMPORT)) for _ in range(3))
     ours["entropy_extra_mib"] = float(ask(sys.executable, "-c", ENTROPY))

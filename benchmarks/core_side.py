@@ -1,6 +1,8 @@
-"""One side of `bench_core`: the same workers and driver code on our core, on verl's, or (`bare`) on plain Ray actors.
+"""One side of `bench_core`: the same workers and driver code on our core, on verl's, or (`bare`) on
+plain Ray actors.
 
-Run by `bench_core.py` in a process of its own, `python core_side.py ours|verl|bare`; the last line printed is JSON.
+Run by `bench_core.py` in a process of its own, `python core_side.py ours|verl|bare`; the last line
+printed is JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import torch
 ROWS, WIDTH = 1024, 2048
 REPEATS = 5
 ECHOES = 31
-"""Repeats of a large batch's way there and back: fresh memory makes one take from 50 to 450 ms on a virtual machine."""
+"""Repeats of a large batch's way there and back: fresh memory makes one take from 50 to 450 ms on a
+virtual machine.
+"""
 
 
 def columns(rows: int, width: int) -> dict[str, torch.Tensor]:
@@ -118,7 +122,9 @@ def grouped(side: str) -> dict[str, float]:
     megabytes = sum(t.nbytes for t in batch.batch.values()) / 1e6
     tiny = DataProto.from_dict(columns(8, 16))
     back = a.echo(batch)
-    assert all(torch.equal(back.batch[k], v) for k, v in batch.batch.items()), "the echo is not what was sent"
+    assert all(torch.equal(back.batch[k], v) for k, v in batch.batch.items()), (
+        "the echo is not what was sent"
+    )
     del back
     figures = {"batch_mb": megabytes, "start_2_workers_s": statistics.median(starts)}
     figures["echo_mb_per_s"] = megabytes / median_of(lambda: a.echo(batch), ECHOES)
@@ -145,7 +151,10 @@ def batch_alone(batch_cls: Any) -> dict[str, float]:
     quarter = batch_cls.from_dict(columns(ROWS // 8, WIDTH))
     small = columns(64, 32)
     half = len(small) // 2
-    objects = {name: np.array([f"{name}-{row}" for row in range(64)], dtype=object) for name in ("uid", "data_source")}
+    objects = {
+        name: np.array([f"{name}-{row}" for row in range(64)], dtype=object)
+        for name in ("uid", "data_source")
+    }
     one = batch_cls.from_dict(dict(list(small.items())[:half]), non_tensors=dict(objects))
     other = batch_cls.from_dict(dict(list(small.items())[half:]))
     whole = batch_cls.from_dict(small, non_tensors=dict(objects))
@@ -153,24 +162,36 @@ def batch_alone(batch_cls: Any) -> dict[str, float]:
 
     def round_trip() -> Any:
         buffers: list[pickle.PickleBuffer] = []
-        return pickle.loads(pickle.dumps(medium, protocol=5, buffer_callback=buffers.append), buffers=buffers)
+        return pickle.loads(
+            pickle.dumps(medium, protocol=5, buffer_callback=buffers.append), buffers=buffers
+        )
 
     def unite() -> Any:
         return batch_cls(batch=one.batch.copy(), non_tensor_batch=dict(objects)).union(other)
 
-    copying = best_per_call(lambda: batch_cls(batch=one.batch.copy(), non_tensor_batch=dict(objects)), 200)
+    copying = best_per_call(
+        lambda: batch_cls(batch=one.batch.copy(), non_tensor_batch=dict(objects)), 200
+    )
     return {
         "dumps_loads_54mb_s": median_of(round_trip),
         "repeat_4_ms": median_of(lambda: quarter.repeat(4)) * 1e3,
-        "construct_us": best_per_call(lambda: batch_cls.from_dict(small, non_tensors=dict(objects)), 500) * 1e6,
+        "construct_us": best_per_call(
+            lambda: batch_cls.from_dict(small, non_tensors=dict(objects)), 500
+        )
+        * 1e6,
         "union_us": (best_per_call(unite, 200) - copying) * 1e6,
-        "select_us": best_per_call(lambda: whole.select(batch_keys=names, non_tensor_batch_keys=["uid"]), 500) * 1e6,
+        "select_us": best_per_call(
+            lambda: whole.select(batch_keys=names, non_tensor_batch_keys=["uid"]), 500
+        )
+        * 1e6,
         "slice_us": best_per_call(lambda: whole[:2], 500) * 1e6,
     }
 
 
 def bare() -> dict[str, float]:
-    """The floor: two plain actors, a dict of numpy arrays, split and joined by the driver, copied once by the actor."""
+    """The floor: two plain actors, a dict of numpy arrays, split and joined by the driver, copied
+    once by the actor.
+    """
 
     @ray.remote(num_cpus=1)
     class Echo:
@@ -196,7 +217,10 @@ def bare() -> dict[str, float]:
     return {
         "echo_mb_per_s": megabytes / median_of(lambda: echo(batch), ECHOES),
         "tiny_echo_ms": best_per_call(lambda: echo(tiny), 50) * 1e3,
-        "one_to_all_noop_ms": best_per_call(lambda: ray.get([a.nothing.remote() for a in actors]), 100) * 1e3,
+        "one_to_all_noop_ms": best_per_call(
+            lambda: ray.get([a.nothing.remote() for a in actors]), 100
+        )
+        * 1e3,
     }
 
 

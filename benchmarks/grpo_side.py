@@ -4,10 +4,12 @@
     python benchmarks/grpo_side.py ours|trl FOLDER fixed|tailed STEPS [SEED]    the mean reward of every step
     python benchmarks/grpo_side.py replay FOLDER fixed|tailed STEPS             how far TRL's weights go from ours
 
-prints JSON. `replay` gives the samples of our run to TRL's loss and optimizer; its Python must have both sides.
+prints JSON. `replay` gives the samples of our run to TRL's loss and optimizer; its Python must have
+both sides.
 
-`fixed`: every response runs to 32 tokens, because the end-of-sequence token is none that the model can say. `tailed`: a
-random model ends a response at any token alike, so lengths have a long tail, of 256 tokens at most.
+`fixed`: every response runs to 32 tokens, because the end-of-sequence token is none that the model
+can say. `tailed`: a random model ends a response at any token alike, so lengths have a long tail,
+of 256 tokens at most.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py"
 
 
 def make(folder: Path) -> None:
-    """Two model folders that differ in their end-of-sequence token, and prompts as parquet and as JSONL."""
+    """Two model folders that differ in their end-of-sequence token, and prompts as parquet and as
+    JSONL.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
@@ -50,7 +54,10 @@ def make(folder: Path) -> None:
         Qwen2ForCausalLM(config).save_pretrained(folder / kind)
     rows = tiny["make_rows"](40 * NUM_PROMPTS, "train")
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    lines = [json.dumps({"prompt": row["prompt"], "letter": row["reward_model"]["ground_truth"]}) for row in rows]
+    lines = [
+        json.dumps({"prompt": row["prompt"], "letter": row["reward_model"]["ground_truth"]})
+        for row in rows
+    ]
     (folder / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -60,7 +67,12 @@ def ours(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
 
     with tempfile.TemporaryDirectory() as run_folder:
         overrides = [
-            *("trainer.backend=local", "trainer.n_gpus_per_node=1", "trainer.device=cpu", "trainer.logger=[]"),
+            *(
+                "trainer.backend=local",
+                "trainer.n_gpus_per_node=1",
+                "trainer.device=cpu",
+                "trainer.logger=[]",
+            ),
             f"actor_rollout_ref.model.path={folder / kind}",
             f"data.train_files={folder}/train.parquet",
             f"data.train_batch_size={NUM_PROMPTS}",
@@ -82,11 +94,15 @@ def ours(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
 def share_of_letter(completions: list[Any], letter: list[str], **_: Any) -> list[float]:
     """The reward of examples/tiny: the share of the response's characters that are the letter."""
     texts = [completion[0]["content"] for completion in completions]
-    return [text.count(wanted) / max(len(text), 1) for text, wanted in zip(texts, letter, strict=True)]
+    return [
+        text.count(wanted) / max(len(text), 1) for text, wanted in zip(texts, letter, strict=True)
+    ]
 
 
 def trl_trainer(folder: Path, kind: str, steps: int, seed: int, run_folder: str) -> Any:
-    """TRL's trainer at its fastest here: one generation and one forward and backward pass over the whole batch."""
+    """TRL's trainer at its fastest here: one generation and one forward and backward pass over the
+    whole batch.
+    """
     from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -116,13 +132,14 @@ def trl(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
 
 
 def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
-    """Our run, then TRL's loss and optimizer on our samples, step by step: how far its weights are from ours.
+    """Our run, then TRL's loss and optimizer on our samples, step by step: how far its weights are
+    from ours.
 
     A distance is a share of the way that our weights have gone since the first step.
     """
     import torch
 
-    from workers.engines import fsdp
+    from workers.training import engine as fsdp
 
     batches: list[Any] = []
     weights: list[list[torch.Tensor]] = []
@@ -167,7 +184,13 @@ def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
 
 def distance(weights: Any, others: Any) -> float:
     """Between two lists of tensors, as vectors."""
-    return sum(float((one.detach() - other).square().sum()) for one, other in zip(weights, others, strict=True)) ** 0.5
+    return (
+        sum(
+            float((one.detach() - other).square().sum())
+            for one, other in zip(weights, others, strict=True)
+        )
+        ** 0.5
+    )
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""One measured run of placements, driver and calls, in a process of its own; `bench_ppo.py` runs it.
+"""One measured run of placements, driver and calls, in a process of its own; `bench_ppo.py` runs
+it.
 
     python benchmarks/placement_side.py split|colocate|driver|memory|calls FOLDER      prints its figures as JSON
 
-FOLDER is that of `grpo_side.py make`. On two cores: `split` has a pool of one process for the policy and one for the
-critic, `colocate` one pool of two.
+FOLDER is that of `grpo_side.py make`. On two cores: `split` has a pool of one process for the
+policy and one for the critic, `colocate` one pool of two.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from verl_like import Dispatch, Worker, register
 
 NUM_PROMPTS = 64
 NUM_STEPS = 20
-"""Of a run whose median step counts: the first ones of new processes take memory that the machine has not used yet."""
+"""Of a run whose median step counts: the first ones of new processes take memory that the machine
+has not used yet.
+"""
 
 
 def overrides(folder: Path, run_folder: str, *more: str) -> list[str]:
@@ -35,21 +38,32 @@ def overrides(folder: Path, run_folder: str, *more: str) -> list[str]:
         f"data.train_batch_size={NUM_PROMPTS}",
         *("data.max_prompt_length=16", "data.max_response_length=32"),
         f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS}",
-        *("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64", "critic.ppo_micro_batch_size_per_gpu=64"),
+        *(
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
+            "critic.ppo_micro_batch_size_per_gpu=64",
+        ),
         "actor_rollout_ref.rollout.n=4",
         *more,
     ]
 
 
-def steps_of(folder: Path, num_steps: int, *more: str) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+def steps_of(
+    folder: Path, num_steps: int, *more: str
+) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """The metrics of every step but the first two, and all calls of the trace."""
     from trainer import load_config, run
 
     with tempfile.TemporaryDirectory() as run_folder:
-        run(load_config(overrides(folder, run_folder, f"trainer.total_training_steps={num_steps}", *more)))
+        run(
+            load_config(
+                overrides(folder, run_folder, f"trainer.total_training_steps={num_steps}", *more)
+            )
+        )
         lines = (Path(run_folder) / "metrics.jsonl").read_text().splitlines()
         events = json.loads((Path(run_folder) / "timeline.json").read_text())["traceEvents"]
-    return [json.loads(line) for line in lines][2:], [event for event in events if event["ph"] == "X"]
+    return [json.loads(line) for line in lines][2:], [
+        event for event in events if event["ph"] == "X"
+    ]
 
 
 def median(lines: list[dict[str, float]], name: str) -> float:
@@ -58,7 +72,9 @@ def median(lines: list[dict[str, float]], name: str) -> float:
 
 
 def split(folder: Path) -> dict[str, float]:
-    """Two pools of one core each: the update phase beside what actor and critic take alone on one core."""
+    """Two pools of one core each: the update phase beside what actor and critic take alone on one
+    core.
+    """
     lines, _ = steps_of(folder, NUM_STEPS, "placement=split", "trainer.n_gpus_per_node=2")
     alone, _ = steps_of(folder, NUM_STEPS, "placement=colocate", "trainer.n_gpus_per_node=1")
     actor, critic = median(alone, "timing_s/update_actor"), median(alone, "timing_s/update_critic")
@@ -79,7 +95,9 @@ def colocate(folder: Path) -> dict[str, float]:
 
 
 def driver(folder: Path) -> dict[str, float]:
-    """The share of a GRPO step in which no worker is busy: dispatch, rewards, advantages, metrics."""
+    """The share of a GRPO step in which no worker is busy: dispatch,
+    rewards, advantages, metrics.
+    """
     grpo = ("algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1")
     shares = {}
     for backend in ("local", "ray"):
@@ -97,7 +115,7 @@ def memory(folder: Path) -> dict[str, float]:
     import psutil
 
     from trainer import load_config, run
-    from trainer.ppo import Metrics, PPOTrainer
+    from trainer.ppo.step import Metrics, PPOTrainer
 
     resident = {}
 
@@ -105,11 +123,19 @@ def memory(folder: Path) -> dict[str, float]:
         def on_step_end(self, metrics: Metrics) -> None:
             resident[self.global_step] = psutil.Process().memory_info().rss / 2**20
 
-    small = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.n_gpus_per_node=1")
+    small = (
+        "data.train_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "trainer.n_gpus_per_node=1",
+    )
     with tempfile.TemporaryDirectory() as run_folder:
         more = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=200", *small)
         run(load_config(overrides(folder, run_folder, *more)), Metered)
-    return {"rss_50_mib": resident[50], "rss_200_mib": resident[200], "growth_mib": resident[200] - resident[50]}
+    return {
+        "rss_50_mib": resident[50],
+        "rss_200_mib": resident[200],
+        "growth_mib": resident[200] - resident[50],
+    }
 
 
 class Idle(Worker):
@@ -141,7 +167,12 @@ def calls(folder: Path) -> dict[str, float]:
     """Milliseconds of a call that does nothing, on 2, 8 and 64 actors, and on as many bare ones."""
     import ray
 
-    from verl_like.ray_backend import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, connect
+    from verl_like.backends.ray import (
+        RayClassWithInitArgs,
+        RayResourcePool,
+        RayWorkerGroup,
+        connect,
+    )
 
     connect(num_cpus=64)
     bare_class = ray.remote(num_cpus=0.5)(Bare)
@@ -153,7 +184,9 @@ def calls(folder: Path) -> dict[str, float]:
         group.shutdown()
         pool.release()
         actors = [bare_class.remote() for _ in range(num_workers)]
-        figures[f"bare_ms_{num_workers}"] = milliseconds(lambda a=actors: ray.get([one.nothing.remote() for one in a]))
+        figures[f"bare_ms_{num_workers}"] = milliseconds(
+            lambda a=actors: ray.get([one.nothing.remote() for one in a])
+        )
         for actor in actors:
             ray.kill(actor)
     return figures
@@ -161,7 +194,13 @@ def calls(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     """Command line."""
-    sides = {"split": split, "colocate": colocate, "driver": driver, "memory": memory, "calls": calls}
+    sides = {
+        "split": split,
+        "colocate": colocate,
+        "driver": driver,
+        "memory": memory,
+        "calls": calls,
+    }
     print(json.dumps(sides[sys.argv[1]](Path(sys.argv[2]))), flush=True)
 
 

@@ -1,6 +1,9 @@
-"""One side of `bench_rollout.py`, in a process of its own: `python benchmarks/rollout_side.py ours|vllm FOLDER`.
+"""One side of `bench_rollout.py`, in a process of its own:
 
-Prints a JSON line: for every engine and workload seconds and tokens of each repetition, engines taking turns.
+`python benchmarks/rollout_side.py ours|vllm FOLDER`.
+
+Prints a JSON line: for every engine and workload seconds and tokens of each repetition, engines
+taking turns.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def timed(runs: dict[str, Run]) -> dict[str, list[dict[str, float]]]:
 
 def of_engine(engine: Any, max_tokens: int, stop: tuple[int, ...]) -> Run:
     """One of our engines, as the role calls it."""
-    from workers.engines.rollout_base import Request, SamplingParams
+    from workers.rollout.base import Request, SamplingParams
 
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop)
 
@@ -65,12 +68,14 @@ def ours(folder: Path) -> dict[str, Any]:
     """The native engine beside transformers' generate."""
     from transformers import AutoModelForCausalLM
 
-    from workers.engines.native_rollout import NativeEngine
-    from workers.engines.rollout_base import EngineLimits
+    from workers.rollout.base import EngineLimits
+    from workers.rollout.native.engine import NativeEngine
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     began = time.perf_counter()
-    engine = NativeEngine(model, EngineLimits(prompt_width=PROMPT, response_width=TAIL), owns_weights=False)
+    engine = NativeEngine(
+        model, EngineLimits(prompt_width=PROMPT, response_width=TAIL), owns_weights=False
+    )
     engine.commit(0)
     start = time.perf_counter() - began
 
@@ -109,14 +114,18 @@ def ours(folder: Path) -> dict[str, Any]:
 
 
 def vllm(folder: Path) -> dict[str, Any]:
-    """vLLM's CPU engine as it comes, with and without log-probs and seeds, and under our sampler."""
+    """vLLM's CPU engine as it comes, with and without log-probs and
+    seeds, and under our sampler.
+    """
     from transformers import AutoModelForCausalLM
 
-    from workers.engines.rollout_base import EngineLimits
-    from workers.engines.vllm_rollout import VllmEngine, VllmSettings
+    from workers.rollout.base import EngineLimits
+    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
 
     began = time.perf_counter()
-    engine = VllmEngine(VllmSettings(str(folder)), EngineLimits(prompt_width=PROMPT, response_width=TAIL))
+    engine = VllmEngine(
+        VllmSettings(str(folder)), EngineLimits(prompt_width=PROMPT, response_width=TAIL)
+    )
     start = time.perf_counter() - began
     engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     engine.commit(0)
@@ -137,7 +146,10 @@ def vllm(folder: Path) -> dict[str, Any]:
                 for i in range(PROMPTS)
             ]
             asked = [{"prompt_token_ids": ids} for ids in prompts(round_)]
-            return sum(len(o.outputs[0].token_ids) for o in engine.llm.generate(asked, params, use_tqdm=False))
+            return sum(
+                len(o.outputs[0].token_ids)
+                for o in engine.llm.generate(asked, params, use_tqdm=False)
+            )
 
         return run
 

@@ -1,4 +1,7 @@
-"""The sync side of `bench_rollout.py`: a 2-rank FSDP actor fills an engine in a third process. Prints a JSON line."""
+"""The sync side of `bench_rollout.py`: a 2-rank FSDP actor fills an engine in a third process.
+
+Prints a JSON line.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ class Weights(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ParameterList([nn.Parameter(torch.randn(ROWS, COLUMNS)) for _ in range(NUM_TENSORS)])
+        self.parts = nn.ParameterList(
+            [nn.Parameter(torch.randn(ROWS, COLUMNS)) for _ in range(NUM_TENSORS)]
+        )
 
 
 class Trainer:
@@ -44,7 +49,7 @@ class Trainer:
 
     def named_full_tensors(self, on_all_ranks: bool) -> Any:
         """As the training engine gathers them."""
-        from workers.engines.fsdp import tensor_on_first
+        from workers.training.engine import tensor_on_first
 
         assert not on_all_ranks
         for name, parameter in self.module.named_parameters():
@@ -61,7 +66,7 @@ class Engine:
 
     def load_weights(self, tensors: Any) -> None:
         """Write and verify."""
-        from workers.weights import WeightSink
+        from workers.weights.checksum import WeightSink
 
         sink = WeightSink(self.module)
         for name, tensor in tensors:
@@ -72,8 +77,11 @@ class Engine:
         """Nothing to stamp."""
 
 
-def seconds_of(works: dict[str, Callable[[int], Any]], together: Callable[[], Any]) -> dict[str, list[float]]:
-    """Wall seconds of each work, from all ready to all done; they take turns, and the first round warms up.
+def seconds_of(
+    works: dict[str, Callable[[int], Any]], together: Callable[[], Any]
+) -> dict[str, list[float]]:
+    """Wall seconds of each work, from all ready to all done; they take turns, and the first round
+    warms up.
 
     Every other round goes backwards, so that none of two works always runs after the other.
     """
@@ -89,7 +97,9 @@ def seconds_of(works: dict[str, Callable[[int], Any]], together: Callable[[], An
 
 
 def hash_shares(seconds: dict[str, list[float]]) -> list[float]:
-    """Which part of a sync its hashes are, against the one without them in the same round: median and quartiles."""
+    """Which part of a sync its hashes are, against the one without them in the same round: median
+    and quartiles.
+    """
     pairs = zip(seconds["sync_s"], seconds["sync_without_hashes_s"], strict=True)
     low, median, high = statistics.quantiles([1 - without / whole for whole, without in pairs], n=4)
     return [median, low, high]
@@ -97,9 +107,9 @@ def hash_shares(seconds: dict[str, list[float]]) -> list[float]:
 
 def rank_main(rank: int, port: int, path: str) -> None:
     """Ranks 0 and 1 train, rank 2 is the rollout; rank 0 writes what it measured."""
-    from workers import weight_channel
-    from workers.weight_sync import WeightReceiver, WeightSender
-    from workers.weights import Hashing
+    from workers.weights import channel as weight_channel
+    from workers.weights.checksum import Hashing
+    from workers.weights.sync import WeightReceiver, WeightSender
 
     class NoHashing(Hashing):
         def of(self, payload: torch.Tensor) -> int:
@@ -124,7 +134,9 @@ def rank_main(rank: int, port: int, path: str) -> None:
 
     worker: Any
     if rank < 2:
-        dist.init_process_group("gloo", store=dist.PrefixStore("actor", store), rank=rank, world_size=2)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("actor", store), rank=rank, world_size=2
+        )
         worker = WeightSender()
         worker.rank, worker.engine = rank, Trainer()
     else:
@@ -152,7 +164,9 @@ def rank_main(rank: int, port: int, path: str) -> None:
     works = {"broadcast_s": broadcast, "sync_s": sync, "sync_without_hashes_s": unhashed_sync}
     seconds = seconds_of(works, together)
     if rank == 0:
-        found: dict[str, Any] = {name: statistics.median(values) for name, values in seconds.items()}
+        found: dict[str, Any] = {
+            name: statistics.median(values) for name, values in seconds.items()
+        }
         found |= {"hash_share": hash_shares(seconds), "hash_cpu_s": statistics.median(hashes[1:])}
         with open(path, "w", encoding="utf-8") as file:
             json.dump(found, file)
@@ -163,7 +177,7 @@ def rank_main(rank: int, port: int, path: str) -> None:
 
 def by_reference() -> float:
     """Seconds of a colocated sync of the same 100 MiB: what `commit` costs."""
-    from workers.weights import Fingerprint
+    from workers.weights.checksum import Fingerprint
 
     module, seconds = Weights(), []
     for _ in range(ROUNDS):

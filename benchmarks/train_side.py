@@ -1,4 +1,5 @@
-"""One side of the training comparison, in a process of its own with one thread; `bench_train.py` runs them in turn.
+"""One side of the training comparison, in a process of its own with one thread; `bench_train.py`
+runs them in turn.
 
     python benchmarks/train_side.py make FOLDER                  the model and the rows, for all sides
     python benchmarks/train_side.py ours|padded|trl FOLDER KIND   seconds of an update of the rows KIND, as JSON
@@ -6,8 +7,9 @@
     python benchmarks/train_side.py ranks FOLDER STRATEGY         a rank's share under torchrun's environment
     python benchmarks/train_side.py memory FOLDER                 peak memory of the log-prob path
 
-KIND: `full` (256 rows of 40 tokens), `tailed` (geometric lengths, mean 32, at most 256), `ragged` (real tokens are 40 %
-of the padded width). `padded` is a plain loop over padded rows, as transformers computes them, 64 at a time.
+KIND: `full` (256 rows of 40 tokens), `tailed` (geometric lengths, mean 32, at most 256), `ragged`
+(real tokens are 40 % of the padded width). `padded` is a plain loop over padded rows, as
+transformers computes them, 64 at a time.
 """
 
 from __future__ import annotations
@@ -39,27 +41,33 @@ def make(folder: Path) -> None:
 
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**MODEL, pad_token_id=0)).save_pretrained(folder)
-    tokenizer = runpy.run_path(str(Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py"))[
-        "make_tokenizer"
-    ]()
+    tokenizer = runpy.run_path(
+        str(Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py")
+    )["make_tokenizer"]()
     while len(tokenizer) < MODEL["vocab_size"]:
         tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
     tokenizer.save_pretrained(folder)
     lengths = {
         "full": torch.full((ROWS,), WIDTHS["full"]),
-        "tailed": torch.distributions.Geometric(1 / 32).sample((ROWS,)).long().clamp(1, WIDTHS["tailed"]),
+        "tailed": torch.distributions.Geometric(1 / 32)
+        .sample((ROWS,))
+        .long()
+        .clamp(1, WIDTHS["tailed"]),
         "ragged": torch.randint(1, 145, (ROWS,)),
     }
     for kind, own in lengths.items():
         width = WIDTHS[kind]
         mask = (torch.arange(width) < own[:, None]).long()
         ids = torch.randint(1, MODEL["vocab_size"], (ROWS, PROMPT + width))
-        torch.save({"ids": ids, "response_mask": mask, "advantages": torch.randn(ROWS)}, folder / f"{kind}.pt")
+        torch.save(
+            {"ids": ids, "response_mask": mask, "advantages": torch.randn(ROWS)},
+            folder / f"{kind}.pt",
+        )
 
 
 def batch_of(folder: Path, kind: str, rows: int = ROWS) -> Any:
     """The rows of a kind with every column that an update reads."""
-    from verl_like.protocol import DataProto
+    from verl_like.batch.protocol import DataProto
 
     stored = torch.load(folder / f"{kind}.pt")
     ids, inside = stored["ids"][:rows], stored["response_mask"][:rows]
@@ -76,15 +84,22 @@ def updater(folder: Path, strategy: str = "fsdp", **model: Any) -> Callable[[Any
     """An update of the actor's, on this process's rank."""
     from types import SimpleNamespace
 
-    from workers.actor import ActorWorker
-    from workers.config import ActorRolloutRefConfig, ModelConfig, RolloutCorrectionConfig, WorkersConfig
+    from workers.config import (
+        ActorRolloutRefConfig,
+        ModelConfig,
+        RolloutCorrectionConfig,
+        WorkersConfig,
+    )
+    from workers.roles.actor import ActorWorker
 
     policy = ActorRolloutRefConfig(model=ModelConfig(path=str(folder), **model))
     policy.actor.ppo_mini_batch_size, policy.actor.ppo_micro_batch_size_per_gpu = ROWS, 64
     policy.actor.use_dynamic_bsz, policy.actor.ppo_max_token_len_per_gpu = True, 2560
     policy.actor.optim.lr, policy.actor.strategy = 1e-4, strategy
     algorithm = SimpleNamespace(rollout_correction=RolloutCorrectionConfig())
-    worker = ActorWorker(WorkersConfig(actor_rollout_ref=policy, data=None, trainer=None, algorithm=algorithm))
+    worker = ActorWorker(
+        WorkersConfig(actor_rollout_ref=policy, data=None, trainer=None, algorithm=algorithm)
+    )
     worker.init_model(100)
     return worker.update_actor
 
@@ -102,9 +117,16 @@ def padded_updater(folder: Path, kind: str) -> Callable[[], None]:
             width = part["responses"].shape[1]
             out = model(part["input_ids"], part["attention_mask"], position_ids=part["position_ids"], use_cache=False,
                         logits_to_keep=width + 1)  # fmt: skip
-            log_probs = out.logits[:, :-1].log_softmax(-1).gather(-1, part["responses"][..., None]).squeeze(-1)
+            log_probs = (
+                out.logits[:, :-1]
+                .log_softmax(-1)
+                .gather(-1, part["responses"][..., None])
+                .squeeze(-1)
+            )
             ratio = (log_probs - part["old_log_probs"]).clamp(-20, 20).exp()
-            losses = -torch.minimum(ratio * part["advantages"], ratio.clamp(0.8, 1.2) * part["advantages"])
+            losses = -torch.minimum(
+                ratio * part["advantages"], ratio.clamp(0.8, 1.2) * part["advantages"]
+            )
             ((losses * part["response_mask"]).sum() / batch["response_mask"].sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -161,14 +183,21 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def rate(folder: Path) -> dict[str, float]:
-    """The update's arithmetic, 6 N a token, as a share of a matrix product's rate, both measured in turn."""
+    """The update's arithmetic, 6 N a token, as a share of a matrix product's rate, both measured in
+    turn.
+    """
     left, right = torch.randn(10240, 128), torch.randn(128, 512)
     result = {}
     for name, model in (("float32", {}), ("bfloat16", {"dtype": "bfloat16"})):
         update, batch = updater(folder, **model), batch_of(folder, "full")
         dtype = getattr(torch, name)
         one, other = left.to(dtype), right.to(dtype)
-        flops = 6 * sum(p.numel() for p in update.__self__.engine.parameters()) * ROWS * (PROMPT + WIDTHS["full"])
+        flops = (
+            6
+            * sum(p.numel() for p in update.__self__.engine.parameters())
+            * ROWS
+            * (PROMPT + WIDTHS["full"])
+        )
         update(batch)
         for _ in range(REPEATS):
             began = time.perf_counter()
@@ -188,7 +217,7 @@ def ranks(folder: Path, strategy: str) -> dict[str, float]:
     """One rank of a group: seconds of an update, and the memory of its parameters and optimizer."""
     import torch.distributed as dist
 
-    from verl_like.split import split_rows
+    from verl_like.batch.split import split_rows
 
     update = updater(folder, strategy)
     worker = update.__self__
@@ -196,13 +225,20 @@ def ranks(folder: Path, strategy: str) -> dict[str, float]:
     time_of_update = seconds(lambda: update(batch))
     engine = worker.engine
     held = [getattr(t, "_local_tensor", t) for t in engine.parameters()]
-    held += [getattr(t, "_local_tensor", t) for s in engine.optimizer.state.values() for t in s.values()]
+    held += [
+        getattr(t, "_local_tensor", t) for s in engine.optimizer.state.values() for t in s.values()
+    ]
     dist.destroy_process_group()
-    return {"update_s": time_of_update, "state_mib": sum(t.numel() * t.element_size() for t in held) / 2**20}
+    return {
+        "update_s": time_of_update,
+        "state_mib": sum(t.numel() * t.element_size() for t in held) / 2**20,
+    }
 
 
 def memory(folder: Path) -> dict[str, float]:
-    """Peak resident memory of log-probs and entropy, forward and backward, over that of the logits alone."""
+    """Peak resident memory of log-probs and entropy, forward and backward, over that of the logits
+    alone.
+    """
     from verl_like.tensor_ops import logprobs_and_entropy_from_logits
 
     tokens, vocabulary = 4096, 65536
@@ -210,9 +246,13 @@ def memory(folder: Path) -> dict[str, float]:
     head = torch.randn(vocabulary, 16)
     labels = torch.randint(0, vocabulary, (tokens,))
     with torch.no_grad():
-        (hidden @ head.t()) @ head  # from here on the process has once held the logits, and what the products need
+        (
+            hidden @ head.t()
+        ) @ head  # from here on the process has once held the logits, and what the products need
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    log_probs, entropy = logprobs_and_entropy_from_logits(hidden @ head.t(), labels, inplace_backward=True)
+    log_probs, entropy = logprobs_and_entropy_from_logits(
+        hidden @ head.t(), labels, inplace_backward=True
+    )
     (log_probs.sum() - 0.01 * entropy.sum()).backward()
     over = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     logits = tokens * vocabulary * 4 / 2**20

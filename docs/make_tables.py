@@ -1,7 +1,7 @@
 """Write what the docs say about keys and columns from the code: `python docs/make_tables.py`.
 
-The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configuration.md` and `dataflow.md`; a test checks
-that they are current.
+The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configuration.md` and
+`dataflow.md`; a test checks that they are current.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.checks import read
-from trainer.compose import config_keys
-from trainer.config import PPOConfig
-from trainer.explain import field_docs
-from workers.batch_keys import COLUMNS
+from trainer.cli.explain import field_docs
+from trainer.config.checks import read
+from trainer.config.compose import config_keys
+from trainer.config.schema import PPOConfig
+from workers.columns import COLUMNS
 
 DOCS = Path(__file__).resolve().parent
 
@@ -39,7 +39,10 @@ def key_table() -> str:
 
 def column_table() -> str:
     """The batch's columns."""
-    rows = [f"| `{c.name}` | `{c.shape}` | {c.dtype} | {_cell(c.written_by)} |" for c in COLUMNS.values()]
+    rows = [
+        f"| `{c.name}` | `{c.shape}` | {c.dtype} | {_cell(c.written_by)} |"
+        for c in COLUMNS.values()
+    ]
     return "\n".join(["| column | shape | type | written by |", "|---|---|---|---|", *rows])
 
 
@@ -65,7 +68,12 @@ def filled(name: str) -> tuple[Path, str]:
     page, make = TABLES[name]
     path = DOCS / page
     block = f"<!-- begin {name} -->\n\n{make()}\n\n<!-- end {name} -->"
-    text = re.sub(rf"<!-- begin {name} -->.*<!-- end {name} -->", lambda _: block, path.read_text("utf-8"), flags=re.S)
+    text = re.sub(
+        rf"<!-- begin {name} -->.*<!-- end {name} -->",
+        lambda _: block,
+        path.read_text("utf-8"),
+        flags=re.S,
+    )
     return path, text
 
 

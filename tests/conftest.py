@@ -16,9 +16,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
-# Processes that tests fork have these loaded, instead of some seconds each; the first of them starts the server.
+# Processes that tests fork have these loaded, instead of some seconds each; the first of them
+# starts the server.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["trainer.start", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
+    ["trainer.launch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
     + [f"workers.{role}" for role in ("actor", "critic", "reference", "reward", "rollout")]
 )
 
@@ -40,7 +41,10 @@ def make_tiny() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny_dir(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `python examples/tiny/make.py DIR` writes: model/, train.parquet, val.parquet. Read only."""
+    """What `python examples/tiny/make.py DIR` writes: model/, train.parquet, val.parquet.
+
+    Read only.
+    """
     return make_tiny.make(tmp_path_factory.mktemp("tiny"))
 
 
@@ -49,7 +53,7 @@ def ray_session() -> Iterator[None]:
     """The one Ray cluster that all Ray tests share."""
     import ray
 
-    from verl_like.ray_backend import connect
+    from verl_like.backends.ray import connect
 
     connect(num_cpus=16)
     yield

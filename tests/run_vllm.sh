@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 py=.venv-vllm/bin/python
-works='import vllm, pytest, tensordict, trainer, workers.weight_sync; from transformers import Qwen2ForCausalLM; from vllm import LLM'
+works='import vllm, pytest, tensordict, trainer, workers.weights.sync; from transformers import Qwen2ForCausalLM; from vllm import LLM'
 
 install_with_uv() { # one resolution; torchvision and its kin would come as CUDA builds that do not load beside torch's CPU build
     "$py" -m pip install -qq uv || return

@@ -1,8 +1,12 @@
-"""Every ```python block of the README and the docs runs; the blocks of one file share their names."""
+"""Every ```python block of the README and the docs runs; the blocks
+of one file share their names.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,20 +21,43 @@ def pages() -> list[object]:
         text = path.read_text(encoding="utf-8")
         blocks = [m for m in BLOCK.finditer(text) if "no-run" not in m["info"]]
         if blocks:
-            uses_ray = any("RayWorkerGroup(" in m["code"] or "RayWorkerGroup)" in m["code"] for m in blocks)
+            uses_ray = any(
+                "RayWorkerGroup(" in m["code"] or "RayWorkerGroup)" in m["code"] for m in blocks
+            )
             name = path.relative_to(ROOT).as_posix()
             marked.append(pytest.param(path, id=name, marks=[pytest.mark.ray] if uses_ray else []))
     return marked
 
 
+def messages(path: Path) -> Iterator[str]:
+    """Every string of a file as the program says it, however its source is cut into lines."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else f"{{{ast.unparse(part)}}}"
+                for part in node.values
+            )
+
+
 def test_the_symptoms_that_troubleshooting_quotes_are_the_codes_words() -> None:
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     symptoms = re.findall(r"^\| ([^|]*`[^|]*) \|", text, re.M)
-    quoted = [part for row in symptoms for quote in re.findall("`([^`]+)`", row) for part in quote.split("...") if part]
-    files = [
-        path for folder in ("tools", "trainer", "verl_like", "workers") for path in (ROOT / folder).rglob("*.[ps][yh]")
+    quoted = [
+        part
+        for row in symptoms
+        for quote in re.findall("`([^`]+)`", row)
+        for part in quote.split("...")
+        if part
     ]
-    code = "".join(path.read_text(encoding="utf-8") for path in files)
+    code = "\n".join(
+        text
+        for package in ("trainer", "verl_like", "workers")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for text in messages(path)
+    )
+    code += (ROOT / "tools" / "install.sh").read_text(encoding="utf-8")
     assert len(quoted) >= 8
     assert [part for part in quoted if part.strip() not in code] == []
 

@@ -7,7 +7,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from trainer.ppo import PPOTrainer
+from trainer.ppo.step import PPOTrainer
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

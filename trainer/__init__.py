@@ -1,4 +1,7 @@
-"""The driver: the order of things. Read `trainer.ppo` first. Names are imported on first use."""
+"""The driver: the order of things.
+
+Read `trainer.ppo.step` first. Names are imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.compose import load_config
-    from trainer.config import PPOConfig
-    from trainer.ppo import PPOTrainer
-    from trainer.roles import WorkerGroups
-    from trainer.start import run
+    from trainer.config.compose import load_config
+    from trainer.config.schema import PPOConfig
+    from trainer.groups.worker_groups import WorkerGroups
+    from trainer.launch import run
+    from trainer.ppo.step import PPOTrainer
 
 __all__ = ["PPOConfig", "PPOTrainer", "WorkerGroups", "load_config", "run"]
-_HOME = {"PPOConfig": "config", "PPOTrainer": "ppo", "WorkerGroups": "roles", "load_config": "compose", "run": "start"}
+_HOME = {
+    "PPOConfig": "config.schema",
+    "PPOTrainer": "ppo.step",
+    "WorkerGroups": "groups.worker_groups",
+    "load_config": "config.compose",
+    "run": "launch",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,8 @@
 """The hooks of a run: methods that do nothing, for subclasses of `PPOTrainer`, which calls them.
 
-A subclass that `trainer.cls=my_module.MyTrainer` names overrides those it needs. Their order, the indented ones for
-every step; those of a validation come where one is due, which may be before the first step as well:
+A subclass that `trainer.cls=my_module.MyTrainer` names overrides those it needs. Their order, the
+indented ones for every step; those of a validation come where one is due, which may be before the
+first step as well:
 
     on_init_end
     on_train_begin
@@ -11,7 +12,7 @@ every step; those of a validation come where one is due, which may be before the
 
 from __future__ import annotations
 
-from verl_like.protocol import DataProto
+from verl_like.batch.protocol import DataProto
 
 
 class Hooks:

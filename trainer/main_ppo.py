@@ -1,4 +1,7 @@
-"""`python -m trainer.main_ppo key=value ...`: Hydra's entry to a PPO run (`verl-like ppo` calls the same `main`)."""
+"""`python -m trainer.main_ppo key=value ...`:
+
+Hydra's entry to a PPO run (`verl-like ppo` calls the same `main`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trainer.compose import CONFIG_DIR, CONFIG_NAME, from_composed, prepare_overrides
+from trainer.config.compose import CONFIG_DIR, CONFIG_NAME, from_composed, prepare_overrides
 from verl_like.errors import CheckpointError, ConfigError, PlacementError
 from verl_like.terminal import end_with_the_reader
 
@@ -31,7 +34,7 @@ def _job(composed: DictConfig) -> None:
         config = from_composed(composed, hydra_config.overrides.task)
         if hydra_config.mode == RunMode.MULTIRUN:
             config.trainer.default_local_dir += f"/{hydra_config.job.num}"
-        from trainer.start import run
+        from trainer.launch import run
 
         run(config)
     except (CheckpointError, ConfigError, PlacementError) as err:
@@ -39,21 +42,30 @@ def _job(composed: DictConfig) -> None:
     except OSError as err:
         if err.errno != errno.ENOSPC:
             raise
-        sys.exit(f"error: no room for the run in {composed.trainer.default_local_dir}: {err}. Make room; {GOES_ON}.")
+        sys.exit(
+            f"error: no room for the run in {composed.trainer.default_local_dir}: {err}. Make "
+            f"room; {GOES_ON}."
+        )
     except KeyboardInterrupt:
         print(f"stopped; {GOES_ON}", file=sys.stderr)
         sys.exit(EXIT_OF_CTRL_C)
 
 
 def main() -> None:
-    """Check the overrides in `sys.argv`, then let Hydra compose, print (`--cfg job`, `--help`) or run."""
+    """Check the overrides in `sys.argv`, then let Hydra compose, print (`--cfg job`, `--help`) or
+    run.
+    """
     arguments = sys.argv[1:]
     if ONLY_SHOWN & set(arguments):
         end_with_the_reader()
     if not {"-sc", "--shell-completion"} & set(arguments):
-        overrides = [a for a in arguments if not a.startswith("-") and ("=" in a or a.startswith("~"))]
+        overrides = [
+            a for a in arguments if not a.startswith("-") and ("=" in a or a.startswith("~"))
+        ]
         try:
-            sys.argv[1:] = [a for a in arguments if a not in overrides] + prepare_overrides(overrides)
+            sys.argv[1:] = [a for a in arguments if a not in overrides] + prepare_overrides(
+                overrides
+            )
         except ConfigError as err:
             sys.exit(f"error: {err}")
     _job()

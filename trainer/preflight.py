@@ -1,6 +1,8 @@
-"""What is looked at before a process starts, beyond the configuration alone: model folders, pools, the reward function.
+"""What is looked at before a process starts, beyond the configuration alone: model folders, pools,
+the reward function.
 
-`trainer.start` calls `preflight`; `trainer.checks` holds what the configuration can say by itself.
+`trainer.launch` calls `preflight`; `trainer.config.checks` holds what the configuration can say by
+itself.
 """
 
 from __future__ import annotations
@@ -8,15 +10,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from trainer.config import PPOConfig
-from trainer.data_files import listing
+from trainer.config.schema import PPOConfig
+from trainer.data.files import listing
 from verl_like.errors import ConfigError, nearest
-from verl_like.resources import expand_roles
-from workers.model_folder import model_folder
+from verl_like.placement.pools import expand_roles
+from workers.models.folder import model_folder
 
 
 def preflight(config: PPOConfig) -> None:
-    """Refuse models that are not there or too short, and pools that an engine cannot be laid over."""
+    """Refuse models that are not there or too short, and pools that
+    an engine cannot be laid over.
+    """
     _check_model(config, "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
     if "critic" in config.role_mapping:
         _check_model(config, "critic.model.path", config.critic.model.path)
@@ -29,8 +33,14 @@ def read_model_config(key: str, path: str) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         parent = folder.parent
-        near = nearest(folder.name, [entry.name for entry in parent.iterdir()]) if parent.is_dir() else ""
-        there = f"it holds {listing(folder)}" if folder.is_dir() else f"there is no such folder.{near}"
+        near = (
+            nearest(folder.name, [entry.name for entry in parent.iterdir()])
+            if parent.is_dir()
+            else ""
+        )
+        there = (
+            f"it holds {listing(folder)}" if folder.is_dir() else f"there is no such folder.{near}"
+        )
         raise ConfigError(
             f"{key}={path} is not a Hugging Face model folder (no config.json): {there} "
             "`python examples/tiny/make.py DIR` makes a tiny one in DIR/model."
@@ -45,8 +55,9 @@ def _check_model(config: PPOConfig, key: str, path: str) -> None:
     width = data.max_prompt_length + data.max_response_length
     if limit is not None and width > limit:
         raise ConfigError(
-            f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
-            f"{width} tokens, but {key}={path} has {limit} positions. Lower one of them by {width - limit}."
+            f"data.max_prompt_length={data.max_prompt_length} + "
+            f"data.max_response_length={data.max_response_length} = {width} tokens, but "
+            f"{key}={path} has {limit} positions. Lower one of them by {width - limit}."
         )
 
 
@@ -58,6 +69,6 @@ def _check_tensor_parallel(config: PPOConfig) -> None:
     if rollout.name == "vllm" and ranks % size:
         divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
         raise ConfigError(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the {ranks} processes of the "
-            f"rollout's pool {pool!r}; values that do: {divisors}."
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the "
+            f"{ranks} processes of the rollout's pool {pool!r}; values that do: {divisors}."
         )

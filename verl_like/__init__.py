@@ -1,7 +1,8 @@
 """One driver, groups of workers on named pools, a `DataProto` split and collected per call.
 
-Everything here is imported lazily, so `import verl_like` is quick and pulls neither ray nor transformers. Names that
-need Ray (`RayWorkerGroup`, `RayResourcePool`, …) import it when they are first used.
+Everything here is imported lazily, so `import verl_like` is quick and pulls neither ray nor
+transformers. Names that need Ray (`RayWorkerGroup`, `RayResourcePool`, …) import it when they are
+first used.
 """
 
 from __future__ import annotations
@@ -10,18 +11,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl_like.dispatch import (
-        Dispatch,
-        Execute,
-        Scatter,
-        make_nd_compute_dataproto_dispatch_fn,
-        register,
-        register_dispatch_mode,
-        update_dispatch_mode,
+    from verl_like.backends.local.group import LocalWorkerGroup
+    from verl_like.backends.ray import (
+        RayClassWithInitArgs,
+        RayResourcePool,
+        RayWorkerGroup,
+        merge_resource_pool,
+        split_resource_pool,
     )
-    from verl_like.future import DataProtoFuture, gather
-    from verl_like.local_backend import LocalWorkerGroup
-    from verl_like.protocol import (
+    from verl_like.batch.protocol import (
         DataProto,
         DataProtoItem,
         collate_fn,
@@ -32,50 +30,53 @@ if TYPE_CHECKING:
         union_tensor_dict,
         unpad_dataproto,
     )
-    from verl_like.ray_backend import (
-        RayClassWithInitArgs,
-        RayResourcePool,
-        RayWorkerGroup,
-        merge_resource_pool,
-        split_resource_pool,
+    from verl_like.calls.dispatch import (
+        Dispatch,
+        Execute,
+        Scatter,
+        make_nd_compute_dataproto_dispatch_fn,
+        register,
+        register_dispatch_mode,
+        update_dispatch_mode,
     )
-    from verl_like.resources import Placement, ResourcePool, ResourcePoolManager, Role
-    from verl_like.worker import Worker
-    from verl_like.worker_group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
+    from verl_like.calls.future import DataProtoFuture, gather
+    from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
+    from verl_like.placement.pools import Placement, ResourcePool, ResourcePoolManager, Role
+    from verl_like.process.worker import Worker
 
 _HOME = {
-    "ClassWithInitArgs": "worker_group",
-    "DataProto": "protocol",
-    "DataProtoFuture": "future",
-    "DataProtoItem": "protocol",
-    "Dispatch": "dispatch",
-    "Execute": "dispatch",
-    "LocalWorkerGroup": "local_backend",
-    "Placement": "resources",
-    "RayClassWithInitArgs": "ray_backend",
-    "RayResourcePool": "ray_backend",
-    "RayWorkerGroup": "ray_backend",
-    "ResourcePool": "resources",
-    "ResourcePoolManager": "resources",
-    "Role": "resources",
-    "Scatter": "dispatch",
-    "Worker": "worker",
-    "WorkerGroup": "worker_group",
-    "collate_fn": "protocol",
-    "create_colocated_worker_cls": "worker_group",
-    "fold_batch_dim": "protocol",
-    "gather": "future",
-    "make_nd_compute_dataproto_dispatch_fn": "dispatch",
-    "merge_resource_pool": "ray_backend",
-    "pad_dataproto_to_divisor": "protocol",
-    "register": "dispatch",
-    "register_dispatch_mode": "dispatch",
-    "split_resource_pool": "ray_backend",
-    "unfold_batch_dim": "protocol",
-    "union_numpy_dict": "protocol",
-    "union_tensor_dict": "protocol",
-    "unpad_dataproto": "protocol",
-    "update_dispatch_mode": "dispatch",
+    "ClassWithInitArgs": "calls.group",
+    "DataProto": "batch.protocol",
+    "DataProtoFuture": "calls.future",
+    "DataProtoItem": "batch.protocol",
+    "Dispatch": "calls.dispatch",
+    "Execute": "calls.dispatch",
+    "LocalWorkerGroup": "backends.local.group",
+    "Placement": "placement.pools",
+    "RayClassWithInitArgs": "backends.ray",
+    "RayResourcePool": "backends.ray",
+    "RayWorkerGroup": "backends.ray",
+    "ResourcePool": "placement.pools",
+    "ResourcePoolManager": "placement.pools",
+    "Role": "placement.pools",
+    "Scatter": "calls.dispatch",
+    "Worker": "process.worker",
+    "WorkerGroup": "calls.group",
+    "collate_fn": "batch.protocol",
+    "create_colocated_worker_cls": "calls.group",
+    "fold_batch_dim": "batch.protocol",
+    "gather": "calls.future",
+    "make_nd_compute_dataproto_dispatch_fn": "calls.dispatch",
+    "merge_resource_pool": "backends.ray",
+    "pad_dataproto_to_divisor": "batch.protocol",
+    "register": "calls.dispatch",
+    "register_dispatch_mode": "calls.dispatch",
+    "split_resource_pool": "backends.ray",
+    "unfold_batch_dim": "batch.protocol",
+    "union_numpy_dict": "batch.protocol",
+    "union_tensor_dict": "batch.protocol",
+    "unpad_dataproto": "batch.protocol",
+    "update_dispatch_mode": "calls.dispatch",
 }
 __all__ = [
     "ClassWithInitArgs",

@@ -73,7 +73,9 @@ class CheckpointError(VerlLikeError, RuntimeError):
 
 
 def cannot_travel(why: object) -> str:
-    """What becomes of a call when one of the two processes cannot pack or read what the other one needs."""
+    """What becomes of a call when one of the two processes cannot pack or read what the other one
+    needs.
+    """
     return f"arguments or result cannot travel between processes: {why}"
 
 

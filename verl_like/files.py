@@ -1,6 +1,7 @@
-"""Files and folders that appear whole or not at all, and what proves that they are still as they were written.
+"""Files and folders that appear whole or not at all, and what proves that they are still as they
+were written.
 
-`workers.engines.checkpoint` and `trainer.checkpoint` write and check with these.
+`workers.training.checkpoint` and `trainer.run_folder.checkpoint` write and check with these.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 def write_whole(path: Path, text: str, to_disk: bool = True) -> None:
     """Write beside `path`, force it to the disk, then rename over what was there.
 
-    Without `to_disk` the file outlives this process, but not the machine's failure: for what need not wait for a disk.
+    Without `to_disk` the file outlives this process, but not the machine's failure: for what need
+    not wait for a disk.
     """
     draft = path.with_name(path.name + ".part")
     with draft.open("w", encoding="utf-8") as file:

@@ -1,4 +1,5 @@
-"""Models, sharding and rollout engines, and the roles that stand on them; the order of calls is the trainer's.
+"""Models, sharding and rollout engines, and the roles that stand on them; the order of calls is the
+trainer's.
 
 Names are imported on first use.
 """
@@ -9,22 +10,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workers.actor import ActorWorker
     from workers.config import WorkersConfig
-    from workers.critic import CriticWorker
-    from workers.reference import ReferenceWorker
-    from workers.reward import RewardModelWorker
-    from workers.rollout import RolloutWorker
+    from workers.roles.actor import ActorWorker
+    from workers.roles.critic import CriticWorker
+    from workers.roles.reference import ReferenceWorker
+    from workers.roles.reward_model import RewardModelWorker
+    from workers.roles.rollout import RolloutWorker
 
 _HOME = {
-    "ActorWorker": "actor",
-    "CriticWorker": "critic",
-    "ReferenceWorker": "reference",
-    "RewardModelWorker": "reward",
-    "RolloutWorker": "rollout",
+    "ActorWorker": "roles.actor",
+    "CriticWorker": "roles.critic",
+    "ReferenceWorker": "roles.reference",
+    "RewardModelWorker": "roles.reward_model",
+    "RolloutWorker": "roles.rollout",
     "WorkersConfig": "config",
 }
-__all__ = ["ActorWorker", "CriticWorker", "ReferenceWorker", "RewardModelWorker", "RolloutWorker", "WorkersConfig"]
+__all__ = [
+    "ActorWorker",
+    "CriticWorker",
+    "ReferenceWorker",
+    "RewardModelWorker",
+    "RolloutWorker",
+    "WorkersConfig",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """What workers read of the configuration: typed, torch-free, one docstring under every field.
 
-`trainer.config.PPOConfig` extends `WorkersConfig` with the driver's own sections; every worker is built as
-`cls(config)` with the whole tree. Sizes say their unit: a prompt, or a sample (one of a prompt's `rollout.n`
-responses).
+`trainer.config.schema.PPOConfig` extends `WorkersConfig` with the driver's own sections; every
+worker is built as `cls(config)` with the whole tree. Sizes say their unit: a prompt, or a sample
+(one of a prompt's `rollout.n` responses).
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """The optimizer and its learning-rate schedule; the scheduler steps once per `update_*` call."""
+    """The optimizer and its learning-rate schedule; the scheduler
+    steps once per `update_*` call.
+    """
 
     optimizer: str = "AdamW"
-    """AdamW, or the dotted path of a class, which gets those of the settings below that its constructor knows."""
+    """AdamW, or the dotted path of a class, which gets those of the settings below that its
+    constructor knows.
+    """
     lr: float = 1e-6
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -52,7 +56,8 @@ class ModelConfig:
     """A Hugging Face model folder and how it is loaded."""
 
     path: str = ""
-    """Folder of the model and, for the actor, its tokenizer; or its name on the Hugging Face hub."""
+    """Folder of the model and, for the actor, its tokenizer; or its name on the Hugging Face hub.
+    """
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     attn_implementation: str = "auto"
@@ -62,13 +67,16 @@ class ModelConfig:
     dtype: str = "float32"
     """Type that the weights are loaded and trained in."""
     compute_dtype: str | None = None
-    """Mixed precision: compute in this type (bfloat16) and add gradients up in float32; null computes in `dtype`."""
+    """Mixed precision: compute in this type (bfloat16) and add gradients up in float32; null
+    computes in `dtype`.
+    """
     lora_rank: int = 0
     """Rank of LoRA adapters, which are then all that is trained; 0 trains every weight."""
     lora_alpha: int = 16
     """Adapters count lora_alpha / lora_rank times."""
     target_modules: Any = "all-linear"
-    """Layers that get an adapter: all-linear (all but the head), or a list of names such as q_proj."""
+    """Layers that get an adapter: all-linear (all but the head), or a list of names such as q_proj.
+    """
 
 
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
@@ -80,7 +88,9 @@ class CheckpointConfig:
     """What a role puts into its part of a checkpoint."""
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    """model, optimizer, extra (schedule and random state): what a resume needs; hf_model: a Hugging Face folder."""
+    """model, optimizer, extra (schedule and random state): what a resume needs; hf_model: a Hugging
+    Face folder.
+    """
 
 
 @dataclass(kw_only=True)
@@ -93,14 +103,18 @@ class PolicyLossConfig:
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig:
-    """Importance weights where the rollout engine's probabilities are not the trainer's: decoupled PPO, TIS."""
+    """Importance weights where the rollout engine's probabilities are not the trainer's: decoupled
+    PPO, TIS.
+    """
 
     rollout_is: str | None = None
     """token or sequence: what gets one weight; null weighs nothing."""
     rollout_is_threshold: float = 2.0
     """Bound of the weights; 1 or more."""
     rollout_is_mode: str = "truncate"
-    """truncate caps weights at the threshold; mask gives zero to those outside [1 / threshold, threshold]."""
+    """truncate caps weights at the threshold; mask gives zero to those outside [1 / threshold,
+    threshold].
+    """
 
 
 @dataclass(kw_only=True)
@@ -114,7 +128,9 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int = 8
     """Samples per forward and backward pass on one rank; no effect on the result."""
     use_dynamic_bsz: bool = False
-    """Cut micro-batches by tokens, not by samples: the actor's, the reference's and those of old log-probs."""
+    """Cut micro-batches by tokens, not by samples: the actor's, the reference's and those of old
+    log-probs.
+    """
     ppo_max_token_len_per_gpu: int = 16384
     """Real tokens per forward and backward pass on one rank, under `use_dynamic_bsz`."""
     ppo_epochs: int = 1
@@ -198,7 +214,9 @@ class RolloutConfig:
     kv_cache_gb: float = 4.0
     """Most memory of keys and values on one rank, in GiB; native and vllm on CPUs."""
     sampling_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further sampling settings: min_p, min_tokens, stop_strings, logit_bias (id -> number), truncated_log_probs."""
+    """Further sampling settings: min_p, min_tokens, stop_strings, logit_bias (id -> number),
+    truncated_log_probs.
+    """
     update_weights_bucket_megabytes: float = 16.0
     """Weights travel to the rollout in pieces of about this size."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -229,14 +247,18 @@ class ActorRolloutRefConfig:
 
 @dataclass(kw_only=True)
 class CriticModelConfig:
-    """The critic's model folder; types, attention, packing and LoRA's other settings are the actor's model's."""
+    """The critic's model folder; types, attention, packing and LoRA's other settings are the
+    actor's model's.
+    """
 
     path: str = ""
     """Folder of the model."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     lora_rank: int = 0
-    """Rank of LoRA adapters, which are then all that is trained besides the head; 0 trains every weight."""
+    """Rank of LoRA adapters, which are then all that is trained besides the head; 0 trains every
+    weight.
+    """
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
 
@@ -266,7 +288,9 @@ class CriticConfig:
     ppo_micro_batch_size_per_gpu: int = 8
     """Samples per forward and backward pass on one rank; no effect on the result."""
     ppo_max_token_len_per_gpu: int | None = None
-    """Real tokens per forward and backward pass on one rank, under the actor's `use_dynamic_bsz`; null takes its."""
+    """Real tokens per forward and backward pass on one rank, under the actor's `use_dynamic_bsz`;
+    null takes its.
+    """
     ppo_epochs: int | None = None
     """Passes over the batch per update; null takes the actor's."""
     cliprange_value: float = 0.5
@@ -298,6 +322,29 @@ class ScoringModelConfig:
 
 
 @dataclass(kw_only=True)
+class UserCodeConfig:
+    """A name in a file or module of the user's."""
+
+    path: str = ""
+    """A Python file, or a module as one imports it; empty: none."""
+    name: str = ""
+    """What to take from it."""
+
+
+@dataclass(kw_only=True)
+class RewardFunctionConfig(UserCodeConfig):
+    """A reward function:
+
+    (data_source, solution_str, ground_truth, extra_info) -> score, sync or async.
+    """
+
+    name: str = "compute_score"
+    """What to take from it."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments that every call gets besides."""
+
+
+@dataclass(kw_only=True)
 class RewardModelConfig:
     """Scores: rule functions, a reward model, or both."""
 
@@ -312,7 +359,9 @@ class RewardModelConfig:
     rule_weight: float = 1.0
     """What the rule's score counts beside the model's; 0 leaves the score to the model."""
     default_score: float = 0.0
-    """Score of a sample whose rule function raises, returns no finite number, or passes its deadline."""
+    """Score of a sample whose rule function raises, returns no finite number, or passes its
+    deadline.
+    """
     sample_timeout_s: float = 10.0
     """Deadline of the rule function for one sample; a batch gets twelve times that."""
 
@@ -337,7 +386,9 @@ class WorkersConfig:
 
 def critic_model(config: WorkersConfig) -> ModelConfig:
     """The critic's model settings, whole."""
-    own = {name: value for name, value in vars(config.critic.model).items() if name != "fsdp_config"}
+    own = {
+        name: value for name, value in vars(config.critic.model).items() if name != "fsdp_config"
+    }
     return replace(config.actor_rollout_ref.model, **own)
 
 

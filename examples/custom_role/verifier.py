@@ -9,22 +9,26 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from trainer.metrics import reduce_metrics
-from trainer.ppo import PPOTrainer
+from trainer.ppo.step import PPOTrainer
+from trainer.run_folder.metrics import reduce_metrics
 from verl_like import DataProto, Dispatch, Worker, register
 from workers.config import critic_model, critic_optim
-from workers.engines.fsdp import TrainEngine
-from workers.microbatch import Budget
+from workers.training.engine import TrainEngine
+from workers.training.microbatch import Budget
 
 
 class VerifierWorker(Worker):
-    """A scalar head on the critic's model; at every response token it gives the log-odds of a good score."""
+    """A scalar head on the critic's model; at every response token it gives the log-odds of a good
+    score.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         model, optim = critic_model(config), critic_optim(config)
         self.budget = Budget(rows=config.critic.ppo_micro_batch_size_per_gpu)
-        self.engine = TrainEngine(model, config.critic.model.fsdp_config, head="scalar", optim_config=optim)
+        self.engine = TrainEngine(
+            model, config.critic.model.fsdp_config, head="scalar", optim_config=optim
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -34,20 +38,34 @@ class VerifierWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_verdicts(self, data: DataProto) -> DataProto:
         """The probability of a good score after each whole response: [rows]."""
-        return DataProto.from_dict({"verdicts": self.engine.score_rows(data, self.budget).sigmoid()})
+        return DataProto.from_dict(
+            {"verdicts": self.engine.score_rows(data, self.budget).sigmoid()}
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def update_verifier(self, data: DataProto) -> DataProto:
         """One optimizer step on the whole batch."""
         rows, names = len(data) if data.shard is None else data.shard.total, ["token_level_scores"]
-        metrics = self.engine.update(data, names, mini_batch_size=rows, budget=self.budget, epochs=1, loss_fn=self.loss)
-        return DataProto(meta_info={"metrics": {f"verifier/{name}": value for name, value in metrics.items()}})
+        metrics = self.engine.update(
+            data, names, mini_batch_size=rows, budget=self.budget, epochs=1, loss_fn=self.loss
+        )
+        return DataProto(
+            meta_info={"metrics": {f"verifier/{name}": value for name, value in metrics.items()}}
+        )
 
     def loss(self, outputs: Any, columns: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share: shares add up, so the divisor is the whole mini-batch's number of tokens."""
+        """This micro-batch's share: shares add up, so the divisor is the whole mini-batch's number
+        of tokens.
+        """
         inside = columns["response_mask"] != 0
-        good = (columns["token_level_scores"].sum(dim=1, keepdim=True) >= 0.5).float().expand(inside.shape)
-        losses = binary_cross_entropy_with_logits(outputs["values"][inside], good[inside], reduction="sum")
+        good = (
+            (columns["token_level_scores"].sum(dim=1, keepdim=True) >= 0.5)
+            .float()
+            .expand(inside.shape)
+        )
+        losses = binary_cross_entropy_with_logits(
+            outputs["values"][inside], good[inside], reduction="sum"
+        )
         return losses / max(batch.num_tokens, 1), {"loss": losses / max(batch.num_tokens, 1)}
 
 
@@ -55,6 +73,8 @@ class TrainerWithVerifier(PPOTrainer):
     """Trains the verifier beside actor and critic."""
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """The verifier's update is launched first and runs beside the others where its pool is its own."""
+        """The verifier's update is launched first and runs beside the others where its pool is its
+        own.
+        """
         verifier = self.call("verifier", "update_verifier", batch)
         return super().update(batch) | reduce_metrics(verifier.get().meta_info["metrics"])

@@ -2,8 +2,9 @@
 
     python examples/data/prepare_gsm8k.py OUT train.jsonl test.jsonl
 
-writes OUT/train.parquet and OUT/test.parquet. A line of GSM8K is {"question": ..., "answer": "... #### 18"}; the number
-behind #### becomes the ground truth, without commas. Rewards: `openai/gsm8k` in `workers.reward_functions`.
+writes OUT/train.parquet and OUT/test.parquet. A line of GSM8K is {"question": ..., "answer": "...
+#### 18"}; the number behind #### becomes the ground truth, without commas. Rewards: `openai/gsm8k`
+in `workers.rewards.functions`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ def make_row(line: dict[str, Any], split: str, index: int) -> dict[str, Any]:
         "prompt": [{"role": "user", "content": f"{line['question']} {INSTRUCTION}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": answer[2].strip().replace(",", "")},
-        "extra_info": {"split": split, "index": index, "question": line["question"], "answer": line["answer"]},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "question": line["question"],
+            "answer": line["answer"],
+        },
     }
 
 
@@ -49,7 +55,9 @@ def convert(source: Path, folder: Path) -> Path:
 
 def main() -> None:
     """Command line of `convert`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", metavar="OUT", type=Path)
     parser.add_argument("files", metavar="FILE.jsonl", type=Path, nargs="+")
     args = parser.parse_args()

@@ -46,7 +46,9 @@ def memory_bytes(pid: int) -> int:
 def watch(command: list[str]) -> int:
     """Run `command`; Ctrl-C reaches it by itself, and this process waits for its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    child = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    child = subprocess.Popen(
+        command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    )
     peak, most = 0, 0
     while True:
         if Path("/proc/self/smaps_rollup").exists():

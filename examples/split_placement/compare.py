@@ -1,4 +1,5 @@
-"""Two run folders, split and colocated with as many ranks a role -> what overlapping the updates saved.
+"""Two run folders, split and colocated with as many ranks a role -> what overlapping the updates
+saved.
 
     python compare.py SPLIT COLOCATE
 
@@ -27,11 +28,11 @@ def main(split_dir: str, colocate_dir: str) -> None:
     actor, critic = colocate["timing_s/update_actor"], colocate["timing_s/update_critic"]
     wall = split["timing_s/update"]
     print(
-        f"update phase, split over two pools      {wall:.3f} s\n"
-        f"actor alone {actor:.3f} s + critic alone {critic:.3f} s = {actor + critic:.3f} s\n"
-        f"the update phase takes {wall / (actor + critic):.2f} of that\n"
-        f"perf/overlap_ratio                      {split['perf/overlap_ratio']:.2f} (1 in turns, 2 side by side)\n"
-        f"a whole step                            {split['timing_s/step']:.3f} s on two processes, "
+        f"update phase, split over two pools      {wall:.3f} s\nactor alone {actor:.3f} s + "
+        f"critic alone {critic:.3f} s = {actor + critic:.3f} s\nthe update phase takes "
+        f"{wall / (actor + critic):.2f} of that\nperf/overlap_ratio                      "
+        f"{split['perf/overlap_ratio']:.2f} (1 in turns, 2 side by side)\na whole step            "
+        f"                {split['timing_s/step']:.3f} s on two processes, "
         f"{colocate['timing_s/step']:.3f} s in turns on one"
     )
     print(f"timeline and curves: {split_dir}/report.html")

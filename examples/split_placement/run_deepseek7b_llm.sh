@@ -58,7 +58,7 @@ missing() {
     cards=$(nvidia-smi -L 2>/dev/null | wc -l || true)
     [ "$cards" -ge "$wanted" ] || echo "- $wanted GPUs: this machine has $cards. Fewer: trainer.n_gpus_per_node=<number>; a cluster: ray.address=<address>"
     [ "$engine" != vllm ] || has vllm || echo "- vLLM: $py has none. $py -m pip install 'vllm>=0.32,<0.33', or actor_rollout_ref.rollout.name=native"
-    "$py" -P -c "import sys; from workers.model_folder import model_folder as at; sys.exit(not (at(sys.argv[1], weights=False) / 'config.json').is_file())" "$MODEL" 2>/dev/null ||
+    "$py" -P -c "import sys; from workers.models.folder import model_folder as at; sys.exit(not (at(sys.argv[1], weights=False) / 'config.json').is_file())" "$MODEL" 2>/dev/null ||
         echo "- the model: $MODEL is neither a folder with a config.json nor to be had from the Hugging Face hub. Set MODEL=<its folder>"
     [ -f "$DATA/train.parquet" ] || echo "- the data: no $DATA/train.parquet. From GSM8K's JSONL files: python examples/data/prepare_gsm8k.py $DATA train.jsonl test.jsonl, or set DATA=<its folder>"
 }

@@ -1,11 +1,13 @@
-"""Make a tiny language model and a rule-rewarded task that it can learn in some tens of PPO steps, in a few seconds.
+"""Make a tiny language model and a rule-rewarded task that it can learn in some tens of PPO steps,
+in a few seconds.
 
     python examples/tiny/make.py DIR
 
-writes DIR/model (a Llama of random weights with a character tokenizer), DIR/train.parquet and DIR/val.parquet. A prompt
-asks for a letter; the reward (`verl_like/tiny_letters`) is the share of the response's characters that are that letter.
-`--gsm8k` also writes DIR/gsm8k/train.jsonl and test.jsonl, made-up sums in the format of GSM8K's own files.
-The files are the same for the same `--seed`. The tests and the quickstart stand on this folder.
+writes DIR/model (a Llama of random weights with a character tokenizer), DIR/train.parquet and
+DIR/val.parquet. A prompt asks for a letter; the reward (`verl_like/tiny_letters`) is the share of
+the response's characters that are that letter. `--gsm8k` also writes DIR/gsm8k/train.jsonl and
+test.jsonl, made-up sums in the format of GSM8K's own files. The files are the same for the same
+`--seed`. The tests and the quickstart stand on this folder.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def make_rows(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write_gsm8k(folder: Path, num_train: int = 256, num_test: int = 32, seed: int = 0) -> None:
-    """`train.jsonl` and `test.jsonl` as GSM8K has them: a question, and an answer that ends with `#### <number>`."""
+    """`train.jsonl` and `test.jsonl` as GSM8K has them: a question, and an answer that ends with
+    `#### <number>`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for split, num_rows in (("train", num_train), ("test", num_test)):
         rng = random.Random(f"{seed}-gsm8k-{split}")
@@ -98,11 +102,17 @@ def write_gsm8k(folder: Path, num_train: int = 256, num_test: int = 32, seed: in
         for _ in range(num_rows):
             a, b = rng.randint(2, 99), rng.randint(2, 99)
             answer = f"there are {a} and then {b} more.\n#### {a + b}"
-            lines.append(json.dumps({"question": f"ann has {a} pens and buys {b}. how many now?", "answer": answer}))
+            lines.append(
+                json.dumps(
+                    {"question": f"ann has {a} pens and buys {b}. how many now?", "answer": answer}
+                )
+            )
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def make(folder: str | Path, *, seed: int = 0, num_train: int = 300, num_val: int = 32, **size: int) -> Path:
+def make(
+    folder: str | Path, *, seed: int = 0, num_train: int = 300, num_val: int = 32, **size: int
+) -> Path:
     """Write model, tokenizer and both parquet files into `folder`; `size` goes to `make_model`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -113,20 +123,26 @@ def make(folder: str | Path, *, seed: int = 0, num_train: int = 300, num_val: in
     tokenizer.save_pretrained(folder / "model")
     make_model(tokenizer, seed, **size).save_pretrained(folder / "model")
     for split, num_rows in (("train", num_train), ("val", num_val)):
-        pq.write_table(pa.Table.from_pylist(make_rows(num_rows, split, seed)), folder / f"{split}.parquet")
+        pq.write_table(
+            pa.Table.from_pylist(make_rows(num_rows, split, seed)), folder / f"{split}.parquet"
+        )
     return folder
 
 
 def main() -> None:
     """Command line of `make`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-train", type=int, default=300, help="training prompts")
     parser.add_argument("--num-val", type=int, default=32, help="validation prompts")
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--gsm8k", action="store_true", help="also sums in the format of GSM8K's own files")
+    parser.add_argument(
+        "--gsm8k", action="store_true", help="also sums in the format of GSM8K's own files"
+    )
     args = vars(parser.parse_args())
     with_gsm8k = args.pop("gsm8k")
     folder = make(args.pop("folder"), **args)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import load
-from trainer.compose import load_config, prepare_overrides
+from trainer.config.compose import load_config, prepare_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -25,8 +25,8 @@ COVERED = {
     "quickstart": "here",
     "split_placement": "here",
     "tiny": "tests/conftest.py makes it for every test",
-    "data": "tests/trainer/test_prepare_gsm8k.py",
-    "custom_role": "tests/workers/test_custom_role.py",
+    "data": "tests/examples/test_prepare_gsm8k.py",
+    "custom_role": "tests/workers/roles/test_custom_role.py",
 }
 TINY_KEYS = [
     "data.train_files",
@@ -74,11 +74,16 @@ def settings_of(script: Path) -> list[str]:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(COVERED)
+    assert {
+        path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"
+    } == set(COVERED)
 
 
-def interrupted_in_a_terminal(script: Path, columns: int, ready: Path, **environment: object) -> tuple[int, str]:
-    """Runs the script in a terminal and presses Ctrl-C once `ready` is there -> (exit code, what was shown).
+def interrupted_in_a_terminal(
+    script: Path, columns: int, ready: Path, **environment: object
+) -> tuple[int, str]:
+    """Runs the script in a terminal and presses Ctrl-C once `ready` is there -> (exit code, what
+    was shown).
 
     None of the processes that it had started is left.
     """
@@ -86,7 +91,11 @@ def interrupted_in_a_terminal(script: Path, columns: int, ready: Path, **environ
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        os.execvpe("bash", ["bash", str(script)], {**os.environ, **{name: str(v) for name, v in environment.items()}})
+        os.execvpe(
+            "bash",
+            ["bash", str(script)],
+            {**os.environ, **{name: str(v) for name, v in environment.items()}},
+        )
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     shown, seen, deadline = b"", set(), time.monotonic() + 300
     while time.monotonic() < deadline:
@@ -108,7 +117,9 @@ def interrupted_in_a_terminal(script: Path, columns: int, ready: Path, **environ
 def test_the_quickstart_is_stopped_goes_on_learns_its_task_and_reports(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     committed = folder / "global_step_10" / "commit.json"
-    code, shown = interrupted_in_a_terminal(EXAMPLES / "quickstart" / "run.sh", 40, committed, RUN_DIR=folder)
+    code, shown = interrupted_in_a_terminal(
+        EXAMPLES / "quickstart" / "run.sh", 40, committed, RUN_DIR=folder
+    )
     assert code == 130, shown
     assert "Traceback" not in shown
     assert "stopped; the same command goes on" in shown
@@ -138,7 +149,11 @@ def test_the_tiny_split_example_overlaps_its_updates(tmp_path: Path) -> None:
     assert re.findall(r"^  (\S+): \S+ -> \S+$", done.stdout, re.M) == TINY_KEYS
     assert re.search(r"^update phase, split over two pools +\d", done.stdout, re.M)
     assert re.search(r"^perf/overlap_ratio +\d", done.stdout, re.M)
-    assert all(line["perf/overlap_ratio_update"] > 1.2 for line in lines(tmp_path / "split") if "timing_s/step" in line)
+    assert all(
+        line["perf/overlap_ratio_update"] > 1.2
+        for line in lines(tmp_path / "split")
+        if "timing_s/step" in line
+    )
 
 
 def test_the_7b_command_composes_with_half_of_the_cards_for_the_critic() -> None:

@@ -1,4 +1,7 @@
-"""`tools/install.sh` where something is lacking: it says what, and the way out. Python and pip are stand-ins."""
+"""`tools/install.sh` where something is lacking: it says what, and the way out.
+
+Python and pip are stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,12 @@ def project(tmp_path: Path) -> Path:
 
 
 def install(project: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {"OLD": "0", "HOME": str(project), "PATH": f"{project}/bin:/usr/bin:/bin", **environment}
+    variables = {
+        "OLD": "0",
+        "HOME": str(project),
+        "PATH": f"{project}/bin:/usr/bin:/bin",
+        **environment,
+    }
     return subprocess.run(
         ["bash", "-euc", "source ./install.sh; install_project"],
         cwd=project,

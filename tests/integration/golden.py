@@ -27,7 +27,11 @@ NAMES = (
 
 def curve(tiny: Path, folder: Path) -> list[dict[str, float]]:
     """The numbers of five steps in this process."""
-    run(load_config(overrides(tiny, folder, *SETTINGS, "trainer.backend=local", "placement=colocate")))
+    run(
+        load_config(
+            overrides(tiny, folder, *SETTINGS, "trainer.backend=local", "placement=colocate")
+        )
+    )
     return [{name: line[name] for name in NAMES} for line in numbers(folder)]
 
 

@@ -1,4 +1,7 @@
-"""A trainer that writes down what the roles' weights are, and a role of a user's own. Ray's workers import them."""
+"""A trainer that writes down what the roles' weights are, and a role of a user's own.
+
+Ray's workers import them.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from typing import Any
 
 import torch
 
-from trainer.config import PPOConfig
-from trainer.ppo import Metrics, PPOTrainer
+from trainer.config.schema import PPOConfig
+from trainer.ppo.step import Metrics, PPOTrainer
 from verl_like import DataProto, Dispatch, Worker, register
 
 
@@ -21,7 +24,9 @@ class RecordingTrainer(PPOTrainer):
 
     def sync(self) -> Metrics:
         metrics = super().sync()
-        self.history.append({role: set(self.groups[role].weights_checksum()) for role in self.groups})
+        self.history.append(
+            {role: set(self.groups[role].weights_checksum()) for role in self.groups}
+        )
         return metrics
 
 

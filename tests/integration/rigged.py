@@ -1,4 +1,7 @@
-"""Workers and trainers that misbehave, or write down what happens. Worker processes import them from here."""
+"""Workers and trainers that misbehave, or write down what happens.
+
+Worker processes import them from here.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from typing import Any
 
 import torch
 
-from trainer.ppo import Metrics, PPOTrainer
+from trainer.ppo.step import Metrics, PPOTrainer
 from verl_like import DataProto, Dispatch, register
-from workers.actor import ActorWorker
-from workers.critic import CriticWorker
-from workers.rollout import RolloutWorker
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.roles.rollout import RolloutWorker
 
 SLOW_S = 1.0
 

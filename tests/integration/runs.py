@@ -32,7 +32,10 @@ def lines(folder: Path) -> list[dict[str, float]]:
 
 def numbers(folder: Path) -> list[dict[str, float]]:
     """The metric lines without what depends on the clock or on the transport."""
-    return [{k: v for k, v in line.items() if not k.startswith(("timing", "perf/"))} for line in lines(folder)]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("timing", "perf/"))}
+        for line in lines(folder)
+    ]
 
 
 def calls(folder: Path, method: str) -> list[dict[str, Any]]:

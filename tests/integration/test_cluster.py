@@ -1,4 +1,6 @@
-"""A run on a cluster of several nodes: joined, shipped to, refused without a shared folder, and told of a lost node."""
+"""A run on a cluster of several nodes: joined, shipped to, refused without a shared folder, and
+told of a lost node.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from trainer.compose import load_config
-from trainer.config import PPOConfig
-from trainer.shipping import modules_of_the_user
+from trainer.config.compose import load_config
+from trainer.config.schema import PPOConfig
+from trainer.groups.user_modules import modules_of_the_user
 from verl_like.errors import PlacementError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +24,9 @@ PAGE = ROOT / "docs" / "cluster.md"
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> dict[str, Any]:
-    """What `two_nodes.py` found, in a process of its own: this one may be connected to another cluster."""
+    """What `two_nodes.py` found, in a process of its own: this one may be connected to another
+    cluster.
+    """
     folder = tmp_path_factory.mktemp("two_nodes")
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.two_nodes", tiny_dir, folder],
@@ -41,7 +45,9 @@ def test_a_step_runs_on_two_nodes_of_a_cluster_that_was_joined(two_nodes: dict[s
 
 
 @pytest.mark.ray
-def test_a_module_of_the_users_is_shipped_to_the_node_that_needs_it(two_nodes: dict[str, Any]) -> None:
+def test_a_module_of_the_users_is_shipped_to_the_node_that_needs_it(
+    two_nodes: dict[str, Any],
+) -> None:
     assert two_nodes["came_from"].endswith("/my_critic.py")
     assert not two_nodes["came_from"].startswith(two_nodes["code"])
 
@@ -50,7 +56,8 @@ def test_a_module_of_the_users_is_shipped_to_the_node_that_needs_it(two_nodes: d
 def test_a_node_lost_in_mid_step_is_named_within_15_seconds(two_nodes: dict[str, Any]) -> None:
     assert two_nodes["seconds"] < 15
     assert re.match(
-        r"WorkerDiedError: critic.update_critic, critic rank 0 of 1 \(pid \d+ on [\d.]+.*is gone", two_nodes["error"]
+        r"WorkerDiedError: critic.update_critic, critic rank 0 of 1 \(pid \d+ on [\d.]+.*is gone",
+        two_nodes["error"],
     )
 
 
@@ -58,30 +65,38 @@ def test_a_node_lost_in_mid_step_is_named_within_15_seconds(two_nodes: dict[str,
 def test_a_run_folder_that_a_node_does_not_see_is_refused_by_the_nodes_name(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl_like.ray_backend import cluster_nodes, shared_folder
+    from verl_like.backends.ray import cluster_nodes, shared_folder
 
     nodes = cluster_nodes()
     shared_folder.require_shared_folder(tmp_path, nodes)
     assert list(tmp_path.iterdir()) == []
     assert len(shared_folder.nodes_without(tmp_path / "not there", nodes)) == 1
     monkeypatch.setattr(shared_folder, "nodes_without", lambda path, nodes: ["10.0.0.7 (abc)"])
-    with pytest.raises(PlacementError, match=r"default_local_dir=.* is not seen on 10\.0\.0\.7 \(abc\)"):
+    with pytest.raises(
+        PlacementError, match=r"default_local_dir=.* is not seen on 10\.0\.0\.7 \(abc\)"
+    ):
         shared_folder.require_shared_folder(tmp_path, nodes)
     assert list(tmp_path.iterdir()) == []
 
 
 def load(*overrides: str) -> PPOConfig:
-    return load_config(["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", *overrides])
+    return load_config(
+        ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", *overrides]
+    )
 
 
 def test_the_command_of_the_page_composes() -> None:
-    (command,) = re.findall(r"^python -m trainer.main_ppo (.*) \.\.\.$", PAGE.read_text(encoding="utf-8"), re.M)
+    (command,) = re.findall(
+        r"^python -m trainer.main_ppo (.*) \.\.\.$", PAGE.read_text(encoding="utf-8"), re.M
+    )
     config = load(*command.split())
     assert config.ray.address == "auto"
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": [8], "critic_pool": [8]}
 
 
-def test_only_the_users_own_modules_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_users_own_modules_are_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_losses.py").write_text("def mine(): ...", encoding="utf-8")
     (tmp_path / "my_roles").mkdir()
     (tmp_path / "my_roles" / "__init__.py").write_text("", encoding="utf-8")
@@ -89,8 +104,11 @@ def test_only_the_users_own_modules_are_shipped(tmp_path: Path, monkeypatch: pyt
     config = load(
         "actor_rollout_ref.actor.policy_loss.loss_mode=my_losses.mine",
         "+role_workers.critic=my_roles.critics.MyCritic",
-        "+role_workers.rollout=workers.rollout.RolloutWorker",
+        "+role_workers.rollout=workers.roles.rollout.RolloutWorker",
         "actor_rollout_ref.actor.optim.optimizer=torch.optim.SGD",
     )
-    assert modules_of_the_user(config) == [str(tmp_path / "my_roles"), str(tmp_path / "my_losses.py")]
+    assert modules_of_the_user(config) == [
+        str(tmp_path / "my_roles"),
+        str(tmp_path / "my_losses.py"),
+    ]
     assert modules_of_the_user(load()) == []

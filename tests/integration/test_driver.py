@@ -1,4 +1,6 @@
-"""The driver's own behaviour: hooks, failures, what it sends, what it skips, and the samples it makes."""
+"""The driver's own behaviour: hooks, failures, what it sends, what it skips, and the samples it
+makes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ import torch
 from tests.integration.rigged import NotedTrainer, TwoPassTrainer
 from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
-from trainer.advantages import ADVANTAGE_ESTIMATORS
-from trainer.ppo import PPOTrainer
+from trainer.ppo.advantages.estimators import ADVANTAGE_ESTIMATORS
+from trainer.ppo.step import PPOTrainer
 from verl_like.errors import ConfigError
 
 RIGGED = "tests.integration.rigged"
@@ -24,7 +26,9 @@ GRPO = (*LOCAL, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=1"
 ONE_STEP_PER_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
 
 
-def train(tiny: Path, folder: Path, *more: str, trainer: type[PPOTrainer] | None = NotedTrainer) -> dict[str, float]:
+def train(
+    tiny: Path, folder: Path, *more: str, trainer: type[PPOTrainer] | None = NotedTrainer
+) -> dict[str, float]:
     """Run, and give the last line of metrics."""
     run(load_config(overrides(tiny, folder, *more)), trainer)
     return lines(folder)[-1]
@@ -33,7 +37,9 @@ def train(tiny: Path, folder: Path, *more: str, trainer: type[PPOTrainer] | None
 def test_hooks_are_called_in_the_documented_order(tiny_dir: Path, tmp_path: Path) -> None:
     cls = f"trainer.cls={RIGGED}.NotedTrainer"
     validation = (f"data.val_files={tiny_dir}/val.parquet", "trainer.test_freq=2")
-    last = train(tiny_dir, tmp_path, *GRPO, "trainer.total_training_steps=2", *validation, cls, trainer=None)
+    last = train(
+        tiny_dir, tmp_path, *GRPO, "trainer.total_training_steps=2", *validation, cls, trainer=None
+    )
     validate = ["validate_begin", "validate_end"]
     step = ["step_begin {}", "sample_begin", "sample_end 16"]
     expected = ["init_end", "train_begin", *validate]
@@ -44,13 +50,19 @@ def test_hooks_are_called_in_the_documented_order(tiny_dir: Path, tmp_path: Path
 
 
 def test_a_trainer_of_ones_own_must_be_one(tiny_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="trainer.cls=workers.actor.ActorWorker is not a subclass"):
-        train(tiny_dir, tmp_path, *GRPO, "trainer.cls=workers.actor.ActorWorker", trainer=None)
+    with pytest.raises(
+        ConfigError, match="trainer.cls=workers.roles.actor.ActorWorker is not a subclass"
+    ):
+        train(
+            tiny_dir, tmp_path, *GRPO, "trainer.cls=workers.roles.actor.ActorWorker", trainer=None
+        )
 
 
 def test_every_sample_knows_the_version_of_its_policy(tiny_dir: Path, tmp_path: Path) -> None:
     train(tiny_dir, tmp_path, *GRPO, "trainer.total_training_steps=3")
-    assert NotedTrainer.batch.batch["policy_version"].tolist() == [3] * 16  # version 1 is that of the start
+    assert (
+        NotedTrainer.batch.batch["policy_version"].tolist() == [3] * 16
+    )  # version 1 is that of the start
 
 
 def test_a_step_of_one_update_needs_no_pass_for_old_log_probs(
@@ -62,12 +74,19 @@ def test_a_step_of_one_update_needs_no_pass_for_old_log_probs(
     assert calls(tmp_path / "skipped", "compute_log_prob") == []
     train(tiny_dir, tmp_path / "computed", *settings, trainer=TwoPassTrainer)
     assert len(calls(tmp_path / "computed", "compute_log_prob")) == 2
-    for one, other in zip(numbers(tmp_path / "skipped"), numbers(tmp_path / "computed"), strict=True):
+    for one, other in zip(
+        numbers(tmp_path / "skipped"), numbers(tmp_path / "computed"), strict=True
+    ):
         assert one == pytest.approx({name: other[name] for name in one}, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    "more", ["actor_rollout_ref.actor.ppo_epochs=2", "algorithm.use_kl_in_reward=true", "data.train_batch_size=16"]
+    "more",
+    [
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "algorithm.use_kl_in_reward=true",
+        "data.train_batch_size=16",
+    ],
 )
 def test_old_log_probs_are_computed_where_the_first_pass_is_not_theirs(
     tiny_dir: Path, tmp_path: Path, more: str
@@ -78,7 +97,9 @@ def test_old_log_probs_are_computed_where_the_first_pass_is_not_theirs(
 
 def test_grpo_runs_without_critic_and_reference(tiny_dir: Path, tmp_path: Path) -> None:
     last = train(tiny_dir, tmp_path, *GRPO)
-    assert {e["cat"] for name in ("init_model", "update_critic") for e in calls(tmp_path, name)} <= {"actor", "rollout"}
+    assert {
+        e["cat"] for name in ("init_model", "update_critic") for e in calls(tmp_path, name)
+    } <= {"actor", "rollout"}
     assert "critic/vf_loss" not in last
     assert "perf/overlap_ratio" in last
 
@@ -109,28 +130,55 @@ def test_groups_of_one_empty_responses_and_rows_without_eos_train(
     assert batch["advantages"][batch["response_mask"] == 0].abs().sum() == 0
 
 
-def test_equal_scores_in_every_group_leave_the_policy_where_it_is(tiny_dir: Path, tmp_path: Path) -> None:
+def test_equal_scores_in_every_group_leave_the_policy_where_it_is(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     rigged = f"+role_workers.rollout={RIGGED}.TruncatingRollout"
-    last = train(tiny_dir, tmp_path, *GRPO, rigged, "actor_rollout_ref.rollout.n=3", "algorithm.score_clip=1e-9")
+    last = train(
+        tiny_dir,
+        tmp_path,
+        *GRPO,
+        rigged,
+        "actor_rollout_ref.rollout.n=3",
+        "algorithm.score_clip=1e-9",
+    )
     assert last["critic/score/max"] <= 1e-9
     assert last["actor/grad_norm"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_remax_compares_with_the_score_of_the_greedy_answer(tiny_dir: Path, tmp_path: Path) -> None:
-    train(tiny_dir, tmp_path, *GRPO, "algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.do_sample=false")
+    train(
+        tiny_dir,
+        tmp_path,
+        *GRPO,
+        "algorithm.adv_estimator=remax",
+        "actor_rollout_ref.rollout.do_sample=false",
+    )
     batch = NotedTrainer.batch.batch
-    assert torch.equal(batch["reward_baselines"], batch["token_level_scores"].sum(-1))  # all samples are greedy
+    assert torch.equal(
+        batch["reward_baselines"], batch["token_level_scores"].sum(-1)
+    )  # all samples are greedy
     train(tiny_dir, tmp_path / "sampled", *GRPO, "algorithm.adv_estimator=remax")
     assert len(calls(tmp_path / "sampled", "generate_sequences")) == 2
     assert torch.equal(NotedTrainer.batch.batch["reward_baselines"], batch["reward_baselines"])
 
 
-def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(tiny_dir: Path, tmp_path: Path) -> None:
-    dynamic = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=6")
+def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    dynamic = (
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.max_num_gen_batches=6",
+    )
     last = train(tiny_dir, tmp_path, *GRPO, *dynamic, ONE_STEP_PER_BATCH)
     scores = NotedTrainer.batch.batch["token_level_scores"].sum(-1).view(8, 2)
-    assert int((scores[:, 0] == scores[:, 1]).sum()) == last["dynamic_sampling/num_groups_of_equal_scores"]
-    assert last["dynamic_sampling/num_gen_batches"] == len(calls(tmp_path, "generate_sequences")) > 1
+    assert (
+        int((scores[:, 0] == scores[:, 1]).sum())
+        == last["dynamic_sampling/num_groups_of_equal_scores"]
+    )
+    assert (
+        last["dynamic_sampling/num_gen_batches"] == len(calls(tmp_path, "generate_sequences")) > 1
+    )
     assert len(set(NotedTrainer.batch.non_tensor_batch["uid"])) == 8
 
 
@@ -144,12 +192,23 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
 def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
-    tiny_dir: Path, tmp_path: Path, backend: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+    tiny_dir: Path,
+    tmp_path: Path,
+    backend: str,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     if backend == "ray":
         request.getfixturevalue("ray_session")
-    broken = [f"+role_workers.{role}={RIGGED}.Failing{role.capitalize()}" for role in ("critic", "actor")]
-    settings = ("placement=split", "trainer.n_gpus_per_node=2", f"trainer.backend={backend}", *broken)
+    broken = [
+        f"+role_workers.{role}={RIGGED}.Failing{role.capitalize()}" for role in ("critic", "actor")
+    ]
+    settings = (
+        "placement=split",
+        "trainer.n_gpus_per_node=2",
+        f"trainer.backend={backend}",
+        *broken,
+    )
     settings += ("watch.start_s=150", "watch.warn_s=0.25")
     with pytest.raises(FloatingPointError, match="the critic is broken") as caught:
         train(tiny_dir, tmp_path, *settings, trainer=PPOTrainer)
@@ -160,14 +219,18 @@ def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
     pids = {event["args"]["pid"] for event in calls(tmp_path, "init_model")} - {os.getpid()}
     assert len(pids) == (2 if backend == "ray" else 0)
     if backend == "ray":  # the overrides of `watch` are the groups' own limits
-        assert re.search(r"start of critic: waiting for critic rank 0 .* \(limit 150 s\)", caplog.text)
+        assert re.search(
+            r"start of critic: waiting for critic rank 0 .* \(limit 150 s\)", caplog.text
+        )
     deadline = time.monotonic() + 15
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(is_alive, pids))
 
 
-def test_only_the_columns_that_a_method_reads_are_sent(tiny_dir: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_only_the_columns_that_a_method_reads_are_sent(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     sent: dict[str, set[str]] = {}
     call = PPOTrainer.needed
 

@@ -1,4 +1,6 @@
-"""Five seeded steps give the numbers that were written down; `golden.py` says how to write them anew."""
+"""Five seeded steps give the numbers that were written down; `golden.py` says how to write them
+anew.
+"""
 
 from __future__ import annotations
 

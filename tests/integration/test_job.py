@@ -1,4 +1,6 @@
-"""A run submitted to a cluster as a job, by the words of `docs/cluster.md`: how it ends, and where its lines are."""
+"""A run submitted to a cluster as a job, by the words of `docs/cluster.md`: how it ends, and where
+its lines are.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ import pytest
 from tests.integration.runs import lines, overrides
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
-MY_CRITIC = "from workers.critic import CriticWorker\n\nclass MyCritic(CriticWorker):\n    pass\n"
-MY_REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.25\n"
+MY_CRITIC = (
+    "from workers.roles.critic import CriticWorker\n\nclass MyCritic(CriticWorker):\n    pass\n"
+)
+MY_REWARD = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.25\n"
+)
 
 
 def free_port() -> str:
@@ -33,14 +39,27 @@ def free_port() -> str:
 
 @pytest.fixture
 def job_environment() -> Iterator[dict[str, str]]:
-    """A local head, started as on a cluster's first machine, and the environment that submits to it."""
+    """A local head, started as on a cluster's first machine, and the environment that submits to
+    it.
+    """
     folder = tempfile.mkdtemp(prefix="ray")  # a short path: sockets lie in it
     dashboard, agent, client = free_port(), free_port(), free_port()
     binaries = Path(sys.executable).parent
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {
+        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of-this-test"}
-    command = ["ray", "start", "--head", "--block", "--num-cpus=2", "--port=0", f"--temp-dir={folder}"]
+    command = [
+        "ray",
+        "start",
+        "--head",
+        "--block",
+        "--num-cpus=2",
+        "--port=0",
+        f"--temp-dir={folder}",
+    ]
     command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
     with Path(folder, "head.log").open("wb") as log:
         head = subprocess.Popen(
@@ -60,7 +79,13 @@ def job(environment: dict[str, str], folder: Path, *words: str) -> str:
     command = [shutil.which("ray", path=environment["PATH"]), "job", *words]
     for _ in range(30):
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         if "Failed to connect to Ray" not in done.stderr:
             break
@@ -68,9 +93,13 @@ def job(environment: dict[str, str], folder: Path, *words: str) -> str:
 
 
 def asked(environment: dict[str, str], path: str) -> Any:
-    """What the head says of its jobs: what the `ray job` commands show, without a process for each."""
+    """What the head says of its jobs: what the `ray job` commands
+    show, without a process for each.
+    """
     headers = {"Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}"}
-    request = urllib.request.Request(f"{environment['RAY_API_SERVER_ADDRESS']}/api/jobs/{path}", headers=headers)
+    request = urllib.request.Request(
+        f"{environment['RAY_API_SERVER_ADDRESS']}/api/jobs/{path}", headers=headers
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
@@ -82,15 +111,34 @@ def test_a_submitted_job_ends_succeeded_or_failed_with_its_lines_in_its_log(
     (tmp_path / "my_critic.py").write_text(MY_CRITIC, encoding="utf-8")
     (tmp_path / "my_reward.py").write_text(MY_REWARD, encoding="utf-8")
     (written,) = re.findall(r"^ray (job submit .*) \.\.\.$", PAGE.read_text(encoding="utf-8"), re.M)
-    mine = overrides(tiny_dir, tmp_path / "run", "+role_workers.critic=my_critic.MyCritic", "trainer.logger=[console]")
+    mine = overrides(
+        tiny_dir,
+        tmp_path / "run",
+        "+role_workers.critic=my_critic.MyCritic",
+        "trainer.logger=[console]",
+    )
     settings = [*shlex.split(written)[2:], *mine, "trainer.total_training_steps=1"]
 
-    job(job_environment, tmp_path, "submit", "--no-wait", "--submission-id=bad", *settings, "data.tran_files=x")
+    job(
+        job_environment,
+        tmp_path,
+        "submit",
+        "--no-wait",
+        "--submission-id=bad",
+        *settings,
+        "data.tran_files=x",
+    )
     shown = job(job_environment, tmp_path, "submit", "--submission-id=good", *settings)
     assert "Job 'good' succeeded" in shown, shown
-    assert re.search(r"^step 1/1  reward 0.25 ", job(job_environment, tmp_path, "logs", "good"), re.M)
+    assert re.search(
+        r"^step 1/1  reward 0.25 ", job(job_environment, tmp_path, "logs", "good"), re.M
+    )
     assert lines(tmp_path / "run")[0]["critic/score/mean"] == 0.25
-    ended = {one["submission_id"]: one["status"] for one in asked(job_environment, "") if one["submission_id"]}
+    ended = {
+        one["submission_id"]: one["status"]
+        for one in asked(job_environment, "")
+        if one["submission_id"]
+    }
     assert ended == {"good": "SUCCEEDED", "bad": "FAILED"}
     log = asked(job_environment, "bad/logs")["logs"].splitlines()
     assert log[-1].startswith("error: There is no key 'data.tran_files'"), log

@@ -1,4 +1,6 @@
-"""Killed at any moment and started again with the same command, a run writes the lines it would have written."""
+"""Killed at any moment and started again with the same command, a run writes the lines it would
+have written.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def settings_of(tiny: Path, folder: Path, *more: str) -> list[str]:
 def start(settings: list[str]) -> Any:
     """A process of its own that runs these settings."""
     ray_token = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-    process = multiprocessing.get_context("forkserver").Process(target=run_settings, args=(settings, ray_token))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=run_settings, args=(settings, ray_token)
+    )
     process.start()
     return process
 
@@ -74,11 +78,17 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     finish(start(settings_of(tiny_dir, folder, *LOCAL)))
     assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 1))
-    assert [line["step"] for line in lines(folder) if "timing_s/save_checkpoint" in line] == [2, 4, 6]
+    assert [line["step"] for line in lines(folder) if "timing_s/save_checkpoint" in line] == [
+        2,
+        4,
+        6,
+    ]
     return folder
 
 
-def test_a_run_killed_twice_goes_on_bit_for_bit(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_run_killed_twice_goes_on_bit_for_bit(
+    whole: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
     seed = random.SystemRandom().randrange(1000)
     chance = random.Random(seed)
     settings = settings_of(tiny_dir, tmp_path, *LOCAL)
@@ -88,12 +98,17 @@ def test_a_run_killed_twice_goes_on_bit_for_bit(whole: Path, tiny_dir: Path, tmp
         file.write('{"step": 9')
     finish(start(settings))
     assert numbers(tmp_path) == numbers(whole), f"chance {seed}"
-    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_4", "global_step_6"]
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
+        "global_step_4",
+        "global_step_6",
+    ]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
     assert calls(tmp_path, "load_checkpoint")
 
 
-def test_a_finished_run_has_nothing_to_do_until_it_is_to_be_longer(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_finished_run_has_nothing_to_do_until_it_is_to_be_longer(
+    whole: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "copy"))
     run_settings(settings_of(tiny_dir, folder, *LOCAL))
     assert numbers(folder) == numbers(whole)
@@ -101,7 +116,9 @@ def test_a_finished_run_has_nothing_to_do_until_it_is_to_be_longer(whole: Path, 
     assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 2))
 
 
-def test_a_folder_of_another_configuration_is_refused_before_anything_starts(whole: Path, tiny_dir: Path) -> None:
+def test_a_folder_of_another_configuration_is_refused_before_anything_starts(
+    whole: Path, tiny_dir: Path
+) -> None:
     before = (whole / "metrics.jsonl").read_text()
     changed = (
         *LOCAL,
@@ -110,11 +127,16 @@ def test_a_folder_of_another_configuration_is_refused_before_anything_starts(who
     )
     with pytest.raises(CheckpointError) as error:
         run_settings(settings_of(tiny_dir, whole, *changed))
-    assert "another configuration: actor_rollout_ref.actor.clip_ratio was 0.2, is 0.3. Start" in str(error.value)
+    assert (
+        "another configuration: actor_rollout_ref.actor.clip_ratio was 0.2, is 0.3. Start"
+        in str(error.value)
+    )
     assert (whole / "metrics.jsonl").read_text() == before
 
 
-def test_a_later_run_goes_on_in_a_folder_of_its_own(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_later_run_goes_on_in_a_folder_of_its_own(
+    whole: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
     start_from = f"trainer.resume_from_path={whole}/global_step_4"
     path = ("trainer.resume_mode=resume_path", start_from, "trainer.save_freq=-1")
     run_settings(settings_of(tiny_dir, tmp_path, *LOCAL, *path))

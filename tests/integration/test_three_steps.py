@@ -36,11 +36,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path, ray_session: 
     """Run folders by (backend, placement), each made once."""
     made: dict[tuple[str, tuple[str, ...]], Path] = {}
 
-    def folder_of(backend: str, placement: tuple[str, ...], trainer: type[PPOTrainer] = PPOTrainer) -> Path:
+    def folder_of(
+        backend: str, placement: tuple[str, ...], trainer: type[PPOTrainer] = PPOTrainer
+    ) -> Path:
         key = backend, placement
         if key not in made:
             made[key] = tmp_path_factory.mktemp("run")
-            settings = overrides(tiny_dir, made[key], *golden.SETTINGS, *placement, f"trainer.backend={backend}")
+            settings = overrides(
+                tiny_dir, made[key], *golden.SETTINGS, *placement, f"trainer.backend={backend}"
+            )
             run(load_config(settings), trainer)
         return made[key]
 
@@ -80,7 +84,11 @@ def test_the_rollout_has_the_actors_weights_after_each_sync(split_run: Any) -> N
 def overlapping(some: list[Any], others: list[Any]) -> list[Any]:
     """Those calls that ran while one of the others did."""
     ends = [(other["ts"], other["ts"] + other["dur"]) for other in others]
-    return [one for one in some if any(max(one["ts"], a) < min(one["ts"] + one["dur"], b) for a, b in ends)]
+    return [
+        one
+        for one in some
+        if any(max(one["ts"], a) < min(one["ts"] + one["dur"], b) for a, b in ends)
+    ]
 
 
 @pytest.mark.ray
@@ -94,7 +102,8 @@ def test_actor_and_critic_update_at_the_same_time_in_different_processes(split_r
 @pytest.mark.ray
 def test_readings_of_a_sample_on_different_pools_overlap(runs: Any) -> None:
     old, ref, values = (
-        calls(runs("ray", ONE_RANK_A_ROLE[-1]), f"compute_{name}") for name in ("log_prob", "ref_log_prob", "values")
+        calls(runs("ray", ONE_RANK_A_ROLE[-1]), f"compute_{name}")
+        for name in ("log_prob", "ref_log_prob", "values")
     )
     assert overlapping(old, ref)
     assert overlapping(old, values)
@@ -110,41 +119,68 @@ def test_every_placement_on_every_backend_gives_the_golden_curve_bit_for_bit(
     assert found == one_pool
     expected = json.loads(golden.FILE.read_text(encoding="utf-8"))
     for step, (ours, curve) in enumerate(zip(found, expected, strict=True), 1):
-        assert {name: ours[name] for name in curve} == pytest.approx(curve, rel=1e-4, abs=1e-6), f"step {step}"
+        assert {name: ours[name] for name in curve} == pytest.approx(curve, rel=1e-4, abs=1e-6), (
+            f"step {step}"
+        )
 
 
 @pytest.mark.ray
-def test_two_ranks_a_role_agree_bit_for_bit_on_other_pools_of_another_backend(runs: Any, split_run: Any) -> None:
+def test_two_ranks_a_role_agree_bit_for_bit_on_other_pools_of_another_backend(
+    runs: Any, split_run: Any
+) -> None:
     assert numbers(runs("local", COLOCATE_2)) == numbers(split_run[0])
 
 
 @pytest.mark.ray
 def test_other_rank_counts_agree_to_rounding(runs: Any, split_run: Any) -> None:
-    for one, two in zip(numbers(runs("local", ONE_RANK_A_ROLE[0])), numbers(split_run[0]), strict=True):
-        shared = [name for name in one if "global_seqlen" not in name]  # that is a rank's share of the tokens
+    for one, two in zip(
+        numbers(runs("local", ONE_RANK_A_ROLE[0])), numbers(split_run[0]), strict=True
+    ):
+        shared = [
+            name for name in one if "global_seqlen" not in name
+        ]  # that is a rank's share of the tokens
         for name in shared:  # `rollout_corr` measures rounding itself
-            assert one[name] == pytest.approx(two[name], rel=1e-6, abs=1e-5 if "rollout_corr" in name else 1e-6), name
+            assert one[name] == pytest.approx(
+                two[name], rel=1e-6, abs=1e-5 if "rollout_corr" in name else 1e-6
+            ), name
 
 
-def test_a_role_is_added_by_one_class_one_entry_and_one_override(tiny_dir: Path, tmp_path: Path) -> None:
-    role = ("+role_workers.verifier=tests.integration.recording.LengthVerifier", "+role_mapping.verifier=global_pool")
+def test_a_role_is_added_by_one_class_one_entry_and_one_override(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    role = (
+        "+role_workers.verifier=tests.integration.recording.LengthVerifier",
+        "+role_mapping.verifier=global_pool",
+    )
     settings = overrides(tiny_dir, tmp_path, *role, "placement=colocate", "trainer.backend=local")
     run(load_config(settings), VerifiedTrainer)
     with_role, without = lines(tmp_path)[0], json.loads(golden.FILE.read_text(encoding="utf-8"))[0]
     assert with_role["verifier/mean"] > 0
-    assert with_role["critic/score/mean"] == pytest.approx(without["critic/score/mean"] + with_role["verifier/mean"])
+    assert with_role["critic/score/mean"] == pytest.approx(
+        without["critic/score/mean"] + with_role["verifier/mean"]
+    )
     assert calls(tmp_path, "verify")
 
 
 @pytest.mark.ray
 @pytest.mark.parametrize("backend", ["ray", "local"])
-def test_the_console_command_is_not_misled_by_namesakes(tiny_dir: Path, tmp_path: Path, backend: str) -> None:
-    """A folder with its own `trainer.py` and `workers/`, on the driver and inside the worker processes."""
+def test_the_console_command_is_not_misled_by_namesakes(
+    tiny_dir: Path, tmp_path: Path, backend: str
+) -> None:
+    """A folder with its own `trainer.py` and `workers/`, on the driver and inside the worker
+    processes.
+    """
     (tmp_path / "workers").mkdir()
-    for name in ("trainer.py", "workers/__init__.py", "workers/actor.py"):
-        (tmp_path / name).write_text("raise SystemExit('the namesake was imported')", encoding="utf-8")
+    for name in ("trainer.py", "workers/__init__.py", "workers/roles/actor.py"):
+        (tmp_path / name).write_text(
+            "raise SystemExit('the namesake was imported')", encoding="utf-8"
+        )
     settings = overrides(
-        tiny_dir, tmp_path / "run", *SPLIT_2_1, f"trainer.backend={backend}", "trainer.total_training_steps=1"
+        tiny_dir,
+        tmp_path / "run",
+        *SPLIT_2_1,
+        f"trainer.backend={backend}",
+        "trainer.total_training_steps=1",
     )
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
@@ -160,4 +196,6 @@ def test_the_console_command_is_not_misled_by_namesakes(tiny_dir: Path, tmp_path
     assert "critic_pool" in done.stdout
     (found,) = numbers(tmp_path / "run")
     curve = json.loads(golden.FILE.read_text(encoding="utf-8"))[0]
-    assert {name: found[name] for name in curve} == pytest.approx(curve, rel=1e-4, abs=1e-6)  # on uneven pools
+    assert {name: found[name] for name in curve} == pytest.approx(
+        curve, rel=1e-4, abs=1e-6
+    )  # on uneven pools

@@ -1,4 +1,7 @@
-"""Validation over the whole set with noise of its own, and what a run leaves in its folder. In process."""
+"""Validation over the whole set with noise of its own, and what a run leaves in its folder.
+
+In process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def run_in(folder: Path, tiny: Path, *more: str) -> Path:
-    run(load_config(overrides(tiny, folder, "trainer.backend=local", "data.train_batch_size=8", *more)))
+    run(
+        load_config(
+            overrides(tiny, folder, "trainer.backend=local", "data.train_batch_size=8", *more)
+        )
+    )
     return folder
 
 
@@ -32,21 +39,42 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def finished(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "rule.py").write_text(RULE, encoding="utf-8")
-    sampling = [f"actor_rollout_ref.rollout.val_kwargs.{s}" for s in ("n=4", "do_sample=true", "temperature=2.0")]
+    sampling = [
+        f"actor_rollout_ref.rollout.val_kwargs.{s}"
+        for s in ("n=4", "do_sample=true", "temperature=2.0")
+    ]
     validation = [f"data.val_files={tiny_dir}/val.parquet", "trainer.test_freq=2", *sampling]
-    return run_in(folder / "run", tiny_dir, *validation, f"custom_reward_function.path={folder}/rule.py")
+    return run_in(
+        folder / "run", tiny_dir, *validation, f"custom_reward_function.path={folder}/rule.py"
+    )
 
 
-def test_validation_comes_before_the_first_step_every_so_many_and_after_the_last(finished: Path) -> None:
-    validated = [line["step"] for line in lines(finished) if any(name.startswith("val-core/") for name in line)]
+def test_validation_comes_before_the_first_step_every_so_many_and_after_the_last(
+    finished: Path,
+) -> None:
+    validated = [
+        line["step"]
+        for line in lines(finished)
+        if any(name.startswith("val-core/") for name in line)
+    ]
     assert validated == [0, 2, 3]
     assert [line["step"] for line in lines(finished)] == [0, 1, 2, 3]
 
 
 def test_metrics_of_validation_have_verls_names(finished: Path) -> None:
     first = lines(finished)[0]
-    core = {name.removeprefix("val-core/verl_like/tiny_letters/") for name in first if name.startswith("val-core/")}
-    assert core == {"acc/mean@4", "acc/best@4/mean", "acc/best@4/std", "acc/maj@4/mean", "acc/maj@4/std"}
+    core = {
+        name.removeprefix("val-core/verl_like/tiny_letters/")
+        for name in first
+        if name.startswith("val-core/")
+    }
+    assert core == {
+        "acc/mean@4",
+        "acc/best@4/mean",
+        "acc/best@4/std",
+        "acc/maj@4/mean",
+        "acc/maj@4/std",
+    }
     aux = "val-aux/verl_like/tiny_letters/"
     assert {f"{aux}reward/mean@4", f"{aux}acc/std@4", f"{aux}length/best@2/mean"} <= first.keys()
 
@@ -60,11 +88,14 @@ def test_the_whole_set_is_validated_with_noise_of_its_own(finished: Path) -> Non
     assert metric == pytest.approx(sum(sample["acc"] for sample in samples) / len(samples))
 
 
-def test_validation_does_not_change_the_training(finished: Path, tiny_dir: Path, tmp_path: Path) -> None:
+def test_validation_does_not_change_the_training(
+    finished: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
     rule = f"custom_reward_function.path={finished.parent}/rule.py"
     alone = run_in(tmp_path / "alone", tiny_dir, rule)
     trained = [
-        {name: value for name, value in line.items() if not name.startswith("val-")} for line in numbers(finished)
+        {name: value for name, value in line.items() if not name.startswith("val-")}
+        for line in numbers(finished)
     ]
     assert numbers(alone) == trained[1:]
 
@@ -72,20 +103,28 @@ def test_validation_does_not_change_the_training(finished: Path, tiny_dir: Path,
 def test_numbers_of_the_reward_function_are_logged_in_training(finished: Path) -> None:
     line, samples = lines(finished)[1], rows(finished / "rollouts" / "1.jsonl")
     assert line["reward/acc/mean"] == pytest.approx(sum(sample["acc"] for sample in samples) / 16)
-    assert line["reward/length/mean"] == pytest.approx(sum(len(sample["output"]) for sample in samples) / 16)
+    assert line["reward/length/mean"] == pytest.approx(
+        sum(len(sample["output"]) for sample in samples) / 16
+    )
 
 
 def test_a_step_says_where_it_stands_and_what_a_token_took(finished: Path) -> None:
     for step, line in enumerate(lines(finished)[1:], 1):
         assert (line["training/global_step"], line["training/epoch"]) == (step, 0)
         tokens = line["response_length/mean"] * 16
-        assert line["timing_per_token_ms/gen"] == pytest.approx(line["timing_s/gen"] * 1000 / tokens)
-        assert line["timing_per_token_ms/update_actor"] * line["perf/total_num_tokens"] == pytest.approx(
-            line["timing_s/update_actor"] * 1000
+        assert line["timing_per_token_ms/gen"] == pytest.approx(
+            line["timing_s/gen"] * 1000 / tokens
         )
-        stages = [line[f"timing_s/{name}"] for name in ("gen", "score", "adv", "update", "update_weights")]
+        assert line["timing_per_token_ms/update_actor"] * line[
+            "perf/total_num_tokens"
+        ] == pytest.approx(line["timing_s/update_actor"] * 1000)
+        stages = [
+            line[f"timing_s/{name}"] for name in ("gen", "score", "adv", "update", "update_weights")
+        ]
         assert sum(stages) <= line["timing_s/step"]
-        assert line["timing_s/generate_sequences"] <= line["timing_s/gen"] + 0.01  # two processes' clocks
+        assert (
+            line["timing_s/generate_sequences"] <= line["timing_s/gen"] + 0.01
+        )  # two processes' clocks
         assert "timing_s/init_model" not in line
 
 
@@ -95,7 +134,17 @@ def test_the_samples_of_every_step_are_kept(finished: Path) -> None:
         assert len(samples) == 16
         score = sum(sample["score"] for sample in samples) / 16
         assert lines(finished)[step]["critic/score/mean"] == pytest.approx(score)
-        assert {"step", "uid", "sample", "data_source", "input", "output", "gts", "score", "pred"} <= samples[0].keys()
+        assert {
+            "step",
+            "uid",
+            "sample",
+            "data_source",
+            "input",
+            "output",
+            "gts",
+            "score",
+            "pred",
+        } <= samples[0].keys()
 
 
 def test_the_folder_says_what_ran_where(finished: Path, tiny_dir: Path) -> None:
@@ -115,9 +164,13 @@ def test_other_partitions_of_the_roles_give_the_same_numbers(
     tiny_dir: Path, tmp_path: Path, finished: Path, pools: dict[str, str]
 ) -> None:
     placed = [f"resource_pool_spec.{pool}=[1]" for pool in pools]
-    placed += [f"role_mapping.{role}={pool}" for pool, roles in pools.items() for role in roles.split()]
+    placed += [
+        f"role_mapping.{role}={pool}" for pool, roles in pools.items() for role in roles.split()
+    ]
     placed += ["~role_mapping.actor_rollout", "trainer.n_gpus_per_node=3"]
     rule = f"custom_reward_function.path={finished.parent}/rule.py"
-    (apart,) = numbers(run_in(tmp_path / "apart", tiny_dir, rule, "trainer.total_training_steps=1", *placed))
+    (apart,) = numbers(
+        run_in(tmp_path / "apart", tiny_dir, rule, "trainer.total_training_steps=1", *placed)
+    )
     together = numbers(finished)[1]
     assert apart == {name: value for name, value in together.items() if name in apart}

@@ -1,4 +1,5 @@
-"""One PPO step on a simulated cluster of two nodes, then the loss of a node in mid-step; run by `test_cluster.py`.
+"""One PPO step on a simulated cluster of two nodes, then the loss of a node in mid-step; run by
+`test_cluster.py`.
 
     python -m tests.integration.two_nodes TINY_DIR RUN_DIR        prints what happened as JSON
 
@@ -21,7 +22,7 @@ from pathlib import Path
 import ray
 
 from verl_like import Dispatch, register
-from workers.critic import CriticWorker
+from workers.roles.critic import CriticWorker
 
 
 class MyCritic(CriticWorker):
@@ -49,7 +50,9 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]  # each has room for one process
     try:
         return both_runs(tiny, folder, cluster, nodes) | {"code": str(code)}
@@ -63,11 +66,23 @@ def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[
     from tests.integration.runs import overrides
     from trainer import load_config, run
 
-    here = ("trainer.backend=ray", f"ray.address={cluster.address}", "trainer.nnodes=2", "trainer.n_gpus_per_node=1")
-    mine = ("placement=split", "+role_workers.critic=my_critic.MyCritic", "trainer.total_training_steps=1")
+    here = (
+        "trainer.backend=ray",
+        f"ray.address={cluster.address}",
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=1",
+    )
+    mine = (
+        "placement=split",
+        "+role_workers.critic=my_critic.MyCritic",
+        "trainer.total_training_steps=1",
+    )
     run(load_config(overrides(tiny, folder / "first", *here, *mine)))
     found: dict[str, Any] = {"came_from": (folder / "first" / "came_from.txt").read_text()}
-    found |= {"nodes": [node.node_id for node in nodes], "critic_on": (folder / "first" / "node.txt").read_text()}
+    found |= {
+        "nodes": [node.node_id for node in nodes],
+        "critic_on": (folder / "first" / "node.txt").read_text(),
+    }
 
     second = folder / "second"
     second.mkdir()
@@ -79,13 +94,18 @@ def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[
             time.sleep(0.05)
         node_id = (second / "node.txt").read_text()
         lost_at.append(time.monotonic())
-        cluster.remove_node(next(node for node in nodes if node.node_id == node_id), allow_graceful=False)
+        cluster.remove_node(
+            next(node for node in nodes if node.node_id == node_id), allow_graceful=False
+        )
 
     threading.Thread(target=lose_node, daemon=True).start()
     try:
         run(load_config(overrides(tiny, second, *here, *mine)))
     except Exception as error:  # noqa: BLE001 - it goes to the test, whatever it is
-        found |= {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - lost_at[0]}
+        found |= {
+            "error": f"{type(error).__name__}: {error}",
+            "seconds": time.monotonic() - lost_at[0],
+        }
     return found
 
 

@@ -3,14 +3,17 @@
 import numpy as np
 import torch
 
-from verl_like.columns import same_value, tensors_of
-from verl_like.protocol import DataProto
+from verl_like.batch.columns import same_value, tensors_of
+from verl_like.batch.protocol import DataProto
 
 
 def make(rows=4, **meta):
     """A batch whose row numbers can be read off every column."""
     return DataProto.from_dict(
-        {"ids": torch.arange(rows * 2).reshape(rows, 2), "score": torch.arange(rows, dtype=torch.float32)},
+        {
+            "ids": torch.arange(rows * 2).reshape(rows, 2),
+            "score": torch.arange(rows, dtype=torch.float32),
+        },
         {"uid": [f"{row}-0" for row in range(rows)], "weight": np.arange(rows, dtype=np.float64)},
         meta,
     )

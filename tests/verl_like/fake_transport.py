@@ -1,4 +1,6 @@
-"""A transport that runs any number of ranks one after the other in this thread: dispatch without processes."""
+"""A transport that runs any number of ranks one after the other in this thread: dispatch without
+processes.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +8,27 @@ import copy
 
 from tests.verl_like.sample_workers import Modes
 from verl_like import WorkerGroup
-from verl_like.child_transport import Done, regroup_here
-from verl_like.host import HostFacts, WorkerHost
-from verl_like.transport import Pending, Transport
-from verl_like.watch import Deadlines
+from verl_like.backends.local.child_transport import Done, regroup_here
+from verl_like.calls.transport import Pending, Transport
+from verl_like.calls.waiting import Deadlines
+from verl_like.process.host import HostFacts, WorkerHost
 
 
 class FakeTransport(Transport):
     kind = "local"
 
     def __init__(self, recipes, world_size):
-        super().__init__([HostFacts("+".join(recipes), r, world_size, r) for r in range(world_size)], Deadlines())
+        super().__init__(
+            [HostFacts("+".join(recipes), r, world_size, r) for r in range(world_size)], Deadlines()
+        )
         self.hosts = [WorkerHost(recipes, facts, {}) for facts in self.facts]
         self.started = [host.start(None) for host in self.hosts]
 
     def submit(self, rank, call, parts):
         isolated = copy.deepcopy(call)
-        payload, header = self.hosts[rank].call(isolated, [p.value if isinstance(p, Done) else p for p in parts])
+        payload, header = self.hosts[rank].call(
+            isolated, [p.value if isinstance(p, Done) else p for p in parts]
+        )
         return Pending(rank, Done(payload), Done(header), call.role)
 
     def wait(self, references, seconds):
@@ -48,4 +54,6 @@ class FakeTransport(Transport):
 
 
 def fake_group(world_size, cls=Modes, role="modes"):
-    return WorkerGroup(FakeTransport({role: (cls, (), {})}, world_size), {role: cls}, prefixed=False)
+    return WorkerGroup(
+        FakeTransport({role: (cls, (), {})}, world_size), {role: cls}, prefixed=False
+    )

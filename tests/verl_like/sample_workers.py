@@ -106,7 +106,9 @@ class Modes(Worker):
     @register(dispatch_mode=PROTO)
     def shards(self, data: DataProto) -> DataProto:
         shard = data.shard
-        return DataProto(meta_info={"metrics": {"shard": (shard.index, shard.start, shard.rows, shard.total)}})
+        return DataProto(
+            meta_info={"metrics": {"shard": (shard.index, shard.start, shard.rows, shard.total)}}
+        )
 
     @register(dispatch_mode=PROTO)
     def noise(self, data: DataProto) -> DataProto:
@@ -154,7 +156,9 @@ class Modes(Worker):
     def make_mesh(self, tensor_parallel: int, seconds: float = 0.0, collects: bool = True) -> None:
         time.sleep(seconds)
         dp_rank, place = divmod(self.rank, tensor_parallel)
-        self._register_dispatch_collect_info("actor", dp_rank, is_collect=collects and place == tensor_parallel - 1)
+        self._register_dispatch_collect_info(
+            "actor", dp_rank, is_collect=collects and place == tensor_parallel - 1
+        )
 
     @register(dispatch_mode=PROTO, materialize_futures=False)
     def lazy(self, data) -> DataProto:

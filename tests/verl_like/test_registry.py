@@ -19,7 +19,9 @@ def test_a_dotted_path_is_imported():
 
 
 def test_an_unknown_name_lists_what_there_is_and_the_nearest():
-    with pytest.raises(ConfigError, match=r"unknown estimator 'grp'; there are gae, grpo.*Did you mean 'grpo'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown estimator 'grp'; there are gae, grpo.*Did you mean 'grpo'"
+    ):
         look_up("grp", REGISTRY, "estimator")
 
 

@@ -1,4 +1,6 @@
-"""The four code listings of verl's split-placement README, run after their import lines are changed."""
+"""The four code listings of verl's split-placement README, run after their import lines are
+changed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_like import ClassWithInitArgs, DataProto, LocalWorkerGroup, ResourcePoolManager, create_colocated_worker_cls
+from verl_like import (
+    ClassWithInitArgs,
+    DataProto,
+    LocalWorkerGroup,
+    ResourcePoolManager,
+    create_colocated_worker_cls,
+)
 
 IMPORTS = """
 from verl_like import DataProto, Dispatch, Role, Worker, register
@@ -54,13 +62,21 @@ BODY = "return DataProto.from_dict({'sum': data.batch['x'] + self.rank * 0})"
 
 
 @pytest.mark.parametrize(("nnodes", "devices", "per_pool"), [(1, 4, [2]), (1, 2, [1]), (2, 2, [2])])
-def test_the_listings_run(nnodes: int, devices: int, per_pool: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    space = {"config": SimpleNamespace(trainer=SimpleNamespace(nnodes=nnodes, n_gpus_per_node=devices))}
+def test_the_listings_run(
+    nnodes: int, devices: int, per_pool: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = {
+        "config": SimpleNamespace(trainer=SimpleNamespace(nnodes=nnodes, n_gpus_per_node=devices))
+    }
     exec(IMPORTS + STEP_1, space)
     assert "resource_pool_spec: {'actor_rollout_ref_pool'" in capsys.readouterr().out
-    manager = ResourcePoolManager(resource_pool_spec=space["resource_pool_spec"], mapping=space["mapping"])
+    manager = ResourcePoolManager(
+        resource_pool_spec=space["resource_pool_spec"], mapping=space["mapping"]
+    )
     assert manager.get_resource_pool("actor").store == per_pool
-    assert manager.get_resource_pool(space["Role"].RewardModel) is manager.get_resource_pool("critic")
+    assert manager.get_resource_pool(space["Role"].RewardModel) is manager.get_resource_pool(
+        "critic"
+    )
     if devices == 4:
         return  # the processes below are those of the smaller cases
     methods = textwrap.indent(STEP_2, "    ").replace("...", BODY)

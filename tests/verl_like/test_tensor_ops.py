@@ -48,8 +48,12 @@ def test_masked_reductions_equal_those_of_the_selected_values(masked):
 def test_masked_reductions_along_an_axis_equal_those_of_each_row(masked):
     values, mask = masked
     by_row = [row[inside.bool()] for row, inside in zip(values, mask, strict=True)]
-    torch.testing.assert_close(masked_sum(values, mask, axis=-1), torch.stack([row.sum() for row in by_row]))
-    torch.testing.assert_close(masked_mean(values, mask, axis=-1), torch.stack([row.mean() for row in by_row]))
+    torch.testing.assert_close(
+        masked_sum(values, mask, axis=-1), torch.stack([row.sum() for row in by_row])
+    )
+    torch.testing.assert_close(
+        masked_mean(values, mask, axis=-1), torch.stack([row.mean() for row in by_row])
+    )
     torch.testing.assert_close(masked_mean(values, mask, axis=(0, 1)), masked_mean(values, mask))
 
 
@@ -87,12 +91,14 @@ def test_masked_mean_has_no_gradient_outside_the_mask():
     assert values.grad.tolist() == [0.5, 0.0, 0.5]
 
 
-# ----------------------------------------------------------------------------------------- log-probs and entropy
+# ---------------------------------------------------------------------------- log-probs and entropy
 
 
 def naive_stats(logits, labels, temperature=1.0):
     logprobs = (logits / temperature).log_softmax(dim=-1)
-    return logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logprobs.exp() * logprobs).sum(dim=-1)
+    return logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logprobs.exp() * logprobs).sum(
+        dim=-1
+    )
 
 
 @pytest.fixture
@@ -106,9 +112,15 @@ def small_chunks(monkeypatch):
 def test_fused_logprob_and_entropy_equal_log_softmax_and_so_do_their_gradients(temperature):
     torch.manual_seed(0)
     logits, labels = torch.randn(7, 11, dtype=torch.float64), torch.randint(11, (7,))
-    weights, entropy_weights = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    weights, entropy_weights = (
+        torch.randn(7, dtype=torch.float64),
+        torch.randn(7, dtype=torch.float64),
+    )
     grads = []
-    for stats in (naive_stats, lambda x, y, t: logprobs_and_entropy_from_logits(x, y, temperature=t)):
+    for stats in (
+        naive_stats,
+        lambda x, y, t: logprobs_and_entropy_from_logits(x, y, temperature=t),
+    ):
         leaf = logits.clone().requires_grad_()
         logprob, entropy = stats(leaf, labels, temperature)
         (logprob * weights + entropy * entropy_weights).sum().backward()
@@ -128,7 +140,10 @@ def test_separate_forms_agree_with_the_fused_one_on_any_leading_shape():
 
 @pytest.mark.usefixtures("small_chunks")
 def test_gradients_pass_autograds_own_check():
-    logits, labels = torch.randn(5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (5,))
+    logits, labels = (
+        torch.randn(5, 11, dtype=torch.float64, requires_grad=True),
+        torch.randint(11, (5,)),
+    )
     assert gradcheck(lambda x: logprobs_from_logits(x, labels), logits)
     assert gradcheck(entropy_from_logits, logits)
     assert gradcheck(lambda x: logprobs_and_entropy_from_logits(x, labels, temperature=1.3), logits)
@@ -152,11 +167,17 @@ def test_bfloat16_logits_give_float32_results_and_a_bfloat16_gradient():
 
 @pytest.mark.usefixtures("small_chunks")
 def test_the_gradient_can_overwrite_the_logits():
-    weight, hidden, labels = torch.randn(11, 4, requires_grad=True), torch.randn(7, 4), torch.randint(11, (7,))
+    weight, hidden, labels = (
+        torch.randn(11, 4, requires_grad=True),
+        torch.randn(7, 4),
+        torch.randint(11, (7,)),
+    )
     grads = []
     for inplace in (False, True):
         logits = hidden @ weight.T
-        logprob, entropy = logprobs_and_entropy_from_logits(logits, labels, inplace_backward=inplace)
+        logprob, entropy = logprobs_and_entropy_from_logits(
+            logits, labels, inplace_backward=inplace
+        )
         grads.append(torch.autograd.grad((logprob + entropy).sum(), (logits, weight)))
     assert torch.equal(grads[0][1], grads[1][1])
     assert grads[1][0].data_ptr() == logits.data_ptr()
@@ -175,21 +196,27 @@ def test_2048_tokens_of_32k_vocabulary_need_at_most_64_mib_beside_logits_and_gra
     monkeypatch.setattr(tensor_ops, "_CHUNK_BYTES", tensor_ops._CHUNK_BYTES // 4)
     logits = torch.randn(rows, vocabulary, requires_grad=True)
     labels = torch.randint(vocabulary, (rows,))
-    peak = peak_bytes(lambda: sum(logprobs_and_entropy_from_logits(logits, labels)).sum().backward())
+    peak = peak_bytes(
+        lambda: sum(logprobs_and_entropy_from_logits(logits, labels)).sum().backward()
+    )
     assert peak - logits.nbytes <= 64 * 2**20 / 4
 
 
 def peak_bytes(work):
     """The most bytes that torch held at once during `work`, beyond those it held before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         work()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     assert sizes, "the profiler saw no allocation"
     return max(itertools.accumulate(sizes))
 
 
-# ------------------------------------------------------------------------------------------------------- padding
+# ------------------------------------------------------------------------------------------ padding
 
 
 def test_token_lists_are_padded_on_the_right_to_the_longest_or_to_more():
@@ -207,12 +234,14 @@ def test_sequences_are_padded_on_either_side_and_never_cut():
 
 
 def test_position_ids_count_real_tokens():
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]], dtype=torch.bool)
+    mask = torch.tensor(
+        [[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]], dtype=torch.bool
+    )
     assert compute_position_ids(mask).tolist() == [[0, 0, 0, 1, 2, 2], [0, 1, 2, 3, 4, 5], [0] * 6]
     assert compute_position_ids(mask).dtype == torch.int64
 
 
-# ----------------------------------------------------------------------------------------------------- balancing
+# ---------------------------------------------------------------------------------------- balancing
 
 
 def spread(lengths, partitions):
@@ -251,20 +280,25 @@ def test_a_large_batch_is_balanced_to_a_thousandth():
     lengths = [rng.randint(1, 4000) for _ in range(1024)]
     for k, equal_size in itertools.product((2, 7, 8), (False, True)):
         if not equal_size or len(lengths) % k == 0:
-            assert spread(lengths, get_seqlen_balanced_partitions(lengths, k, equal_size)) <= sum(lengths) / k / 1000
+            assert (
+                spread(lengths, get_seqlen_balanced_partitions(lengths, k, equal_size))
+                <= sum(lengths) / k / 1000
+            )
 
 
 def test_equal_lengths_are_cut_the_same_way_each_time():
-    assert get_seqlen_balanced_partitions([5] * 6, 3, equal_size=True) == get_seqlen_balanced_partitions(
+    assert get_seqlen_balanced_partitions(
         [5] * 6, 3, equal_size=True
-    )
+    ) == get_seqlen_balanced_partitions([5] * 6, 3, equal_size=True)
     assert get_seqlen_balanced_partitions([5, 5], 2) == [[0], [1]]
 
 
 def test_balancing_refuses_what_cannot_be_cut():
     with pytest.raises(BatchError, match="cannot cut 2 rows into 3"):
         get_seqlen_balanced_partitions([1, 2], 3)
-    with pytest.raises(BatchError, match="7 rows do not make 2 partitions of equal row counts; .* or 6 rows"):
+    with pytest.raises(
+        BatchError, match="7 rows do not make 2 partitions of equal row counts; .* or 6 rows"
+    ):
         get_seqlen_balanced_partitions([1] * 7, 2, equal_size=True)
 
 

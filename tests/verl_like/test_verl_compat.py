@@ -1,14 +1,16 @@
-"""A driver as it is written for verl's single controller, with nothing but its import lines changed."""
+"""A driver as it is written for verl's single controller, with nothing but its import lines
+changed.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-# from verl import DataProto
-# from verl.single_controller.base import Worker
-# from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
-# from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-# from verl.single_controller.ray.base import create_colocated_worker_cls
+# from verl import DataProto from verl.single_controller.base import Worker from
+# verl.single_controller.base.decorator import Dispatch, Execute,
+# make_nd_compute_dataproto_dispatch_fn, register from verl.single_controller.ray import
+# RayClassWithInitArgs, RayResourcePool, RayWorkerGroup from verl.single_controller.ray.base import
+# create_colocated_worker_cls
 import verl_like
 from tests.verl_like.verl_workers import CriticWorker, PolicyWorker
 from verl_like import (
@@ -46,11 +48,13 @@ def drive(resource_pool, ray_worker_group_cls, wrap) -> None:
     actor_output = actor_output.get()
     assert actor_output.meta_info["metrics"]["loss"] == [2.0] * actor_output.meta_info["world_size"]
     assert critic_output.non_tensor_batch["uid"].tolist() == [f"u{i}" for i in range(5)]
-    assert actor.get_rank_info() == [f"{rank}/{actor.world_size}" for rank in range(actor.world_size)]
+    assert actor.get_rank_info() == [
+        f"{rank}/{actor.world_size}" for rank in range(actor.world_size)
+    ]
     assert actor.only_zero(5) == 5
-    assert critic.execute_with_func_generator(lambda worker, data: worker.compute_values(data), batch).batch[
-        "values"
-    ].tolist() == [0, 2, 4, 6, 8]
+    assert critic.execute_with_func_generator(
+        lambda worker, data: worker.compute_values(data), batch
+    ).batch["values"].tolist() == [0, 2, 4, 6, 8]
     wg_dict.shutdown()
 
 
@@ -63,6 +67,8 @@ def test_it_runs_locally(size: int) -> None:
 def test_it_runs_on_ray(ray_session) -> None:
     import ray
 
-    pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, max_colocate_count=3, name_prefix="global_pool")
+    pool = RayResourcePool(
+        process_on_nodes=[2], use_gpu=False, max_colocate_count=3, name_prefix="global_pool"
+    )
     drive(pool, RayWorkerGroup, ray.remote)
     pool.release()

@@ -1,4 +1,6 @@
-"""Run by `test_ray_backend` in a process of its own: a cluster that loses a node, and one low on memory."""
+"""Run by `backends/test_ray_backend` in a process of its own: a cluster that loses a node, and one
+low on memory.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +15,50 @@ from ray._private.utils import get_system_memory, get_used_memory
 from ray.cluster_utils import Cluster
 
 from tests.verl_like.sample_workers import Adder, Faulty
-from verl_like import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls, gather
+from verl_like import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+    gather,
+)
+from verl_like.backends.ray import cluster_nodes, connect
+from verl_like.calls.waiting import Deadlines
 from verl_like.errors import PlacementError, WorkerDiedError
-from verl_like.ray_backend import cluster_nodes, connect
-from verl_like.watch import Deadlines
 
 QUICK = Deadlines(start_s=60, call_s=60, grace_s=2)
 
 
 def take_all_memory(cluster: Cluster, log_dir: str) -> dict[str, Any]:
-    """What is told of a worker on a node whose Ray kills as soon as 3 GiB more than now are used."""
+    """What is told of a worker on a node whose Ray kills as soon as
+    3 GiB more than now are used.
+    """
     threshold = (get_used_memory() + 3 * 2**30) / get_system_memory()
     os.environ["RAY_memory_usage_threshold"] = str(threshold)
     os.environ["RAY_memory_monitor_refresh_ms"] = "100"
     cluster.add_node(num_cpus=1)
     pool = RayResourcePool([1], cpus_per_process=1.0, deadlines=QUICK)
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Faulty), name_prefix="greedy", log_dir=log_dir)
+    group = RayWorkerGroup(
+        pool, RayClassWithInitArgs(Faulty), name_prefix="greedy", log_dir=log_dir
+    )
     began = time.monotonic()
     greedy, queued = group.takes_memory(6144), group.sleeps(0.0)
     try:
         gather(greedy, queued)
     except WorkerDiedError as error:
-        return {"starved": str(error), "notes": error.__notes__, "starved_s": time.monotonic() - began}
+        return {
+            "starved": str(error),
+            "notes": error.__notes__,
+            "starved_s": time.monotonic() - began,
+        }
     return {"starved": "", "notes": [], "starved_s": 0.0}
 
 
 def main(log_dir: str) -> None:
     facts: dict[str, Any] = {}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     second = cluster.add_node(num_cpus=2)
     connect(address=cluster.address, runtime_env={"env_vars": {"MINE": "from runtime_env"}})
     facts["slots"] = sorted(node.devices for node in cluster_nodes())

@@ -1,4 +1,6 @@
-"""Workers as they are written for verl: they read torchrun's environment and open their own process group."""
+"""Workers as they are written for verl: they read torchrun's environment and open their own process
+group.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ import numpy as np
 import torch
 import torch.distributed
 
-from verl_like import DataProto, Dispatch, Execute, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like import (
+    DataProto,
+    Dispatch,
+    Execute,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 
 
 class BaseWorker(Worker):
@@ -44,7 +53,9 @@ class PolicyWorker(BaseWorker):
     def compute_log_prob(self, data: DataProto):
         return DataProto.from_dict(tensors={"old_log_probs": data.batch["x"] * self.scale})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False
+    )
     def update_actor(self, data: DataProto):
         loss = torch.ones(1)
         torch.distributed.all_reduce(loss)

@@ -1,4 +1,6 @@
-"""Makes `distributed` and `samples` of this folder importable by its tests; two groups whose ranks are threads."""
+"""Makes `distributed` and `samples` of this folder importable by its tests; two groups whose ranks
+are threads.
+"""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,11 @@
-"""Run a function on several ranks from a test: processes forked from a server, which has loaded what conftest.py names.
+"""Run a function on several ranks from a test: processes forked from a server, which has loaded
+what conftest.py names.
 
     results = run(2, function, *args)      # function(*args) in each process, results in rank order
 
-The function must stand at the top of its test file; arguments and results are pickled. In it, a `Worker` finds its
-rank, its world size and the rendezvous store in the environment, as under torchrun.
+The function must stand at the top of its test file; arguments and results are pickled. In it, a
+`Worker` finds its rank, its world size and the rendezvous store in the environment, as under
+torchrun.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
-def run(world: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
-    """The results of `function(*args)` on `world` ranks; a rank that fails or is late ends them all."""
+def run(
+    world: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0
+) -> list[Any]:
+    """The results of `function(*args)` on `world` ranks; a rank that fails or is late ends them
+    all.
+    """
     import torch.distributed as dist
 
     context = multiprocessing.get_context("forkserver")
@@ -32,7 +38,9 @@ def run(world: int, function: Callable[..., Any], *args: Any, deadline_s: float 
     try:
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(rank, world, store.port, call, theirs), daemon=True)
+            process = context.Process(
+                target=_child, args=(rank, world, store.port, call, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -52,7 +60,9 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
         ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"ranks {[r for r in range(len(pipes)) if r not in results]} passed the deadline")
+            raise TimeoutError(
+                f"ranks {[r for r in range(len(pipes)) if r not in results]} passed the deadline"
+            )
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
@@ -65,7 +75,9 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _child(rank: int, world: int, port: int, call: tuple[str, str, bytes], pipe: Connection) -> None:
+def _child(
+    rank: int, world: int, port: int, call: tuple[str, str, bytes], pipe: Connection
+) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from verl_like.protocol import DataProto
+from verl_like.batch.protocol import DataProto
 
 META = {"eos_token_id": 2, "pad_token_id": 0}
 
@@ -23,4 +23,6 @@ def prompt_batch(rows: int, width: int = 6, meta: dict[str, Any] = META) -> Data
         "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
         "sample_index": torch.arange(rows) % 2,
     }
-    return DataProto.from_dict(tensors, {"uid": [f"{row // 2}-0" for row in range(rows)]}, dict(meta))
+    return DataProto.from_dict(
+        tensors, {"uid": [f"{row // 2}-0" for row in range(rows)]}, dict(meta)
+    )

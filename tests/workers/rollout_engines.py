@@ -1,4 +1,6 @@
-"""One tiny model and every rollout engine on it, for the contract suite; usable in vLLM's own environment."""
+"""One tiny model and every rollout engine on it, for the contract suite; usable in vLLM's own
+environment.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from workers.engines.rollout_base import EngineLimits, Request, RolloutEngine, SamplingParams
-from workers.engines.sampling import noise_key
+from workers.rollout.base import EngineLimits, Request, RolloutEngine, SamplingParams
+from workers.rollout.sampling import noise_key
 
 VOCAB, PROMPT, RESPONSE, STOP = 64, 9, 14, (2, 5, 7)
 LETTERS = [chr(ord("!") + token) for token in range(VOCAB)]
@@ -44,9 +46,11 @@ def decode(tokens: list[int]) -> str:
 
 def make_engine(name: str, model: Any, folder: Path, max_num_seqs: int = 64) -> RolloutEngine:
     """An engine with weights of its own, stale."""
-    limits = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=max_num_seqs, kv_cache_gb=1.0)
+    limits = EngineLimits(
+        prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=max_num_seqs, kv_cache_gb=1.0
+    )
     if name == "vllm":
-        from workers.engines.vllm_rollout import VllmEngine, VllmSettings
+        from workers.rollout.vllm.engine import VllmEngine, VllmSettings
 
         return VllmEngine(VllmSettings(str(folder)), limits, decode=decode)
     own = copy.deepcopy(model)
@@ -54,10 +58,10 @@ def make_engine(name: str, model: Any, folder: Path, max_num_seqs: int = 64) -> 
         for parameter in own.parameters():
             parameter.zero_()
     if name == "hf":
-        from workers.engines.hf_rollout import HFEngine
+        from workers.rollout.hf import HFEngine
 
         return HFEngine(own, limits, decode=decode)
-    from workers.engines.native_rollout import NativeEngine
+    from workers.rollout.native.engine import NativeEngine
 
     return NativeEngine(own, limits, owns_weights=True, decode=decode)
 
@@ -71,7 +75,9 @@ def load(engine: RolloutEngine, model: Any, version: int) -> None:
 def make_prompts() -> list[list[int]]:
     """Ragged, with the longest and the shortest that fit."""
     random = np.random.default_rng(0)
-    ragged = [random.integers(8, VOCAB, size=n).tolist() for n in random.integers(1, PROMPT + 1, size=14)]
+    ragged = [
+        random.integers(8, VOCAB, size=n).tolist() for n in random.integers(1, PROMPT + 1, size=14)
+    ]
     return [*ragged, random.integers(8, VOCAB, size=PROMPT).tolist(), [11]]
 
 

@@ -1,4 +1,6 @@
-"""Configurations, batches and workers that the tests of this folder share; usable in a rank's process."""
+"""Configurations, batches and workers that the tests of this folder share; usable in a rank's
+process.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from verl_like.protocol import DataProto
-from verl_like.split import split_rows
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.split import split_rows
 from workers.config import (
     ActorRolloutRefConfig,
     CriticConfig,
@@ -32,7 +34,9 @@ def tiny_config(tiny_dir: Path | str, **actor: Any) -> WorkersConfig:
     config = WorkersConfig(
         actor_rollout_ref=ActorRolloutRefConfig(model=model, rollout=RolloutConfig(n=1)),
         critic=CriticConfig(
-            model=CriticModelConfig(path=model.path), optim=CriticOptimConfig(lr=1e-3), ppo_micro_batch_size_per_gpu=3
+            model=CriticModelConfig(path=model.path),
+            optim=CriticOptimConfig(lr=1e-3),
+            ppo_micro_batch_size_per_gpu=3,
         ),
         data=SimpleNamespace(max_prompt_length=PROMPT, max_response_length=RESPONSE),
         trainer=SimpleNamespace(seed=0),
@@ -47,13 +51,19 @@ def tiny_config(tiny_dir: Path | str, **actor: Any) -> WorkersConfig:
 
 
 def make_batch(num_rows: int, seed: int = 0) -> DataProto:
-    """Ragged prompts (padded left) and responses (padded right) with every column that an update reads."""
+    """Ragged prompts (padded left) and responses (padded right) with every column that an update
+    reads.
+    """
     generator = torch.Generator().manual_seed(seed)
     positions = torch.arange(PROMPT + RESPONSE)
     prompt_len = torch.randint(1, PROMPT + 1, (num_rows, 1), generator=generator)
     response_len = torch.randint(1, RESPONSE + 1, (num_rows, 1), generator=generator)
-    attention_mask = ((positions >= PROMPT - prompt_len) & (positions < PROMPT + response_len)).long()
-    tokens = torch.randint(6, VOCAB, (num_rows, PROMPT + RESPONSE), generator=generator) * attention_mask
+    attention_mask = (
+        (positions >= PROMPT - prompt_len) & (positions < PROMPT + response_len)
+    ).long()
+    tokens = (
+        torch.randint(6, VOCAB, (num_rows, PROMPT + RESPONSE), generator=generator) * attention_mask
+    )
     floats = {
         name: torch.randn(num_rows, RESPONSE, generator=generator)
         for name in ("advantages", "values", "returns", "old_log_probs", "ref_log_prob")
@@ -85,5 +95,11 @@ def started(cls: type, config: WorkersConfig, *init_args: Any) -> Any:
 
 
 def learned(result: DataProto) -> dict[str, float]:
-    """The metrics of an update but for those of the machine, which differ from rank to rank and from run to run."""
-    return {name: value for name, value in result.meta_info["metrics"].items() if not name.startswith("perf/")}
+    """The metrics of an update but for those of the machine, which differ from rank to rank and
+    from run to run.
+    """
+    return {
+        name: value
+        for name, value in result.meta_info["metrics"].items()
+        if not name.startswith("perf/")
+    }

@@ -1,4 +1,6 @@
-"""Engines, workers and groups that stand for the real ones where weights are synced; usable in a rank's process."""
+"""Engines, workers and groups that stand for the real ones where weights are synced; usable in a
+rank's process.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,8 +9,8 @@ import torch
 from torch import nn
 
 from verl_like.errors import WeightSyncError
-from workers.weight_sync import WeightReceiver, WeightSender, sync_weights
-from workers.weights import WeightSink, checksum_of
+from workers.weights.checksum import WeightSink, checksum_of
+from workers.weights.sync import WeightReceiver, WeightSender, sync_weights
 
 CPU = torch.device("cpu")
 
@@ -82,7 +84,9 @@ class Group:
 
 
 class InlineGroup(Group):
-    """A group of one that runs a call when it is made, as `backend=local` does in the caller's thread."""
+    """A group of one that runs a call when it is made, as `backend=local` does in the caller's
+    thread.
+    """
 
     def __getattr__(self, name):
         return InlineMethod(self, name)
@@ -96,7 +100,9 @@ class Method:
         return self.remote(*args).get()
 
     def remote(self, *args):
-        return Results([self.group.pool.submit(getattr(w, self.name), *args) for w in self.group.workers])
+        return Results(
+            [self.group.pool.submit(getattr(w, self.name), *args) for w in self.group.workers]
+        )
 
 
 class InlineMethod(Method):

@@ -1,0 +1,47 @@
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from workers.rewards.functions import default_compute_score
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir):
+    return AutoTokenizer.from_pretrained(tiny_dir / "model")
+
+
+@pytest.fixture(scope="module")
+def rows(tiny_dir):
+    return [
+        row
+        for split in ("train", "val")
+        for row in pq.read_table(tiny_dir / f"{split}.parquet").to_pylist()
+    ]
+
+
+def test_prompts_are_at_most_sixteen_tokens_after_the_chat_template(tokenizer, rows):
+    assert len(rows) == 332
+    for row in rows:
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+        assert len(ids) <= 16
+        assert tokenizer.unk_token_id not in ids
+
+
+def test_text_survives_the_tokenizer(tokenizer):
+    text = "give b, 1 + 2?\n#### 3".replace("+", "-")
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+
+
+def test_the_right_letters_score_fully(rows):
+    for row in rows:
+        truth = row["reward_model"]["ground_truth"]
+        assert row["prompt"][0]["content"].endswith(f" {truth}")
+        assert default_compute_score(row["data_source"], truth * 5, truth, row["extra_info"]) == 1.0
+
+
+def test_the_same_seed_makes_the_same_files(make_tiny, tiny_dir, tmp_path):
+    again = make_tiny.make(tmp_path / "again")
+    other = make_tiny.make(tmp_path / "other", seed=1)
+    for name in ("train.parquet", "model/model.safetensors"):
+        assert (again / name).read_bytes() == (tiny_dir / name).read_bytes()
+        assert (other / name).read_bytes() != (tiny_dir / name).read_bytes()

@@ -1,0 +1,66 @@
+"""`verl-like explain` says what a configuration will do, with units."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from trainer.cli.explain import explain, field_docs, main
+from trainer.config.compose import config_keys, load_config
+
+NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
+
+
+def explained(*overrides: str) -> str:
+    return explain(load_config([*NEEDED, *overrides]))
+
+
+def test_every_key_has_its_docstring() -> None:
+    assert set(field_docs()) >= {
+        key for key, kind in config_keys() if not dataclasses.is_dataclass(kind)
+    }
+
+
+def test_a_split_placement_says_who_overlaps() -> None:
+    text = explained("placement=split", "trainer.n_gpus_per_node=8")
+    assert re.search(r"critic_pool +node 0 +4 devices +critic", text)
+    assert "critic.update_critic ‖ actor.update_actor" in text
+    assert "calls on different pools run at the same time" in text
+    assert "roles on actor_rollout_ref_pool share its processes and take turns" in text
+
+
+def test_a_colocated_placement_says_how_to_get_overlap() -> None:
+    assert "placement=split gives the critic its own" in explained()
+
+
+def test_batch_sizes_are_said_in_prompts_samples_and_tokens() -> None:
+    text = explained("data.train_batch_size=64", "actor_rollout_ref.rollout.n=4")
+    assert re.search(r"actor mini-batch +1 +64 +256 +262,144", text)
+
+
+def test_changed_keys_come_with_default_and_meaning() -> None:
+    text = explained("algorithm.gamma=0.9")
+    assert "algorithm.gamma=0.9 (default 1.0): Discount per token." in text
+    assert "algorithm.lam=" not in text
+
+
+def test_keys_without_effect_are_listed_with_the_reason() -> None:
+    text = explained("algorithm.adv_estimator=grpo")
+    assert (
+        "critic, trainer.critic_warmup: this run has no critic"
+        in text.partition("No effect in this run")[2]
+    )
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_lines_fit_the_terminal(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    main([*NEEDED, "placement=split", "trainer.n_gpus_per_node=2"])
+    words = capsys.readouterr().out.splitlines()
+    assert [
+        line for line in words if len(line) > int(columns) and " " in line.strip()
+    ] == []  # a key is never cut

@@ -1,0 +1,151 @@
+"""The console command works from any folder, and its help fits a screen."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer import main_ppo
+
+COMMAND = Path(sys.executable).parent / "verl-like"
+
+
+@pytest.fixture
+def decoys(tmp_path: Path) -> Path:
+    """A folder with files that must not be taken for ours."""
+    (tmp_path / "workers").mkdir()
+    for name in ("trainer.py", "workers/__init__.py"):
+        (tmp_path / name).write_text("raise SystemExit('the decoy was imported')", encoding="utf-8")
+    return tmp_path
+
+
+def verl_like(
+    folder: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *arguments],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--help"], *([command, "--help"] for command in ("ppo", "explain", "doctor", "report"))],
+)
+def test_help_fits_a_screen(decoys: Path, arguments: list[str]) -> None:
+    began = time.perf_counter()
+    done = verl_like(decoys, *arguments)
+    if "ppo" not in arguments:
+        assert time.perf_counter() - began < 1
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) <= 24
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    assert "verl-like" in done.stdout
+    nobody, pipe = os.pipe()
+    os.close(nobody)
+    cut = subprocess.run(
+        [COMMAND, *arguments], cwd=decoys, stdout=pipe, stderr=subprocess.PIPE, check=False
+    )
+    os.close(pipe)
+    assert cut.stderr == b""  # as when `| head` has seen enough
+
+
+def test_a_folder_that_is_no_run_ends_with_one_line(decoys: Path) -> None:
+    done = verl_like(decoys, "report", "nowhere")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: nowhere is no folder, so there is nothing to report. A run folder is "
+        "trainer.default_local_dir.\n"
+    )
+
+
+def test_a_command_with_the_wrong_number_of_arguments_shows_its_help(decoys: Path) -> None:
+    assert "usage: verl-like report RUN_DIR" in verl_like(decoys, "report").stderr
+
+
+def test_explain_starts_nothing(decoys: Path) -> None:
+    done = verl_like(decoys, "explain", "data.train_files=x", "actor_rollout_ref.model.path=y")
+    assert done.returncode == 0, done.stderr
+    assert "What a step does" in done.stdout
+    assert sorted(path.name for path in decoys.iterdir()) == ["trainer.py", "workers"]
+
+
+def test_the_config_is_shown(decoys: Path) -> None:
+    done = verl_like(decoys, "ppo", "--cfg", "job", "data.train_batch_size=48")
+    assert done.returncode == 0, done.stderr
+    assert "train_batch_size: 48" in done.stdout
+
+
+@pytest.mark.parametrize("flags", [[], ["--cfg", "job"]])
+def test_a_mistyped_key_ends_with_one_line(decoys: Path, flags: list[str]) -> None:
+    done = verl_like(decoys, "ppo", *flags, "+data.tran_files=x")
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "error: There is no key 'data.tran_files'. Did you mean 'data.train_files'"
+    )
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_config_that_cannot_work_ends_with_one_line(decoys: Path) -> None:
+    done = verl_like(decoys, "ppo", "data.train_files=x")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: actor_rollout_ref.model.path is empty")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/x/1.jsonl"),
+            "error: no room for the run in runs/x",
+            "",
+        ),
+        (KeyboardInterrupt(), 130, "stopped; the same command goes on from the last checkpoint"),
+    ],
+)
+def test_a_full_disk_and_ctrl_c_end_with_one_line(
+    raised: BaseException,
+    code: int | str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    def run(config: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("trainer.launch.run", run)
+    needed = [
+        "data.train_files=x",
+        "actor_rollout_ref.model.path=y",
+        "trainer.default_local_dir=runs/x",
+    ]
+    monkeypatch.setattr(sys, "argv", ["verl-like", *needed])
+    with pytest.raises(SystemExit) as ended:
+        main_ppo.main()
+    assert str(ended.value.code).startswith(str(code))
+    assert said in capsys.readouterr().err
+
+
+def test_tab_completes_keys(decoys: Path) -> None:
+    done = verl_like(decoys, "-sc", "query=bash", COMP_LINE="verl-like ppo data.tr")
+    assert done.stdout.split() == [
+        "data.train_batch_size=",
+        "data.train_files=",
+        "data.truncation=",
+    ]
+
+
+def test_an_unknown_command_is_refused(decoys: Path) -> None:
+    done = verl_like(decoys, "pppo")
+    assert done.returncode == 1
+    assert "no command 'pppo'" in done.stderr

@@ -1,0 +1,270 @@
+"""Every bad configuration gets a message that names what, where, the numbers and the way out, and
+starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer import load_config, run
+from trainer.groups.worker_groups import WorkerGroups
+from verl_like.errors import ConfigError, PlacementError
+
+
+@pytest.fixture
+def base(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A configuration that would run, were a worker process allowed to start."""
+
+    def start(*_: Any) -> None:
+        raise AssertionError("a worker process was started")
+
+    monkeypatch.setattr(WorkerGroups, "_start", start)
+    return [
+        f"actor_rollout_ref.model.path={tiny_dir}/model",
+        f"data.train_files={tiny_dir}/train.parquet",
+        f"trainer.default_local_dir={tmp_path}/run",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=16",
+        "data.max_response_length=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "trainer.backend=local",
+    ]
+
+
+def test_the_base_is_good_up_to_the_first_process(base: list[str]) -> None:
+    with pytest.raises(AssertionError, match="a worker process was started"):
+        run(load_config(base))
+
+
+SETTINGS = [
+    (
+        "data.tran_batch_size=3",
+        ["There is no key 'data.tran_batch_size'", "Did you mean 'data.train_batch_size'"],
+    ),
+    ("data.train_batch_size=many", ["'many'", "Integer", "train_batch_size"]),
+    ("data.train_batch_size=0", ["data.train_batch_size=0", "above 0"]),
+    ("colocate_all=true placement=split", ["colocate_all and placement=split", "keep one"]),
+    ("colocate_all=perhaps", ["colocate_all=perhaps", "true or false"]),
+    ("trainer.resume_from_path=x", ["resume_mode=auto", "resume_from_path=x", "both or neither"]),
+    (
+        "resource_pool_spec.spare=[1]",
+        ["pool 'spare'", "drop the override resource_pool_spec.spare=[1]"],
+    ),
+    (
+        "resource_pool_spec.rm=[1] role_mapping.reward_model=rm",
+        ["pool 'rm'", "reward_model.enable=false"],
+    ),
+    (
+        "~role_mapping.critic",
+        ["Role 'critic' is on no pool", "+role_mapping.critic=<one of global_pool>"],
+    ),
+    (
+        "role_mapping.critic=critic_poll",
+        ["'critic_poll', which does not exist", "Pools: global_pool"],
+    ),
+    ("role_mapping.judge=global_pool", ["role_mapping.judge", "+role_workers.judge=<dotted path"]),
+    (
+        "resource_pool_spec.global_pool=[9]",
+        ["'global_pool' needs 1 node(s), one with 9 processes", "1 of 1 CPU slots"],
+    ),
+    (
+        "placement=split",
+        ["trainer.nnodes=1 x trainer.n_gpus_per_node=1", "n_gpus_per_node=2 or more"],
+    ),
+    ("placement=diagonal", ["diagonal", "colocate"]),
+    (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+        ["=3 prompts", "train_batch_size=8", "2 and 4"],
+    ),
+    (
+        "data.max_response_length=600",
+        ["16 + data.max_response_length=600 = 616 tokens", "512 positions", "by 104"],
+    ),
+    (
+        "data.train_files=nowhere.parquet",
+        ["data.train_files: there is no file nowhere.parquet", "holds"],
+    ),
+    ("data.val_files=nowhere.parquet", ["data.val_files: there is no file nowhere.parquet"]),
+    (
+        "data.prompt_key=promt",
+        ["no column 'promt'", "data_source, prompt", "Did you mean 'prompt'"],
+    ),
+    (
+        "data.max_prompt_length=8",
+        ["Prompt 0 has 9 tokens, data.max_prompt_length=8", "filter_overlong_prompts=true"],
+    ),
+    (
+        "data.max_prompt_length=4 data.filter_overlong_prompts=true",
+        ["300 prompts; 300 were dropped", "longest has 10", "0 remain", "train_batch_size=8"],
+    ),
+    ("algorithm.adv_estimator=gea", ["'gea'", "there are gae", "Did you mean 'gae'"]),
+    (
+        "actor_rollout_ref.actor.policy_loss.loss_mode=vanila",
+        ["'vanila'", "Did you mean 'vanilla'"],
+    ),
+    (
+        "actor_rollout_ref.actor.loss_agg_mode=token_mean",
+        ["token_mean", "seq-mean-token-sum", "Did you mean"],
+    ),
+    ("actor_rollout_ref.actor.optim.optimizer=AdmW", ["'AdmW'", "Did you mean 'AdamW'"]),
+    ("actor_rollout_ref.actor.clip_ratio=-1", ["actor_rollout_ref.actor.clip_ratio=-1", "above 0"]),
+    ("critic.optim.lr=-1e-5", ["critic.optim.lr=-1e-05", "0 or above"]),
+    ("actor_rollout_ref.rollout.name=natve", ["rollout.name=natve", "Did you mean 'native'"]),
+    (
+        "trainer.logger=[wandbb]",
+        ["'wandbb'", "console, tensorboard, wandb", "Did you mean 'wandb'"],
+    ),
+    (
+        "algorithm.kl_ctrl.kl_coef=0.1",
+        ["kl_ctrl.kl_coef is set, but nothing reads it", "use_kl_in_reward is false"],
+    ),
+    (
+        "critic.cliprange_value=0.1 algorithm.adv_estimator=grpo",
+        ["critic.cliprange_value", "this run has no critic"],
+    ),
+    (
+        "custom_reward_function.path=mine.py",
+        ["custom_reward_function.path=mine.py", "no such file"],
+    ),
+    (
+        "custom_reward_function.path=json",
+        ["custom_reward_function.name='compute_score'", "it has", "dumps"],
+    ),
+    (
+        "trainer.cls=trainer.ppo.PPOTrainr",
+        ["trainer.cls=trainer.ppo.PPOTrainr", "Did you mean 'PPOTrainer'"],
+    ),
+    (
+        "reward_model.overlong_buffer.enable=true",
+        ["overlong_buffer.len=0 tokens", "max_response_length=8"],
+    ),
+    ("reward_model.enable=true", ["reward_model.model.path", "sequence classifier"]),
+    ("data.val_files=x trainer.test_freq=0", ["trainer.test_freq=0", "above 0, or -1"]),
+    ("data.custom_cls.path=mine.py", ["data.custom_cls.path=mine.py needs data.custom_cls.name"]),
+    (
+        "critic.model.path=nowhere",
+        ["critic.model.path=nowhere", "there is no such folder", "examples/tiny/make.py"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"), SETTINGS, ids=[overrides for overrides, _ in SETTINGS]
+)
+def test_a_bad_setting_is_refused(base: list[str], overrides: str, parts: list[str]) -> None:
+    with pytest.raises((ConfigError, PlacementError)) as caught:
+        run(load_config([*base, *overrides.split()]))
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return f"data.train_files={path}"
+
+
+def row_without_prompt(tiny: Path, folder: Path) -> str:
+    rule = {"data_source": "verl_like/tiny_letters", "reward_model": {"ground_truth": "a"}}
+    return write_rows(folder / "p.jsonl", {"prompt": "a", **rule}, rule)
+
+
+def unknown_source(tiny: Path, folder: Path) -> str:
+    row = {"prompt": "a", "data_source": "openai/gsm9k", "reward_model": {"ground_truth": "1"}}
+    return write_rows(folder / "p.jsonl", *[row] * 8)
+
+
+def model_without(*patterns: str) -> Callable[[Path, Path], str]:
+    def make(tiny: Path, folder: Path) -> str:
+        shutil.copytree(tiny / "model", folder / "model", ignore=shutil.ignore_patterns(*patterns))
+        return f"actor_rollout_ref.model.path={folder}/model"
+
+    return make
+
+
+def file_as_run_folder(tiny: Path, folder: Path) -> str:
+    (folder / "file").touch()
+    return f"trainer.default_local_dir={folder}/file/run"
+
+
+def another_run(tiny: Path, folder: Path) -> str:
+    (folder / "other").mkdir()
+    (folder / "other" / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    (folder / "other" / "config.yaml").write_text(
+        "data:\n  train_batch_size: 64\n", encoding="utf-8"
+    )
+    return f"trainer.default_local_dir={folder}/other"
+
+
+FILES = [
+    (row_without_prompt, ["p.jsonl, line 2", "nothing in column 'prompt'", "data.on_bad_row=skip"]),
+    (unknown_source, ["data_source 'openai/gsm9k'", "openai/gsm8k", "custom_reward_function.path"]),
+    (model_without("token*"), ["No tokenizer loads", "it holds", "model.safetensors"]),
+    (
+        model_without("chat_template*"),
+        ["no chat template", "300 of 300 prompts", "chat_template.jinja"],
+    ),
+    (model_without("config.json"), ["not a Hugging Face model folder", "no config.json"]),
+    (
+        file_as_run_folder,
+        ["trainer.default_local_dir=", "cannot be written", "give a folder that can"],
+    ),
+    (
+        another_run,
+        [
+            "metrics of a run of another configuration",
+            "train_batch_size was 64, is 8",
+            "resume_mode=disable",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "parts"), FILES)
+def test_bad_files_are_refused(
+    base: list[str], tiny_dir: Path, tmp_path: Path, make: Any, parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(load_config([*base, make(tiny_dir, tmp_path)]))
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+def test_tensor_parallel_must_divide_the_pool(base: list[str]) -> None:
+    vllm = [
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"parallel_size=2 does not divide the 3 .*pool 'global_pool'.*: 1, 3"
+    ):
+        run(load_config([*base, *vllm, "trainer.n_gpus_per_node=3"]))
+
+
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
+def test_gpus_that_are_not_there_are_refused(
+    base: list[str], backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+        import ray
+
+        without = [node | {"Resources": {"CPU": 2.0}} for node in ray.nodes()]
+        monkeypatch.setattr(ray, "nodes", lambda: without)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        PlacementError,
+        match="trainer.device=cuda asks for GPUs, but .*Set trainer.device=auto or cpu",
+    ):
+        run(load_config([*base, f"trainer.backend={backend}", "trainer.device=cuda"]))
+
+
+def test_a_run_of_another_configuration_may_be_written_over(
+    base: list[str], tiny_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="a worker process was started"):
+        run(load_config([*base, another_run(tiny_dir, tmp_path), "trainer.resume_mode=disable"]))

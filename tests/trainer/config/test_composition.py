@@ -1,0 +1,291 @@
+"""What composes: verl's own command, placement shorthands, every partition of roles over pools,
+several runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer import load_config, run
+from trainer.config.presets import settle
+from trainer.data.sizes import batch_table
+from trainer.launch import nominal_placement
+from verl_like.errors import ConfigError
+
+NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
+VERLS_SPLIT_COMMAND = """
+algorithm.adv_estimator=gae algorithm.use_kl_in_reward=False
+data.train_files=gsm8k/train.parquet data.val_files=gsm8k/test.parquet data.train_batch_size=1024
+data.max_prompt_length=512 data.max_response_length=512 data.filter_overlong_prompts=True data.truncation='error'
+actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=256
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 actor_rollout_ref.actor.use_kl_loss=False
+actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.tensor_model_parallel_size=4
+actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+critic.optim.lr=1e-5 critic.model.path=deepseek-ai/deepseek-llm-7b-chat
+critic.model.enable_gradient_checkpointing=False critic.ppo_micro_batch_size_per_gpu=8
+critic.model.fsdp_config.param_offload=False critic.model.fsdp_config.optimizer_offload=False
+trainer.critic_warmup=0 trainer.logger=['console','wandb'] trainer.project_name='verl_example_gsm8k'
+trainer.experiment_name='deepseek_llm_7b_function_rm' trainer.n_gpus_per_node=8 trainer.nnodes=1
+trainer.save_freq=-1 trainer.total_epochs=15
+""".split()
+
+
+def test_verls_split_command_composes_unchanged() -> None:
+    config = load_config([*VERLS_SPLIT_COMMAND, "placement=split"])
+    assert config.resource_pool_spec == {"actor_rollout_ref_pool": [4], "critic_pool": [4]}
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
+    assert config.trainer.logger == ["console", "wandb"]
+
+
+@pytest.mark.parametrize(
+    "change", ["actor_rollout_ref.rollout.name=native", "algorithm.adv_estimator=grpo"]
+)
+def test_keys_of_verls_command_without_effect_are_shown(
+    change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_config([*VERLS_SPLIT_COMMAND, change])
+    assert "has no effect here: " in caplog.text
+
+
+GRPO, DYNAMIC = "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_dynamic_bsz=true"
+MODEL_ALONE = [
+    *("reward_model.enable=true", "reward_model.model.path=judge", "reward_model.rule_weight=0"),
+    "role_mapping.reward_model=global_pool",
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "circumstances"),
+    [
+        ("actor_rollout_ref.model.lora_alpha=8", []),
+        ("actor_rollout_ref.model.target_modules=[q_proj]", []),
+        (
+            "actor_rollout_ref.actor.optim.betas=[0.9,0.9]",
+            ["actor_rollout_ref.actor.optim.optimizer=torch.optim.SGD"],
+        ),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", []),
+        (
+            "actor_rollout_ref.actor.clip_ratio=0.1",
+            ["actor_rollout_ref.actor.policy_loss.loss_mode=reinforce"],
+        ),
+        (
+            "actor_rollout_ref.actor.clip_ratio_c=4",
+            ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+        ),
+        ("actor_rollout_ref.actor.loss_scale_factor=4", []),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=[model]", ["trainer.save_freq=-1"]),
+        (
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+            ["algorithm.use_kl_in_reward=true", DYNAMIC],
+        ),
+        ("actor_rollout_ref.rollout.kv_cache_gb=1", ["actor_rollout_ref.rollout.name=hf"]),
+        ("actor_rollout_ref.rollout.update_weights_bucket_megabytes=1", []),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.top_p=0.5",
+            ["data.val_files=val.parquet", "trainer.test_freq=1"],
+        ),
+        ("actor_rollout_ref.rollout.engine_kwargs.seed=1", []),
+        ("critic.ppo_max_token_len_per_gpu=64", []),
+        ("algorithm.filter_groups.metric=acc", [GRPO]),
+        ("algorithm.rollout_correction.rollout_is_threshold=3", []),
+        ("custom_reward_function.reward_kwargs.bonus=1", []),
+        ("reward_model.micro_batch_size_per_gpu=2", []),
+        ("reward_model.default_score=1", MODEL_ALONE),
+        ("cpus_per_process=0.5", ["trainer.backend=local"]),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused(key: str, circumstances: list[str]) -> None:
+    load_config([*NEEDED, *circumstances])
+    with pytest.raises(
+        ConfigError,
+        match=f"{re.escape(key.split('=')[0])} is set, but nothing reads it in this run",
+    ):
+        load_config([*NEEDED, *circumstances, key])
+
+
+def test_other_keys_without_effect_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"critic.grad_clip is set, but nothing reads it in this run"
+    ):
+        load_config([*NEEDED, "algorithm.adv_estimator=grpo", "critic.grad_clip=2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "pools"),
+    [
+        (["colocate_all=true"], [{"actor", "rollout", "ref", "critic", "reward_model"}]),
+        (
+            ["colocate_actor_ref=true"],
+            [{"actor", "ref"}, {"rollout"}, {"critic"}, {"reward_model"}],
+        ),
+        (
+            ["colocate_critic_reward=true"],
+            [{"actor"}, {"rollout"}, {"ref"}, {"critic", "reward_model"}],
+        ),
+        (
+            ["colocate_actor_ref=true", "colocate_critic_reward=true"],
+            [{"actor", "ref"}, {"rollout"}, {"critic", "reward_model"}],
+        ),
+        (["colocate_all=false"], [{"actor", "rollout", "ref", "critic", "reward_model"}]),
+    ],
+)
+def test_shorthands_say_who_shares_a_pool(words: list[str], pools: list[set[str]]) -> None:
+    config = load_config([*NEEDED, *ALL_ROLES, *words, "trainer.n_gpus_per_node=4"])
+    found = [set(plan.roles) for plan in nominal_placement(config).pools.values()]
+    assert sorted(map(sorted, found)) == sorted(map(sorted, pools))
+
+
+ALL_ROLES = [
+    "algorithm.use_kl_in_reward=true",
+    "reward_model.enable=true",
+    "reward_model.model.path=model",
+]
+ROLES = ("actor", "rollout", "ref", "critic", "reward_model")
+
+
+def partitions(roles: tuple[str, ...]) -> Iterator[list[list[str]]]:
+    if not roles:
+        yield []
+        return
+    for rest in partitions(roles[1:]):
+        yield [[roles[0]], *rest]
+        for place in range(len(rest)):
+            yield [*rest[:place], [roles[0], *rest[place]], *rest[place + 1 :]]
+
+
+def test_every_partition_of_the_roles_over_pools_is_planned() -> None:
+    config = load_config([*NEEDED, *ALL_ROLES, "trainer.n_gpus_per_node=10"])
+    seen = 0
+    for number, parts in enumerate(partitions(ROLES)):
+        config.resource_pool_spec = {
+            f"p{place}": [1 + (number + place) % 2] for place in range(len(parts))
+        }
+        config.role_mapping = {
+            role: f"p{place}" for place, part in enumerate(parts) for role in part
+        }
+        settle(config, set(config.resource_pool_spec))
+        pools = nominal_placement(config).pools
+        assert {name: sorted(plan.roles) for name, plan in pools.items()} == {
+            f"p{place}": sorted(part) for place, part in enumerate(parts)
+        }
+        assert batch_table(config)
+        seen += 1
+    assert seen == 52
+
+
+def test_pools_are_named_on_the_command_line_without_a_plus() -> None:
+    pools = [
+        "resource_pool_spec.critic_pool=[2]",
+        "role_mapping.reward_model=rm_pool",
+        "+resource_pool_spec.rm_pool=[1]",
+    ]
+    config = load_config(
+        [*NEEDED, *ALL_ROLES, "placement=split", "trainer.n_gpus_per_node=4", *pools]
+    )
+    assert config.resource_pool_spec == {
+        "actor_rollout_ref_pool": [2],
+        "critic_pool": [2],
+        "rm_pool": [1],
+    }
+    assert config.role_mapping["reward_model"] == "rm_pool"
+
+
+def test_a_section_of_own_names_is_set_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    pools = ["resource_pool_spec={a: [1], b: [2]}", "role_mapping={actor_rollout: a, critic: b}"]
+    more = [
+        "actor_rollout_ref.rollout.sampling_kwargs={min_p: 0.1}",
+        "trainer.stop_at={critic/score/mean: 0.8}",
+    ]
+    config = load_config([*NEEDED, "trainer.n_gpus_per_node=3", *pools, *more])
+    assert config.resource_pool_spec == {"a": [1], "b": [2]}
+    assert config.role_mapping == {"actor_rollout": "a", "critic": "b"}
+    assert config.actor_rollout_ref.rollout.sampling_kwargs == {"min_p": 0.1}
+    assert config.trainer.stop_at == {"critic/score/mean": 0.8}
+    assert "divide evenly" not in caplog.text
+    for unknown in ("+nosuch={}", "+trainer.nosuch={a: 1}", "algorithm={kl_ctrl: {nosuch: 1}}"):
+        with pytest.raises(ConfigError, match=r"There is no key .*nosuch"):
+            load_config([*NEEDED, unknown])
+    with pytest.raises(ConfigError, match="kl_ctrl.kl_coef is set, but nothing reads it"):
+        load_config([*NEEDED, "algorithm={kl_ctrl: {kl_coef: 0.1}}"])
+    with pytest.raises(ConfigError, match="No role uses the pool 'c'"):
+        load_config([*NEEDED, "resource_pool_spec={c: [1]}"])
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = f"trainer.default_local_dir={tmp_path}/run"
+    run(
+        load_config(
+            [
+                *NEEDED,
+                folder,
+                "placement=split",
+                "trainer.n_gpus_per_node=8",
+                "trainer.dry_run=true",
+            ]
+        )
+    )
+    shown = capsys.readouterr().out
+    assert "critic_pool" in shown
+    assert "actor mini-batch" in shown
+    assert "update_critic ‖ actor.update_actor" in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_table_says_every_size_in_its_unit() -> None:
+    sizes = [
+        "data.train_batch_size=24",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.rollout.n=4",
+    ]
+    lengths = [
+        "data.max_prompt_length=10",
+        "data.max_response_length=30",
+        "trainer.n_gpus_per_node=3",
+    ]
+    micro = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"
+    lines = batch_table(
+        load_config([*NEEDED, *sizes, *lengths, micro, "placement=split"])
+    ).splitlines()
+    cells = {line[:17].strip(): line[17:].split() for line in lines[2:]}
+    assert cells["generate"] == ["2", "24", "96", "3,840", "48", "1,920", "48", "1,920"]
+    assert cells["actor mini-batch"] == ["2", "8", "32", "1,280", "16", "640", "2", "80"]
+    assert cells["critic mini-batch"][0] == "1"
+    dynamic = "actor_rollout_ref.actor.use_dynamic_bsz=true"
+    assert batch_table(load_config([*NEEDED, *sizes, *lengths, dynamic])).splitlines()[-1].split()[
+        -2:
+    ] == [
+        "-",
+        "16,384",
+    ]
+
+
+def test_multirun_makes_a_plan_for_each(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.main_ppo",
+        "--multirun",
+        *NEEDED,
+        "trainer.dry_run=true",
+    ]
+    command += [
+        "trainer.n_gpus_per_node=2,4",
+        "placement=colocate,split",
+        f"trainer.default_local_dir={tmp_path}",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ}, timeout=120
+    )
+    assert done.stdout.count("Batch sizes") == 4
+    assert done.stdout.count("\ncritic_pool ") == 2

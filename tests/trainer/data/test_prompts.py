@@ -1,0 +1,314 @@
+"""Prompts become the same batches for the same seed, and every bad file is refused with what is
+there.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.config.schema import DataConfig, PPOConfig, TrainerConfig, UserCodeConfig
+from trainer.data.files import read_rows
+from trainer.data.prompts import PromptLoader, PromptSet, encode_prompts, load_tokenizer
+from verl_like.errors import CheckpointError, ConfigError
+from workers.config import ActorRolloutRefConfig, ModelConfig
+
+WIDTH = 16
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir: Path) -> Any:
+    return load_tokenizer(str(tiny_dir / "model"))
+
+
+def make_config(files: Path, seed: int = 1, **data: Any) -> PPOConfig:
+    settings = {"train_batch_size": 32, "max_prompt_length": WIDTH, **data}
+    return PPOConfig(
+        actor_rollout_ref=ActorRolloutRefConfig(model=ModelConfig(path="unused")),
+        data=DataConfig(train_files=str(files), **settings),
+        trainer=TrainerConfig(seed=seed, total_epochs=2),
+    )
+
+
+@pytest.fixture
+def make_loader(tiny_dir: Path, tokenizer: Any) -> Any:
+    def make(files: Path = tiny_dir / "train.parquet", **settings: Any) -> PromptLoader:
+        return PromptLoader(make_config(files, **settings), tokenizer)
+
+    return make
+
+
+def uids(loader: PromptLoader, num_batches: int) -> list[list[str]]:
+    return [batch.non_tensor_batch["uid"].tolist() for batch in islice(loader, num_batches)]
+
+
+def write_jsonl(path: Path, prompts: list[Any]) -> Path:
+    rows = [
+        {"prompt": p, "data_source": "s", "reward_model": {"ground_truth": "a"}} for p in prompts
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def test_prompts_are_left_padded_to_the_width(make_loader: Any, tokenizer: Any) -> None:
+    batch = next(iter(make_loader()))
+    ids, mask, positions = (batch.batch[k] for k in ("input_ids", "attention_mask", "position_ids"))
+    assert ids.shape == mask.shape == positions.shape == (32, WIDTH)
+    for row in range(len(batch)):
+        message = batch.non_tensor_batch["raw_prompt"][row]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(ids[row][mask[row].bool()]) == text
+        length = int(mask[row].sum())
+        assert mask[row].tolist() == [0] * (WIDTH - length) + [1] * length
+        assert positions[row].tolist() == [0] * (WIDTH - length) + list(range(length))
+        assert set(ids[row][: WIDTH - length].tolist()) <= {tokenizer.pad_token_id}
+
+
+def test_the_order_depends_on_the_seed_and_the_epoch_alone(make_loader: Any) -> None:
+    one, again, other = (uids(make_loader(seed=seed), 18) for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+    first, second = one[:9], one[9:]
+    assert {uid.split("-")[1] for batch in first for uid in batch} == {"0"}
+    assert {uid.split("-")[1] for batch in second for uid in batch} == {"1"}
+    assert [uid.split("-")[0] for uid in first[0]] != [uid.split("-")[0] for uid in second[0]]
+
+
+def test_without_shuffling_rows_come_in_their_order(make_loader: Any) -> None:
+    assert uids(make_loader(shuffle=False), 1)[0] == [f"{row}-0" for row in range(32)]
+
+
+def test_a_resumed_loader_goes_on_where_it_stopped(make_loader: Any) -> None:
+    whole = uids(make_loader(), 20)
+    stopped = make_loader()
+    uids(stopped, 7)
+    resumed = make_loader()
+    resumed.load_state_dict(stopped.state_dict())
+    assert uids(resumed, 13) == whole[7:]
+    assert resumed.epoch == 19 // len(resumed) > 0
+
+
+def test_the_position_in_other_data_is_refused(make_loader: Any) -> None:
+    with pytest.raises(CheckpointError, match="batch_size: saved 32, now 16"):
+        make_loader(train_batch_size=16).load_state_dict(make_loader().state_dict())
+
+
+def test_the_partial_last_batch_is_dropped_and_counted(make_loader: Any) -> None:
+    loader = make_loader()
+    assert (len(loader), loader.num_left_over, loader.total_steps) == (9, 300 - 9 * 32, 18)
+
+
+def test_overlong_prompts_are_filtered_and_counted(make_loader: Any, tmp_path: Path) -> None:
+    files = write_jsonl(tmp_path / "p.jsonl", ["a" * length for length in (3, 20, 4, 30)])
+    loader = make_loader(files, filter_overlong_prompts=True, train_batch_size=2, shuffle=False)
+    assert loader.prompts.num_overlong == 2
+    assert uids(loader, 1) == [["0-0", "2-0"]]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"), [("left", slice(-WIDTH, None)), ("right", slice(None, WIDTH))]
+)
+def test_overlong_prompts_are_cut_and_counted(
+    make_loader: Any, tokenizer: Any, tmp_path: Path, truncation: str, kept: slice
+) -> None:
+    text = "abcdefghijklmnopqrstuvwxyz"
+    loader = make_loader(
+        write_jsonl(tmp_path / "p.jsonl", [text]), truncation=truncation, train_batch_size=1
+    )
+    assert tokenizer.decode(next(iter(loader)).batch["input_ids"][0]) == text[kept]
+    assert loader.prompts.num_cut == 1
+    assert (
+        "1 prompts; 0 were dropped and 1 cut for more than data.max_prompt_length=16"
+        in loader.prompts.story
+    )
+
+
+def test_an_overlong_prompt_is_refused_by_default(make_loader: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Prompt 1 has 20 tokens, data.max_prompt_length=16"):
+        make_loader(write_jsonl(tmp_path / "p.jsonl", ["a", "a" * 20]), train_batch_size=1)
+
+
+def test_nothing_left_after_filtering_is_refused_with_the_numbers(
+    make_loader: Any, tmp_path: Path
+) -> None:
+    files = write_jsonl(tmp_path / "p.jsonl", ["a" * 20, "a" * 30])
+    with pytest.raises(
+        ConfigError, match=r"holds 2 prompts; 2 were dropped .* \(the longest has 30\): 0 remain"
+    ):
+        make_loader(files, filter_overlong_prompts=True)
+
+
+def rows_of(files: Any, **settings: Any) -> list[dict[str, Any]]:
+    return read_rows(DataConfig(train_files=files, **settings), "train_files")[0]
+
+
+def test_parquet_and_jsonl_give_the_same_rows(tiny_dir: Path, tmp_path: Path) -> None:
+    rows = rows_of(str(tiny_dir / "train.parquet"))
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert rows_of([str(path)]) == rows
+
+
+def test_a_missing_file_is_refused_with_what_is_there(tiny_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no file .*tain.parquet; .* holds model, train.parquet"):
+        rows_of(str(tiny_dir / "tain.parquet"))
+
+
+def test_a_missing_column_is_refused_with_those_there(tiny_dir: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no column 'promt'; there is data_source.*Did you mean 'prompt'"
+    ):
+        rows_of(str(tiny_dir / "train.parquet"), prompt_key="promt")
+
+
+GOOD = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("bad", "answer"),
+    [
+        ("{", "line 2: not JSON"),
+        ("3", "line 2: it is a int"),
+        (json.dumps({**GOOD, "prompt": []}), "line 2: 'prompt' is empty"),
+        (
+            json.dumps({**GOOD, "prompt": [{"text": "a"}]}),
+            "line 2: 'prompt' is neither a string nor a list of mess",
+        ),
+        (
+            json.dumps({**GOOD, "data_source": None}),
+            "line 2: nothing in column 'data_source'; there is prompt, reward_model",
+        ),
+        (
+            json.dumps({**GOOD, "reward_model": {"style": "rule"}}),
+            "line 2: reward_model has no 'ground_truth', only",
+        ),
+        (
+            json.dumps({**GOOD, "reward_model": "a"}),
+            "line 2: reward_model is 'a', not an object with",
+        ),
+    ],
+)
+def test_a_bad_row_is_named_by_its_number_or_skipped(
+    tmp_path: Path, bad: str, answer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join([json.dumps(GOOD), bad, json.dumps(GOOD)]), encoding="utf-8")
+    with pytest.raises(ConfigError, match=answer):
+        rows_of(str(path))
+    assert read_rows(DataConfig(train_files=str(path), on_bad_row="skip"), "train_files") == (
+        [GOOD, GOOD],
+        1,
+    )
+    assert answer[:7] in caplog.text
+
+
+def test_a_bad_parquet_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.parquet"
+    path.write_text("no parquet", encoding="utf-8")
+    with pytest.raises(ConfigError, match="not a readable parquet file"):
+        rows_of(str(path))
+
+
+CUSTOM = """
+def letters(data_files, tokenizer, config):
+    for letter in "abc":
+        rule = {"ground_truth": letter}
+        yield {"prompt": letter * config.max_prompt_length, "data_source": "s", "reward_model": rule}
+
+class Letters:
+    def __init__(self, data_files, tokenizer, config):
+        self.rows = list(letters(data_files, tokenizer, config))
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, index):
+        if index >= len(self):
+            raise RuntimeError("asked for a row that is not there")
+        return self.rows[index]
+"""
+
+
+@pytest.mark.parametrize("name", ["letters", "Letters"])
+def test_rows_may_come_from_a_data_set_of_the_user(
+    tokenizer: Any, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "own.py").write_text(CUSTOM, encoding="utf-8")
+    config = DataConfig(
+        custom_cls=UserCodeConfig(path=str(tmp_path / "own.py"), name=name), max_prompt_length=3
+    )
+    (batch,) = PromptSet(config, "train_files", tokenizer).in_order()
+    assert [tokenizer.decode(ids) for ids in batch.batch["input_ids"]] == ["aaa", "bbb", "ccc"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "answer"),
+    [
+        ("own.py", "Leters", "no such name; it has Letters, letters"),
+        ("nowhere.py", "Letters", "there is no such file"),
+    ],
+)
+def test_a_data_set_that_is_not_there_is_refused(
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    name: str,
+    answer: str,
+) -> None:
+    (tmp_path / "own.py").write_text(CUSTOM, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=answer):
+        PromptSet(
+            DataConfig(custom_cls=UserCodeConfig(path=path, name=name)), "train_files", tokenizer
+        )
+
+
+def test_a_whole_set_comes_once_in_order(tiny_dir: Path, tokenizer: Any) -> None:
+    config = DataConfig(
+        val_files=str(tiny_dir / "val.parquet"), max_prompt_length=WIDTH, train_batch_size=24
+    )
+    batches = list(PromptSet(config, "val_files", tokenizer).in_order())
+    assert [uid for batch in batches for uid in batch.non_tensor_batch["uid"]] == [
+        f"{row}-0" for row in range(32)
+    ]
+
+
+def test_a_folder_without_tokenizer_is_refused_with_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"it holds notes.txt"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+
+
+def test_chat_messages_without_a_chat_template_are_refused(tiny_dir: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="1 of 2 prompts are chat messages"):
+        encode_prompts(["a", [{"role": "user", "content": "a"}]], tokenizer)
+
+
+def test_pad_falls_back_to_eos(tiny_dir: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.pad_token_id == loaded.eos_token_id
+
+
+def test_the_batch_carries_the_token_ids_that_engines_need(
+    make_loader: Any, tokenizer: Any
+) -> None:
+    batch = next(iter(make_loader()))
+    assert batch.meta_info == {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    assert batch.batch["input_ids"].dtype == torch.int64

@@ -1,0 +1,76 @@
+"""The printed graph of a step follows from the configuration: what waits for what, and what
+overlaps.
+"""
+
+from __future__ import annotations
+
+from trainer.config.compose import load_config
+from trainer.config.schema import PPOConfig
+from trainer.ppo.dataflow import describe, edges, old_log_probs_are_the_updates_own, step_nodes
+
+
+def load(*overrides: str) -> PPOConfig:
+    return load_config(
+        ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", *overrides]
+    )
+
+
+SPLIT_PPO = ("placement=split", "trainer.n_gpus_per_node=2", "algorithm.use_kl_in_reward=true")
+GRPO_OF_ONE_STEP = (
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=1024",
+)
+
+
+def test_a_call_waits_for_the_writers_of_what_it_reads() -> None:
+    after = edges(step_nodes(load(*SPLIT_PPO)))
+    assert after["critic.compute_values"] == ["rollout.generate_sequences", "prompts"]
+    assert after["token rewards"] == [
+        "rewards",
+        "actor.compute_log_prob",
+        "ref.compute_ref_log_prob",
+    ]
+    assert after["gae"] == ["token rewards", "critic.compute_values", "rollout.generate_sequences"]
+    assert "gae" in after["critic.update_critic"]
+    assert "gae" in after["actor.update_actor"]
+    assert "critic.update_critic" not in after["actor.update_actor"]
+
+
+def test_the_description_says_what_overlaps_and_what_takes_turns() -> None:
+    split = describe(load(*SPLIT_PPO)).splitlines()
+    at_once = next(line for line in split if line.startswith("at the same time"))
+    in_turns = next(line for line in split if line.startswith("in turns"))
+    for pair in (
+        "critic.update_critic ‖ actor.update_actor",
+        "actor.compute_log_prob ‖ critic.compute_values",
+        "ref.compute_ref_log_prob ‖ critic.compute_values",
+        "rewards ‖ actor.compute_log_prob",
+    ):
+        assert pair in at_once
+    assert "actor.compute_log_prob ‖ ref.compute_ref_log_prob" in in_turns
+    colocated = describe(load("placement=colocate"))
+    assert (
+        "critic.update_critic ‖ actor.update_actor" in colocated.split("in turns, on one pool: ")[1]
+    )
+
+
+def test_what_a_run_does_not_do_is_not_drawn() -> None:
+    text = describe(load(*GRPO_OF_ONE_STEP))
+    assert "notice: old log-probs are not computed in a pass of their own" in text
+    for absent in ("critic", "compute_log_prob", "ref."):
+        assert absent not in text.split("notice")[0]
+    assert "greedy_scores" in describe(load("algorithm.adv_estimator=remax"))
+
+
+def test_old_log_probs_are_the_updates_own_only_for_one_step_that_nobody_reads_them_before() -> (
+    None
+):
+    assert old_log_probs_are_the_updates_own(load(*GRPO_OF_ONE_STEP))
+    for more in (
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=512",
+    ):
+        assert not old_log_probs_are_the_updates_own(load(*GRPO_OF_ONE_STEP, more))
+    assert not old_log_probs_are_the_updates_own(
+        load(*GRPO_OF_ONE_STEP, "algorithm.use_kl_in_reward=true")
+    )

@@ -1,0 +1,83 @@
+"""Groups of equal scores are replaced by further prompts, a bounded number of times."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.config.schema import FilterGroupsConfig
+from trainer.ppo.dynamic_sampling import collect_groups
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+
+
+def drawn(scores: list[list[float]], attempt: int, **extras: list[float]) -> DataProto:
+    """A draw: a row of `scores` for each prompt."""
+    flat = [score for group in scores for score in group]
+    uids = [f"{prompt}-{attempt}" for prompt, group in enumerate(scores) for _ in group]
+    columns = {"uid": np.array(uids, dtype=object)}
+    columns |= {f"reward_extra/{name}": np.array(values) for name, values in extras.items()}
+    return DataProto.from_dict(
+        tensors={"token_level_scores": torch.tensor([[score, 0.0] for score in flat])},
+        non_tensors=columns,
+        meta_info={"metrics": {"reward/num_failed": 1.0, "reward/mean": float(attempt)}},
+    )
+
+
+def test_groups_that_differ_are_kept_in_the_order_of_their_drawing_and_the_surplus_goes() -> None:
+    draws = [[[0, 0], [0, 1], [1, 1]], [[1, 1], [1, 0], [0, 1]]]
+    batch, metrics = collect_groups(
+        lambda a: drawn(draws[a], a), 2, FilterGroupsConfig(enable=True)
+    )
+    assert batch.non_tensor_batch["uid"].tolist() == ["1-0", "1-0", "1-1", "1-1"]
+    assert metrics == {
+        "reward/num_failed": 2.0,
+        "reward/mean": 0.5,
+        "dynamic_sampling/num_gen_batches": 2.0,
+        "dynamic_sampling/num_groups_drawn": 6.0,
+        "dynamic_sampling/num_groups_of_equal_scores": 0.0,
+    }
+
+
+def test_after_the_last_draw_equal_groups_fill_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    config = FilterGroupsConfig(enable=True, max_num_gen_batches=2)
+    batch, metrics = collect_groups(lambda a: drawn([[0, 0], [a, 1]], a), 3, config)
+    assert batch.non_tensor_batch["uid"].tolist() == ["1-0", "1-0", "0-0", "0-0", "0-1", "0-1"]
+    assert metrics["dynamic_sampling/num_groups_of_equal_scores"] == 2.0
+    assert "2 of 3 groups have equal scores after 2 generated batches" in caplog.text
+
+
+def test_groups_of_one_are_never_refilled() -> None:
+    batch, metrics = collect_groups(
+        lambda a: drawn([[1], [1]], a), 2, FilterGroupsConfig(enable=True)
+    )
+    assert len(batch) == 2
+    assert metrics["dynamic_sampling/num_gen_batches"] == 1.0
+
+
+def test_another_number_of_the_reward_function_can_decide() -> None:
+    config = FilterGroupsConfig(enable=True, metric="acc", max_num_gen_batches=1)
+    batch, _ = collect_groups(lambda a: drawn([[0, 1], [0, 1]], a, acc=[1, 1, 0, 1]), 1, config)
+    assert batch.non_tensor_batch["uid"].tolist() == ["1-0", "1-0"]
+    with pytest.raises(
+        ConfigError, match="metric=ac: choose seq_reward.*here: seq_reward, acc. Did you mean 'acc'"
+    ):
+        collect_groups(
+            lambda a: drawn([[0, 1]], a, acc=[1, 1]),
+            1,
+            FilterGroupsConfig(enable=True, metric="ac"),
+        )
+
+
+def test_a_number_that_some_draws_lack_is_nan_there() -> None:
+    config = FilterGroupsConfig(enable=True)
+    batch, _ = collect_groups(
+        lambda a: drawn([[0, 1]], a, **({"acc": [1.0, 2.0]} if a else {})), 2, config
+    )
+    assert np.isnan(batch.non_tensor_batch["reward_extra/acc"]).tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]

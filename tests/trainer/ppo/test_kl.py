@@ -1,0 +1,105 @@
+"""The KL in the reward, and the controllers of its weight."""
+
+import pytest
+import torch
+
+from trainer.config.schema import KLControlConfig
+from trainer.ppo.kl import (
+    AdaptiveKLController,
+    FixedKLController,
+    apply_kl_penalty,
+    get_kl_controller,
+)
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError, MissingColumnError
+
+
+def batch_of(mask=((1, 1, 1, 0), (1, 0, 0, 0))):
+    return DataProto.from_dict(
+        tensors={
+            "response_mask": torch.tensor(mask),
+            "token_level_scores": torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.5, 0.0, 0.0, 0.0]]),
+            "old_log_probs": torch.tensor([[-1.0, -2.0, -1.0, torch.nan], [-1.0, 7.0, 7.0, 7.0]]),
+            "ref_log_prob": torch.tensor([[-1.5, -1.0, -2.0, torch.nan], [-1.0, 0.0, 0.0, 0.0]]),
+        }
+    )
+
+
+def test_the_reward_is_the_score_less_the_weighted_kl_of_response_tokens():
+    batch, metrics = apply_kl_penalty(batch_of(), FixedKLController(0.1))
+    expected = torch.tensor([[-0.05, 0.1, 0.9, 0.0], [0.5, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(batch.batch["token_level_rewards"], expected)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(((0.5 - 1.0 + 1.0) / 3 + 0.0) / 2)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+
+
+def test_another_estimator_can_be_chosen():
+    batch, _ = apply_kl_penalty(batch_of(), FixedKLController(1.0), kl_penalty="abs")
+    assert batch.batch["token_level_rewards"][0].tolist() == [-0.5, -1.0, 0.0, 0.0]
+
+
+def test_it_can_be_applied_again_to_the_same_batch():
+    batch, _ = apply_kl_penalty(batch_of(), FixedKLController(0.1))
+    again, _ = apply_kl_penalty(batch, FixedKLController(0.0))
+    assert torch.equal(again.batch["token_level_rewards"], again.batch["token_level_scores"])
+
+
+def test_empty_responses_neither_count_nor_break():
+    batch, metrics = apply_kl_penalty(
+        batch_of(mask=((1, 1, 1, 0), (0, 0, 0, 0))), FixedKLController(0.1)
+    )
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5 / 3)
+    _, metrics = apply_kl_penalty(
+        batch_of(mask=((0, 0, 0, 0), (0, 0, 0, 0))), FixedKLController(0.1)
+    )
+    assert metrics["actor/reward_kl_penalty"] == 0.0
+
+
+def test_the_adaptive_controller_moves_after_the_batch_and_reports_the_weight_it_used():
+    controller = AdaptiveKLController(0.1, target_kl=0.01, horizon=100)
+    _, metrics = apply_kl_penalty(batch_of(), controller)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+    assert controller.value == pytest.approx(
+        0.1 * (1 + 0.2 * 2 / 100)
+    )  # two rows, error clipped to 0.2
+
+
+@pytest.mark.parametrize(
+    ("current_kl", "error"), [(1.0, 0.2), (0.11, 0.1), (0.1, 0.0), (0.09, -0.1), (-5.0, -0.2)]
+)
+def test_the_adaptive_controller_follows_the_clipped_relative_error(current_kl, error):
+    controller = AdaptiveKLController(0.5, target_kl=0.1, horizon=1000)
+    controller.update(current_kl, n_steps=64)
+    assert controller.value == pytest.approx(0.5 * (1 + error * 64 / 1000))
+
+
+def test_the_fixed_controller_stays():
+    controller = FixedKLController(0.3)
+    controller.update(100.0, n_steps=64)
+    assert controller.value == 0.3
+
+
+def test_controllers_are_made_from_their_config():
+    assert get_kl_controller(KLControlConfig(kl_coef=0.2)).value == 0.2
+    adaptive = get_kl_controller(
+        KLControlConfig(type="adaptive", kl_coef=0.2, target_kl=0.3, horizon=7)
+    )
+    assert isinstance(adaptive, AdaptiveKLController)
+    assert (adaptive.value, adaptive.target, adaptive.horizon) == (0.2, 0.3, 7)
+
+
+def test_settings_that_mean_nothing_are_refused():
+    with pytest.raises(
+        ConfigError, match="unknown algorithm.kl_ctrl.type 'adaptve'.*Did you mean 'adaptive'"
+    ):
+        get_kl_controller(KLControlConfig(type="adaptve"))
+    with pytest.raises(ConfigError, match="horizon > 0"):
+        AdaptiveKLController(0.1, target_kl=0.1, horizon=0)
+
+
+def test_a_batch_without_reference_is_refused():
+    controller = FixedKLController(0.1)
+    with pytest.raises(MissingColumnError, match="ref_log_prob.*is the ref role configured"):
+        apply_kl_penalty(
+            batch_of().select(["response_mask", "token_level_scores", "old_log_probs"]), controller
+        )

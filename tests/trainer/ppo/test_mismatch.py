@@ -1,0 +1,129 @@
+"""The mismatch gauge against plain numpy, in parts and as a whole; the self-test's verdicts."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.test_three_steps import overrides
+from trainer import PPOTrainer, load_config, run
+from trainer.ppo.mismatch import GapFacts, explain_gap, self_test
+from workers.losses.mismatch import MismatchGauge
+
+
+def columns(rows=13, width=11, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -3 * torch.rand(rows, width, generator=generator)
+    trained = rollout + 0.3 * torch.randn(rows, width, generator=generator)
+    mask = (
+        torch.arange(width) < torch.randint(0, width + 1, (rows, 1), generator=generator)
+    ).long()
+    mask[0] = 0
+    trained[mask == 0] = torch.nan
+    return rollout, trained, mask
+
+
+def figures(*parts):
+    gauge = MismatchGauge(parts[0][0].shape[1])
+    for part in parts:
+        gauge.add(*part)
+    return gauge.metrics()
+
+
+def test_the_figures_are_those_of_their_definitions():
+    rollout, trained, mask = (column.double().numpy() for column in columns())
+    r, t = rollout[mask == 1], trained[mask == 1]
+    diff = np.abs(np.exp(r) - np.exp(t))
+    rows = [
+        (a[m == 1], b[m == 1]) for a, b, m in zip(rollout, trained, mask, strict=True) if m.any()
+    ]
+    log_ppl = np.array([(-a.mean(), -b.mean()) for a, b in rows])
+    gap = log_ppl[:, 1] - log_ppl[:, 0]
+    expected = {
+        "training/rollout_probs_diff_max": diff.max(),
+        "training/rollout_probs_diff_mean": diff.mean(),
+        "training/rollout_probs_diff_std": diff.std(ddof=1),
+        "training/rollout_actor_probs_pearson_corr": np.corrcoef(np.exp(r), np.exp(t))[0, 1],
+        "rollout_corr/kl": (r - t).mean(),
+        "rollout_corr/k3_kl": (np.exp(t - r) - (t - r) - 1).mean(),
+        "rollout_corr/chi2_token": np.exp(2 * (t - r)).mean() - 1,
+        "rollout_corr/chi2_seq": np.mean([np.exp(2 * (b - a).sum()) for a, b in rows]) - 1,
+        "rollout_corr/training_ppl": np.exp(log_ppl[:, 1]).mean(),
+        "rollout_corr/training_log_ppl": log_ppl[:, 1].mean(),
+        "rollout_corr/rollout_ppl": np.exp(log_ppl[:, 0]).mean(),
+        "rollout_corr/rollout_log_ppl": log_ppl[:, 0].mean(),
+        "rollout_corr/log_ppl_diff": gap.mean(),
+        "rollout_corr/log_ppl_abs_diff": np.abs(gap).mean(),
+        "rollout_corr/log_ppl_diff_max": gap.max(),
+        "rollout_corr/log_ppl_diff_min": gap.min(),
+        "rollout_corr/ppl_ratio": np.exp(gap).mean(),
+    }
+    for first, end in ((0, 1), (1, 2), (2, 4), (4, 8), (8, 16)):
+        inside = mask[:, first:end] == 1
+        expected[f"rollout_corr/gap_from_token_{first}"] = np.abs(rollout - trained)[:, first:end][
+            inside
+        ].mean()
+    assert figures(columns()) == pytest.approx(expected, rel=1e-9)
+
+
+def test_parts_add_up_to_the_whole_and_nothing_is_read_outside_the_mask():
+    rollout, trained, mask = columns()
+    parts = [(rollout[a:b], trained[a:b], mask[a:b]) for a, b in ((0, 1), (1, 5), (5, 13))]
+    assert figures(*parts) == pytest.approx(figures(columns()))
+    assert figures((rollout, trained, mask * 0)) == {}
+    same = figures((rollout, rollout.clone(), mask))
+    assert same["training/rollout_probs_diff_max"] == 0
+    assert same["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1)
+
+
+FINE = GapFacts(gap=1e-6, plain_gap=1e-6, stale=False, quantization=None, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({}, "none"),
+        ({"stale": True}, "staleness"),
+        ({"gap": 0.5}, "sampling semantics"),
+        ({"gap": 0.5, "plain_gap": 0.4, "quantization": "fp8"}, "quantisation"),
+        ({"gap": 0.05, "plain_gap": 0.06, "dtype": "bfloat16"}, "dtype"),
+        ({"gap": 0.5, "plain_gap": 0.5, "dtype": "bfloat16"}, "unknown"),
+        ({"gap": 0.05, "plain_gap": 0.05}, "unknown"),
+    ],
+)
+def test_a_gap_is_put_down_to_its_cause(changes, cause):
+    assert explain_gap(dataclasses.replace(FINE, **changes))[0] == cause
+
+
+class Probe(PPOTrainer):
+    """Asks before training, with stale weights, and with log-probs
+    of the truncated distribution.
+    """
+
+    def fit(self):
+        self.init_models()
+        prompts = next(iter(self.loader))
+        Probe.verdicts = [self_test(self, prompts)[0]]
+        generate = self.roll_out
+
+        def truncated(batch, **settings):
+            made = generate(batch, **settings)
+            if "top_k" not in settings:
+                made.batch["rollout_log_probs"] += 0.3 * made.batch["response_mask"]
+            return made
+
+        self.roll_out = truncated
+        Probe.verdicts.append(self_test(self, prompts)[0])
+        self.roll_out = generate
+        with torch.no_grad():
+            worker = self.groups["rollout"].transport.host._workers["rollout"]
+            worker.engine.weights_checksum = lambda: "another"
+        Probe.verdicts.append(self_test(self, prompts)[0])
+        self.rewards.close()
+
+
+def test_the_self_test_tells_stale_weights_from_other_sampling(tiny_dir, tmp_path):
+    settings = overrides(tiny_dir, tmp_path, "placement=colocate", "trainer.backend=local")
+    run(load_config([*settings, "actor_rollout_ref.rollout.top_k=7"]), Probe)
+    assert Probe.verdicts == ["none", "sampling semantics", "staleness"]

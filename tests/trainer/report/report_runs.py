@@ -1,0 +1,75 @@
+"""Run folders made by hand, as large as a test wants them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from trainer.run_folder.timeline import Timeline
+
+PLACEMENT = """pool                    node       devices     roles           processes  CPUs
+actor_rollout_ref_pool  this host  1 CPU slot  actor, rollout  1          1
+critic_pool             this host  1 CPU slot  critic          1          1
+"""
+CALLS = (
+    ("actor_rollout_ref_pool", "rollout", "generate_sequences", 0.0, 0.3),
+    ("actor_rollout_ref_pool", "actor", "compute_log_prob", 0.3, 0.4),
+    ("critic_pool", "critic", "compute_values", 0.3, 0.45),
+    ("actor_rollout_ref_pool", "actor", "update_actor", 0.5, 0.9),
+    ("critic_pool", "critic", "update_critic", 0.5, 0.8),
+)
+
+
+def metrics_of(step: int) -> dict[str, float]:
+    names = (
+        "critic/score/mean", "critic/score/min", "critic/score/max", "actor/reward_kl_penalty", "actor/entropy",
+        "response_length/mean", "response_length/min", "response_length/max", "actor/pg_loss", "critic/vf_loss",
+        "actor/grad_norm", "critic/grad_norm", "training/rollout_probs_diff_mean", "perf/overlap_ratio",
+        "actor/pg_clipfrac", "perf/throughput",
+    )  # fmt: skip
+    values = {name: place + math.sin(step / 9 + place) for place, name in enumerate(names)}
+    times = {
+        "step": 1.0,
+        "gen": 0.3,
+        "score": 0.15,
+        "adv": 0.02,
+        "update": 0.4,
+        "update_weights": 0.1,
+    }
+    return {
+        "step": step,
+        **values,
+        **{f"timing_s/{name}": seconds for name, seconds in times.items()},
+    }
+
+
+def make_run(folder: Path, num_steps: int, samples: int = 20, response: str = "aaaa") -> Path:
+    """A run folder of `num_steps` steps in which actor and critic update side by side."""
+    (folder / "rollouts").mkdir(parents=True)
+    lines = [json.dumps(metrics_of(step)) + "\n" for step in range(1, num_steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    (folder / "placement.txt").write_text(PLACEMENT)
+    timeline = Timeline(folder / "timeline.json")
+    for step in range(1, num_steps + 1):
+        timeline.add(
+            {
+                "pool": pool, "role": role, "rank": 0, "method": method, "pid": 7, "cpu_s": 0.1,
+                "start": step + start, "end": step + end,
+            }
+            for pool, role, method, start, end in CALLS
+        )  # fmt: skip
+        rows = [
+            {
+                "input": f"say {'abcd'[i % 4]}",
+                "output": response,
+                "gts": "a",
+                "score": i / samples,
+                "step": step,
+            }
+            for i in range(samples)
+        ]
+        (folder / "rollouts" / f"{step}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
+    return folder

@@ -1,0 +1,71 @@
+"""The report in headless Chromium: no error in the console, every figure drawn, nothing wider than
+the window.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.report.report_runs import make_run
+from trainer.report.figures import PANELS
+from trainer.report.page import write_report
+
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+PROBE = """
+<script>
+window.addEventListener("load", () => {
+  const box = document.getElementById("search");
+  box.value = "say b";
+  box.dispatchEvent(new Event("input"));
+  const drawn = [...document.querySelectorAll("figure svg")].filter(svg => svg.getBoundingClientRect().height > 40);
+  document.body.dataset.seen = JSON.stringify({
+    width: window.innerWidth, page: document.documentElement.scrollWidth, figures: drawn.length,
+    rows: document.querySelectorAll("#samples tbody tr:not([hidden])").length,
+    shares: [...document.querySelectorAll("#phases td:last-child")].map(cell => parseFloat(cell.textContent)),
+  });
+});
+</script>
+"""
+
+READ_FRAME = """
+window.addEventListener("load", () => {
+  const shown = document.createElement("pre");
+  shown.textContent = document.querySelector("iframe").contentDocument.body.dataset.seen;
+  document.body.append(shown);
+});
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here; on Debian: apt-get install chromium")
+@pytest.mark.parametrize("width", [375, 1280])
+def test_the_report_is_right_in_a_browser(tmp_path: Path, width: int) -> None:
+    page = write_report(make_run(tmp_path / "run", 5))
+    probed = tmp_path / "probed.html"
+    frame = (
+        f'<iframe src="{page.name}.html" style="width:{width}px;height:900px;border:0"></iframe>'
+    )
+    (tmp_path / f"{page.name}.html").write_text(page.read_text() + PROBE)
+    probed.write_text(f"<!doctype html><body>{frame}<script>{READ_FRAME}</script></body>")
+    done = subprocess.run(
+        [
+            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
+            f"--user-data-dir={tmp_path}/profile", f"--window-size={max(width, 800)},1000", "--enable-logging=stderr",
+            "--v=0", "--virtual-time-budget=10000", "--dump-dom", probed.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert re.findall(r".*CONSOLE.*", done.stderr) == []
+    seen = json.loads(re.search(r"<pre>(.*)</pre>", done.stdout)[1])
+    assert seen["width"] == width
+    assert seen["page"] <= width
+    assert seen["figures"] == len(PANELS) + 2
+    assert seen["rows"] == 5 * 4
+    assert sum(seen["shares"]) == pytest.approx(100)

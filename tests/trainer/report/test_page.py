@@ -1,0 +1,170 @@
+"""The report shows what is in the run folder, whatever state the folder is in."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.report.report_runs import make_run
+from trainer.report.figures import PANELS
+from trainer.report.page import close_run, write_report
+from trainer.report.read import last_steps, overlap_share, phase_shares, pools_at_work, read_run
+from verl_like.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run") / "ppo", 20)
+
+
+def page_of(folder: Path) -> str:
+    return write_report(folder).read_text(encoding="utf-8")
+
+
+def test_every_panel_the_timeline_and_the_tables_are_there(run_dir: Path) -> None:
+    page = page_of(run_dir)
+    shown = re.findall(r'data-figure="([^"]+)"', page)
+    assert shown == [*(panel.title for panel in PANELS), "Timeline", "Phases"]
+    assert page.count("<svg") == len(shown)
+    assert "<title>critic-0: update_critic, 300.0 ms</title>" in page
+    for cell in ("actor_rollout_ref_pool", "actor, rollout", "1 CPU slot", "critic_pool"):
+        assert f"<td>{cell}</td>" in page
+
+
+def test_the_page_needs_nothing_from_outside(run_dir: Path) -> None:
+    page = re.sub(r'xmlns(:xlink)?="[^"]*"|<!DOCTYPE[^>]*>', "", page_of(run_dir))
+    assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)[^)]*\)|@import', page) == []
+
+
+def test_phase_shares_sum_to_100_and_match_the_metrics(run_dir: Path) -> None:
+    shares = phase_shares(read_run(run_dir).metrics)
+    assert [name for name, _, _ in shares] == [
+        "gen",
+        "score",
+        "adv",
+        "update",
+        "update_weights",
+        "other",
+    ]
+    assert sum(round(10 * share) for _, _, share in shares) == 1000
+    assert dict((name, share) for name, _, share in shares)["update"] == pytest.approx(40.0)
+    line = {
+        "timing_s/step": 1.0,
+        "timing_s/gen": 0.75,
+        "timing_s/testing": 0.5,
+        "timing_s/save_checkpoint": 0.5,
+    }
+    with_extras = [("gen", 37.5), ("testing", 25.0), ("save_checkpoint", 25.0), ("other", 12.5)]
+    assert [
+        (name, share) for name, _, share in phase_shares([line])
+    ] == with_extras  # these two come after the step
+
+
+@pytest.mark.parametrize("thirds", [3, 7, 11])
+def test_uneven_phase_shares_sum_to_100_too(thirds: int) -> None:
+    line = {"timing_s/step": 1.0} | {
+        f"timing_s/{name}": 1 / thirds for name in ("gen", "score", "update")
+    }
+    assert sum(round(10 * share) for _, _, share in phase_shares([line])) == 1000
+
+
+def test_overlap_is_the_time_in_which_two_pools_work(run_dir: Path) -> None:
+    calls = last_steps(read_run(run_dir).calls, 3)
+    assert len(calls) == 3 * 5
+    assert {number for _, _, number in pools_at_work(calls)} == {0, 1, 2}
+    assert overlap_share(calls) == pytest.approx(0.4 / 0.85, abs=1e-6)
+
+
+def test_samples_are_escaped_and_cut(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", 2, response="<script>alert(1)</script>" + "y" * 5000))
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+    assert "more characters)" in page
+
+
+def test_a_thousand_steps_take_seconds_and_few_megabytes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 1000, samples=8)
+    began = time.perf_counter()
+    path = write_report(folder)
+    assert time.perf_counter() - began < 5
+    assert path.stat().st_size < 5e6
+
+
+def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 3)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-40])
+    (folder / "timeline.json").write_text('{"traceEvents": [{"ph"')
+    (folder / "placement.txt").unlink()
+    page = page_of(folder)
+    assert "metrics.jsonl: 1 of 3 lines are half written" in page
+    assert "timeline.json is half written" in page
+    assert "placement.txt is not there" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        (
+            "metrics.jsonl",
+            b'{"actor/entropy": 1}\n{"step": 1, "actor/entropy": "x"}\n',
+            "1 of 2 lines name no step",
+        ),
+        ("metrics.jsonl", b"\xff\xfe\n[1]\n", "2 of 2 lines are half written"),
+        (
+            "timeline.json",
+            b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}',
+            "not a run's",
+        ),
+        ("rollouts/1.jsonl", b'{"score": null}\n3\n', "1.jsonl: 1 of 2 lines"),
+        ("rollouts/notes.jsonl", b"not ours", ""),
+        ("placement.txt", b"\xff\xff", ""),
+        ("failure.txt", b"\xff\xff", ""),
+    ],
+)
+def test_what_is_not_ours_in_a_folder_is_left_out(
+    tmp_path: Path, name: str, content: bytes, note: str
+) -> None:
+    folder = make_run(tmp_path / "run", 1)
+    (folder / name).write_bytes(content)
+    assert note in " ".join(read_run(folder).notes)
+
+
+def test_a_run_without_a_step_has_a_report_with_its_failure(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    close_run(tmp_path, RuntimeError("the critic's node is gone"))
+    page = (tmp_path / "report.html").read_text()
+    assert "the critic&#39;s node is gone" in page
+    assert "failed" in page
+    assert "No step ended." in page
+    close_run(tmp_path, KeyboardInterrupt())
+    page = (tmp_path / "report.html").read_text()
+    assert "Stopped by Ctrl-C." in page
+    assert "failed" not in page
+    close_run(tmp_path, None)
+    assert "Stopped" not in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_the_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "report.html.part").mkdir()
+    close_run(tmp_path, RuntimeError("the cause"))
+    assert "try: verl-like report" in caplog.text
+
+
+def test_a_run_that_ended_before_it_began_leaves_its_folder_alone(tmp_path: Path) -> None:
+    close_run(tmp_path, RuntimeError("the cause"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_no_run_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    make_run(tmp_path / "a" / "run", 1)
+    with pytest.raises(ConfigError, match=r"has no metrics\.jsonl .* Run folders in it: .*a/run"):
+        write_report(tmp_path)
+    with pytest.raises(ConfigError, match="is no folder"):
+        write_report(tmp_path / "nowhere")

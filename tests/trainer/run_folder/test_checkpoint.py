@@ -1,0 +1,219 @@
+"""The run's checkpoints, with roles that write one file: what is committed, kept, found, refused
+and cut back.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer.config.compose import load_config
+from trainer.run_folder.checkpoint import WANDB_ID, Checkpoints, committed
+from verl_like.errors import CheckpointError, ConfigError
+
+
+class Method:
+    """A method of a role's group, run when it is called."""
+
+    def __init__(self, function: Any) -> None:
+        self.remote = lambda *args: SimpleNamespace(get=lambda timeout=None: function(*args))
+
+
+class Role:
+    """Writes its number into its folder and reads it back."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.save_checkpoint, self.load_checkpoint = Method(self.save), Method(self.load)
+
+    def save(self, path: str, step: int) -> None:
+        Path(path).mkdir()
+        (Path(path) / "number").write_text(str(self.number))
+
+    def load(self, path: str) -> None:
+        self.number = int((Path(path) / "number").read_text())
+
+
+class FullDisk(Role):
+    """Has room for half a file."""
+
+    def save(self, path: str, step: int) -> None:
+        super().save(path, step)
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+
+def checkpoints(folder: Path, *overrides: str) -> Checkpoints:
+    needed = [
+        "data.train_files=x",
+        "actor_rollout_ref.model.path=x",
+        f"trainer.default_local_dir={folder}",
+    ]
+    return Checkpoints(load_config([*needed, "trainer.save_freq=2", *overrides]))
+
+
+def saved(folder: Path, *steps: int, overrides: tuple[str, ...] = ()) -> None:
+    for step in steps:
+        run = checkpoints(folder, *overrides)
+        run.write(step, {"actor": Role(step), "critic": Role(-step)}, {"global_step": step})
+        run.commit()
+
+
+def test_the_newest_committed_step_comes_back_for_every_role(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4, 10)
+    (tmp_path / "global_step_12").mkdir()  # never committed
+    checkpoints(tmp_path).write(14, {"actor": Role(14)}, {"global_step": 14})
+    roles = {"actor": Role(0), "critic": Role(0)}
+    assert checkpoints(tmp_path).load(roles) == {"global_step": 10}
+    assert (roles["actor"].number, roles["critic"].number) == (10, -10)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
+
+
+def test_an_empty_folder_has_nothing_to_go_on_from(tmp_path: Path) -> None:
+    fresh = checkpoints(tmp_path / "new")
+    fresh.cut_back()
+    assert fresh.load({}) is None
+    assert not fresh.goes_on_here
+
+
+def test_a_checkpoint_is_due_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
+    every_two = checkpoints(tmp_path)
+    assert [step for step in range(1, 8) if every_two.is_due(step, 7)] == [2, 4, 6, 7]
+    never = checkpoints(tmp_path, "trainer.save_freq=-1")
+    assert not any(never.is_due(step, 7) for step in range(1, 8))
+
+
+def test_only_the_newest_are_kept_and_an_old_one_goes_after_the_commit(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4, 6, overrides=("trainer.max_ckpt_to_keep=2",))
+    assert committed(tmp_path) == [4, 6]
+    with pytest.raises(CheckpointError):
+        checkpoints(tmp_path, "trainer.max_ckpt_to_keep=1").write(8, {"actor": FullDisk(0)}, {})
+    assert committed(tmp_path) == [4, 6]
+    assert sorted(path.name for path in tmp_path.glob("global_step*")) == [
+        "global_step_4",
+        "global_step_6",
+    ]
+
+
+def test_a_full_disk_is_named_and_nothing_of_the_new_checkpoint_stays(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    with pytest.raises(
+        CheckpointError,
+        match="step 4 was not written: .*No space left.* MiB are free .*global_step_2",
+    ):
+        checkpoints(tmp_path).write(
+            4, {"actor": Role(4), "critic": FullDisk(0)}, {"global_step": 4}
+        )
+    assert not list(tmp_path.glob("global_step_4*"))
+    assert checkpoints(tmp_path).load({"actor": Role(0), "critic": Role(0)}) == {"global_step": 2}
+
+
+def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    (tmp_path / "global_step_4" / "actor" / "number").write_text("5")
+    with pytest.raises(
+        CheckpointError,
+        match=r"global_step_4/actor/number is damaged\. Move .*\(there: global_step_2\)",
+    ):
+        checkpoints(tmp_path).load({"actor": Role(0), "critic": Role(0)})
+    (tmp_path / "global_step_4" / "trainer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"(trainer\.json is missing|number is damaged)"):
+        checkpoints(tmp_path).load({"actor": Role(0), "critic": Role(0)})
+    (tmp_path / "global_step_4" / "commit.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"commit\.json is damaged"):
+        checkpoints(tmp_path)
+
+
+def test_another_configuration_is_refused_with_what_differs_but_not_another_placement(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, 2)
+    free = (
+        "trainer.n_gpus_per_node=4",
+        "placement=split",
+        "critic.ppo_micro_batch_size_per_gpu=1",
+        "trainer.backend=local",
+    )
+    assert checkpoints(tmp_path, *free).start_step == 2
+    changed = ("actor_rollout_ref.actor.optim.lr=1e-5", "algorithm.lam=0.9")
+    with pytest.raises(CheckpointError) as error:
+        checkpoints(tmp_path, *changed)
+    assert (
+        "actor_rollout_ref.actor.optim.lr was 1e-06, is 1e-05; algorithm.lam was 1.0, is 0.9"
+        in str(error.value)
+    )
+    start = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={tmp_path}/global_step_2",
+    )
+    assert checkpoints(tmp_path, *changed, *start).start_step == 2
+
+
+def test_a_fresh_start_among_checkpoints_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    with pytest.raises(CheckpointError, match="holds the checkpoints of steps 2, 4"):
+        checkpoints(tmp_path, "trainer.resume_mode=disable")
+    assert checkpoints(tmp_path / "new", "trainer.resume_mode=disable").start is None
+
+
+def test_a_chosen_checkpoint_must_be_one_and_the_newest_of_the_run_folder(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    mode = "trainer.resume_mode=resume_path"
+    with pytest.raises(
+        CheckpointError,
+        match="there is no such folder. Committed ones beside it: global_step_2, global_step_4",
+    ):
+        checkpoints(tmp_path, mode, f"trainer.resume_from_path={tmp_path}/global_step_3")
+    with pytest.raises(CheckpointError, match="holds checkpoints of later steps: 4"):
+        checkpoints(tmp_path, mode, f"trainer.resume_from_path={tmp_path}/global_step_2")
+    other = checkpoints(
+        tmp_path / "other", mode, f"trainer.resume_from_path={tmp_path}/global_step_2"
+    )
+    assert (other.start_step, other.goes_on_here) == (2, False)
+
+
+def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    lines = [json.dumps({"step": step, "loss": 0.1 + 0.2}) for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 1')
+    (tmp_path / "rollouts").mkdir()
+    for step in range(1, 4):
+        (tmp_path / "rollouts" / f"{step}.jsonl").touch()
+    (tmp_path / "global_step_4.part").mkdir()
+    (tmp_path / WANDB_ID).write_text("abc")
+    checkpoints(tmp_path).cut_back()
+    assert (tmp_path / WANDB_ID).read_text() == "abc"
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:3]
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["1.jsonl", "2.jsonl"]
+    assert not (tmp_path / "global_step_4.part").exists()
+
+
+def test_a_run_without_checkpoints_begins_its_lines_anew(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    (tmp_path / WANDB_ID).write_text("abc")
+    checkpoints(tmp_path).cut_back()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert not (tmp_path / WANDB_ID).exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.save_freq=0", "above 0, or -1"),
+        ("trainer.max_ckpt_to_keep=0", "1 or more, or null"),
+        ("trainer.resume_mode=never", "choose one of auto, disable, resume_path"),
+        ("trainer.resume_mode=resume_path", "go together"),
+        ("trainer.resume_from_path=x", "go together"),
+        (
+            "critic.checkpoint.save_contents=[model,optim]",
+            "names 'optim'; choose among .*Did you mean 'optimizer'",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checkpoints(tmp_path, override)

@@ -1,0 +1,32 @@
+"""A run ends with the step that reaches its goal."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config.compose import load_config
+from trainer.run_folder.stopping import reached_goal
+from verl_like.errors import ConfigError
+
+
+def test_a_goal_is_reached_at_its_value() -> None:
+    goals = {"critic/score/mean": 0.5}
+    assert reached_goal({"critic/score/mean": 0.49}, goals) == ""
+    assert reached_goal({"critic/score/mean": 0.5}, goals).startswith(
+        "critic/score/mean=0.5 has reached 0.5"
+    )
+
+
+def test_a_metric_of_validation_may_come_later() -> None:
+    assert reached_goal({"critic/score/mean": 1.0}, {"val-core/gsm8k/acc/mean@1": 0.5}) == ""
+
+
+def test_a_metric_that_no_step_has_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'critic/score/mea'.*critic/score/mean"):
+        reached_goal({"critic/score/mean": 1.0}, {"critic/score/mea": 0.5})
+
+
+def test_goals_are_given_on_the_command_line() -> None:
+    needed = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
+    config = load_config([*needed, "+trainer.stop_at={critic/score/mean: 0.8}"])
+    assert config.trainer.stop_at == {"critic/score/mean": 0.8}

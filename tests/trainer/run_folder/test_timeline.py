@@ -1,0 +1,97 @@
+"""The trace has a lane per pool, role and rank, and every call from its start to its end; the
+ratios tell overlap.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.run_folder.timeline import Timeline, call_timings
+
+
+def record(
+    pool: str, role: str, rank: int, start: float, end: float, **more: Any
+) -> dict[str, Any]:
+    return {
+        "pool": pool, "role": role, "rank": rank, "method": f"update_{role}",
+        "pid": 100 + rank, "start": start, "end": end, "cpu_s": 0.25, **more,
+    }  # fmt: skip
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def calls(path: Path) -> list[dict[str, Any]]:
+    return [event for event in events(path) if event["ph"] == "X"]
+
+
+def test_calls_keep_their_times_workers_and_lanes(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    records = [
+        record("a", "actor", 0, 10.0, 12.0),
+        record("a", "actor", 1, 10.5, 12.0, step=7),
+        record("b", "critic", 0, 9.0, 11.0),
+    ]
+    Timeline(path).add(records)
+    drawn = calls(path)
+    assert [(c["name"], c["ts"], c["dur"]) for c in drawn] == [
+        ("update_critic", 0.0, 2e6),
+        ("update_actor", 1e6, 2e6),
+        ("update_actor", 1.5e6, 1.5e6),
+    ]
+    assert drawn[2]["args"] == {"pid": 101, "rank": 1, "cpu_s": 0.25, "step": 7}
+    assert len({(c["pid"], c["tid"]) for c in drawn}) == 3
+    assert drawn[1]["pid"] == drawn[2]["pid"] != drawn[0]["pid"]
+    names = {
+        e["args"]["name"] for e in events(path) if e["ph"] == "M" and e["name"] != "trace_origin"
+    }
+    assert names == {"a", "b", "actor-0", "actor-1", "critic-0"}
+
+
+def test_the_file_is_whole_json_after_every_step_and_without_calls(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    timeline = Timeline(path)
+    assert events(path) == []
+    for step in range(3):
+        timeline.add([record("a", "actor", 0, 10.0 + step, 11.0 + step)])
+        timeline.add([])
+        assert len(calls(path)) == step + 1
+
+
+def test_a_resumed_run_goes_on_in_its_lanes_and_on_its_clock(tmp_path: Path) -> None:
+    path, whole = tmp_path / "timeline.json", tmp_path / "whole.json"
+    first = [record("a", "actor", 0, 10.0, 11.0)]
+    second = [record("b", "ref", 0, 12.0, 13.0), record("a", "actor", 0, 12.0, 13.0)]
+    Timeline(path).add(first)
+    Timeline(path, resume=True).add(second)
+    timeline = Timeline(whole)
+    timeline.add(first)
+    timeline.add(second)
+    assert path.read_text() == whole.read_text()
+    Timeline(path).add(second)
+    assert len(calls(path)) == 2
+
+
+def test_the_overlap_ratio_is_busy_time_over_the_wall_of_the_stages_that_overlap() -> None:
+    records = [
+        record("a", "actor", 0, 0.0, 4.0, stage="update"),
+        record("a", "actor", 1, 1.0, 4.0, stage="update"),  # a second rank of a role adds nothing
+        record("b", "critic", 0, 0.0, 2.0, stage="update"),
+        record("a", "ref", 0, 10.0, 11.0, stage="score"),
+        record("a", "actor", 0, 11.0, 12.0, stage="score"),
+        record("a", "rollout", 0, 20.0, 30.0, stage="gen"),
+    ]
+    timings = call_timings(records, {"update": 4.1})
+    assert timings["timing_s/update"] == 4.1
+    assert timings["perf/overlap_ratio_update"] == pytest.approx(6 / 4)
+    assert timings["perf/overlap_ratio_score"] == pytest.approx(2 / 2)
+    assert timings["perf/overlap_ratio"] == pytest.approx(8 / 6)
+
+
+def test_a_step_without_calls_has_no_ratio() -> None:
+    assert call_timings([], {}) == {}

@@ -1,0 +1,148 @@
+"""A step's numbers are on disk when `log` returns, with every digit, and wherever else the config
+says.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import struct
+import sys
+import termios
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.config.schema import DataConfig, PPOConfig, TrainerConfig
+from trainer.run_folder.progress import Console
+from trainer.run_folder.tracking import JsonLines, make_tracking
+from verl_like.errors import ConfigError
+
+STEP = {
+    "critic/score/mean": 0.5,
+    "actor/ppo_kl": 0.01,
+    "perf/total_num_tokens": 300.0,
+    "perf/time_per_step": 2.0,
+}
+
+
+def config(folder: Path, *logger: str) -> PPOConfig:
+    settings = {"project_name": "letters", "experiment_name": "first"}
+    return PPOConfig(
+        data=DataConfig(),
+        trainer=TrainerConfig(default_local_dir=str(folder), logger=list(logger), **settings),
+    )
+
+
+def test_a_line_is_on_disk_at_once_with_every_digit(tmp_path: Path) -> None:
+    with make_tracking(config(tmp_path / "new"), total_steps=2) as tracking:
+        for step, value in enumerate((0.1 + 0.2, np.float32(1 / 3)), 1):
+            tracking.log({"loss": value}, step)
+            lines = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
+            assert json.loads(lines[-1]) == {"step": step, "loss": float(value)}
+        assert len(lines) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"trainer.default_local_dir=.*file cannot be written"):
+        JsonLines(tmp_path / "file")
+
+
+def test_without_a_terminal_there_is_a_line_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with make_tracking(config(tmp_path, "console"), total_steps=2) as tracking:
+        tracking.log(STEP, 1)
+        tracking.log({**STEP, "actor/kl_loss": 0.3, "val-core/s/reward/mean@1": 0.25}, 2)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/2  reward 0.5  KL 0.01  150 tokens/s",
+        "step 2/2  reward 0.5  KL 0.3  150 tokens/s  0:00:00 left",
+        "    val-core/s/reward/mean@1 0.25",
+    ]
+
+
+def test_nothing_is_shown_where_the_console_is_not_asked_for(tmp_path: Path, capsys: Any) -> None:
+    with make_tracking(config(tmp_path), total_steps=1) as tracking:
+        tracking.log(STEP, 1)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("columns", [40, 100])
+def test_a_terminal_gets_a_bar_of_its_width(columns: int) -> None:
+    ours, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(its, "w", encoding="utf-8") as terminal:
+        console = Console(total_steps=8, stream=terminal)
+        console.write(STEP, 3)
+        console.write({**STEP, "val-core/s/reward/mean@1": 0.25}, 4)
+        console.close()
+        said = b""
+        while b"4/8" not in said or not said.endswith(
+            b"\n"
+        ):  # a terminal hands on what it got piece by piece
+            said += os.read(ours, 10_000)
+    os.close(ours)
+    shown = said.decode()
+    assert "step 4  val-core/s/reward/mean@1 0.25" in shown
+    (bar,) = [part for part in re.split(r"[\r\n]", shown) if part.startswith("4/8")]
+    assert len(bar.rstrip()) <= columns
+    assert ("reward 0.5" if columns == 40 else "reward 0.5  KL 0.01  150 tokens/s") in bar
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with make_tracking(config(tmp_path, "tensorboard"), total_steps=2) as tracking:
+        tracking.log({"loss": 0.25}, 1)
+        tracking.log({"loss": 0.125}, 2)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (1, 0.25),
+        (2, 0.125),
+    ]
+
+
+def test_wandb_gets_names_configuration_and_steps_and_a_resumed_run_goes_on_in_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+
+    def init(**settings: Any) -> Any:
+        said.append((settings["project"], settings["name"], settings["config"]["trainer"]["seed"]))
+        said.append((settings["id"], settings["resume"]))
+        return SimpleNamespace(
+            id=settings["id"] or f"new{len(said)}",
+            log=lambda metrics, step: said.append((metrics, step)),
+            finish=lambda: said.append("finished"),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for step in (1, 2):
+        with make_tracking(config(tmp_path, "wandb"), total_steps=2) as tracking:
+            tracking.log({"loss": 1}, step)
+    first = [("letters", "first", 1), (None, "allow"), ({"loss": 1.0}, 1), "finished"]
+    assert said == [
+        *first,
+        ("letters", "first", 1),
+        ("new2", "allow"),
+        ({"loss": 1.0}, 2),
+        "finished",
+    ]
+
+
+def test_a_tracker_that_is_not_installed_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with make_tracking(config(tmp_path, "wandb", "wandb"), total_steps=1) as tracking:
+        tracking.log({"loss": 1}, 1)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    (record,) = caplog.records
+    assert "pip install 'verl-like[wandb]'" in record.getMessage()

@@ -1,0 +1,215 @@
+"""What only Ray has: places on a cluster, actors, references that travel from worker to worker."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.verl_like.groups import start
+from tests.verl_like.sample_workers import Adder, Modes
+from verl_like import (
+    DataProto,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    ResourcePool,
+    gather,
+)
+from verl_like.calls.waiting import Deadlines
+from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def batch(rows: int, **meta: object) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(rows)}, meta_info=meta)
+
+
+def drive(group) -> list[DataProto]:
+    """The driver code of the next test: it does not know what runs it."""
+    first = group.noise.remote(batch(7))
+    drawn = [first.get(), group.noise(batch(3))]
+    group.make_mesh(1).get()
+    busy, began = group.make_mesh(1, seconds=0.8), time.monotonic()
+    on_mesh = group.on_mesh_later(batch(5))
+    assert time.monotonic() - began < 0.4, (
+        "the workers are busy, and nobody need ask them about the mesh"
+    )
+    busy.get()
+    others = [group.same(first), group.echo(batch(5)), group.twice(group.same.remote(batch(1)))]
+    return [*drawn, on_mesh.get(), *others]
+
+
+def test_local_and_ray_agree_bit_for_bit() -> None:
+    results = []
+    for backend in ("child", "ray"):
+        with start(backend, {"modes": (Modes, ())}, [2], seed=11) as group:
+            results.append(drive(group))
+    for local, on_ray in zip(*results, strict=True):
+        assert local.batch.keys() == on_ray.batch.keys()
+        assert all(
+            torch.equal(local.batch[name], on_ray.batch[name]) for name in local.batch.keys()
+        )
+        assert local.meta_info == on_ray.meta_info
+
+
+def test_groups_of_two_pools_run_at_the_same_time_and_hand_over_references() -> None:
+    with (
+        start("ray", {"one": (Adder, (1,))}, [1]) as one,
+        start("ray", {"two": (Adder, (10,))}, [2]) as two,
+    ):
+        one.pid(), two.pid()
+        began = time.monotonic()
+        gather(one.add_slowly(batch(2, seconds=1.0)), two.add_slowly(batch(2, seconds=1.0)))
+        assert time.monotonic() - began < 1.9
+        future = one.add_slowly(batch(5, seconds=0.5))
+        began = time.monotonic()
+        chained = two.add_slowly(two.add_slowly(future))
+        assert time.monotonic() - began < 0.4, "handing on a future does not wait for it"
+        assert chained.get().batch["x"].tolist() == [21, 22, 23, 24, 25]
+        back = one.add_slowly(chained)
+        assert back.get().batch["x"].tolist() == [22, 23, 24, 25, 26]
+
+
+def test_groups_share_a_pool_side_by_side_and_pools_split_and_merge() -> None:
+    pool = RayResourcePool([3], cpus_per_process=0.5, name_prefix="shared")
+    from verl_like import merge_resource_pool, split_resource_pool
+
+    first, second = split_resource_pool(pool, [1, 2])
+    assert [p.world_size for p in split_resource_pool(pool, 1)] == [1, 1, 1]
+    with pytest.raises(
+        PlacementError, match=r"a pool of 3 processes cannot be split into parts of 2"
+    ):
+        split_resource_pool(pool, 2)
+    groups = [
+        RayWorkerGroup(p, RayClassWithInitArgs(Adder, amount), name_prefix="part")
+        for p, amount in ((first, 1), (second, 2), (merge_resource_pool(first, second), 3))
+    ]
+    assert [group.world_size for group in groups] == [1, 2, 3]
+    assert [g.add_slowly(batch(3, seconds=0.0)).get().batch["x"][0].item() for g in groups] == [
+        1,
+        2,
+        3,
+    ]
+    assert len({name for g in groups for name in g.transport.names}) == 6
+    for group in groups:
+        group.shutdown()
+        group.shutdown()
+    pool.release()
+
+
+def test_a_shortage_of_cpus_ends_with_a_message() -> None:
+    hog = RayResourcePool([1], cpus_per_process=15.0)
+    hog.bundles()
+    pool = RayResourcePool(
+        [4], cpus_per_process=1.0, name_prefix="late", deadlines=Deadlines(placement_s=1.0)
+    )
+    try:
+        with pytest.raises(
+            WaitTimeoutError,
+            match=r"placement of pool late-.* \[4\] processes of 1 CPU each within 1 s",
+        ):
+            RayWorkerGroup(pool, RayClassWithInitArgs(Adder))
+    finally:
+        hog.release()
+    with pytest.raises(
+        PlacementError,
+        match=r"wants 2 processes \(20 CPU each\).* room for 0 in all. Nodes: .*: 16 CPU",
+    ):
+        RayResourcePool([2], cpus_per_process=20.0).bundles()
+    with pytest.raises(PlacementError, match="room for 0"):
+        RayResourcePool(
+            [1], use_gpu=True, cpus_per_process=1.0, accelerator_type="NoSuchCard"
+        ).bundles()
+    with pytest.raises(PlacementError, match="needs a RayResourcePool, got a ResourcePool"):
+        RayWorkerGroup(ResourcePool([1]), RayClassWithInitArgs(Adder))
+
+
+def test_a_taken_port_is_named() -> None:
+    pool = RayResourcePool([1], cpus_per_process=0.5)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            WorkerError, match=rf"port {port} of .* cannot be bound .* Leave master_port out"
+        ):
+            RayWorkerGroup(pool, RayClassWithInitArgs(Adder), master_port=port)
+    pool.release()
+
+
+def test_ray_init_gets_what_connect_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from verl_like.backends.ray import connect
+
+    given: dict[str, object] = {}
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
+    connect("host:1", "mine", {"env_vars": {"A": "b", "OMP_NUM_THREADS": "2"}}, num_cpus=3)
+    assert given["address"] == "host:1"
+    assert given["namespace"] == "mine"
+    assert given["num_cpus"] == 3
+    assert given["runtime_env"]["env_vars"]["A"] == "b"
+    assert given["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "2"
+
+
+def test_a_cluster_that_does_not_answer_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+
+    from verl_like.backends.ray import connect
+
+    silent = threading.Event()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: silent.wait(10))
+    monkeypatch.setattr(atexit, "unregister", lambda function: None)
+    with pytest.raises(
+        WaitTimeoutError,
+        match=r"driver waited 0.2 s \(watch.connect_s\) for the Ray cluster at host:1",
+    ):
+        connect("host:1", deadlines=Deadlines(connect_s=0.2, warn_s=0.1))
+    silent.set()
+    assert "waiting for the Ray cluster at host:1 since" in caplog.text
+
+
+def test_an_uneven_pool_starts_every_worker_and_a_lost_node_or_memory_is_noticed(
+    tmp_path: Path,
+) -> None:
+    program = [sys.executable, "-m", "tests.verl_like.two_node_cluster", str(tmp_path)]
+    done = subprocess.run(
+        program, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert facts["slots"] == [1, 2]
+    assert (
+        "wants 4 processes (1 CPU each), and the cluster has room for 3 in all"
+        in facts["refusals"][0]
+    )
+    assert "wants 3 processes on one node (3 CPU)" in facts["refusals"][1]
+    assert facts["ranks"] == [6.0, 6.0, 6.0]
+    assert facts["local_ranks"] == ["0", "0", "1"]
+    assert facts["nodes"] == [0, 1, 1]
+    assert facts["environment"] == ["from runtime_env"] * 3
+    assert facts["seconds"] < 15
+    assert "faulty.sleeps, faulty rank 1 of 3" in facts["died"]
+    assert f"{tmp_path}/faulty-1.log" in facts["died"]
+    assert facts["starved_s"] < 15
+    for told, method in ((facts["starved"], "takes_memory"), (facts["notes"][0], "sleeps")):
+        assert f"greedy.{method}, greedy rank 0 of 1 (pid " in told
+        assert f"log {tmp_path}/greedy-0.log): the worker process is gone: " in told
+        assert "Ray killed it because node " in told
+        assert " GB by pid " in told
+        assert "raise RAY_memory_usage_threshold" in told

@@ -1,0 +1,186 @@
+"""DataProto's columns: select, pop, rename, union, concat, and what they say about names that do
+not fit.
+"""
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.verl_like.batches import assert_same, make, uids
+from verl_like.batch.protocol import DataProto, union_numpy_dict, union_tensor_dict
+from verl_like.errors import BatchError, MissingColumnError
+
+
+def test_select_takes_columns_and_leaves_the_batch_alone():
+    data = make(4, t=1, k=2)
+    picked = data.select(["ids"], ["uid"], ["t"])
+    assert list(picked.batch.keys()) == ["ids"]
+    assert list(picked.non_tensor_batch) == ["uid"]
+    assert picked.meta_info == {"t": 1}
+    assert_same(data, make(4, t=1, k=2))
+    assert_same(data.select(), data)
+    assert list(data.select("ids").batch.keys()) == ["ids"]
+    assert len(data.select([], [])) == 4
+
+
+def test_pop_moves_columns_out():
+    data = make(4, t=1, k=2)
+    taken = data.pop(["ids"], ["uid"], ["t"])
+    assert_same(taken, make(4, t=1).select(["ids"], ["uid"]))
+    assert_same(data, make(4, k=2).select(["score"], ["weight"]))
+    assert len(data.pop()) == 0
+    data.pop(["score"], "weight")
+    assert len(data) == 4
+
+
+def test_rename_keeps_the_order_and_can_swap():
+    data = make(4)
+    assert data.rename("ids", "input_ids") is data
+    assert list(data.batch.keys()) == ["input_ids", "score"]
+    data.rename(["input_ids", "score"], ["score", "input_ids"])
+    assert data.batch["score"].shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda d: d.select(["scores"]), "No tensor column 'scores'. Did you mean 'score'"),
+        (
+            lambda d: d.select(non_tensor_batch_keys=["uids"]),
+            "No non-tensor column 'uids'. Did you mean 'uid'",
+        ),
+        (
+            lambda d: d.select(meta_info_keys=["temprature"]),
+            "meta_info 'temprature'. Did you mean 'temperature'",
+        ),
+        (lambda d: d.pop(["idz"]), "Did you mean 'ids'"),
+        (lambda d: d.rename("scor", "x"), "Did you mean 'score'"),
+        (lambda d: d.unfold_column_chunks(2, ["idss"]), "Did you mean 'ids'"),
+    ],
+)
+def test_a_missing_column_offers_the_nearest_names(call, said):
+    data = make(4, temperature=1.0)
+    with pytest.raises(MissingColumnError, match=said):
+        call(data)
+    assert_same(data, make(4, temperature=1.0))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (["ids"], ["a", "b"], "as many"),
+        (["ids", "ids"], ["a", "b"], "as many"),
+        ("ids", "score", "one name"),
+        (None, None, "both sides"),
+    ],
+)
+def test_rename_refuses_names_that_do_not_pair(old, new, said):
+    with pytest.raises(BatchError, match=said):
+        make(4).rename(old, new)
+
+
+def test_union_adds_in_place_and_returns_self():
+    data = make(4, t=1)
+    other = DataProto.from_dict(
+        {"new": torch.zeros(4), "ids": data.batch["ids"].clone()}, {"n": [1, 2, 3, 4]}, {"u": 2}
+    )
+    assert data.union(other) is data
+    assert set(data.batch.keys()) == {"ids", "score", "new"}
+    assert data.non_tensor_batch["n"].tolist() == [1, 2, 3, 4]
+    assert data.meta_info == {"t": 1, "u": 2}
+    assert set(other.batch.keys()) == {"new", "ids"}
+
+
+def test_union_with_nothing_gives_the_other_side():
+    assert_same(DataProto().union(make(4, t=1)), make(4, t=1))
+    assert_same(make(4, t=1).union(DataProto()), make(4, t=1))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            DataProto.from_dict({"score": torch.tensor([0.0, 1.0, 9.0, 9.0])}),
+            r"'score' .*\(4,\) and \(4,\).*first in row 2",
+        ),
+        (DataProto.from_dict({"score": torch.zeros(4, 3)}), r"'score' .*\(4,\) and \(4, 3\)"),
+        (DataProto.from_dict({"score": torch.arange(4)}), "float32 and torch.int64"),
+        (
+            DataProto.from_dict(non_tensors={"uid": ["0-0", "x", "y", "z"]}),
+            "'uid' .*first in row 1",
+        ),
+        (
+            DataProto.from_dict(non_tensors={"weight": np.array([0.0, 1.0, 2.0, np.nan])}),
+            "'weight' .*first in row 3",
+        ),
+        (DataProto.from_dict({"other": torch.zeros(3)}), "4 and 3 rows"),
+        (DataProto(meta_info={"t": 2}), r"meta_info\['t'\] is 1 and 2"),
+    ],
+)
+def test_a_union_in_conflict_says_where_and_changes_nothing(other, said):
+    data = make(4, t=1)
+    with pytest.raises(BatchError, match=said):
+        data.union(other)
+    assert_same(data, make(4, t=1))
+
+
+def test_the_free_unions_leave_both_sides_alone():
+    left = TensorDict({"a": torch.zeros(2)}, batch_size=[2])
+    merged = union_tensor_dict(left, TensorDict({"b": torch.ones(2)}, batch_size=[2]))
+    assert (set(merged.keys()), set(left.keys())) == ({"a", "b"}, {"a"})
+    arrays = {"a": np.zeros(2)}
+    assert set(union_numpy_dict(arrays, {"b": np.ones(2)})) == {"a", "b"}
+    assert set(arrays) == {"a"}
+    with pytest.raises(BatchError, match="batch sizes"):
+        union_tensor_dict(left, TensorDict({}, batch_size=[3]))
+
+
+def test_concat_joins_rows_in_order():
+    joined = DataProto.concat([make(2, t=1), make(0, t=1), make(3)])
+    assert joined.batch["score"].tolist() == [0, 1, 0, 1, 2]
+    assert uids(joined) == ["0-0", "1-0", "0-0", "1-0", "2-0"]
+    assert joined.meta_info == {"t": 1}
+
+
+def test_concat_makes_metrics_a_dict_of_lists_with_an_entry_per_dict_that_has_the_metric():
+    parts = [
+        make(1, metrics={"loss": 1.0, "only0": 5}),
+        make(1, metrics=[{"loss": 2.0}, {"loss": 3.0}]),
+        make(1),
+        make(1, metrics=None),
+    ]
+    assert DataProto.concat(parts).meta_info == {"metrics": {"loss": [1.0, 2.0, 3.0], "only0": [5]}}
+    with pytest.raises(BatchError, match="metrics of part 1"):
+        DataProto.concat([make(1, metrics={}), make(1, metrics=3)])
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([], "concat of no batches"),
+        ([make(2), make(2).select(["ids"])], r"part 1 lacks tensor columns \['score'\]"),
+        ([make(2), make(2).select(None, ["uid"])], r"part 1 lacks non-tensor columns \['weight'\]"),
+        ([make(2).select(["ids"]), make(2)], r"\['score'\] in addition"),
+        ([make(2), DataProto()], r"part 1 lacks tensor columns \['ids', 'score'\]"),
+        ([make(2), make(1, t=1), make(1, t=2)], r"part 2 .*meta_info\['t'\] is 1 and 2"),
+        ([make(2), {"ids": 1}], "part 1 is a dict"),
+        (
+            [
+                DataProto.from_dict({"a": torch.zeros(1, 2)}),
+                DataProto.from_dict({"a": torch.zeros(1, 3)}),
+            ],
+            r"'a' .*\(1, 3\) in part 1",
+        ),
+        (
+            [
+                DataProto.from_dict({"a": torch.zeros(1)}),
+                DataProto.from_dict({"a": torch.zeros(1).bfloat16()}),
+            ],
+            "bfloat16",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(parts, said):
+    with pytest.raises(BatchError, match=said):
+        DataProto.concat(parts)

@@ -1,0 +1,184 @@
+"""DataProto round trips that hold for any batch: chunk and concat, pad and unpad, reorder, pickle,
+disk.
+"""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_like.batch.columns import same_value, tensors_of
+from verl_like.batch.protocol import (
+    DataProto,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    unfold_batch_dim,
+    unpad_dataproto,
+)
+
+JSON_LIKE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.just("!"), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+TORCH_DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+NUMPY_DTYPES = [
+    "float32",
+    "float64",
+    "int64",
+    "uint16",
+    "bool",
+    "complex64",
+    "U3",
+    "S2",
+    "datetime64[s]",
+]
+
+
+@st.composite
+def batches(draw, min_rows=0):
+    """Any mix of tensor, numeric and object columns (or none), with meta."""
+    rows = draw(st.integers(min_rows, 9))
+    noise = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    tensors, arrays = {}, {}
+    for i, dtype in enumerate(draw(st.lists(st.sampled_from(TORCH_DTYPES), max_size=3))):
+        shape = (rows, *draw(st.lists(st.integers(0, 3), max_size=2)))
+        values = torch.from_numpy(noise.integers(0, 100, shape)).to(dtype)
+        if dtype.is_floating_point and draw(st.booleans()):
+            values[values > 50] = float("nan")
+        tensors[f"t{i}"] = values
+    for i, name in enumerate(draw(st.lists(st.sampled_from(NUMPY_DTYPES), max_size=2))):
+        shape = (rows, *draw(st.lists(st.integers(1, 2), max_size=1)))
+        arrays[f"n{i}"] = noise.integers(0, 99, shape).astype(name)
+    for i in range(draw(st.integers(0, 2))):
+        arrays[f"o{i}"] = draw(st.lists(JSON_LIKE, min_size=rows, max_size=rows))
+    return DataProto.from_dict(
+        tensors, arrays, draw(st.dictionaries(st.sampled_from("xyz"), JSON_LIKE, max_size=2))
+    )
+
+
+def assert_same(left, right):
+    assert same_value(tensors_of(left.batch), tensors_of(right.batch))
+    assert same_value(left.non_tensor_batch, right.non_tensor_batch)
+    assert same_value(left.meta_info, right.meta_info)
+    assert len(left) == len(right)
+
+
+quick = settings(max_examples=40, deadline=None)
+
+
+@quick
+@given(batches(), st.integers(1, 12))
+def test_concat_undoes_chunk(data, chunks):
+    parts = data.chunk(chunks)
+    assert len(parts) == chunks
+    assert [len(part) for part in parts] == [
+        len(part) for part in np.array_split(np.arange(len(data)), chunks)
+    ]
+    assert_same(DataProto.concat(parts), data)
+
+
+@quick
+@given(batches(min_rows=1), st.integers(1, 12))
+def test_concat_undoes_split(data, size):
+    parts = data.split(size)
+    assert all(len(part) == size for part in parts[:-1])
+    if parts:
+        assert_same(DataProto.concat(parts), data)
+
+
+@quick
+@given(batches(), st.integers(1, 12))
+def test_unpad_undoes_pad(data, divisor):
+    before = copy.deepcopy(data)
+    padded, pad = pad_dataproto_to_divisor(data, divisor)
+    assert len(padded) % divisor == 0
+    assert 0 <= pad < divisor
+    assert_same(unpad_dataproto(padded, pad), before)
+    assert_same(data, before)
+
+
+@quick
+@given(batches(), st.randoms(use_true_random=False))
+def test_the_inverse_order_undoes_reorder(data, random):
+    order = list(range(len(data)))
+    random.shuffle(order)
+    before = copy.deepcopy(data)
+    data.reorder(order)
+    assert_same(data, before[order])
+    assert_same(data.reorder(np.argsort(order)), before)
+
+
+@quick
+@given(batches(), st.integers(1, 4))
+def test_repeat_is_a_pick_of_rows(data, times):
+    rows = np.arange(len(data))
+    assert_same(data.repeat(times), data[rows.repeat(times)])
+    assert_same(data.repeat(times, interleave=False), data[np.tile(rows, times)])
+    assert_same(data.repeat(times), data.sample_level_repeat([times] * len(data)))
+
+
+@quick
+@given(batches(), st.data())
+def test_unfold_undoes_fold(data, choose):
+    sizes = [size for size in range(1, len(data) + 1) if len(data) % size == 0]
+    if sizes:
+        assert_same(
+            unfold_batch_dim(fold_batch_dim(data, choose.draw(st.sampled_from(sizes)))), data
+        )
+
+
+@quick
+@given(batches(), st.integers(0, 9), st.integers(0, 9))
+def test_a_slice_is_a_pick_of_rows(data, start, stop):
+    assert_same(data[start:stop], data[list(range(len(data))[start:stop])])
+
+
+@quick
+@given(batches())
+def test_a_union_with_itself_changes_nothing(data):
+    assert_same(copy.deepcopy(data).union(copy.deepcopy(data)), data)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@quick
+@given(data=batches())
+def test_pickle_keeps_everything(protocol, data):
+    assert_same(pickle.loads(pickle.dumps(data, protocol=protocol)), data)
+
+
+@quick
+@given(batches())
+def test_pickle_with_buffers_outside_keeps_everything(data):
+    buffers = []
+    head = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    assert_same(pickle.loads(head, buffers=[bytes(buffer.raw()) for buffer in buffers]), data)
+
+
+@quick
+@given(data=batches())
+def test_disk_keeps_everything(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("disk") / "batch.safetensors"
+    data.save_to_disk(path)
+    back = DataProto.load_from_disk(path)
+    assert_same(back, data)
+    assert repr([a.tolist() for a in back.non_tensor_batch.values()]) == repr(
+        [a.tolist() for a in data.non_tensor_batch.values()]
+    )
+    assert repr(back.meta_info) == repr(data.meta_info)

@@ -1,0 +1,248 @@
+"""One test for each trap of verl's DataProto (and of tensordict
+under it) that must not come back.
+"""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from verl_like.batch.protocol import DataProto, pad_dataproto_to_divisor
+from verl_like.errors import BatchError, MissingColumnError
+
+
+def make(rows=4, **meta):
+    """A tensor of row numbers, an object column and meta."""
+    return DataProto.from_dict(
+        {"a": torch.arange(rows).float()}, {"uid": [str(r) for r in range(rows)]}, meta
+    )
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda d: d[:2],
+        lambda d: d[::1],
+        lambda d: d.slice(0, 2),
+        lambda d: d.chunk(2)[0],
+        lambda d: d.split(2)[0],
+        lambda d: d.repeat(1),
+        lambda d: d.repeat(1, False),
+        lambda d: d.unfold_column_chunks(1),
+        lambda d: DataProto.concat([d]),
+        lambda d: d[0],
+        lambda d: d.writable_copy(),
+        lambda d: d.select(deepcopy=True),
+    ],
+)
+def test_writing_into_picked_rows_leaves_the_batch_alone(pick):
+    data = DataProto.from_dict(
+        {"a": torch.zeros(4, 2)}, {"uid": list("wxyz"), "n": np.zeros((4, 2))}
+    )
+    part = pick(data)
+    part.batch["a"][...] = 9
+    part.non_tensor_batch["n"][...] = 9
+    part.meta_info["new"] = 1
+    if isinstance(part, DataProto):
+        part.non_tensor_batch["uid"][0] = "changed"
+    assert data.batch["a"].sum() == 0
+    assert data.non_tensor_batch["n"].sum() == 0
+    assert data.non_tensor_batch["uid"].tolist() == list("wxyz")
+    assert data.meta_info == {}
+
+
+def test_new_columns_of_a_selection_do_not_appear_in_the_batch():
+    data = make()
+    data.select().batch["new"] = torch.zeros(4)
+    data.select().non_tensor_batch["new"] = np.zeros(4)
+    assert list(data.batch.keys()) == ["a"]
+    assert list(data.non_tensor_batch) == ["uid"]
+
+
+def test_a_list_of_booleans_is_a_mask_not_numbers():
+    assert make()[[False, True, False, True]].batch["a"].tolist() == [1, 3]
+
+
+def test_building_a_batch_leaves_the_callers_dicts_alone():
+    tensors, non_tensors, meta = {"a": torch.zeros(2)}, {"uid": ["x", "y"]}, {"t": 1}
+    data = DataProto.from_dict(tensors, non_tensors, meta, auto_padding=True)
+    data.batch["b"], data.non_tensor_batch["c"], data.meta_info["d"] = (
+        torch.zeros(2),
+        np.zeros(2),
+        1,
+    )
+    assert (list(tensors), non_tensors, meta) == (["a"], {"uid": ["x", "y"]}, {"t": 1})
+
+
+def test_methods_in_place_leave_the_callers_tensordict_alone():
+    given = TensorDict({"a": torch.zeros(2)}, batch_size=[2])
+    DataProto(given).union(DataProto.from_dict({"b": torch.zeros(2)}))
+    DataProto(given).rename("a", "z")
+    DataProto(given).pop(["a"])
+    assert list(given.keys()) == ["a"]
+
+
+def test_union_does_not_share_the_others_tensordict():
+    other = make()
+    data = DataProto().union(other)
+    data.batch["new"] = torch.zeros(4)
+    assert list(other.batch.keys()) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[[1, 2], [3, 4]], [[1], [2, 3]], [(1, 2), (3, 4)], [np.zeros(2), np.zeros(2)], [[], []]],
+)
+def test_a_list_of_lists_is_a_column_of_lists(rows):
+    for column in (
+        DataProto.from_dict(non_tensors={"raw": rows}).non_tensor_batch["raw"],
+        DataProto(non_tensor_batch={"raw": rows}).non_tensor_batch["raw"],
+    ):
+        assert (column.shape, column.dtype) == ((2,), object)
+        assert column[0] is rows[0]
+
+
+def test_popping_a_missing_key_says_which():
+    for call in (
+        lambda d: d.pop(["b"]),
+        lambda d: d.pop(None, ["b"]),
+        lambda d: d.pop(None, None, ["b"]),
+    ):
+        with pytest.raises(MissingColumnError, match="'b'"):
+            call(make())
+
+
+def test_a_tensordict_ends_as_it_was_when_a_method_fails():
+    data = make()
+    with pytest.raises(MissingColumnError):
+        data.pop(["a"], ["nothing"])
+    assert list(data.batch.keys()) == ["a"]
+
+
+def test_nan_equals_nan_in_tensors_arrays_objects_and_meta():
+    def with_nan():
+        return DataProto.from_dict(
+            {"a": torch.tensor([1.0, float("nan")])},
+            {
+                "n": np.array([np.nan, 1.0]),
+                "o": [float("nan"), {"x": [float("nan"), torch.tensor(float("nan"))]}],
+            },
+            {"t": float("nan")},
+        )
+
+    assert len(with_nan().union(with_nan())) == 2
+    with pytest.raises(BatchError, match="first in row 0"):
+        with_nan().union(DataProto.from_dict({"a": torch.tensor([float("nan"), float("nan")])}))
+
+
+def test_one_byte_floats_can_be_compared():
+    data = DataProto.from_dict({"a": torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)})
+    assert data.union(DataProto.from_dict({"a": data.batch["a"].clone()})) is data
+    with pytest.raises(BatchError, match="first in row 0"):
+        data.union(
+            DataProto.from_dict({"a": torch.tensor([2.0, float("nan")]).to(torch.float8_e4m3fn)})
+        )
+
+
+def test_tensors_and_arrays_in_meta_are_compared_by_value():
+    data = make(t=torch.tensor([1, 2]), n=np.array([1, 2]), d={"x": [torch.zeros(2)]})
+    assert (
+        data.union(make(t=torch.tensor([1, 2]), n=np.array([1, 2]), d={"x": [torch.zeros(2)]}))
+        is data
+    )
+    assert len(DataProto.concat([data, data])) == 8
+    for conflict in (
+        {"t": torch.tensor([1, 3])},
+        {"n": np.array([1, 3])},
+        {"t": [1, 2]},
+        {"d": {"x": [torch.ones(2)]}},
+    ):
+        with pytest.raises(BatchError, match="meta_info"):
+            data.union(make(**conflict))
+
+
+def test_union_works_when_a_side_has_no_tensors():
+    objects = DataProto.from_dict(non_tensors={"o": list("wxyz")})
+    assert make().union(objects).non_tensor_batch["o"].tolist() == list("wxyz")
+    assert objects.union(make()).batch["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_concat_of_nothing_and_ragged_metrics_have_a_meaning():
+    with pytest.raises(BatchError, match="no batches"):
+        DataProto.concat([])
+    joined = DataProto.concat(
+        [make(1, metrics={"x": 1}), make(1, metrics={"y": 2}), make(1, metrics={"x": 3})]
+    )
+    assert joined.meta_info["metrics"] == {"x": [1, 3], "y": [2]}
+
+
+def test_a_later_part_with_a_missing_key_is_named():
+    with pytest.raises(BatchError, match=r"part 2 lacks tensor columns \['a'\]"):
+        DataProto.concat([make(1), make(1), make(1).select([])])
+
+
+def test_rows_without_columns_are_counted_by_concat():
+    assert len(DataProto.concat([DataProto(), DataProto(TensorDict({}, batch_size=[5]))])) == 5
+
+
+def test_five_rows_make_four_chunks():
+    assert [part.batch["a"].tolist() for part in make(5).chunk(4)] == [[0, 1], [2], [3], [4]]
+
+
+def test_unfolding_without_keys_takes_non_tensors_too():
+    assert make(2).unfold_column_chunks(2).non_tensor_batch["uid"].tolist() == ["0", "0", "1", "1"]
+
+
+@pytest.mark.parametrize("order", [[1, 0], (1, 0), np.array([1, 0]), torch.tensor([1, 0])])
+def test_reorder_takes_any_order_and_returns_the_batch(order):
+    data = make(2)
+    assert data.reorder(order) is data
+    assert data.batch["a"].tolist() == [1, 0]
+    assert data.non_tensor_batch["uid"].tolist() == ["1", "0"]
+
+
+def test_a_mini_batch_size_that_does_not_divide_fails_at_the_call():
+    with pytest.raises(BatchError, match="does not divide"):
+        make(4).make_iterator(3, 1)
+
+
+def test_data_info_works_without_tensors():
+    assert "uid: (1,) object" in DataProto.from_dict(non_tensors={"uid": ["x"]}).get_data_info()
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("rows", [0, 1])
+def test_zero_rows_and_one_row_pickle_in_every_protocol(rows, protocol):
+    back = pickle.loads(pickle.dumps(make(rows, t=1), protocol=protocol))
+    assert back.batch["a"].tolist() == list(range(rows))
+    assert back.non_tensor_batch["uid"].shape == (rows,)
+    assert back.meta_info == {"t": 1}
+
+
+def test_padding_leaves_the_callers_batch_alone():
+    data = make(3)
+    padded, pad = pad_dataproto_to_divisor(data, 4)
+    assert (len(data), len(padded), pad) == (3, 4, 1)
+
+
+def test_a_view_is_pickled_without_the_rest_of_its_storage():
+    wide = torch.zeros(1000, 1000)
+    data = DataProto.from_dict(
+        {"column": wide[:, 0], "rows": wide[:2].expand(2, 1000)[:, :2].repeat(500, 1)}
+    )
+    assert len(pickle.dumps(data, protocol=5)) < 20_000
+
+
+def test_a_column_of_arrays_assigned_to_the_tensordict_is_refused_by_name():
+    data = make(2)
+    data.batch["o"] = np.array(["x", "y"], dtype=object)
+    with pytest.raises(BatchError, match="'o'"):
+        data.check_consistency()
+
+
+def test_meta_that_differs_between_parts_is_never_a_list_per_row():
+    data = DataProto.from_tensordict(TensorDict({"a": torch.zeros(2)}, batch_size=[2]), {"t": 1})
+    with pytest.raises(BatchError, match=r"meta_info\['t'\]"):
+        DataProto.concat([data, make(2, t=2).select(non_tensor_batch_keys=[])])

@@ -1,0 +1,352 @@
+"""What a call on a group does to its arguments and results, for every mode; without processes."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.verl_like.fake_transport import FakeTransport, fake_group
+from tests.verl_like.sample_workers import Modes, Shadow
+from verl_like import (
+    DataProto,
+    Dispatch,
+    Execute,
+    Scatter,
+    Worker,
+    WorkerGroup,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
+from verl_like.errors import BatchError, DispatchError
+
+GROUPS = {n: fake_group(n) for n in (1, 2, 3, 4)}
+worlds = pytest.mark.parametrize("world", GROUPS)
+
+
+def batch(rows: int, seed: int = 0) -> DataProto:
+    generator = torch.Generator().manual_seed(seed)
+    return DataProto.from_dict(
+        {"x": torch.arange(rows), "y": torch.randn(rows, 3, generator=generator)},
+        {"o": np.array([{"row": i} if i % 2 else None for i in range(rows)], dtype=object)},
+        meta_info={"eos": [1, 2], "name": "m"},
+    )
+
+
+def assert_same(left: DataProto, right: DataProto, but: tuple[str, ...] = ("rank",)) -> None:
+    assert len(left) == len(right)
+    assert {k for k in left.batch.keys() if k not in but} == set(right.batch.keys())
+    for name, column in right.batch.items():
+        assert torch.equal(left.batch[name], column), name
+    assert [list(c) for c in left.non_tensor_batch.values()] == [
+        list(c) for c in right.non_tensor_batch.values()
+    ]
+    assert left.meta_info == right.meta_info
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 17),
+    st.integers(1, 4),
+    st.sampled_from(["echo", "echo_later", "echo_first", "echo_async"]),
+)
+def test_collect_undoes_dispatch(rows: int, world: int, method: str) -> None:
+    given = batch(rows)
+    result = getattr(GROUPS[world], method)(given)
+    result = result.get() if method == "echo_later" else result
+    assert_same(result, given)
+    assert_same(given, batch(rows), but=())
+    assert result.shard is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 17),
+    st.sampled_from([(2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (3, 3)]),
+    st.booleans(),
+)
+def test_collect_undoes_dispatch_on_a_mesh(rows: int, shape: tuple[int, int], later: bool) -> None:
+    world, tensor_parallel = shape
+    group = GROUPS[world]
+    group.make_mesh(tensor_parallel).get()
+    given = batch(rows)
+    result = group.on_mesh_later(given).get() if later else group.on_mesh(given)
+    assert_same(result, given)
+    assert set(result.batch["rank"].tolist()) <= {
+        r for r in range(world) if r % tensor_parallel == tensor_parallel - 1
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 17), st.integers(1, 4), st.integers(1, 4))
+def test_a_future_arrives_whole_at_a_group_of_any_size(rows: int, first: int, second: int) -> None:
+    future = GROUPS[first].echo.remote(batch(rows))
+    assert_same(GROUPS[second].same(future), future.get(), but=())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 17), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
+def test_chunks_of_a_future_are_the_chunks_of_its_value(
+    rows: int, first: int, second: int, chunks: int
+) -> None:
+    future = GROUPS[first].same.remote(batch(rows))
+    parts = future.chunk(chunks)
+    for part, expected in zip(parts, batch(rows).chunk(chunks), strict=True):
+        assert_same(part.get(), expected)
+        if len(expected):
+            assert_same(GROUPS[second].same(part), expected)
+    assert_same(type(future).concat(parts).get(), batch(rows))
+    assert_same(
+        GROUPS[second].same(type(future).concat([future, future])),
+        DataProto.concat([batch(rows)] * 2),
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 17), st.integers(1, 4))
+def test_other_modes_lose_nothing(rows: int, world: int) -> None:
+    group, given = GROUPS[world], batch(rows)
+    assert sum(group.metric(given)) == given.batch["x"].sum()
+    pieces = group.pieces(given)
+    assert len(pieces) == world
+    assert_same(DataProto.concat([p for p in pieces if len(p)]), given)
+    assert group.describe(given) == [f"{rows} rows"] * world
+    assert_same(group.twice(given), given.repeat(2))
+    assert_same(group.execute_with_func_generator(lambda worker, data: data, given), given)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.lists(st.integers(), max_size=4) | st.text(max_size=4) | st.tuples(st.integers()),
+)
+def test_a_plain_value_is_broadcast_whatever_its_length(world: int, value: object) -> None:
+    group = GROUPS[world]
+    assert group.one_to_all(value) == [(rank, value) for rank in range(world)]
+    assert group.all_to_all(value) == [(rank, value, None) for rank in range(world)]
+    assert (
+        group.all_to_first(value)
+        == group.rank_zero(value)
+        == group.one_to_first(value)
+        == (0, value)
+    )
+    assert group.execute_func_rank_zero(lambda v: v, value) == value
+
+
+@worlds
+def test_scatter_gives_each_worker_its_element(world: int) -> None:
+    group, letters = GROUPS[world], "abcd"[:world]
+    assert group.all_to_all(Scatter(letters), other=7) == [(r, c, 7) for r, c in enumerate(letters)]
+    assert group.dp_compute([*letters]) == [(r, c) for r, c in enumerate(letters)]
+    assert group.dp_compute_first(["only"]) == (0, "only")
+
+
+@worlds
+def test_a_tuple_under_dp_compute_is_split_too(world: int) -> None:
+    assert GROUPS[world].dp_compute(tuple(range(world))) == [(r, r) for r in range(world)]
+
+
+def test_a_list_of_the_wrong_length_is_refused_by_name() -> None:
+    with pytest.raises(
+        DispatchError,
+        match=r"modes.dp_compute: argument 'value' .* each of 3 workers, got list of 2",
+    ):
+        GROUPS[3].dp_compute([1, 2])
+    with pytest.raises(
+        DispatchError, match=r"modes.all_to_all: argument 'other' .* got Scatter of 1"
+    ):
+        GROUPS[3].all_to_all(0, other=Scatter([1]))
+
+
+def test_a_value_that_is_no_batch_is_refused_with_role_method_argument_and_type() -> None:
+    with pytest.raises(
+        DispatchError, match=r"modes.add: argument 'more' must be a DataProto .* got dict"
+    ):
+        GROUPS[2].add(batch(2), {"x": 1})
+    with pytest.raises(
+        DispatchError, match=r"modes.add: argument 'more' must be a DataProto .* got NoneType"
+    ):
+        GROUPS[2].add(batch(2), more=None)
+    with pytest.raises(DispatchError, match="must be a function, got DataProto"):
+        GROUPS[2].execute_with_func_generator(batch(2))
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    with pytest.raises(BatchError, match="modes.echo: argument 'data' has no rows"):
+        GROUPS[2].echo(batch(1)[:0])
+
+
+@worlds
+def test_a_result_that_is_no_batch_is_refused(world: int) -> None:
+    with pytest.raises(
+        DispatchError,
+        match=r"modes.returns_seven returned int on rank 0; .* must return a DataProto",
+    ):
+        GROUPS[world].returns_seven(batch(2))
+    future = GROUPS[world].returns_seven.remote(batch(4))
+    with pytest.raises(DispatchError, match="modes.returns_seven returned int"):
+        GROUPS[2].same(future)
+
+
+def test_a_padded_result_of_another_length_is_refused() -> None:
+    with pytest.raises(
+        DispatchError,
+        match=r"modes.loses_rows on rank 1 returned 1 rows for 2 \(1 of them padding\)",
+    ):
+        GROUPS[2].loses_rows(batch(3))
+    assert len(GROUPS[2].loses_rows(batch(4))) == 2
+
+
+def test_shards_say_where_the_rows_come_from_and_which_are_real() -> None:
+    seen = GROUPS[3].shards(batch(7)).meta_info["metrics"]["shard"]
+    assert seen == [(0, 0, 3, 7), (1, 3, 3, 7), (2, 6, 1, 7)]
+    assert GROUPS[4].shards(batch(2)).meta_info["metrics"]["shard"] == [(0, 0, 1, 2), (1, 1, 1, 2)]
+
+
+def test_a_worker_may_write_into_its_batch_and_nobody_sees_it() -> None:
+    given = batch(4)
+    future = GROUPS[2].same.remote(given)
+    assert GROUPS[2].overwrite(future).batch["x"].tolist() == [-1] * 4
+    assert_same(future.get(), batch(4))
+    assert_same(given, batch(4))
+
+
+def test_a_future_may_reach_the_method_unresolved() -> None:
+    future = GROUPS[2].same.remote(batch(5))
+    assert_same(GROUPS[2].lazy(future), batch(5))
+    assert_same(GROUPS[4].lazy(future), batch(5))
+
+
+def test_futures_arrive_as_what_get_gives() -> None:
+    group = GROUPS[2]
+    assert group.describe(group.one_to_all.remote(3)) == ["list [(0, 3), (1, 3)]"] * 2
+    assert group.describe(group.rank_zero.remote(3)) == ["tuple (0, 3)"] * 2
+    assert group.describe(group.letters.remote("ab")) == ["str a-bb"] * 2
+    assert group.describe(group.same.remote(batch(3))) == ["3 rows"] * 2
+
+
+def test_modes_of_the_users_own() -> None:
+    assert GROUPS[3].letters("abc") == "a-bb-ccc"
+    with pytest.raises(
+        DispatchError, match=r"modes.letters: the dispatch function must give .* per worker \(4\)"
+    ):
+        GROUPS[4].letters("abc")
+    with pytest.raises(DispatchError, match="missing: collect_fn"):
+        register(dispatch_mode={"dispatch_fn": len})
+
+    def give_rank(group, *_):
+        return (list(range(group.world_size)),), {}
+
+    register_dispatch_mode("give_rank", give_rank, lambda group, outputs: sum(outputs))
+    try:
+
+        class Ranked(Worker):
+            @register(dispatch_mode=Dispatch.GIVE_RANK)
+            def f(self, x):
+                return x
+
+        assert fake_group(4, Ranked).f("ignored") == 6
+        with pytest.raises(DispatchError, match="exists already"):
+            register_dispatch_mode("GIVE_RANK", give_rank, max)
+        update_dispatch_mode(Dispatch.GIVE_RANK, give_rank, lambda group, outputs: max(outputs))
+        assert fake_group(4, Ranked).f("ignored") == 3
+    finally:
+        Dispatch.remove("give_rank")
+
+
+def test_enumerations_are_open_and_travel_by_name() -> None:
+    assert Dispatch.from_name("one_to_all") is Dispatch.ONE_TO_ALL
+    assert pickle.loads(pickle.dumps(Execute.RANK_ZERO)) is Execute.RANK_ZERO
+    with pytest.raises(
+        DispatchError, match=r"unknown Dispatch 'ONE_TO_AL'. Did you mean 'ONE_TO_ALL'"
+    ):
+        Dispatch.from_name("ONE_TO_AL")
+    with pytest.raises(DispatchError, match="unknown dispatch mode 'TWO_TO_ALL'"):
+        register(dispatch_mode="TWO_TO_ALL")
+
+
+def test_a_direct_rollout_method_is_not_called_through_the_group() -> None:
+    with pytest.raises(DispatchError, match="modes.direct: a DIRECT_ROLLOUT_METHOD"):
+        GROUPS[2].direct()
+
+
+def test_an_unregistered_mesh_is_refused_by_name() -> None:
+    group = fake_group(2)
+    with pytest.raises(
+        DispatchError,
+        match=r"modes.on_mesh: rank\(s\) \[0, 1\] .* have not registered mesh 'actor'",
+    ):
+        group.on_mesh(batch(2))
+    group.make_mesh(1, collects=False).get()
+    with pytest.raises(
+        DispatchError, match=r"mesh 'actor': data-parallel rank 0 of 2 needs exactly one rank"
+    ):
+        group.on_mesh(batch(2))
+
+
+def test_a_mesh_may_be_registered_by_a_call_that_nobody_waited_for() -> None:
+    group = fake_group(4)
+    registering = group.make_mesh(2)
+    assert_same(group.on_mesh(batch(5)), batch(5))
+    registering.get()
+
+
+def test_a_method_that_would_shadow_an_attribute_is_refused() -> None:
+    with pytest.raises(
+        DispatchError, match=r"'spawn' of shadow \(Shadow\) would shadow an attribute of its group"
+    ):
+        fake_group(1, Shadow, "shadow")
+
+
+def test_a_role_does_not_inherit_methods_of_a_role_whose_name_it_begins() -> None:
+    class Rollout(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def rollout_step(self):
+            return "rollout"
+
+    class Actor(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def step(self):
+            return "actor"
+
+    roles = {"actor": Actor, "actor_rollout": Rollout}
+    fused = WorkerGroup(
+        FakeTransport({r: (c, (), {}) for r, c in roles.items()}, 2), roles, prefixed=True
+    )
+    groups = fused.spawn(roles)
+    assert fused.actor_step() == groups["actor"].step() == ["actor"] * 2
+    assert (
+        fused.actor_rollout_rollout_step()
+        == groups["actor_rollout"].rollout_step()
+        == ["rollout"] * 2
+    )
+    assert not hasattr(groups["actor"], "rollout_step")
+    assert not hasattr(groups["actor"], "rollout_rollout_step")
+    assert not hasattr(groups["actor_rollout"], "step")
+
+
+def test_two_roles_cannot_give_one_name() -> None:
+    class Step(Worker):
+        @register()
+        def step(self): ...
+
+    class RolloutStep(Worker):
+        @register()
+        def rollout_step(self): ...
+
+    roles = {"actor": RolloutStep, "actor_rollout": Step}
+    with pytest.raises(
+        DispatchError, match="actor_rollout.step and actor.rollout_step would both be"
+    ):
+        WorkerGroup(
+            FakeTransport({r: (c, (), {}) for r, c in roles.items()}, 1), roles, prefixed=True
+        )
+
+
+def test_every_method_of_the_sample_is_bound() -> None:
+    assert {n for n in vars(Modes) if not n.startswith("_")} <= set(dir(GROUPS[1]))

@@ -1,0 +1,66 @@
+"""`gather`: everything is waited for, and a failure is told at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+from verl_like import gather
+
+
+class Later:
+    """A result that comes when its event is set."""
+
+    def __init__(self, value: Any, event: threading.Event | None = None):
+        self.value, self.event = value, event
+
+    def get(self, timeout: float | None = None) -> Any:
+        if self.event is not None and not self.event.wait(10 if timeout is None else timeout):
+            raise TimeoutError("too late")
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+class Releasing(logging.Handler):
+    """Sets an event when the first record comes."""
+
+    def __init__(self, event: threading.Event):
+        super().__init__()
+        self.event = event
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.event.set()
+
+
+def test_a_failure_is_logged_while_an_earlier_future_is_still_on_its_way() -> None:
+    told = threading.Event()
+    handler = Releasing(told)
+    logging.getLogger("verl_like.calls.future").addHandler(handler)
+    try:
+        with pytest.raises(KeyError, match="second"):
+            gather(
+                Later("first", told), Later(KeyError("second"))
+            )  # the first comes only once the log has the failure
+    finally:
+        logging.getLogger("verl_like.calls.future").removeHandler(handler)
+    assert told.is_set()
+
+
+def test_values_come_in_the_order_of_the_futures_and_none_is_none() -> None:
+    event = threading.Event()
+    slow = Later(1, event)
+    threading.Timer(0.05, event.set).start()
+    assert gather(slow, Later(2), Later(3)) == [1, 2, 3]
+    assert gather(Later(4)) == [4]
+    assert gather() == []
+
+
+def test_one_timeout_covers_all() -> None:
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match="too late") as caught:
+        gather(Later(1, never), Later(2, never), timeout=0.05)
+    assert [str(other) for other in caught.value.others] == ["too late"]

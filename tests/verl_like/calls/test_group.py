@@ -1,0 +1,300 @@
+"""The same worker classes and driver code on every backend: in the caller's thread, in child
+processes, on Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.verl_like.groups import start
+from tests.verl_like.sample_workers import Adder, BadConstructor, Faulty, Modes, Shadow
+from verl_like import DataProto, DataProtoFuture, Dispatch, gather, register
+from verl_like.errors import ConfigError, DispatchError, PlacementError, WorkerError
+
+BACKENDS = [("inline", [1]), ("child", [2]), pytest.param(("ray", [2]), marks=pytest.mark.ray)]
+
+
+def current_place() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
+
+
+def batch(rows: int = 5, **meta: object) -> DataProto:
+    x = torch.arange(rows)
+    return DataProto.from_dict(
+        {"x": x}, {"o": np.array([f"s{i}" for i in range(rows)], dtype=object)}, meta_info=meta
+    )
+
+
+@pytest.fixture(scope="module", params=BACKENDS, ids=lambda p: p[0])
+def backend(request: pytest.FixtureRequest) -> tuple[str, list[int]]:
+    if request.param[0] == "ray":
+        request.getfixturevalue("ray_session")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def fused(backend, logs):
+    roles = {
+        "modes": (Modes, ()),
+        "adder": (Adder, (1,)),
+        "add": (Adder, (10,)),
+        "faulty": (Faulty, ()),
+    }
+    with start(backend[0], roles, backend[1], log_dir=str(logs), seed=3) as group:
+        yield group
+
+
+@pytest.fixture
+def groups(fused):
+    return fused.spawn(fused.roles)
+
+
+def test_a_role_is_reached_by_prefix_on_the_fused_group_and_plainly_on_its_own(
+    fused, groups
+) -> None:
+    assert fused.adder_add(batch()).batch["x"].tolist() == [1, 2, 3, 4, 5]
+    assert groups["adder"].add(batch()).batch["x"].tolist() == [1, 2, 3, 4, 5]
+    assert groups["add"].add(batch()).batch["x"].tolist() == [10, 11, 12, 13, 14]
+    assert fused.adder_pid() == fused.add_pid() == groups["adder"].pid()
+    assert groups["adder"].shares_processes_with(groups["add"])
+    with pytest.raises(PlacementError, match="has no role 'ader'. Did you mean 'adder'"):
+        fused.spawn(["ader"])
+
+
+def test_a_local_pool_of_one_runs_in_the_callers_thread(groups, backend) -> None:
+    place = groups["adder"].execute_func_rank_zero(current_place)
+    assert (place == current_place()) is (backend[0] == "inline")
+
+
+def test_siblings_see_each_other(groups) -> None:
+    assert set(groups["adder"].sibling_amount("add")) == {10}
+    assert set(groups["adder"].sibling_amount("nobody")) == {None}
+
+
+def test_ragged_batches_come_back_whole_and_the_callers_is_untouched(groups) -> None:
+    for rows in (1, 2, 5):
+        given = batch(rows)
+        result = groups["adder"].add(given)
+        later = groups["adder"].add.remote(given)
+        assert isinstance(later, DataProtoFuture)
+        for r in (result, later.get()):
+            assert r.batch["x"].tolist() == [1 + i for i in range(rows)]
+            assert r.non_tensor_batch["o"].tolist() == given.non_tensor_batch["o"].tolist()
+        assert given.batch["x"].tolist() == list(range(rows))
+
+
+def test_a_result_may_be_written_and_others_do_not_see_it(groups) -> None:
+    future = groups["modes"].same.remote(batch(4))
+    future.get().batch["x"].fill_(9)
+    assert groups["modes"].same(future).batch["x"].tolist() == [0, 1, 2, 3]
+    (first, *_) = groups["modes"].pieces(future)
+    first.batch["x"].fill_(9)
+    assert groups["modes"].same(future).batch["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_large_values_are_shared_and_private(groups) -> None:
+    big = DataProto.from_dict(
+        {"x": torch.zeros(4, 10_000, dtype=torch.int64)}, {"o": np.array(["a"] * 4, object)}
+    )
+    assert groups["modes"].overwrite(big).batch["x"].unique().tolist() == [-1]
+    assert big.batch["x"].unique().tolist() == [0]
+    assert groups["modes"].overwrite(groups["modes"].same.remote(big)).batch[
+        "x"
+    ].unique().tolist() == [-1]
+    assert set(groups["modes"].describe(np.zeros(50_000).tolist()[:1])) == {"list [0.0]"}
+
+
+def test_futures_chain_between_groups(groups) -> None:
+    future = groups["adder"].add.remote(batch())
+    for _ in range(3):
+        future = groups["add"].add.remote(future)
+    assert future.get().batch["x"].tolist() == [31, 32, 33, 34, 35]
+    assert future.done()
+    both = groups["modes"].add(future, more=future)
+    assert both.batch["x"].tolist() == [62, 64, 66, 68, 70]
+    first, second = future.chunk(2)
+    assert groups["modes"].same(second).batch["x"].tolist() == [34, 35]
+    assert groups["modes"].same(DataProtoFuture.concat([second, first])).batch["x"].tolist() == [
+        34,
+        35,
+        31,
+        32,
+        33,
+    ]
+    assert groups["modes"].lazy(first).batch["x"].tolist() == [31, 32, 33]
+    assert set(groups["modes"].describe(groups["modes"].rank_zero.remote(1))) == {"tuple (0, 1)"}
+
+
+def test_a_method_declared_to_return_nothing_returns_nothing(fused, groups) -> None:
+    nothing = groups["adder"].say.remote("nothing")
+    assert nothing.get() == [None] * fused.world_size
+    assert set(groups["modes"].describe(nothing)) == {f"list {nothing.get()}"}
+    assert set(groups["modes"].describe_future(nothing)) == {f"list {nothing.get()}"}
+    with pytest.raises(
+        DispatchError,
+        match="returns_all_the_same on rank 0 is declared `-> None` and returned a int",
+    ):
+        groups["faulty"].returns_all_the_same()
+
+
+def test_a_coroutine_method_runs_to_its_end(groups) -> None:
+    assert groups["modes"].echo_async(batch()).batch["x"].tolist() == list(range(5))
+
+
+def test_an_error_keeps_its_type_and_its_traceback_and_travels_along_futures(groups) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        groups["faulty"].raises(batch())
+    (note, *_) = caught.value.__notes__
+    assert "raised in faulty.raises, faulty rank 0 of" in note
+    assert "sample_workers.py" in note
+    assert caught.value.filename == "here"
+    with pytest.raises(FileNotFoundError):
+        groups["adder"].add(groups["faulty"].raises.remote(batch()))
+    with pytest.raises(KeyError, match="only here"):
+        groups["faulty"].raises_on_last(batch())
+
+
+def test_what_cannot_be_pickled_is_named(groups, backend) -> None:
+    with pytest.raises(
+        WorkerError, match=r"faulty.raises_unpicklable, .* raised .*sample_workers.Sent"
+    ) as caught:
+        groups["faulty"].raises_unpicklable()
+    assert "kept back" in "".join(caught.value.__notes__)
+    if backend[0] != "inline":
+        with pytest.raises(WorkerError, match=r"faulty.returns_unpicklable, .* cannot"):
+            groups["faulty"].returns_unpicklable()
+    assert len(set(groups["adder"].pid())) == backend[1][0], "the processes live on"
+
+
+def test_gather_waits_for_all_and_raises_the_first_failure_with_the_others(groups) -> None:
+    good, bad = groups["adder"].add.remote(batch()), groups["faulty"].raises.remote(batch())
+    worse = groups["faulty"].raises_on_last.remote(batch())
+    with pytest.raises(FileNotFoundError) as caught:
+        gather(bad, good, worse)
+    assert [type(other) for other in caught.value.others] == [KeyError]
+    assert any("also failed: KeyError" in note for note in caught.value.__notes__)
+    assert good.done()
+    values = gather(good, groups["adder"].add.remote(batch(1)), timeout=30)
+    assert [len(v) for v in values] == [5, 1]
+
+
+def test_a_failure_that_nobody_reads_is_logged(groups, caplog: pytest.LogCaptureFixture) -> None:
+    future = groups["faulty"].raises.remote(batch())
+    while not future.done():
+        time.sleep(0.01)
+    del future
+    groups["adder"].pid.remote().transport.report_abandoned()
+    assert any(
+        "faulty.raises failed and its result was never read" in r.getMessage()
+        for r in caplog.records
+    )
+
+
+def test_each_role_has_a_log_per_rank(fused, groups, logs: Path) -> None:
+    groups["adder"].say("hello from adder")
+    for rank in range(fused.world_size):
+        assert "hello from adder" in (logs / f"adder-{rank}.log").read_text()
+        assert "hello" not in (logs / f"add-{rank}.log").read_text()
+        assert fused.transport.describe(rank, "adder").endswith(f"log {logs}/adder-{rank}.log)")
+
+
+def test_each_role_draws_its_own_numbers(groups) -> None:
+    first = groups["adder"].draw()
+    groups["add"].draw()
+    caller = torch.random.get_rng_state()
+    second = groups["adder"].draw()
+    assert torch.equal(caller, torch.random.get_rng_state())
+    assert len({*first, *second}) == len(first) * 2
+
+
+def test_ranks_meet_in_a_process_group_that_roles_share(groups) -> None:
+    expected = sum(range(1, groups["adder"].world_size + 1))
+    assert (
+        groups["adder"].allreduce()
+        == groups["add"].allreduce()
+        == [expected] * groups["adder"].world_size
+    )
+
+
+def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, backend) -> None:
+    answers: list[object] = []
+    waiting = threading.Thread(
+        target=lambda: answers.extend(groups["faulty"].waits_to_be_stopped().get())
+    )
+    waiting.start()
+    time.sleep(0.3)
+    num_workers = backend[1][0]
+    assert groups["faulty"].stop("told") == ["told"] * num_workers
+    waiting.join(10)
+    assert answers == ["stopped"] * num_workers
+    with pytest.raises(FileNotFoundError, match="there") as caught:
+        groups["faulty"].raises_past_queue()
+    assert "raised in faulty.raises_past_queue, faulty rank 0" in caught.value.__notes__[0]
+    with pytest.raises(
+        DispatchError, match="returns_past_queue on rank 0 is declared `-> None` and returned a int"
+    ):
+        groups["faulty"].returns_past_queue()
+    with pytest.raises(
+        DispatchError, match="faulty.stop goes past the queue of calls and takes small values only"
+    ):
+        groups["faulty"].stop(batch(100_000))
+    with pytest.raises(DispatchError, match="past_queue=True. splits no batch"):
+        register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, past_queue=True)
+
+
+def test_blocking_is_obeyed(groups) -> None:
+    future = groups["adder"].add_slowly(batch(seconds=0.0))
+    assert isinstance(future, DataProtoFuture)
+    assert future.get().batch["x"].tolist() == [1, 2, 3, 4, 5]
+    assert "adder.add_slowly" in repr(future)
+
+
+def test_a_constructor_that_raises_shows_its_traceback_once(backend) -> None:
+    with (
+        pytest.raises(ValueError, match="no such model") as caught,
+        start(backend[0], {"bad": (BadConstructor, ())}, backend[1]),
+    ):
+        pass
+    text = "\n".join(caught.value.__notes__)
+    assert text.count("Traceback") == 1
+    assert "start of bad, bad rank" in text
+
+
+def test_bad_names_and_environments_are_refused_before_a_process_starts(backend) -> None:
+    with (
+        pytest.raises(DispatchError, match="would shadow"),
+        start(backend[0], {"shadow": (Shadow, ())}, backend[1]),
+    ):
+        pass
+    env = {"worker_env": {"RANK": "3", "MINE": "1"}}
+    with (
+        pytest.raises(ConfigError, match="worker_env sets RANK"),
+        start(backend[0], {"a": (Adder, ())}, [1], **env),
+    ):
+        pass
+
+
+def test_worker_env_reaches_the_workers(backend) -> None:
+    if backend[0] == "inline":
+        with (
+            pytest.raises(ConfigError, match="set os.environ"),
+            start("inline", {"a": (Adder, ())}, [1], worker_env={"A": "b"}),
+        ):
+            pass
+        return
+    with start(backend[0], {"a": (Adder, ())}, backend[1], worker_env={"MINE": "yes"}) as group:
+        assert group.variable("MINE") == ["yes", "yes"]
+        assert group.variable("RANK") == ["0", "1"]
+        assert group.variable("OMP_NUM_THREADS") == ["1", "1"]

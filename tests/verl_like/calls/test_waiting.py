@@ -1,0 +1,154 @@
+"""Every wait ends: with a result, or with an error that names who, where and why."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.verl_like.groups import start
+from tests.verl_like.sample_workers import Adder, Faulty
+from verl_like import gather
+from verl_like.calls.stacks import likely_cause
+from verl_like.calls.waiting import Deadlines
+from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
+
+ROOT = Path(__file__).resolve().parents[3]
+QUICK = Deadlines(start_s=60, rendezvous_s=2, call_s=60, warn_s=0.2, grace_s=2)
+BACKENDS = ["child", pytest.param("ray", marks=pytest.mark.ray)]
+
+
+def spawn(request: pytest.FixtureRequest, backend: str, log_dir: Path):
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    roles = {"faulty": (Faulty, ()), "adder": (Adder, ())}
+    with start(backend, roles, [2], deadlines=QUICK, log_dir=str(log_dir)) as fused:
+        yield fused.spawn(roles)
+
+
+@pytest.fixture
+def fresh(request: pytest.FixtureRequest, tmp_path: Path):
+    yield from spawn(request, request.param, tmp_path)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def groups(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """One pair of processes for the hangs that end by themselves and, last in this file's order,
+    one that does not.
+    """
+    yield from spawn(request, request.param, tmp_path_factory.mktemp("logs"))
+
+
+@pytest.mark.parametrize(
+    ("fresh", "how", "cause"),
+    [
+        ("child", "kill", "killed by SIGKILL"),
+        ("child", "exit", "exited with status 3"),
+        pytest.param(
+            "ray",
+            "kill",
+            "killed by SIGKILL .*by the kernel when memory ran out",
+            marks=pytest.mark.ray,
+        ),
+    ],
+    indirect=["fresh"],
+)
+def test_a_worker_that_dies_fails_every_future_on_it(
+    fresh, tmp_path: Path, how: str, cause: str
+) -> None:
+    began = time.monotonic()
+    dying, queued = fresh["faulty"].dies(how), fresh["adder"].pid.remote()
+    with pytest.raises(
+        WorkerDiedError, match=rf"(?s)faulty.dies, faulty rank 1 of 2 .*faulty-1.log.*{cause}"
+    ) as caught:
+        gather(dying, queued)
+    assert time.monotonic() - began < 15
+    notes = "".join(caught.value.__notes__)
+    assert "WorkerDiedError: adder.pid, adder rank 1 of 2" in notes
+    assert f"{tmp_path}/adder-1.log" in notes
+
+
+@pytest.mark.parametrize("fresh", ["child"], indirect=True)
+def test_a_rank_that_never_comes_is_named(fresh) -> None:
+    with pytest.raises(
+        WaitTimeoutError,
+        match="rank 0 in barrier .* waits in a collective that rank 1 never entered",
+    ):
+        fresh["faulty"].one_never_comes().get(timeout=2.0)
+
+
+def test_a_rendezvous_that_fails_names_the_missing_rank(groups) -> None:
+    with pytest.raises(
+        WorkerError, match=r"faulty rank 0 of 2 waited 2 s \(watch.rendezvous_s\) .* for rank 1"
+    ):
+        groups["faulty"].meets_alone()
+
+
+def test_a_timeout_may_be_followed_by_another_try(groups) -> None:
+    future = groups["faulty"].sleeps(1.0)
+    with pytest.raises(WaitTimeoutError, match="still computing .or sleeping"):
+        gather(future, timeout=0.3)
+    assert future.get() == [0, 1]
+
+
+def test_native_code_that_holds_the_interpreter_is_asked_by_signal(groups) -> None:
+    hanging = groups["faulty"].holds_the_interpreter(7)
+    time.sleep(0.3)
+    with pytest.raises(WaitTimeoutError, match="(?s)asked by signal.*in holds_the_interpreter"):
+        hanging.get(timeout=0.2)
+    hanging.get()
+
+
+def test_ranks_in_different_collectives_are_shown(groups, caplog: pytest.LogCaptureFixture) -> None:
+    groups["adder"].allreduce()
+    with caplog.at_level(logging.WARNING), pytest.raises(WaitTimeoutError) as caught:
+        groups["faulty"].different_collectives().get(timeout=2.0)
+    text = str(caught.value)
+    assert "faulty.different_collectives: faulty rank 0 of 2" in text
+    assert (
+        "the ranks are in different collectives and wait for each other: rank 0 in all_reduce"
+        in text
+    )
+    assert "rank 1 in broadcast (different_collectives, sample_workers.py:" in text
+    assert text.count("--- stack of") == 2
+    assert any("waiting for faulty rank 0 of 2" in r.getMessage() for r in caplog.records)
+
+
+def test_a_process_whose_caller_died_does_not_linger(tmp_path: Path) -> None:
+    program = """
+import os, signal
+from tests.verl_like.sample_workers import Faulty
+from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
+group = LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Faulty))
+future = group.sleeps(600)
+print(*[child.process.pid for child in group.transport.children], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    end = time.monotonic() + 15
+    while any(running(pid) for pid in pids):
+        assert time.monotonic() < end, "worker processes outlive their caller"
+        time.sleep(0.1)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_likely_cause_reads_stacks() -> None:
+    frame = 'File "a.py", line 1, in f\n  x\nFile "/torch/distributed_c10d.py", line 2, in {}\n'
+    same = {rank: frame.format("all_reduce") for rank in range(2)}
+    assert "all ranks are in the same collective" in likely_cause(same, [0, 1])
+    assert "rank 1 does not answer" in likely_cause({0: frame.format("barrier")}, [0, 1])
+    assert "still computing" in likely_cause({0: 'File "a.py", line 1, in f\n'}, [0])

@@ -1,0 +1,39 @@
+"""The same driver code on every backend: `start("child", {"adder": (Adder, (1,))}, [2])`."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, create_colocated_worker_cls
+from verl_like.calls.waiting import Deadlines
+
+BACKENDS = ("inline", "child", "ray")
+
+
+@contextmanager
+def start(backend, roles, process_on_nodes=(2,), **options):
+    """A group of one role, or of several fused; ended at the end of the block, its places given
+    back.
+    """
+    options.setdefault("deadlines", Deadlines(start_s=60, call_s=60))
+    made = {role: ClassWithInitArgs(cls, *args) for role, (cls, args) in roles.items()}
+    (name, one), *others = made.items()
+    recipe = create_colocated_worker_cls(made) if others else one
+    if backend == "ray":
+        from verl_like import RayResourcePool, RayWorkerGroup
+
+        pool = RayResourcePool(list(process_on_nodes), cpus_per_process=0.5)
+        try:
+            group = RayWorkerGroup(pool, recipe, name_prefix=name, **options)
+            yield group
+            group.shutdown()
+        finally:
+            pool.release()
+        return
+    group = LocalWorkerGroup(
+        ResourcePool(list(process_on_nodes)), recipe, name_prefix=name, **options
+    )
+    try:
+        yield group
+    finally:
+        group.shutdown()

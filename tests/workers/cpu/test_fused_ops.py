@@ -1,0 +1,100 @@
+import ctypes
+import resource
+from contextlib import nullcontext
+
+import pytest
+import torch
+from distributed import run
+from gradients import ACTOR_COLUMNS, gradients
+from samples import VOCAB, make_batch, started, tiny_config
+
+from workers.cpu import fused_ops as lean_module
+from workers.cpu.allocator import keep_freed_memory
+from workers.cpu.fused_ops import lean
+from workers.roles.actor import ActorWorker
+from workers.training import engine as fsdp
+from workers.training.microbatch import Budget
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0}  # fmt: skip
+
+
+def model_of(config_name, folder):
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config_name)(**SIZES)
+    )
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder / "model")
+    return model
+
+
+@pytest.mark.parametrize("family", ["Qwen2Config", "Qwen3Config", "LlamaConfig", "GemmaConfig"])
+@pytest.mark.parametrize("fewest_products", [1, 2**40])
+def test_an_update_in_few_passes_has_the_gradients_of_the_models_own_code(
+    tmp_path, monkeypatch, family, fewest_products
+):
+    model_of(family, tmp_path)
+    config = tiny_config(tmp_path, entropy_coeff=0.01, use_kl_loss=True)
+    found = []
+    for own in (True, False):
+        if own:
+            monkeypatch.setattr(fsdp, "lean", lambda module: nullcontext())
+        else:
+            monkeypatch.undo()
+            monkeypatch.setattr(lean_module, "FEWEST_PRODUCTS", fewest_products)
+        found.append(
+            gradients(started(ActorWorker, config, 1), make_batch(8), ACTOR_COLUMNS, Budget(rows=3))
+        )
+    for name, gradient in found[0].items():
+        assert (found[1][name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+def test_only_what_computes_the_same_is_replaced_and_only_within(tmp_path):
+    from transformers.models.gemma import modeling_gemma
+    from transformers.models.qwen2 import modeling_qwen2
+
+    for family, home, count in (
+        ("Qwen2Config", modeling_qwen2, 15 + 5 + 2),
+        ("GemmaConfig", modeling_gemma, 15),
+    ):
+        module, rotary = model_of(family, tmp_path), home.apply_rotary_pos_emb
+        with lean(module), lean(module):  # a second time it finds the first
+            assert sum("forward" in vars(child) for child in module.modules()) == count
+            assert home.apply_rotary_pos_emb is not rotary
+        assert not any("forward" in vars(child) for child in module.modules())
+        assert home.apply_rotary_pos_emb is rotary
+
+
+def test_other_types_than_float32_run_as_the_model_has_them(tmp_path):
+    module = model_of("Qwen2Config", tmp_path).bfloat16()
+    ids = torch.arange(12).view(2, 6)
+    plain = module(ids).logits
+    with lean(module):
+        assert torch.equal(module(ids).logits, plain)
+
+
+def page_faults_of_a_tensor(tiny_dir):
+    """Of one of 64 MiB, made for the twentieth time in a process that trains: the heap finds its
+    layout before.
+    """
+    started(ActorWorker, tiny_config(tiny_dir), 1)
+    for _ in range(20):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(16 * 2**20)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return faults
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"), reason="the allocator is not glibc's"
+)
+def test_a_training_process_keeps_the_memory_of_freed_tensors(tiny_dir, monkeypatch):
+    (faults,) = run(1, page_faults_of_a_tensor, tiny_dir)
+    assert faults < 64 * 2**20 / resource.getpagesize() / 10
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
+    assert not keep_freed_memory()  # the user's choice stands

@@ -1,0 +1,42 @@
+"""Gradients of a worker's mini-batch, and the families of models on which tests compare them."""
+
+import torch
+
+from workers.training.engine import INPUTS
+from workers.training.microbatch import Budget, Rows, mini_batch
+
+THREE_ROWS = Budget(rows=3)
+ACTOR_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob")
+FAMILIES = {
+    "LlamaConfig": {"num_key_value_heads": 2, "intermediate_size": 64},
+    "Qwen2Config": {"num_key_value_heads": 2, "intermediate_size": 64, "tie_word_embeddings": True},
+    "GPT2Config": {},
+    "OPTConfig": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "BloomConfig": {},
+}
+
+
+def gradients(worker, data, names, budget=THREE_ROWS):
+    """Full gradients of one mini-batch of all rows, by name."""
+    engine = worker.engine
+    rows = Rows.take(data, (*INPUTS, *names), engine.world_size)
+    batch = mini_batch(rows, 0, 1, engine.group)
+    with engine.running(engine.optimizer):
+        engine.accumulate(batch, budget, worker.loss, 1.0, True)
+    full = {}
+    for name, parameter in engine.module.named_parameters():
+        grad = (
+            parameter.grad.full_tensor()
+            if hasattr(parameter.grad, "full_tensor")
+            else parameter.grad
+        )
+        full[name] = grad.clone()
+    engine.optimizer.zero_grad()
+    return full
+
+
+def assert_equal_gradients(grads, expected):
+    assert grads.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (grads[name] - grad).norm() <= 1e-6 * grad.norm(), name
+        assert torch.isfinite(grad).all()

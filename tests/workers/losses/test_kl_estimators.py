@@ -1,0 +1,52 @@
+"""Entropy and the KL estimators beside their formulas."""
+
+import math
+
+import pytest
+import torch
+
+from verl_like.errors import ConfigError
+from workers.losses.losses import compute_entropy_loss, kl_penalty
+
+
+def test_the_entropy_of_even_logits_is_the_log_of_the_vocabulary():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert compute_entropy_loss(torch.zeros(2, 3, 8), mask).item() == pytest.approx(math.log(8))
+    assert compute_entropy_loss(
+        torch.zeros(2, 3, 8), mask, "seq-mean-token-sum"
+    ).item() == pytest.approx(1.5 * math.log(8))
+
+
+KL_FORMULAS = {
+    "kl": lambda x: x,
+    "k1": lambda x: x,
+    "abs": abs,
+    "mse": lambda x: x * x / 2,
+    "k2": lambda x: x * x / 2,
+    "low_var_kl": lambda x: math.exp(-x) - 1 + x,
+    "k3": lambda x: math.exp(-x) - 1 + x,
+}
+
+
+@pytest.mark.parametrize("name", KL_FORMULAS)
+def test_kl_estimates_equal_their_formulas_and_plus_takes_the_gradient_of_k2(name):
+    logprob = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)
+    expected = [
+        KL_FORMULAS[name](a - b) for a, b in zip(logprob.tolist(), reference.tolist(), strict=True)
+    ]
+    assert kl_penalty(logprob, reference, name).tolist() == pytest.approx(expected)
+    straight = kl_penalty(logprob, reference, f"{name}+")
+    assert straight.tolist() == pytest.approx(expected)
+    straight.sum().backward()
+    torch.testing.assert_close(logprob.grad, (logprob - reference).detach())
+
+
+def test_k3_is_clamped():
+    assert kl_penalty(torch.tensor([-1e4]), torch.tensor([0.0]), "k3").item() == 10.0
+
+
+@pytest.mark.parametrize("name", ["full", "k4+", "low_var"])
+def test_an_unknown_kl_estimator_is_refused_with_the_list(name):
+    with pytest.raises(ConfigError, match="unknown KL estimator .* there are kl, k1, abs"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), name)

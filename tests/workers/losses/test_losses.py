@@ -1,0 +1,376 @@
+"""Every loss beside a twin in plain Python, and cut into parts."""
+
+import math
+
+import pytest
+import torch
+
+from verl_like.errors import ConfigError
+from workers.config import ActorConfig
+from workers.losses.losses import (
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+    agg_loss,
+    compute_policy_loss,
+    compute_rollout_importance_weights,
+    compute_value_loss,
+    get_policy_loss,
+    resolve_clip,
+)
+
+ROWS, WIDTH = 6, 5
+CONFIG = ActorConfig(clip_ratio=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5)
+
+
+@pytest.fixture
+def batch():
+    """Rows of 5, 3, 1, 0, 4 and 2 tokens in float64, one with a hole; what lies outside the mask is
+    NaN.
+    """
+    torch.manual_seed(0)
+    mask = (torch.arange(WIDTH) < torch.tensor([[5], [3], [1], [0], [4], [2]])).to(torch.int64)
+    mask[4, 1] = 0
+    names = ("old_log_prob", "log_prob", "advantages", "values", "vpreds", "returns", "weights")
+    columns = {name: torch.randn(ROWS, WIDTH, dtype=torch.float64) for name in names}
+    columns["log_prob"] = columns["old_log_prob"] + 0.5 * torch.randn(
+        ROWS, WIDTH, dtype=torch.float64
+    )
+    columns = {
+        name: torch.where(mask.bool(), column, torch.nan) for name, column in columns.items()
+    }
+    return columns | {"response_mask": mask}
+
+
+def aggregate(rows_of_tokens, mode, scale=WIDTH):
+    """`agg_loss` in plain Python, from each row's list of token losses."""
+    rows = [tokens for tokens in rows_of_tokens if tokens]
+    if mode == "token-mean":
+        return sum(map(sum, rows)) / sum(map(len, rows))
+    if mode == "seq-mean-token-mean":
+        return sum(sum(tokens) / len(tokens) for tokens in rows) / len(rows)
+    return sum(map(sum, rows)) / len(rows) / (scale if mode.endswith("norm") else 1)
+
+
+def tokens_of(column, mask):
+    return [row[inside.bool()].tolist() for row, inside in zip(column, mask, strict=True)]
+
+
+def denominators(mask):
+    return {"batch_num_tokens": int(mask.sum()), "global_batch_size": int(mask.any(-1).sum())}
+
+
+# -------------------------------------------------------------------------------------- aggregation
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_aggregation_equals_plain_python(batch, mode, dtype):
+    losses, mask = batch["advantages"], batch["response_mask"]
+    expected = aggregate(tokens_of(losses, mask), mode)
+    assert agg_loss(losses, mask.to(dtype), mode).item() == pytest.approx(expected)
+    assert agg_loss(losses, mask.to(dtype), mode, **denominators(mask)).item() == pytest.approx(
+        expected
+    )
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("cuts", [[1] * 6, [2, 2, 2], [5, 1], [3, 1, 2]])
+def test_parts_add_up_to_the_whole(batch, mode, cuts):
+    losses, mask = batch["advantages"], batch["response_mask"]
+    parts = [
+        agg_loss(part, inside, mode, **denominators(mask))
+        for part, inside in zip(losses.split(cuts), mask.split(cuts), strict=True)
+    ]
+    torch.testing.assert_close(sum(parts), agg_loss(losses, mask, mode))
+
+
+def test_the_norm_of_dr_grpo_divides_by_a_constant():
+    losses, mask = torch.ones(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    assert agg_loss(losses, mask, "seq-mean-token-sum-norm").item() == (4 + 2) / 2 / 4
+    assert agg_loss(
+        losses, mask, "seq-mean-token-sum-norm", loss_scale_factor=10
+    ).item() == pytest.approx(0.3)
+
+
+def test_an_unknown_aggregation_names_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"unknown loss_agg_mode 'token_mean'.*Did you mean 'token-mean'"
+    ):
+        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "token_mean")
+
+
+# ------------------------------------------------------------------------------------ policy losses
+
+
+def naive_vanilla(ratio, advantage, low, high, c):
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    objective = min(ratio * advantage, clipped * advantage)
+    return -max(objective, c * advantage) if advantage < 0 else -objective
+
+
+def naive_losses(name, batch, low=0.2, high=0.3, c=1.5):
+    """Token losses of one policy loss, a token at a time."""
+    rows = []
+    columns = (
+        tokens_of(batch[column], batch["response_mask"])
+        for column in ("old_log_prob", "log_prob", "advantages")
+    )
+    for old, new, advantages in zip(*columns, strict=True):
+        ratios = [math.exp(b - a) for a, b in zip(old, new, strict=True)]
+        if name == "gspo" and ratios:
+            ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
+            c = math.inf
+        if name in ("vanilla", "gspo"):
+            row = [
+                naive_vanilla(r, a, low, high, c) for r, a in zip(ratios, advantages, strict=True)
+            ]
+        elif name == "cispo":
+            weights = [min(max(r, 1 - low), 1 + high) for r in ratios]
+            row = [-w * a * lp for w, a, lp in zip(weights, advantages, new, strict=True)]
+        else:
+            row = [-a * lp for a, lp in zip(advantages, new, strict=True)]
+        rows.append(row)
+    return rows
+
+
+def policy_inputs(batch, rows=slice(None)):
+    names = ("old_log_prob", "log_prob", "advantages", "response_mask")
+    return {name: batch[name][rows] for name in names}
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_policy_losses_equal_their_twins_token_by_token(batch, name, mode):
+    loss, _ = POLICY_LOSSES[name](**policy_inputs(batch), loss_agg_mode=mode, config=CONFIG)
+    assert loss.item() == pytest.approx(aggregate(naive_losses(name, batch), mode))
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch, name):
+    weights = tokens_of(batch["weights"], batch["response_mask"])
+    weighted = [
+        [w * x for w, x in zip(*pair, strict=True)]
+        for pair in zip(weights, naive_losses(name, batch), strict=True)
+    ]
+    loss, _ = POLICY_LOSSES[name](
+        **policy_inputs(batch),
+        loss_agg_mode="token-mean",
+        config=CONFIG,
+        rollout_is_weights=batch["weights"],
+    )
+    assert loss.item() == pytest.approx(aggregate(weighted, "token-mean"))
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(batch, name, mode):
+    def run(cuts):
+        leaf = batch["log_prob"].clone().requires_grad_()
+        total, start = {"loss": torch.zeros(())}, 0
+        for size in cuts:
+            inputs = policy_inputs(batch | {"log_prob": leaf}, slice(start, start + size))
+            extra = denominators(batch["response_mask"])
+            loss, metrics = POLICY_LOSSES[name](
+                **inputs, loss_agg_mode=mode, config=CONFIG, **extra
+            )
+            loss.backward()
+            for key, value in {"loss": loss.detach(), **metrics}.items():
+                total[key] = total.get(key, 0) + value
+            start += size
+        return total | {"gradient": leaf.grad}
+
+    whole = run([ROWS])
+    for cuts in ([1] * ROWS, [4, 2]):
+        for key, value in run(cuts).items():
+            torch.testing.assert_close(
+                value, whole[key], check_dtype=False, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_gradients_are_finite_and_zero_outside_the_mask_whatever_lies_there(batch, name):
+    leaf = batch["log_prob"].clone().requires_grad_()
+    loss, metrics = POLICY_LOSSES[name](**policy_inputs(batch | {"log_prob": leaf}), config=CONFIG)
+    loss.backward()
+    assert all(torch.isfinite(value) for value in metrics.values())
+    assert (leaf.grad[batch["response_mask"] == 0] == 0).all()
+    assert torch.isfinite(leaf.grad).all()
+    assert leaf.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_batch_that_is_all_masked_has_zero_loss_and_zero_gradient(batch, name, mode):
+    leaf = batch["log_prob"].clone().requires_grad_()
+    inputs = policy_inputs(
+        batch | {"log_prob": leaf, "response_mask": torch.zeros(ROWS, WIDTH, dtype=torch.int64)}
+    )
+    loss, metrics = POLICY_LOSSES[name](**inputs, loss_agg_mode=mode, config=CONFIG)
+    loss.backward()
+    assert loss == 0
+    assert (leaf.grad == 0).all()
+    assert all(value == 0 for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_on_policy_every_loss_has_the_policy_gradient(batch, name):
+    mask = batch["response_mask"]
+    leaf = batch["old_log_prob"].clone().requires_grad_()
+    inputs = policy_inputs(batch | {"log_prob": leaf})
+    inputs["advantages"] = (
+        batch["advantages"][:, :1].expand(-1, WIDTH).nan_to_num()
+    )  # one a row, as in GSPO's paper
+    loss, metrics = POLICY_LOSSES[name](**inputs, loss_agg_mode="token-mean")
+    loss.backward()
+    torch.testing.assert_close(leaf.grad, -inputs["advantages"] * mask / mask.sum())
+    assert metrics["actor/ppo_kl"] == 0
+
+
+def test_vanilla_reports_verls_metrics(batch):
+    _, metrics = POLICY_LOSSES["vanilla"](**policy_inputs(batch), config=CONFIG)
+    inside = batch["response_mask"].bool()
+    log_ratio = (batch["log_prob"] - batch["old_log_prob"])[inside]
+    ratio, advantages = log_ratio.exp(), batch["advantages"][inside]
+    held = ((advantages > 0) & (ratio > 1.3)) | ((advantages < 0) & (ratio < 0.8))
+    held_lower = (advantages < 0) & (ratio > 1.5)
+    assert metrics["actor/ppo_kl"].item() == pytest.approx(-log_ratio.mean().item())
+    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(held.double().mean().item())
+    assert metrics["actor/pg_clipfrac_lower"].item() == pytest.approx(
+        held_lower.double().mean().item()
+    )
+    assert held.any()
+    assert held_lower.any()
+
+
+def test_verls_older_form_returns_four_values(batch):
+    loss, clipfrac, ppo_kl, clipfrac_lower = compute_policy_loss(
+        **policy_inputs(batch), cliprange=0.2, cliprange_high=0.3, clip_ratio_c=1.5
+    )
+    expected, metrics = POLICY_LOSSES["vanilla"](**policy_inputs(batch), config=CONFIG)
+    assert loss == expected
+    assert [clipfrac, ppo_kl, clipfrac_lower] == [
+        metrics[f"actor/{name}"] for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+    ]
+
+
+def test_clip_ratio_alone_sets_both_sides():
+    assert resolve_clip(0.1) == (0.1, 0.1)
+    assert resolve_clip(0.1, high=0.3) == (0.1, 0.3)
+    assert resolve_clip(None, 0.2, 0.0) == (0.2, 0.0)
+    with pytest.raises(ConfigError, match="clip_ratio"):
+        resolve_clip(None, low=0.2)
+
+
+def test_a_dual_clip_of_one_or_less_is_refused(batch):
+    with pytest.raises(ConfigError, match=r"clip_ratio_c is 1\.0"):
+        POLICY_LOSSES["vanilla"](**policy_inputs(batch), config=ActorConfig(clip_ratio_c=1.0))
+
+
+def test_an_extreme_ratio_stays_finite(batch):
+    far = policy_inputs(batch | {"log_prob": batch["log_prob"] + 1e4})
+    for policy_loss in POLICY_LOSSES.values():
+        assert torch.isfinite(policy_loss(**far, config=CONFIG)[0])
+
+
+def test_policy_losses_are_found_by_name_or_dotted_path():
+    assert get_policy_loss("gspo") is POLICY_LOSSES["gspo"]
+    assert (
+        get_policy_loss("workers.losses.losses.compute_policy_loss_cispo") is POLICY_LOSSES["cispo"]
+    )
+    with pytest.raises(ConfigError, match="unknown policy loss 'gpso'.*Did you mean 'gspo'"):
+        get_policy_loss("gpso")
+
+
+# ---------------------------------------------------------------------------- importance correction
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_equal_plain_python(batch, level, mode):
+    mask, threshold = batch["response_mask"], 1.4
+    weights = compute_rollout_importance_weights(
+        batch["log_prob"],
+        batch["old_log_prob"],
+        mask,
+        rollout_is=level,
+        rollout_is_mode=mode,
+        rollout_is_threshold=threshold,
+    )
+    assert (weights[mask == 0] == 0).all()
+    for old, new, row in zip(
+        *(
+            tokens_of(column, mask)
+            for column in (batch["old_log_prob"], batch["log_prob"], weights)
+        ),
+        strict=True,
+    ):
+        ratios = [math.exp(b - a) for a, b in zip(old, new, strict=True)]
+        if level == "sequence":
+            ratios = [math.prod(ratios)] * len(ratios)
+        if mode == "truncate":
+            assert row == pytest.approx([min(ratio, threshold) for ratio in ratios])
+        else:
+            assert row == pytest.approx(
+                [ratio if 1 / threshold <= ratio <= threshold else 0.0 for ratio in ratios]
+            )
+
+
+def test_importance_weights_have_no_gradient(batch):
+    leaf = batch["log_prob"].clone().requires_grad_()
+    assert not compute_rollout_importance_weights(
+        leaf, batch["old_log_prob"], batch["response_mask"]
+    ).requires_grad
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rollout_is": "row"}, {"rollout_is_mode": "clip"}, {"rollout_is_threshold": 0.5}]
+)
+def test_importance_settings_that_mean_nothing_are_refused(batch, wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        compute_rollout_importance_weights(
+            batch["log_prob"], batch["old_log_prob"], batch["response_mask"], **wrong
+        )
+
+
+# ---------------------------------------------------------------------------- value, entropy and KL
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_value_loss_is_half_the_worse_squared_error(batch, mode):
+    mask, clip = batch["response_mask"], 0.5
+    rows, held = [], []
+    for row in zip(
+        *(tokens_of(batch[name], mask) for name in ("vpreds", "returns", "values")), strict=True
+    ):
+        rows.append([])
+        for vpred, target, value in zip(*row, strict=True):
+            errors = (
+                (vpred - target) ** 2,
+                (min(max(vpred, value - clip), value + clip) - target) ** 2,
+            )
+            rows[-1].append(0.5 * max(errors))
+            held.append(errors[1] > errors[0])
+    loss, clipfrac = compute_value_loss(
+        batch["vpreds"], batch["returns"], batch["values"], mask, clip, mode
+    )
+    assert loss.item() == pytest.approx(aggregate(rows, mode))
+    assert clipfrac.item() == pytest.approx(sum(held) / len(held))
+
+
+def test_the_value_loss_adds_up_over_parts_and_has_no_gradient_outside_the_mask(batch):
+    leaf, mask = batch["vpreds"].clone().requires_grad_(), batch["response_mask"]
+    whole, clipfrac = compute_value_loss(
+        leaf, batch["returns"], batch["values"], mask, 0.5, "seq-mean-token-mean"
+    )
+    (gradient,) = torch.autograd.grad(whole, leaf)
+    parts = [
+        compute_value_loss(*row, 0.5, "seq-mean-token-mean", **denominators(mask))
+        for row in zip(
+            *(x.split(1) for x in (leaf, batch["returns"], batch["values"], mask)), strict=True
+        )
+    ]
+    torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
+    torch.testing.assert_close(sum(fraction for _, fraction in parts), clipfrac)
+    sum(loss for loss, _ in parts).backward()
+    torch.testing.assert_close(leaf.grad, gradient)
+    assert (gradient[mask == 0] == 0).all()

@@ -1,0 +1,91 @@
+"""Model paths: folders as they are, names of the hub through its cache; the hub itself is a
+stand-in.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants
+
+from verl_like.errors import ConfigError
+from workers.config import ModelConfig
+from workers.models.folder import model_folder
+from workers.models.load import load_model
+
+
+@pytest.fixture(autouse=True)
+def forget_folders() -> None:
+    model_folder.cache_clear()
+
+
+@pytest.fixture
+def cached_model(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a model that has been fetched before, on a machine
+    that does not reach the hub.
+    """
+    cached = tmp_path / "hub" / "models--maker--tiny"
+    shutil.copytree(tiny_dir / "model", cached / "snapshots" / "1a2b")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1a2b", encoding="utf-8")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return "maker/tiny"
+
+
+def test_a_model_is_known_by_its_name_on_the_hub(cached_model: str, tiny_dir: Path) -> None:
+    named = load_model(ModelConfig(path=cached_model), "token").state_dict()
+    for name, weight in (
+        load_model(ModelConfig(path=f"{tiny_dir}/model"), "token").state_dict().items()
+    ):
+        assert torch.equal(named[name], weight)
+
+
+def test_a_name_that_the_hub_does_not_give_is_refused(cached_model: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"model.path=maker/other: there is no such folder, and the Hugging Face hub",
+    ):
+        model_folder("maker/other")
+
+
+def test_what_could_be_a_folder_is_not_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs").mkdir()
+    for path in ("runs/mistyped", "nowhere", "some/deeper/path", f"{tmp_path}/nowhere"):
+        assert model_folder(path) == Path(path)
+    assert model_folder("~/model") == tmp_path / "model"
+
+
+@pytest.mark.parametrize("stored", ["model.safetensors", "pytorch_model.bin"])
+def test_only_what_is_needed_is_fetched(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        assert name == "maker/tiny"
+        asked.append(allow_patterns)
+        if f"*{Path(stored).suffix}" in allow_patterns:
+            (tmp_path / stored).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    model_folder("maker/tiny", weights=False)
+    assert list(tmp_path.iterdir()) == []
+    assert model_folder("maker/tiny") == tmp_path
+    assert (tmp_path / stored).exists()
+    assert ["*.bin"] not in asked[:2]
+    assert len(asked) == (2 if stored.endswith("safetensors") else 3)

@@ -1,0 +1,200 @@
+"""LoRA: adapters alone learn, what leaves the engine is base + adapter, and the reference is the
+base.
+"""
+
+import pytest
+import torch
+from distributed import run
+from prompts import prompt_batch
+from samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
+
+from verl_like.errors import ConfigError
+from workers.config import FSDPConfig, ModelConfig, OptimConfig
+from workers.models.load import load_model
+from workers.models.lora import is_adapter, save_adapter
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.roles.reference import ReferenceWorker
+from workers.roles.rollout import RolloutWorker
+from workers.training.engine import TrainEngine, full_tensor
+from workers.training.microbatch import Budget
+from workers.weights.checksum import WeightSink
+
+ROWS = 4
+
+
+def lora_config(tiny_dir, **model):
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=ROWS, optim=OptimConfig(lr=1e-2))
+    for section in (config.actor_rollout_ref.model, config.critic.model):
+        section.lora_rank = 4
+        for name, value in model.items():
+            setattr(section, name, value)
+    return config
+
+
+def lora_actor(tiny_dir, **model):
+    return started(ActorWorker, lora_config(tiny_dir, **model), 10)
+
+
+def beside(actor, cls, config):
+    """A worker that finds the actor in its own process."""
+    worker = cls(config)
+    worker._facts.workers["actor"] = actor
+    worker.init_model()
+    return worker
+
+
+def snapshot(engine):
+    return {name: tensor.clone() for name, tensor in engine.named_full_tensors()}
+
+
+def plain_engine(path):
+    """An engine without adapters."""
+    engine = TrainEngine(ModelConfig(path=str(path)), FSDPConfig())
+    engine.build(ActorWorker(tiny_config(path)))
+    return engine
+
+
+def test_only_adapters_of_the_actor_learn(tiny_dir):
+    actor = lora_actor(tiny_dir)
+    before = {name: tensor.clone() for name, tensor in actor.engine.module.named_parameters()}
+    actor.update_actor(make_batch(ROWS))
+    actor.update_actor(make_batch(ROWS, seed=1))
+    for name, tensor in actor.engine.module.named_parameters():
+        assert tensor.requires_grad == is_adapter(name), name
+        assert tensor.equal(before[name]) != is_adapter(name), name
+    held = sum(len(state) for state in actor.engine.optimizer.state.values())
+    assert held == 3 * len(actor.engine.parameters())
+
+
+def test_adapters_and_head_of_the_critic_learn(tiny_dir):
+    critic = started(CriticWorker, lora_config(tiny_dir), 10)
+    for seed in range(2):
+        critic.update_critic(make_batch(ROWS, seed))
+    learning = [
+        name for name, tensor in critic.engine.module.named_parameters() if tensor.requires_grad
+    ]
+    assert "score.weight" in learning
+    assert all(is_adapter(name) or name == "score.weight" for name in learning)
+    names = [
+        name for name, _ in load_model(critic.engine.model_config, "scalar").named_parameters()
+    ]
+    assert sorted(snapshot(critic.engine)) == sorted(names)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_five_versions_of_merged_weights_score_as_the_unmerged_and_do_not_add_up(tmp_path, family):
+    import transformers
+
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+    }
+    torch.manual_seed(0)
+    hf_config = getattr(transformers, f"{family}Config")(**sizes, pad_token_id=0)
+    transformers.AutoModelForCausalLM.from_config(hf_config).save_pretrained(tmp_path / "model")
+    actor, batch = lora_actor(tmp_path), make_batch(ROWS)
+    copy = plain_engine(tmp_path / "model")
+    assert copy.weights_checksum() == actor.weights_checksum()
+    for version in range(5):
+        actor.update_actor(make_batch(ROWS, seed=version))
+        sink = WeightSink(copy.module)
+        for name, tensor in actor.engine.named_full_tensors():
+            sink.write_tensor(name, tensor)
+        sink.verify("test")
+        ours = actor.engine.forward_rows(batch, Budget(rows=ROWS))["log_probs"]
+        torch.testing.assert_close(
+            copy.forward_rows(batch, Budget(rows=ROWS))["log_probs"], ours, atol=1e-5, rtol=0
+        )
+
+
+def test_a_reference_beside_the_actor_is_the_base_of_its_module(tiny_dir):
+    config = lora_config(tiny_dir)
+    actor = started(ActorWorker, config, 10)
+    batch = make_batch(ROWS)
+    alone = started(ReferenceWorker, config)
+    expected = alone.compute_ref_log_prob(batch).batch["ref_log_prob"]
+    ref = beside(actor, ReferenceWorker, config)
+    for seed in range(2):  # the reference goes first: it must not take the adapters' gradients away
+        assert ref.compute_ref_log_prob(batch).batch["ref_log_prob"].equal(expected)
+        actor.update_actor(make_batch(ROWS, seed))
+    assert ref.engine.module is actor.engine.module
+    assert ref.weights_checksum() == alone.weights_checksum() != actor.weights_checksum()
+    assert (actor.compute_log_prob(batch).batch["old_log_probs"] - expected).abs().max() > 1e-3
+
+
+def test_a_rollout_that_shares_the_module_samples_from_the_adapted_policy(tiny_dir):
+    config = lora_config(tiny_dir)
+    actor = started(ActorWorker, config, 10)
+    rollout = beside(actor, RolloutWorker, config)
+    rollout.update_weights(0)
+    before = rollout.generate_sequences(prompt_batch(ROWS))
+    for seed in range(3):
+        actor.update_actor(make_batch(ROWS, seed))
+    rollout.update_weights(1)
+    samples = rollout.generate_sequences(prompt_batch(ROWS))
+    assert rollout.engine.module is actor.engine.module
+    assert rollout.weights_checksum() == actor.weights_checksum()
+    assert not samples.batch["rollout_log_probs"].equal(before.batch["rollout_log_probs"])
+    scored = actor.compute_log_prob(samples).batch["old_log_probs"]
+    torch.testing.assert_close(samples.batch["rollout_log_probs"], scored, atol=1e-5, rtol=0)
+
+
+def on_ranks(tiny_dir):
+    config = lora_config(tiny_dir)
+    actor = started(ActorWorker, config, 10)
+    batch = own_piece(make_batch(ROWS), actor.rank, actor.world_size)
+    reference = (
+        beside(actor, ReferenceWorker, config).compute_ref_log_prob(batch).batch["ref_log_prob"]
+    )
+    metrics = [learned(actor.update_actor(batch)) for _ in range(3)]
+    rollout = beside(actor, RolloutWorker, config)
+    report = rollout.update_weights(0)
+    return {
+        "reference": reference,
+        "log_probs": actor.compute_log_prob(batch).batch["old_log_probs"],
+        "metrics": metrics,
+        "weights": snapshot(actor.engine),
+        "same": (report.error, rollout.weights_checksum() == actor.weights_checksum()),
+    }
+
+
+def test_two_shards_train_adapters_as_one_rank_does(tiny_dir):
+    alone, shards = on_ranks(tiny_dir), run(2, on_ranks, tiny_dir)
+    for name in ("reference", "log_probs"):
+        together = torch.cat([shard[name] for shard in shards])
+        torch.testing.assert_close(together, alone[name], atol=1e-5, rtol=0)
+    for shard in shards:
+        assert shard["same"] == (None, True)
+        for metrics, expected in zip(shard["metrics"], alone["metrics"], strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        for name, weight in alone["weights"].items():
+            assert (shard["weights"][name] - weight).norm() <= 1e-4 * weight.norm(), name
+
+
+def test_the_adapter_alone_loads_by_peft(tiny_dir, tmp_path):
+    from peft import PeftModel
+
+    actor, batch = lora_actor(tiny_dir), make_batch(ROWS)
+    actor.update_actor(make_batch(ROWS))
+    parameters = [
+        (n, full_tensor(p)) for n, p in actor.engine.module.named_parameters() if is_adapter(n)
+    ]
+    save_adapter(tmp_path, actor.engine.module, actor.policy.model, parameters)
+    copy = plain_engine(tiny_dir / "model")
+    PeftModel.from_pretrained(copy.module, tmp_path)
+    ours = actor.engine.forward_rows(batch, Budget(rows=ROWS))["log_probs"]
+    torch.testing.assert_close(
+        copy.forward_rows(batch, Budget(rows=ROWS))["log_probs"], ours, atol=1e-6, rtol=0
+    )
+
+
+def test_layers_that_do_not_exist_or_are_not_linear_are_refused(tiny_dir):
+    with pytest.raises(
+        ConfigError, match=r"target_modules=\['q_prj'\].*Did you mean 'q_proj'.*all-linear"
+    ):
+        lora_actor(tiny_dir, target_modules=["q_prj"])
+    with pytest.raises(ConfigError, match="model.embed_tokens is no linear layer"):
+        lora_actor(tiny_dir, target_modules=["embed_tokens"])

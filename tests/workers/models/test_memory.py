@@ -1,0 +1,29 @@
+"""What is in use of a GPU's memory and of the machine's has verl's names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workers.models import memory as device_memory
+from workers.models.memory import memory_in_use
+
+
+def test_memory_is_that_of_the_device_and_of_the_machine_in_gibibytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peaks = {torch.device("cuda", 1): 3 * 2**29}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peaks.__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * peaks[device])
+    monkeypatch.setattr(device_memory, "memory_gb", {"MemTotal:": 16.0, "MemAvailable:": 6.5}.get)
+    assert memory_in_use(torch.device("cuda", 1)) == {
+        "perf/max_memory_allocated_gb": 1.5,
+        "perf/max_memory_reserved_gb": 3.0,
+        "perf/cpu_memory_used_gb": 9.5,
+    }
+    assert memory_in_use(torch.device("cpu")) == {"perf/cpu_memory_used_gb": 9.5}
+
+
+def test_a_machine_that_does_not_tell_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "memory_gb", lambda field: None)
+    assert memory_in_use(torch.device("cpu")) == {}

@@ -1,0 +1,172 @@
+import logging
+
+import pytest
+import torch
+from distributed import run
+from gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
+from samples import make_batch, own_piece, started, tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from verl_like.errors import ConfigError
+from workers.config import FSDPConfig, OptimConfig
+from workers.models.load import load_model
+from workers.parallel.fsdp import Sharding, build_mesh, data_axes, settle
+from workers.roles.actor import ActorWorker
+from workers.training.microbatch import Budget
+
+
+class Collectives(TorchDispatchMode):
+    """Within, counts FSDP2's collectives by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {"_allgather_base_": 0, "_reduce_scatter_base_": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and func.overloadpacket.__name__ in self.counts:
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def under(tiny_dir, strategy, **model):
+    config = tiny_config(tiny_dir, strategy=strategy, ppo_mini_batch_size=6)
+    for name, value in model.items():
+        setattr(config.actor_rollout_ref.model, name, value)
+    actor = started(ActorWorker, config, 10)
+    data = own_piece(make_batch(6), actor.rank, actor.world_size)
+    with Collectives() as collectives:
+        grads = gradients(actor, data, ACTOR_COLUMNS, Budget(rows=1))
+    actor.update_actor(data)
+    held = sum(getattr(p, "_local_tensor", p).numel() for p in actor.engine.parameters())
+    weights = {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()}
+    return {
+        "gradients": grads,
+        "weights": weights,
+        "held": held,
+        "checksum": actor.weights_checksum(),
+        "collectives": collectives.counts,
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_offload"])
+def test_a_strategy_changes_where_weights_lie_and_nothing_else(tiny_dir, strategy):
+    alone = under(tiny_dir, "single")
+    results = run(2, under, tiny_dir, strategy)
+    for result in results:
+        assert_equal_gradients(result["gradients"], alone["gradients"])
+        assert result["checksum"] == results[0]["checksum"]
+    held = [result["held"] for result in results]
+    assert held == [alone["held"]] * 2 if strategy == "ddp" else max(held) < 0.6 * alone["held"]
+    once_a_mini_batch = 0 if strategy == "ddp" else 1
+    assert set(results[0]["collectives"].values()) == {once_a_mini_batch}
+
+
+def test_offloading_on_the_cpu_is_bit_equal_to_none(tiny_dir):
+    assert under(tiny_dir, "fsdp_offload")["checksum"] == under(tiny_dir, "fsdp")["checksum"]
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tiny_dir):
+    alone = under(tiny_dir, "single")
+    for result in (
+        under(tiny_dir, "single", compute_dtype="bfloat16"),
+        run(2, bfloat16, tiny_dir)[0],
+    ):
+        for name, grad in alone["gradients"].items():
+            assert result["gradients"][name].dtype == torch.float32
+            assert 1e-5 < (result["gradients"][name] - grad).norm() / grad.norm() < 0.1, name
+
+
+def bfloat16(tiny_dir):
+    return under(tiny_dir, "fsdp", compute_dtype="bfloat16")
+
+
+def test_weights_in_another_spelling_are_read_through_transformers_with_a_warning(
+    tiny_dir, tmp_path, caplog
+):
+    model = load_model(tiny_config(tiny_dir).actor_rollout_ref.model, "token")
+    model.save_pretrained(tmp_path / "model")
+    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with caplog.at_level(logging.WARNING):
+        other = load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token")
+    assert "transformers reads the folder" in caplog.text
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
+
+
+def test_a_folder_whose_weights_do_not_fit_its_config_names_them(tiny_dir, tmp_path):
+    model = load_model(tiny_config(tiny_dir).actor_rollout_ref.model, "token")
+    model.save_pretrained(tmp_path / "model")
+    config = (tmp_path / "model" / "config.json").read_text()
+    (tmp_path / "model" / "config.json").write_text(
+        config.replace('"intermediate_size": 128', '"intermediate_size": 64')
+    )
+    with pytest.raises(
+        ConfigError, match=r"mlp.gate_proj.weight \(is \[128, 64\], config.json says \[64, 64\]\)"
+    ):
+        load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config", "answer"),
+    [
+        ("single", FSDPConfig(fsdp_size=2), "keeps the whole model on every rank"),
+        ("ddp", FSDPConfig(fsdp_size=4), "set strategy=fsdp"),
+        ("fsdp_offload", FSDPConfig(param_offload=False), "contradict each other"),
+        ("fdsp", FSDPConfig(), "Did you mean 'fsdp'"),
+    ],
+)
+def test_a_strategy_that_its_fsdp_config_contradicts_is_refused(strategy, config, answer):
+    with pytest.raises(ConfigError, match=answer):
+        settle(strategy, config)
+
+
+def test_axes_of_the_mesh_follow_from_the_ranks():
+    sharding = Sharding("fsdp", 2, False, False)
+    assert data_axes(4, sharding) == {"replicate": 2, "shard": 2}
+    with pytest.raises(
+        ConfigError, match="fsdp_size=2 does not divide the 3 ranks; valid: -1 \\(all\\), 1, 3"
+    ):
+        data_axes(3, sharding)
+    with pytest.raises(ConfigError, match="single is for a pool of one process"):
+        data_axes(2, Sharding("single", 1, False, False))
+
+
+@pytest.mark.parametrize("axis", ["tensor", "sequence", "pipe"])
+def test_an_axis_that_is_not_built_is_refused_by_name(axis):
+    with pytest.raises(
+        ConfigError, match=f"mesh axis {axis}=2: this engine splits models along no {axis} axis"
+    ):
+        build_mesh(torch.device("cpu"), {"replicate": 1, "shard": 1, axis: 2})
+
+
+OPTIMIZERS = [
+    "AdamW",
+    "torch.optim.Adam",
+    "torch.optim.SGD",
+    "torch.optim.Adagrad",
+    "torch.optim.RMSprop",
+]
+
+
+def weights_after(tiny_dir, optimizers):
+    """The actor's weights after two updates, for each optimizer."""
+    found = []
+    for optimizer in optimizers:
+        config = tiny_config(
+            tiny_dir, optim=OptimConfig(optimizer=optimizer, lr=1e-3), ppo_mini_batch_size=4
+        )
+        actor = started(ActorWorker, config, 10)
+        actor.update_actor(own_piece(make_batch(8), actor.rank, actor.world_size))
+        found.append({name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()})
+    return found
+
+
+def test_any_optimizer_of_torch_steps_sharded_weights(tiny_dir):
+    sharded = run(2, weights_after, tiny_dir, OPTIMIZERS)[0]
+    for optimizer, ours, alone in zip(
+        OPTIMIZERS, sharded, weights_after(tiny_dir, OPTIMIZERS), strict=True
+    ):
+        for name, weight in alone.items():
+            assert (ours[name] - weight).norm() <= 1e-3 * weight.norm(), (optimizer, name)

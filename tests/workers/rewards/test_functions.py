@@ -1,0 +1,81 @@
+import subprocess
+import sys
+
+import pytest
+
+from verl_like.errors import ConfigError
+from workers.rewards.functions import check_rules, default_compute_score, gsm8k_flexible
+
+
+@pytest.mark.parametrize(
+    ("text", "score"), [("aaaa", 1.0), ("ab", 0.5), ("b a ", 0.25), ("", 0.0), ("xyz", 0.0)]
+)
+def test_tiny_letters_scores_the_share_of_right_characters(text, score):
+    assert default_compute_score("verl_like/tiny_letters", text, "a") == score
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        ("so it is\n#### 42", "42", 1.0),
+        ("#### 7, no:\n#### 42", "42", 1.0),
+        ("#### 42, no:\n#### 7", "42", 0.0),
+        ("#### 1,234", "1234", 1.0),
+        ("#### -3", "-3", 1.0),
+        ("the answer is 42", "42", 0.0),
+        ("####42", "42", 0.0),
+        ("#### 42.", "42", 0.0),
+        ("#### 42" + " " * 400, "42", 0.0),
+        ("", "42", 0.0),
+    ],
+)
+def test_gsm8k_reads_the_last_marked_number_strictly(text, truth, score):
+    assert default_compute_score("openai/gsm8k", text, truth) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        ("so it is 42.", "42", 1.0),
+        ("7 apples, #### 1,234 in all", "1234", 1.0),
+        ("42, or rather 7", "42", 0.0),
+        ("it is -3.0", "-3", 1.0),
+        ("5 - 3 = 2", "2", 1.0),
+        ("no number", "42", 0.0),
+    ],
+)
+def test_flexible_gsm8k_takes_the_value_of_the_last_number(text, truth, score):
+    assert gsm8k_flexible("openai/gsm8k", text, truth) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        (r"so the answer is \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"thus \boxed{2\sqrt{3}}.", r"\sqrt{12}", 1.0),
+        (r"thus \boxed{x^2+1}", "x^2-1", 0.0),
+        ("I do not know", "3", 0.0),
+    ],
+)
+def test_math_compares_values_not_characters(text, truth, score):
+    pytest.importorskip("math_verify")
+    assert default_compute_score("lighteval/MATH", text, truth) == score
+
+
+def test_math_without_its_package_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("workers.rewards.functions.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'verl-like\[math\]'"):
+        check_rules(["openai/gsm8k", "lighteval/MATH"])
+
+
+def test_an_unknown_data_source_is_refused_with_the_known_ones():
+    with pytest.raises(
+        ConfigError,
+        match=r"'openai/gsm8'.*known: .*openai/gsm8k, verl_like/tiny_letters.*Did you mean",
+    ):
+        default_compute_score("openai/gsm8", "", "")
+
+
+def test_the_rules_load_without_torch():
+    code = "import sys, workers.rewards.functions; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

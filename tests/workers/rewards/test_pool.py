@@ -1,0 +1,335 @@
+"""Rewards come from a process of their own; a function that raises or hangs costs its samples,
+never the step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.config.schema import PPOConfig, RewardFunctionConfig
+from trainer.data.prompts import as_objects, load_tokenizer
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+from workers.config import OverlongBufferConfig, RewardModelConfig
+from workers.rewards import pool as reward
+from workers.rewards.pool import (
+    RewardFuture,
+    RewardManager,
+    SummedScores,
+    make_reward_manager,
+    overlong_punishment,
+)
+from workers.rewards.process import FunctionSpec
+
+FUNCTIONS = """
+import asyncio, os, time
+
+async def odd_async(data_source, solution_str, ground_truth, extra_info, bonus):
+    if ground_truth == "hang":
+        await asyncio.sleep(60)
+    await asyncio.sleep(0.1)
+    return odd(data_source, solution_str, ground_truth, extra_info, bonus)
+
+def odd(data_source, solution_str, ground_truth, extra_info, bonus):
+    if ground_truth == "raise":
+        raise RuntimeError("no such answer")
+    if ground_truth == "hang":
+        time.sleep(60)
+    if ground_truth == "exit":
+        os._exit(3)
+    if ground_truth == "slow":
+        time.sleep(0.04)
+        return {"score": len(solution_str), "pid": os.getpid()}
+    if ground_truth == "nan":
+        return float("nan")
+    if ground_truth == "nothing":
+        return None
+    if ground_truth == "text":
+        return "0.5"
+    if ground_truth == "extra":
+        import numpy
+        return {"score": numpy.float32(2), "accuracy": 1, "share": numpy.float32(0.5), "note": "not a number"}
+    return float(len(solution_str)) + bonus
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir: Path) -> Any:
+    return load_tokenizer(str(tiny_dir / "model"))
+
+
+@pytest.fixture(scope="module")
+def managers(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Managers by their settings, each made once."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "odd_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
+    made: dict[Any, RewardManager] = {}
+
+    def make(name: str = "odd", deadline: float = 10.0, **settings: Any) -> RewardManager:
+        key = name, deadline, *settings.items()
+        if key not in made:
+            made[key] = RewardManager(
+                tokenizer, FunctionSpec("odd_rewards", name, {"bonus": 0.0}, deadline), **settings
+            )
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        yield make
+    for manager in made.values():
+        manager.close()
+
+
+@pytest.fixture
+def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
+    """Managers as a configuration asks for them."""
+    made = []
+
+    def make(
+        sources: Sequence[str] = ("verl_like/tiny_letters",), **sections: Any
+    ) -> RewardManager:
+        config = PPOConfig(data=None, trainer=None, **sections)
+        made.append(
+            make_reward_manager(
+                config.custom_reward_function, config.reward_model, tokenizer, sources
+            )
+        )
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+def make_batch(
+    tokenizer: Any, solutions: list[str], truths: list[str], width: int = 8, source: str = "s"
+) -> DataProto:
+    responses = torch.full((len(solutions), width), tokenizer.pad_token_id)
+    mask = torch.zeros_like(responses)
+    for row, text in enumerate(solutions):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [
+            tokenizer.eos_token_id
+        ] * bool(text)
+        responses[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        mask[row, : len(ids)] = 1
+    return DataProto.from_dict(
+        tensors={"responses": responses, "response_mask": mask},
+        non_tensors={
+            "uid": as_objects([f"{row}-0" for row in range(len(solutions))]),
+            "data_source": as_objects([source] * len(solutions)),
+            "reward_model": as_objects([{"ground_truth": truth} for truth in truths]),
+            "extra_info": as_objects([{} for _ in solutions]),
+        },
+    )
+
+
+def counts(scores: DataProto) -> dict[str, float]:
+    """The metrics of a scoring, less its time, which is above zero."""
+    metrics = dict(scores.meta_info["reward_metrics"])
+    assert metrics.pop("timing_s/reward") > 0
+    return metrics
+
+
+def test_the_score_stands_at_the_last_response_token(managers: Any, tokenizer: Any) -> None:
+    scores = managers().remote(make_batch(tokenizer, ["ab", "abcd", ""], ["", "", ""])).get()
+    expected = torch.zeros(3, 8)
+    expected[0, 2], expected[1, 4] = 2.0, 4.0
+    assert torch.equal(scores.batch["token_level_scores"], expected)
+    assert counts(scores) == {"reward/num_failed": 0.0, "reward/num_timed_out": 0.0}
+
+
+def test_the_default_rules_score_the_tiny_task(make_manager: Any, tokenizer: Any) -> None:
+    manager = make_manager()
+    batch = make_batch(tokenizer, ["aab", "c"], ["a", "a"], source="verl_like/tiny_letters")
+    assert manager.remote(batch).get().batch["token_level_scores"].sum(
+        -1
+    ).tolist() == pytest.approx([2 / 3, 0.0])
+
+
+@pytest.mark.parametrize("name", ["odd", "odd_async"])
+@pytest.mark.parametrize("truth", ["raise", "nan", "text", "exit", "nothing"])
+def test_a_failing_sample_gets_the_default_score_and_the_others_theirs(
+    managers: Any, tokenizer: Any, name: str, truth: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scores = (
+        managers(name, default_score=-1.0)
+        .remote(make_batch(tokenizer, ["a", "ab", "abc"], ["", truth, ""]))
+        .get()
+    )
+    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -1.0, 3.0]
+    assert counts(scores) == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
+    assert "1-0" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["odd", "odd_async"])
+def test_a_hanging_sample_is_killed_at_its_deadline(
+    managers: Any, tokenizer: Any, name: str
+) -> None:
+    manager = managers(name, deadline=0.6)
+    scores = manager.remote(make_batch(tokenizer, ["a", "ab", "abc"], ["", "hang", ""])).get(
+        timeout=20
+    )
+    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 3.0]
+    assert counts(scores) == {"reward/num_failed": 0.0, "reward/num_timed_out": 1.0}
+
+
+def test_many_hanging_samples_end_at_the_batch_deadline(managers: Any, tokenizer: Any) -> None:
+    manager = managers(deadline=60.0, batch_deadline=1.0)
+    scores = manager.remote(make_batch(tokenizer, ["a"] * 5, ["hang"] * 5)).get(timeout=20)
+    assert scores.meta_info["reward_metrics"]["reward/num_timed_out"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "answer"),
+    [
+        ("odd_rewards", "even", "odd_rewards has no such name; it has asyncio, odd"),
+        ("no_such_module", "odd", "no_such_module' cannot be imported"),
+        ("no_such_file.py", "odd", "no_such_file.py: there is no such file"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_at_once(
+    make_manager: Any, path: str, name: str, answer: str
+) -> None:
+    with pytest.raises(ConfigError, match=answer):
+        make_manager(custom_reward_function=RewardFunctionConfig(path=path, name=name))
+
+
+def test_a_function_that_dies_while_it_loads_is_refused(
+    make_manager: Any, tmp_path: Path, capfd: Any
+) -> None:
+    (tmp_path / "broken.py").write_text("def f(:", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"broken.py:f is not loaded within .* what its process said is above"
+    ):
+        make_manager(
+            custom_reward_function=RewardFunctionConfig(path=str(tmp_path / "broken.py"), name="f")
+        )
+    assert "SyntaxError" in capfd.readouterr().err
+
+
+def test_a_function_in_a_file_gets_its_keyword_arguments(
+    make_manager: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "odd_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
+    custom = RewardFunctionConfig(
+        path=str(tmp_path / "odd_rewards.py"), name="odd", reward_kwargs={"bonus": 0.5}
+    )
+    manager = make_manager(custom_reward_function=custom)
+    scores = manager.remote(make_batch(tokenizer, ["ab"], [""])).get()
+    assert scores.batch["token_level_scores"].sum().item() == 2.5
+
+
+def test_data_without_a_rule_are_refused(make_manager: Any) -> None:
+    with pytest.raises(ConfigError, match="no rule reward for data_source 'openai/gsm8'"):
+        make_manager(sources=["openai/gsm8"])
+
+
+def test_a_batch_that_takes_long_gets_more_processes(
+    managers: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward, "SLOW_S", 0.2)
+    monkeypatch.setattr(reward, "usable_cores", lambda: 4)
+    manager = managers(deadline=2.0)
+    quick = manager.remote(make_batch(tokenizer, ["a"] * 20, [""] * 20)).get()
+    assert quick.batch["token_level_scores"].sum() == 20
+    truths = ["slow"] * 80
+    truths[10], truths[30], truths[50] = "hang", "exit", "raise"
+    solutions = ["a" * (1 + row % 7) for row in range(80)]
+    scores = manager.remote(make_batch(tokenizer, solutions, truths)).get(timeout=30)
+    expected = [
+        0.0 if truth != "slow" else len(text) for text, truth in zip(solutions, truths, strict=True)
+    ]
+    assert scores.batch["token_level_scores"].sum(-1).tolist() == expected
+    assert counts(scores)["reward/num_failed"] == 2.0
+    assert counts(scores)["reward/num_timed_out"] == 1.0
+    pids = scores.non_tensor_batch["reward_extra/pid"]
+    assert len(set(pids[~np.isnan(pids)])) >= 4
+
+
+def test_a_process_that_does_not_start_leaves_its_samples_to_the_others(
+    managers: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reward, "SLOW_S", 0.1)
+    monkeypatch.setattr(reward, "usable_cores", lambda: 2)
+    manager = managers(deadline=3.0)
+    manager.remote(make_batch(tokenizer, ["a"], [""])).get()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    scores = manager.remote(make_batch(tokenizer, ["ab"] * 20, ["slow"] * 20)).get()
+    assert scores.batch["token_level_scores"].sum(-1).tolist() == [2.0] * 20
+    assert "a process of odd_rewards:odd does not start" in caplog.text
+
+
+def test_coroutines_run_side_by_side(managers: Any, tokenizer: Any) -> None:
+    manager = managers("odd_async")
+    began = time.monotonic()
+    manager.remote(make_batch(tokenizer, ["a"] * 40, [""] * 40)).get()
+    assert time.monotonic() - began < 40 * 0.1
+
+
+def test_overlong_responses_are_punished_softly(make_manager: Any, tokenizer: Any) -> None:
+    buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=2.0)
+    lengths = torch.tensor([0, 4, 5, 6, 8])
+    assert overlong_punishment(lengths, 8, buffer).tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
+    manager = make_manager(reward_model=RewardModelConfig(overlong_buffer=buffer))
+    batch = make_batch(tokenizer, ["aaa", "aaaaaa"], ["a", "a"], source="verl_like/tiny_letters")
+    scores = manager.remote(batch).get()  # eos is a token as well
+    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 1.0 - 1.5]
+    assert scores.non_tensor_batch["reward_extra/overlong_reward"].tolist() == [0.0, -1.5]
+    assert scores.meta_info["reward_metrics"]["reward/overlong_reward/mean"] == -0.75
+
+
+def test_rules_and_a_reward_model_add_up_by_weight() -> None:
+    rules, model = Future(), Future()
+    joined = SummedScores(RewardFuture(rules), RewardFuture(model), rule_weight=0.5)
+    assert not joined.done()
+    scores = {"token_level_scores": torch.tensor([[0.0, 2.0], [4.0, 0.0]])}
+    rules.set_result(
+        DataProto.from_dict(scores, meta_info={"reward_metrics": {"reward/num_failed": 0.0}})
+    )
+    model.set_result(DataProto.from_dict({"rm_scores": torch.tensor([[0.0, 1.0], [3.0, 0.0]])}))
+    result = joined.get()
+    assert joined.done()
+    assert result.batch["token_level_scores"].tolist() == [[0.0, 2.0], [5.0, 0.0]]
+    assert result.meta_info["reward_metrics"] == {
+        "reward/num_failed": 0.0,
+        "reward/rule_score/mean": 3.0,
+        "reward/model_score/mean": 2.0,
+    }
+
+
+def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: Any) -> None:
+    scores = managers().remote(make_batch(tokenizer, ["a", "ab"], ["extra", ""])).get()
+    assert scores.meta_info["reward_metrics"]["reward/accuracy/mean"] == 1.0
+    np.testing.assert_array_equal(scores.non_tensor_batch["reward_extra/accuracy"], [1.0, np.nan])
+    assert list(scores.non_tensor_batch) == ["reward_extra/accuracy", "reward_extra/share"]
+    assert scores.meta_info["reward_metrics"]["reward/share/mean"] == 0.5
+
+
+def test_the_caller_does_not_wait(managers: Any, tokenizer: Any) -> None:
+    future = managers(deadline=0.3).remote(make_batch(tokenizer, ["a"], ["hang"]))
+    assert not future.done()
+    with pytest.raises(TimeoutError):
+        future.get(timeout=0.05)
+
+
+def test_batches_are_scored_in_the_order_they_came(managers: Any, tokenizer: Any) -> None:
+    manager = managers()
+    futures = [
+        manager.remote(make_batch(tokenizer, ["a" * length], [""])) for length in range(1, 6)
+    ]
+    assert [f.get().batch["token_level_scores"].sum().item() for f in futures] == [
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        5.0,
+    ]

@@ -1,0 +1,71 @@
+import pytest
+import torch
+from samples import PROMPT, make_batch, started, tiny_config
+
+from verl_like.errors import MissingColumnError
+from workers.roles.critic import CriticWorker
+
+
+def critic_of(tiny_dir, **actor):
+    return started(CriticWorker, tiny_config(tiny_dir, **{"ppo_mini_batch_size": 8, **actor}), 20)
+
+
+def test_values_start_at_zero(tiny_dir):
+    values = critic_of(tiny_dir).compute_values(make_batch(5)).batch["values"]
+    assert values.shape == (5, 5)
+    assert values.abs().max() == 0
+
+
+def test_a_value_is_read_before_its_token(tiny_dir):
+    critic = critic_of(tiny_dir)
+    torch.nn.init.ones_(critic.engine.module.score.weight)
+    batch = make_batch(6)
+    for name in ("attention_mask", "response_mask"):
+        batch.batch[name].fill_(1)
+    before = critic.compute_values(batch).batch["values"]
+    batch.batch["input_ids"][:, PROMPT + 2] = 7  # response token 2
+    moved = (critic.compute_values(batch).batch["values"] - before).abs().amax(dim=0) > 0
+    assert moved.tolist() == [False, False, False, True, True]
+
+
+def test_values_are_zero_outside_the_response(tiny_dir):
+    critic = critic_of(tiny_dir)
+    torch.nn.init.ones_(critic.engine.module.score.weight)
+    batch = make_batch(6)
+    values = critic.compute_values(batch).batch["values"]
+    assert torch.equal(values != 0, batch.batch["response_mask"] != 0)
+
+
+def test_updates_bring_values_to_the_returns(tiny_dir):
+    critic, batch = critic_of(tiny_dir), make_batch(8)
+    batch.batch["returns"].fill_(1.0)
+    losses = []
+    for _ in range(20):
+        batch.batch["values"] = critic.compute_values(batch).batch["values"]
+        metrics = critic.update_critic(batch).meta_info["metrics"]
+        losses.append(metrics["critic/vf_loss"])
+    assert losses[0] == pytest.approx(0.5)
+    assert losses[-1] < 0.05
+    names = {"vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr", "skipped_steps"}
+    assert metrics.keys() == {f"critic/{name}" for name in names}
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_mini_batch_and_epochs_default_to_the_actor_s(tiny_dir):
+    critic = CriticWorker(tiny_config(tiny_dir, ppo_mini_batch_size=6, ppo_epochs=3))
+    assert (critic.mini_batch_size, critic.epochs) == (6, 3)
+
+
+def test_an_update_without_returns_names_their_writer(tiny_dir):
+    batch = make_batch(8)
+    batch.pop(batch_keys=["returns"])
+    with pytest.raises(MissingColumnError, match="written by the driver's compute_advantage"):
+        critic_of(tiny_dir).update_critic(batch)
+
+
+def test_the_body_s_weights_load_as_a_sequence_classifier_s(tiny_dir):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_dir / "model", num_labels=1)
+    names = {name for name, _ in critic_of(tiny_dir).engine.named_full_tensors()}
+    assert names == set(model.state_dict())

@@ -1,0 +1,64 @@
+"""A rank that is lost within an update, while the others wait for it in a collective: named, and
+not waited for.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+from samples import make_batch, tiny_config
+
+from verl_like.backends.local.group import LocalWorkerGroup
+from verl_like.calls.group import ClassWithInitArgs
+from verl_like.calls.waiting import Deadlines
+from verl_like.errors import WorkerDiedError
+from verl_like.placement.pools import ResourcePool
+from workers.roles.actor import ActorWorker
+
+
+class Doomed(ActorWorker):
+    """Its second rank is lost at the loss of its second pass: between the first collectives of an
+    update and others.
+    """
+
+    def __init__(self, config, how):
+        super().__init__(config)
+        self.how, self.num_passes = how, 0
+
+    def loss(self, *args):
+        self.num_passes += 1
+        if self.rank == 1 and self.num_passes == 2:
+            if self.how == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("this rank has had enough")
+        return super().loss(*args)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        (
+            "is killed",
+            WorkerDiedError,
+            r"update_actor, worker rank 1 of 2 .* was killed by SIGKILL",
+        ),
+        ("leaves", ValueError, "this rank has had enough"),
+    ],
+)
+def test_a_rank_that_is_lost_in_an_update_is_named_within_seconds(tiny_dir, how, error, words):
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=1)
+    recipe, deadlines = ClassWithInitArgs(Doomed, config, how), Deadlines(grace_s=2.0)
+    group = LocalWorkerGroup(ResourcePool([2]), recipe, deadlines=deadlines)
+    try:
+        group.init_model(10)
+        began = time.monotonic()
+        with pytest.raises(error, match=words) as caught:
+            group.update_actor(make_batch(8)).get()
+        assert time.monotonic() - began < 20
+    finally:
+        group.shutdown()
+    if how == "leaves":
+        notes = " ".join(caught.value.__notes__)
+        assert "raised in worker.update_actor, worker rank 1 of 2" in notes
+        assert "not finished 2 s after the failure: worker rank 0 of 2" in notes

@@ -1,0 +1,32 @@
+import torch
+from samples import make_batch, started, tiny_config
+
+from workers.roles.actor import ActorWorker
+from workers.roles.reference import ReferenceWorker
+
+
+def test_the_reference_scores_as_the_actor_did_before_training(tiny_dir):
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    config.actor_rollout_ref.rollout.temperature = 0.8
+    actor, reference = started(ActorWorker, config, 10), started(ReferenceWorker, config)
+    batch = make_batch(8)
+    first = actor.compute_log_prob(batch).batch["old_log_probs"]
+    actor.update_actor(batch)
+    scores = reference.compute_ref_log_prob(batch)
+    assert torch.equal(scores.batch["ref_log_prob"], first)
+    assert not torch.equal(actor.compute_log_prob(batch).batch["old_log_probs"], first)
+    assert set(scores.batch.keys()) == {"ref_log_prob"}
+
+
+def test_the_reference_holds_no_optimizer_and_no_gradient(tiny_dir):
+    reference = started(ReferenceWorker, tiny_config(tiny_dir))
+    assert reference.engine.optimizer is None
+    assert not any(parameter.requires_grad for parameter in reference.engine.parameters())
+
+
+def test_equal_weights_have_equal_checksums_across_roles(tiny_dir):
+    config = tiny_config(tiny_dir)
+    assert (
+        started(ReferenceWorker, config).weights_checksum()
+        == started(ActorWorker, config, 1).weights_checksum()
+    )

@@ -1,0 +1,74 @@
+import pytest
+import torch
+from samples import make_batch, started, tiny_config
+
+from verl_like.errors import ConfigError
+from workers.config import RewardModelConfig, ScoringModelConfig
+from workers.roles.critic import CriticWorker
+from workers.roles.reward_model import RewardModelWorker, check_same_tokenizer
+
+
+def scorer(tiny_dir, path):
+    config = tiny_config(tiny_dir)
+    config.reward_model = RewardModelConfig(
+        model=ScoringModelConfig(path=str(path)), micro_batch_size_per_gpu=2
+    )
+    return started(RewardModelWorker, config)
+
+
+def test_scores_are_the_classifier_s_at_the_last_real_token(tiny_dir, classifier):
+    from transformers import LlamaForSequenceClassification
+
+    batch = make_batch(5)
+    scores = scorer(tiny_dir, classifier).compute_rm_score(batch).batch["rm_scores"]
+    model = LlamaForSequenceClassification.from_pretrained(classifier)
+    for row in range(5):
+        tokens = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()]
+        expected = torch.zeros(5)
+        expected[int(batch.batch["response_mask"][row].sum()) - 1] = model(
+            tokens[None]
+        ).logits.item()
+        torch.testing.assert_close(scores[row], expected, atol=1e-6, rtol=0)
+
+
+def test_more_padding_does_not_change_a_score(tiny_dir, classifier):
+    worker, batch = scorer(tiny_dir, classifier), make_batch(5)
+    wider = make_batch(5)
+    names = ("input_ids", "attention_mask", "position_ids")
+    for name in names:
+        wider.batch[name] = torch.nn.functional.pad(batch.batch[name], (4, 3))
+    for name in ("responses", "response_mask"):
+        wider.batch[name] = torch.nn.functional.pad(batch.batch[name], (0, 3))
+    scores = worker.compute_rm_score(batch).batch["rm_scores"]
+    assert torch.equal(worker.compute_rm_score(wider).batch["rm_scores"][:, :5], scores)
+
+
+def test_an_empty_response_scores_zero(tiny_dir, classifier):
+    batch = make_batch(3)
+    batch.batch["response_mask"][1] = 0
+    scores = scorer(tiny_dir, classifier).compute_rm_score(batch).batch["rm_scores"]
+    assert (scores != 0).sum(dim=1).tolist() == [1, 0, 1]
+
+
+def test_a_critic_starts_from_a_reward_model_s_body_with_values_of_zero(tiny_dir, classifier):
+    config = tiny_config(tiny_dir)
+    config.critic.model.path = str(classifier)
+    critic, reward = started(CriticWorker, config, 1), scorer(tiny_dir, classifier)
+    bodies = [dict(worker.engine.module.body.named_parameters()) for worker in (critic, reward)]
+    assert all(torch.equal(tensor, bodies[1][name]) for name, tensor in bodies[0].items())
+    assert critic.compute_values(make_batch(2)).batch["values"].abs().max() == 0
+
+
+def test_a_model_without_a_score_head_is_refused(tiny_dir):
+    with pytest.raises(ConfigError, match="it is no reward model with one output"):
+        scorer(tiny_dir, tiny_dir / "model")
+
+
+def test_another_tokenizer_than_the_actor_s_is_refused(tiny_dir, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir / "model")
+    tokenizer.add_tokens(["~"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="1 tokens differ, such as '~'"):
+        check_same_tokenizer(str(tmp_path), str(tiny_dir / "model"))

@@ -1,0 +1,219 @@
+"""The native engine's direct pass against the module's own, on every family it knows, and when it
+stands back.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from workers.rollout.base import EngineLimits, Request, SamplingParams
+from workers.rollout.native import direct_forward
+from workers.rollout.native import engine as native_rollout
+from workers.rollout.native.direct_forward import DirectForward, agrees, is_llama_shaped
+from workers.rollout.native.engine import NativeEngine
+from workers.rollout.native.module_forward import ModuleForward
+
+VOCAB, PROMPT, RESPONSE = 70, 40, 12
+BIASES = {"attention_bias": True, "mlp_bias": True}
+FAMILIES = [
+    ("Llama", {}),
+    ("Llama", BIASES),
+    ("Mistral", {}),
+    ("Qwen2", {}),
+    ("Qwen3", {"head_dim": 32}),
+]
+
+
+def make_model(family, **changes):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    settings = {
+        "vocab_size": VOCAB,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.1,
+        **sizes,
+        **changes,
+    }
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**settings)
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name or "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def qwen2():
+    return make_model("Qwen2")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    random = np.random.default_rng(0)
+    return [
+        random.integers(0, VOCAB, size=n).tolist() for n in (1, PROMPT, 3, 17, 16, 15, 30, 2, 9, 33)
+    ]
+
+
+def generate(model, prompts, rows, max_num_seqs=256, **changes):
+    """Row -> output, and the kind of pass that made them."""
+    engine = NativeEngine(model, EngineLimits(PROMPT, RESPONSE, max_num_seqs), owns_weights=False)
+    engine.commit(0)
+    sampling = SamplingParams(**{"max_tokens": RESPONSE, "stop_token_ids": (3, 5), **changes})
+    outputs = engine.generate([Request(prompts[row], 1000 + row) for row in rows], sampling)
+    return dict(zip(rows, outputs, strict=True))
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """(kind of pass, rows) of every decode step."""
+    seen = []
+    for kind in (DirectForward, ModuleForward):
+
+        def noted(self, ids, positions, kind=kind, decode=kind.decode):
+            seen.append((kind, len(ids)))
+            return decode(self, ids, positions)
+
+        monkeypatch.setattr(kind, "decode", noted)
+    return seen
+
+
+def hooked(model):
+    """The same model, with a hook that does nothing: a part the direct pass does not know."""
+    model = copy.deepcopy(model)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
+def products(request, monkeypatch):
+    """With oneDNN's products, where torch has them, and with torch's own."""
+    if not request.param:
+        monkeypatch.setattr(direct_forward, "is_product", lambda weight: False)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize(("family", "changes"), FAMILIES)
+def test_both_passes_draw_the_same_tokens_with_the_same_log_probs(family, changes, prompts, passes):
+    model = make_model(family, **changes)
+    rows = range(len(prompts))
+    direct = generate(model, prompts, rows)
+    assert {kind for kind, _ in passes} == {DirectForward}
+    passes.clear()
+    general = generate(hooked(model), prompts, rows)
+    assert {kind for kind, _ in passes} == {ModuleForward}
+    for row in rows:
+        assert direct[row].tokens.tolist() == general[row].tokens.tolist()
+        torch.testing.assert_close(direct[row].log_probs, general[row].log_probs, atol=1e-5, rtol=0)
+        assert not direct[row].log_probs.is_inference()
+
+
+def test_in_bfloat16_log_probs_are_those_of_the_full_forward_up_to_rounding(prompts):
+    model = make_model("Qwen2").bfloat16()
+    assert agrees(model)
+    for row, output in generate(model, prompts, range(len(prompts))).items():
+        ids = torch.tensor([prompts[row] + output.tokens.tolist()])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompts[row]) - 1 : -1].float()
+        expected = torch.log_softmax(logits, -1).gather(1, output.tokens[:, None])[:, 0]
+        torch.testing.assert_close(output.log_probs, expected, atol=0.1, rtol=0)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize(
+    ("change", "inner", "dtype"),
+    [
+        (lambda model: model, 80, torch.float32),
+        (lambda model: model, 80, torch.bfloat16),
+        (hooked, 96, torch.float32),
+    ],
+)
+def test_the_bits_of_a_sample_do_not_depend_on_how_long_its_neighbours_are(
+    prompts, change, inner, dtype
+):
+    model = change(make_model("Qwen2", intermediate_size=inner).to(dtype))
+    whole = generate(model, prompts, range(len(prompts)))
+    for rows, max_num_seqs in [
+        ((0, 2, 7), 256),
+        ((2,), 256),
+        (range(len(prompts)), 4),
+        ((9, 8, 7, 6, 3), 3),
+    ]:
+        for row, output in generate(model, prompts, rows, max_num_seqs).items():
+            assert output.tokens.tolist() == whole[row].tokens.tolist()
+            assert torch.equal(output.log_probs, whole[row].log_probs)
+
+
+def test_steps_follow_the_tokens_generated(qwen2, prompts, passes, monkeypatch):
+    monkeypatch.setattr(native_rollout, "rows_of_pass", lambda count: max(4, count))
+    outputs = generate(qwen2, prompts * 3, range(3 * len(prompts)), max_num_seqs=8)
+    needed = sum(len(output.tokens) - 1 for output in outputs.values())
+    decoded = [rows for _, rows in passes]
+    assert needed <= sum(decoded) <= needed + 4 * RESPONSE
+    assert min(decoded) == 4
+    assert max(decoded) == 8
+
+
+def test_passes_compute_few_different_numbers_of_rows_and_few_that_nobody_reads():
+    rows = {count: native_rollout.rows_of_pass(count) for count in range(1, 1025)}
+    assert all(
+        max(4, count) <= found < max(2 * count, count + 16, 5) for count, found in rows.items()
+    )
+    assert sorted(set(rows.values())) == [4, 8, *range(16, 1025, 16)]
+
+
+def test_weights_are_the_modules_own_and_an_update_is_seen_at_once(prompts):
+    model = make_model("Llama")
+    engine = NativeEngine(model, EngineLimits(PROMPT, RESPONSE), owns_weights=False)
+    sampling = SamplingParams(max_tokens=4, stop_token_ids=(), do_sample=False)
+    for version in range(2):
+        engine.commit(version)
+        found = engine.generate([Request(prompts[3])], sampling)[0].tokens.tolist()
+        assert (
+            found
+            == model.generate(torch.tensor([prompts[3]]), max_new_tokens=4, do_sample=False)[
+                0, -4:
+            ].tolist()
+        )
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.randn_like(parameter) * 0.2)
+    model(torch.tensor([prompts[3]])).logits.sum().backward()
+
+
+def test_other_and_altered_models_are_not_taken_for_llama(qwen2):
+    assert is_llama_shaped(qwen2)
+    assert not is_llama_shaped(hooked(qwen2))
+    assert not is_llama_shaped(make_model("Llama", hidden_act="gelu"))
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert not is_llama_shaped(make_model("Llama", rope_parameters=scaled))
+    patched = copy.deepcopy(qwen2)
+    patched.model.norm.forward = lambda states: states
+    assert not is_llama_shaped(patched)
+    adapted = copy.deepcopy(qwen2)
+    adapted.model.layers[1].mlp.up_proj = type("Adapted", (torch.nn.Linear,), {})(
+        48, 80, bias=False
+    )
+    assert not is_llama_shaped(adapted)
+
+
+def test_a_module_that_computes_something_else_is_decoded_through_itself(
+    prompts, passes, monkeypatch
+):
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+    model, forward = make_model("Qwen2"), Qwen2MLP.forward
+    monkeypatch.setattr(Qwen2MLP, "forward", lambda self, states: 1.1 * forward(self, states))
+    with pytest.warns(UserWarning, match="direct pass differs from Qwen2ForCausalLM"):
+        generate(model, prompts, range(4))
+    assert {kind for kind, _ in passes[1:]} == {ModuleForward}  # the first pass is the comparison

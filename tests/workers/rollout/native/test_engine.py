@@ -1,0 +1,277 @@
+"""The native engine against transformers and against itself in other company, and the rollout
+role's columns.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from prompts import META, prompt_batch
+from samples import tiny_config
+
+from verl_like.batch.protocol import Shard
+from verl_like.errors import ConfigError, RolloutError, WeightSyncError
+from workers.roles.rollout import RolloutWorker
+from workers.rollout.base import EngineLimits, Request, SamplingParams
+from workers.rollout.native.engine import NativeEngine
+from workers.rollout.sampling import noise_key
+
+VOCAB, PROMPT, RESPONSE, STOP = 60, 9, 14, (2, 5, 7)
+
+
+@pytest.fixture(scope="module")
+def model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, initializer_range=0.1, **sizes)
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Ragged, with the longest and the shortest that fit, and two that are equal."""
+    random = np.random.default_rng(0)
+    ragged = [
+        random.integers(3, VOCAB, size=n).tolist() for n in random.integers(1, PROMPT + 1, size=17)
+    ]
+    return [*ragged, random.integers(3, VOCAB, size=PROMPT).tolist(), [11], ragged[0]]
+
+
+def engine_of(model, max_num_seqs=256, owns_weights=False):
+    limits = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=max_num_seqs)
+    engine = NativeEngine(model, limits, owns_weights=owns_weights)
+    engine.commit(0)
+    return engine
+
+
+def settings(**changes):
+    return SamplingParams(**{"max_tokens": RESPONSE, "stop_token_ids": STOP, **changes})
+
+
+def generate(model, prompts, rows, max_num_seqs=256, **changes):
+    """Row -> output, for these rows of the prompts in this order."""
+    requests = [Request(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
+    outputs = engine_of(model, max_num_seqs).generate(requests, settings(**changes))
+    return dict(zip(rows, outputs, strict=True))
+
+
+def test_greedy_equals_transformers_token_for_token(model, prompts):
+    outputs = generate(model, prompts, range(len(prompts)), do_sample=False)
+    for row, prompt in enumerate(prompts):
+        theirs = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=RESPONSE,
+            eos_token_id=list(STOP),
+            pad_token_id=0,
+        )
+        assert outputs[row].tokens.tolist() == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_equal_those_of_the_full_forward(model, prompts, temperature):
+    outputs = generate(model, prompts, range(len(prompts)), temperature=temperature, top_k=20)
+    for row, prompt in enumerate(prompts):
+        tokens = outputs[row].tokens
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens.tolist()])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits / temperature, -1).gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(outputs[row].log_probs, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_num_seqs"),
+    [
+        (range(20), 1),
+        (range(20), 3),
+        (range(20), 7),
+        (range(19, -1, -1), 8),
+        (range(0, 20, 3), 256),
+        ([17], 256),
+        ([0, 19], 256),
+    ],
+)
+def test_the_bits_of_a_sample_do_not_depend_on_what_it_is_generated_with(
+    model, prompts, rows, max_num_seqs
+):
+    whole = generate(model, prompts, range(len(prompts)))
+    for row, output in generate(model, prompts, list(rows), max_num_seqs).items():
+        assert output.tokens.tolist() == whole[row].tokens.tolist()
+        assert torch.equal(output.log_probs, whole[row].log_probs)
+        assert output.finish_reason == whole[row].finish_reason
+
+
+def test_the_bits_of_a_sample_do_not_depend_on_the_number_of_threads(model, prompts):
+    whole = generate(model, prompts, range(len(prompts)))
+    torch.set_num_threads(2)
+    try:
+        again = generate(model, prompts, range(len(prompts)), 5)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(again[row].log_probs, whole[row].log_probs) for row in whole)
+
+
+def test_an_engines_cache_serves_again_with_the_same_bits_unless_it_held_what_is_not_finite(
+    model, prompts
+):
+    rows = range(len(prompts))
+    requests = [Request(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
+    expected, engine = generate(model, prompts, rows), engine_of(model)
+    pages = []
+    for limit in (RESPONSE, 5):
+        outputs = engine.generate(requests, settings(max_tokens=limit))
+        assert all(expected[row].log_probs[:limit].equal(outputs[row].log_probs) for row in rows)
+        pages.append({whole.data_ptr() for whole in engine.cache_memory._free})
+    assert pages[1]
+    assert pages[1] <= pages[0]
+    row = model.lm_head.weight.detach()[0]
+    kept = row.clone()
+    row.fill_(float("nan"))
+    with pytest.raises(RolloutError, match="not finite"):
+        engine.generate(requests, settings())
+    row.copy_(kept)
+    assert not engine.cache_memory._free
+    outputs = engine.generate(requests, settings())
+    assert all(expected[row].log_probs.equal(outputs[row].log_probs) for row in rows)
+    engine.sleep()
+    assert not engine.cache_memory._free
+
+
+def test_samples_of_one_prompt_share_its_prefill_and_differ(model, prompts):
+    engine, seen = engine_of(model), []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    outputs = engine.generate(
+        [Request(prompts[0], noise_key(0, "0-0", i)) for i in range(40)], settings()
+    )
+    handle.remove()
+    assert seen[0] == (4, PROMPT)
+    assert len({tuple(output.tokens.tolist()) for output in outputs}) > 20
+
+
+def test_time_follows_the_tokens_generated_and_at_least_four_rows_are_computed(model, prompts):
+    seen = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    outputs = generate(model, prompts, range(len(prompts)), max_num_seqs=8)
+    handle.remove()
+    decoded = [rows for rows, width in seen if width == 1]
+    needed = sum(len(output.tokens) - 1 for output in outputs.values())
+    assert needed <= sum(decoded) <= needed + 4 * RESPONSE
+    assert min(rows for rows, _ in seen) == 4
+    assert max(decoded) == 8
+
+
+def test_windows_that_the_model_does_not_have_are_refused(model):
+    limits = EngineLimits(prompt_width=1500, response_width=1500, max_num_seqs=4)
+    with pytest.raises(ConfigError, match="3000 tokens, but the model has 2048"):
+        NativeEngine(model, limits, owns_weights=False)
+    with pytest.raises(RolloutError, match="max_tokens=15 does not fit"):
+        generate(model, [[3]], [0], max_tokens=RESPONSE + 1)
+
+
+def test_the_module_is_given_back_in_training_mode_and_with_gradients(model, prompts):
+    model.train()
+    generate(model, prompts, range(4))
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    model.eval()
+
+
+# The role.
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_dir):
+    worker = RolloutWorker(tiny_config(tiny_dir))
+    worker.init_model()
+    worker.engine.commit(3)
+    return worker
+
+
+def test_the_columns_are_those_of_the_table(worker):
+    data = prompt_batch(9)
+    out = worker.generate_sequences(data)
+    assert set(out.batch.keys()) == {
+        *("prompts", "responses", "input_ids", "attention_mask", "position_ids"),
+        *("response_mask", "rollout_log_probs", "token_versions", "weights_id"),
+    }
+    truncated = worker.generate_sequences(
+        prompt_batch(9, meta=META | {"truncated_log_probs": True, "top_k": 2})
+    )
+    column = truncated.batch.pop("rollout_truncated_log_probs")
+    assert truncated.batch.keys() == out.batch.keys()
+    assert (column >= truncated.batch["rollout_log_probs"]).all()
+    assert column.count_nonzero() > 0
+    assert out.meta_info == {"policy_version": 3}
+    assert set(out.non_tensor_batch) == {"finish_reason"}
+    assert torch.equal(out.batch["token_versions"], 3 * out.batch["response_mask"])
+    assert set(out.batch["weights_id"].tolist()) == {worker.engine.weights_id} != {0}
+    batch = out.batch
+    assert torch.equal(batch["input_ids"], torch.cat([batch["prompts"], batch["responses"]], 1))
+    assert torch.equal(batch["attention_mask"][:, :6], data.batch["attention_mask"])
+    assert torch.equal(batch["attention_mask"][:, 6:], batch["response_mask"])
+    assert torch.equal(batch["position_ids"][:, 5:].diff(dim=1), torch.ones(9, 5, dtype=torch.long))
+    for response, mask, log_probs in zip(
+        batch["responses"], batch["response_mask"], batch["rollout_log_probs"], strict=True
+    ):
+        length = int(mask.sum())
+        assert mask.tolist() == [1] * length + [0] * (5 - length)
+        assert 2 not in response[: length - 1]
+        assert length == 5 or response[length - 1] == 2
+        assert (response[length:] == 0).all()
+        assert (log_probs[length:] == 0).all()
+        assert (log_probs[:length] < 0).all()
+
+
+def test_pad_rows_get_empty_responses_and_real_rows_do_not_change(worker):
+    data = prompt_batch(6)
+    whole = worker.generate_sequences(data)
+    data.shard = Shard(index=1, count=2, start=6, rows=4, total=10)
+    padded = worker.generate_sequences(data)
+    for name, column in padded.batch.items():
+        assert torch.equal(column[:4], whole.batch[name][:4])
+    assert padded.batch["response_mask"][4:].sum() == 0
+
+
+def test_the_batch_may_override_sampling_and_validation_has_its_own_noise(worker):
+    def responses(**meta):
+        return worker.generate_sequences(prompt_batch(8, meta={**META, **meta})).batch["responses"]
+
+    assert torch.equal(responses(do_sample=False), responses(do_sample=False, validate=True))
+    assert not torch.equal(responses(), responses(validate=True))
+    assert torch.equal(responses(top_k=1), responses(do_sample=False))
+    assert (responses(eos_token_id=list(range(50)))[:, 1:] == 0).all()
+
+
+def test_batches_that_cannot_be_generated_are_refused(worker):
+    with pytest.raises(RolloutError, match="no eos_token_id"):
+        worker.generate_sequences(prompt_batch(4, meta={"pad_token_id": 0}))
+    with pytest.raises(RolloutError, match="no pad_token_id"):
+        worker.generate_sequences(prompt_batch(4, meta={"eos_token_id": 2}))
+    with pytest.raises(RolloutError, match="7 columns wide"):
+        worker.generate_sequences(prompt_batch(4, width=7))
+
+
+def test_an_unknown_engine_is_refused_and_a_lonely_rollout_needs_a_sync(tiny_dir, worker):
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.rollout = dataclasses.replace(
+        config.actor_rollout_ref.rollout, name="natve"
+    )
+    with pytest.raises(ConfigError, match="Did you mean 'native'"):
+        RolloutWorker(config)
+    with pytest.raises(WeightSyncError, match="no actor in this process"):
+        worker.update_weights(1)

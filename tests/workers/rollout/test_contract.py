@@ -1,0 +1,359 @@
+"""What every rollout engine promises, on each of them:
+
+`hf` the oracle, `native`, and `vllm` in its own environment.
+"""
+
+import threading
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from rollout_engines import (
+    PROMPT,
+    RESPONSE,
+    STOP,
+    VOCAB,
+    decode,
+    full_logits,
+    load,
+    make_engine,
+    make_model,
+    make_prompts,
+    requests_of,
+    settings,
+)
+
+from verl_like.errors import ConfigError, RolloutError, WeightSyncError
+from workers.rollout.base import Output, Request
+from workers.rollout.sampling import filtered_probs
+
+ENGINES = ["hf", "native", pytest.param("vllm", marks=pytest.mark.vllm)]
+PROMPTS = make_prompts()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("contract")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return make_model(folder)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def kept_engine(request, model, folder):
+    return make_engine(request.param, model, folder)
+
+
+@pytest.fixture
+def engine(kept_engine, model):
+    load(kept_engine, model, 3)
+    return kept_engine
+
+
+@pytest.fixture(scope="module")
+def oracle(model, folder):
+    engine = make_engine("hf", model, folder)
+    load(engine, model, 3)
+    return engine
+
+
+def lists(outputs):
+    return [output.tokens.tolist() for output in outputs]
+
+
+def test_greedy_equals_transformers_token_for_token(engine, model):
+    outputs = engine.generate(requests_of(PROMPTS), settings(do_sample=False))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=RESPONSE,
+            eos_token_id=list(STOP),
+            pad_token_id=0,
+        )
+        assert output.tokens.tolist() == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 0.7, "top_k": 20}, {"do_sample": False}, {"top_p": 0.8}]
+)
+def test_log_probs_are_the_trainers(engine, model, changes):
+    sampling = settings(**changes)
+    for request, output in zip(
+        requests_of(PROMPTS), engine.generate(requests_of(PROMPTS), sampling), strict=True
+    ):
+        logits = (
+            full_logits(model, list(request.prompt), output.tokens) / sampling.log_prob_temperature
+        )
+        expected = torch.log_softmax(logits, -1).gather(1, output.tokens[:, None])[:, 0]
+        torch.testing.assert_close(output.log_probs, expected, atol=1e-4, rtol=0)
+
+
+def test_truncated_log_probs_are_those_of_what_was_drawn_from_and_survive_an_abort(engine, model):
+    sampling = settings(temperature=0.8, top_k=9, top_p=0.9, min_tokens=2, truncated_log_probs=True)
+    outputs = engine.generate(requests_of(PROMPTS), sampling)
+    for request, output in zip(requests_of(PROMPTS), outputs, strict=True):
+        log_probs = torch.log_softmax(
+            full_logits(model, list(request.prompt), output.tokens) / 0.8, -1
+        )
+        log_probs[:2, list(STOP)] = -torch.inf
+        probs = filtered_probs(torch.log_softmax(log_probs, -1), sampling)
+        expected = (
+            (probs / probs.sum(-1, keepdim=True))
+            .gather(1, output.tokens[:, None])[:, 0]
+            .log()
+            .float()
+        )
+        torch.testing.assert_close(output.truncated_log_probs, expected, atol=1e-4, rtol=0)
+    whole = max(outputs, key=lambda output: len(output.tokens))
+    kinds = [column[:2] for column in (whole.tokens, whole.log_probs)]
+    begun = Output(*kinds, "abort", whole.versions[:2], whole.truncated_log_probs[:2])
+    request = requests_of(PROMPTS)[next(i for i, output in enumerate(outputs) if output is whole)]
+    (rest,) = engine.generate([replace(request, partial=begun)], sampling)
+    torch.testing.assert_close(
+        rest.truncated_log_probs, whole.truncated_log_probs, atol=1e-4, rtol=0
+    )
+    with pytest.raises(RolloutError, match="was begun without truncated_log_probs"):
+        engine.generate(
+            [replace(request, partial=replace(begun, truncated_log_probs=None))], sampling
+        )
+
+
+def test_a_sample_is_drawn_by_its_own_noise_on_every_engine(engine, oracle):
+    expected = lists(oracle.generate(requests_of(PROMPTS, n=2), settings()))
+    assert lists(engine.generate(requests_of(PROMPTS, n=2), settings())) == expected
+    backwards = engine.generate(requests_of(PROMPTS, n=2)[::-1], settings())
+    assert lists(backwards)[::-1] == expected
+    halves = [engine.generate(requests_of(PROMPTS, n=2)[half::2], settings()) for half in (0, 1)]
+    assert [lists(halves[i % 2])[i // 2] for i in range(len(expected))] == expected
+    assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2
+
+
+def test_a_response_ends_with_its_first_stop_token_or_at_the_limit(engine):
+    outputs = engine.generate(requests_of(PROMPTS, n=2), settings())
+    for output in outputs:
+        stops = [token in STOP for token in output.tokens.tolist()]
+        assert not any(stops[:-1])
+        assert output.finish_reason == ("stop" if stops[-1] else "length")
+        assert stops[-1] or len(output.tokens) == RESPONSE
+        assert len(output.log_probs) == len(output.versions) == len(output.tokens)
+        assert set(output.versions.tolist()) == {3}
+    assert {output.finish_reason for output in outputs} == {"stop", "length"}
+    assert {
+        len(o.tokens) for o in engine.generate(requests_of(PROMPTS), settings(max_tokens=1))
+    } == {1}
+
+
+def test_the_minimum_length_keeps_stop_tokens_away(engine):
+    outputs = engine.generate(requests_of(PROMPTS, n=2), settings(min_tokens=6))
+    assert min(len(output.tokens) for output in outputs) >= 6
+    assert all(token not in STOP for output in outputs for token in output.tokens[:6].tolist())
+    assert any(output.finish_reason == "stop" for output in outputs)
+
+
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(engine):
+    free = engine.generate(requests_of(PROMPTS), settings(stop_token_ids=(VOCAB - 1,)))
+    longest = max(free, key=lambda output: len(output.tokens)).tokens.tolist()
+    text = decode(longest[4:6])
+    outputs = engine.generate(
+        requests_of(PROMPTS), settings(stop_token_ids=(VOCAB - 1,), stop_strings=(text,))
+    )
+    for before, output in zip(free, outputs, strict=True):
+        whole, said = decode(before.tokens.tolist()), decode(output.tokens.tolist())
+        assert whole.startswith(said)
+        assert said.endswith(text) if text in whole else said == whole
+        assert output.finish_reason == ("stop" if text in whole else before.finish_reason)
+
+
+def test_a_logit_bias_moves_draws_but_not_the_reported_log_prob(engine, model):
+    outputs = engine.generate(
+        requests_of(PROMPTS), settings(logit_bias=((33, 100.0),), max_tokens=3)
+    )
+    assert {token for output in outputs for token in output.tokens.tolist()} == {33}
+    expected = torch.log_softmax(full_logits(model, PROMPTS[0], outputs[0].tokens), -1)[:, 33]
+    torch.testing.assert_close(outputs[0].log_probs, expected, atol=1e-4, rtol=0)
+    banned = engine.generate(
+        requests_of(PROMPTS, n=2), settings(logit_bias=tuple((t, -100.0) for t in STOP))
+    )
+    assert all(len(output.tokens) == RESPONSE for output in banned)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 0.6, "top_k": 12}, {"top_p": 0.7}, {"min_p": 0.1}]
+)
+def test_first_tokens_follow_the_truncated_distribution(engine, model, changes):
+    prompt, draws = PROMPTS[0], 1500 if type(engine).__name__ != "HFEngine" else 250
+    sampling = settings(max_tokens=1, **changes)
+    requests = [Request(prompt, 977 * i + 5, f"draw {i}") for i in range(draws)]
+    counts = Counter(int(output.tokens[0]) for output in engine.generate(requests, sampling))
+    log_probs = torch.log_softmax(
+        full_logits(model, prompt, torch.tensor([0])) / sampling.temperature, -1
+    )
+    probs = filtered_probs(log_probs, sampling)[0]
+    probs = (probs / probs.sum()).tolist()
+    assert {token for token in counts if not probs[token]} == set()
+    rare = [token for token in range(VOCAB) if draws * probs[token] < 5]
+    cells = [([token], probs[token]) for token in range(VOCAB) if token not in rare]
+    cells.append((rare, sum(probs[token] for token in rare)))
+    cells = [(tokens, p) for tokens, p in cells if p > 0]
+    statistic = sum(
+        (sum(counts[t] for t in tokens) - draws * p) ** 2 / (draws * p) for tokens, p in cells
+    )
+    freedom = len(cells) - 1
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.3 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def test_an_aborted_generation_goes_on_where_it_stopped(engine):
+    whole = engine.generate(requests_of(PROMPTS), settings())
+    checkpoint, seen = engine.control.checkpoint, []
+
+    def abort_at_the_fifth():
+        seen.append(0)
+        if len(seen) == 5:
+            engine.control.abort()
+        return checkpoint()
+
+    engine.control.checkpoint = abort_at_the_fifth
+    try:
+        partial = engine.generate(requests_of(PROMPTS), settings())
+    finally:
+        engine.control.checkpoint = checkpoint
+    assert "abort" in {output.finish_reason for output in partial}
+    for output, complete in zip(partial, whole, strict=True):
+        assert complete.tokens.tolist()[: len(output.tokens)] == output.tokens.tolist()
+    unfinished = [i for i, output in enumerate(partial) if output.finish_reason == "abort"]
+    requests = [
+        Request(PROMPTS[i], requests_of(PROMPTS)[i].key, "again", partial[i]) for i in unfinished
+    ]
+    for i, output in zip(unfinished, engine.generate(requests, settings()), strict=True):
+        assert output.tokens.tolist() == whole[i].tokens.tolist()
+        assert output.finish_reason == whole[i].finish_reason
+        torch.testing.assert_close(output.log_probs, whole[i].log_probs, atol=1e-4, rtol=0)
+
+
+def test_a_pause_holds_the_generation_and_forbids_sleep(engine):
+    whole = lists(engine.generate(requests_of(PROMPTS), settings()))
+    started, results, checkpoint = threading.Event(), [], engine.control.checkpoint
+
+    def told():
+        started.set()
+        return checkpoint()
+
+    engine.control.checkpoint = told
+    engine.control.pause()
+    thread = threading.Thread(
+        target=lambda: results.append(engine.generate(requests_of(PROMPTS), settings()))
+    )
+    thread.start()
+    try:
+        assert started.wait(30)
+        engine.control.pause()
+        assert not results
+        with pytest.raises(RolloutError, match=f"sleep with {len(PROMPTS)} samples in flight"):
+            engine.sleep()
+    finally:
+        engine.control.resume()
+        thread.join(60)
+        engine.control.checkpoint = checkpoint
+    assert lists(results[0]) == whole
+
+
+def test_weights_within_a_generation_are_refused_unless_it_is_paused(engine, model):
+    with (
+        engine.control.running(7),
+        pytest.raises(WeightSyncError, match="7 samples are being generated"),
+    ):
+        load(engine, model, 4)
+    with (
+        pytest.raises(RolloutError, match="generating 2 samples already"),
+        engine.control.running(2),
+    ):
+        engine.generate(requests_of(PROMPTS), settings())
+
+
+def test_five_versions_are_taken_over_and_stamped(engine, model, folder):
+    ids = set()
+    for version in range(5):
+        changed = make_model(folder / str(version), seed=version)
+        load(engine, changed, version)
+        ids.add(engine.weights_id)
+        outputs = engine.generate(requests_of(PROMPTS[:4]), settings(do_sample=False))
+        for prompt, output in zip(PROMPTS, outputs, strict=False):
+            best = full_logits(changed, prompt, output.tokens).argmax(-1)
+            assert output.tokens.tolist() == best.tolist()
+            assert set(output.versions.tolist()) == {version}
+    assert len(ids) == 5
+    load(engine, make_model(folder / "0", seed=0), 9)
+    assert engine.weights_id in ids
+
+
+def test_names_missing_unknown_and_misshaped_are_listed_and_the_engine_stays_stale(engine, model):
+    tensors = dict(model.named_parameters())
+    tensors["stranger"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors["lm_head.weight"] = torch.zeros(VOCAB, 3)
+    words = (
+        r"1 missing: model.layers.1.mlp.up_proj.weight; 1 unknown: stranger; "
+        r"1 of another shape: lm_head.weight \(is \[64, 64\], was sent \[64, 3\]\)"
+    )
+    with pytest.raises(WeightSyncError, match=words):
+        load(engine, tensors_as_model(tensors), 8)
+    with pytest.raises(RolloutError, match="no verified weights"):
+        engine.generate(requests_of(PROMPTS), settings())
+
+
+class tensors_as_model:  # noqa: N801 - reads as a function
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def named_parameters(self):
+        return self.tensors.items()
+
+
+def test_a_woken_engine_is_stale_until_weights_arrive(engine, model):
+    before = lists(engine.generate(requests_of(PROMPTS), settings()))
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(RolloutError, match="is asleep"):
+        engine.generate(requests_of(PROMPTS), settings())
+    engine.wake_up()
+    with pytest.raises(RolloutError, match="has no verified weights"):
+        engine.generate(requests_of(PROMPTS), settings())
+    load(engine, model, 5)
+    assert lists(engine.generate(requests_of(PROMPTS), settings())) == before
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "row 0 has 0 tokens"),
+        ([3] * (PROMPT + 1), f"{PROMPT + 1} tokens; 1 to {PROMPT} fit"),
+        ([3, VOCAB], f"token id {VOCAB}, outside the vocabulary of {VOCAB}"),
+        ([-1], "token id -1"),
+    ],
+)
+def test_prompts_that_cannot_work_are_refused_by_name(engine, prompt, words):
+    with pytest.raises(RolloutError, match=words):
+        engine.generate([Request(prompt, 1, "row 0")], settings())
+
+
+def test_settings_that_cannot_work_are_refused(engine, monkeypatch):
+    with pytest.raises(RolloutError, match="max_tokens=15 does not fit"):
+        engine.generate(requests_of(PROMPTS), settings(max_tokens=RESPONSE + 1))
+    with pytest.raises(ConfigError, match="token 64, outside"):
+        engine.generate(requests_of(PROMPTS), settings(logit_bias=((VOCAB, 1.0),)))
+    monkeypatch.setattr(engine, "decode", None)
+    with pytest.raises(ConfigError, match="stop strings need the tokenizer"):
+        engine.generate(requests_of(PROMPTS), settings(stop_strings=("x",)))
+
+
+def test_broken_logits_are_an_error_that_names_a_sample(engine, model, folder):
+    broken = make_model(folder / "broken")
+    broken.lm_head.weight.data.fill_(float("nan"))
+    load(engine, broken, 6)
+    with pytest.raises(RolloutError, match="not finite for uid 0-0 sample 0"):
+        engine.generate(requests_of(PROMPTS), settings())

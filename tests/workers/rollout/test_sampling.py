@@ -1,0 +1,172 @@
+"""Draws against the distribution they should follow; the noise against its definition."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from verl_like.errors import ConfigError
+from workers.rollout.base import SamplingParams
+from workers.rollout.sampling import choose_tokens, filtered_probs, noise_key, uniforms
+
+VOCAB, DRAWS = 8, 20_000
+
+
+def sampling(**settings):
+    return SamplingParams(max_tokens=1, stop_token_ids=(0,), **settings)
+
+
+def noise(count, position=0):
+    keys = np.array([noise_key(0, f"{row}-0", 0) for row in range(count)], dtype=np.uint64)
+    return torch.from_numpy(uniforms(keys, np.full(count, position)))
+
+
+def expected_probs(logits, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0):
+    """The truncated distribution token by token, in plain Python."""
+    weights = np.exp(logits.double().numpy() / temperature)
+    probs = dict(enumerate(weights / weights.sum()))
+    likeliest = sorted(probs, key=lambda token: -probs[token])
+    if top_k > 0:
+        likeliest = likeliest[:top_k]
+    kept, total, mass = [], sum(probs[token] for token in likeliest), 0.0
+    for token in likeliest:
+        if mass < top_p * total:
+            kept.append(token)
+        mass += probs[token]
+    kept = [token for token in kept if probs[token] >= min_p * probs[likeliest[0]]]
+    total = sum(probs[token] for token in kept)
+    return {token: probs[token] / total for token in kept}
+
+
+def chi_square_limit(freedom):
+    """Wilson and Hilferty's approximation of the 99.9 % quantile."""
+    return freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"temperature": 1.7, "top_k": 5, "top_p": 0.8, "min_p": 0.05},
+    ],
+)
+def test_tokens_follow_the_truncated_distribution(settings):
+    logits = torch.tensor([0.3, -1.0, 1.5, 0.0, 0.9, -0.4, 2.0, -2.0])
+    tokens, _ = choose_tokens(logits.repeat(DRAWS, 1), noise(DRAWS), sampling(**settings))
+    counts = torch.bincount(tokens, minlength=VOCAB).tolist()
+    expected = expected_probs(logits, **settings)
+    assert {token for token in range(VOCAB) if counts[token]} == set(expected)
+    statistic = sum((counts[token] - DRAWS * p) ** 2 / (DRAWS * p) for token, p in expected.items())
+    assert statistic < chi_square_limit(len(expected) - 1)
+
+
+def test_truncation_keeps_ties_and_at_least_one_token():
+    even = torch.log_softmax(torch.zeros(1, VOCAB), dim=-1)
+    assert filtered_probs(even, sampling(top_k=2)).count_nonzero() == VOCAB
+    assert filtered_probs(even, sampling(top_p=1e-9)).count_nonzero() == 1
+    assert filtered_probs(even, sampling(top_k=100)).count_nonzero() == VOCAB
+
+
+def test_log_probs_have_the_temperature_but_no_truncation():
+    logits = torch.randn(50, VOCAB)
+    tokens, log_probs = choose_tokens(
+        logits, noise(50), sampling(temperature=0.6, top_k=2, top_p=0.9)
+    )
+    assert torch.equal(log_probs, torch.log_softmax(logits / 0.6, -1).gather(1, tokens[:, None]))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.7, "min_p": 0.1}]
+)
+def test_truncated_log_probs_are_those_of_the_distribution_drawn_from(settings):
+    logits = torch.randn(50, VOCAB)
+    bias = {"logit_bias": ((3, 1.5),), "truncated_log_probs": True}
+    tokens, log_probs = choose_tokens(logits, noise(50), sampling(**settings, **bias))
+    for row, token in enumerate(tokens.tolist()):
+        biased = logits[row] + torch.tensor([0.0, 0.0, 0.0, 1.5, 0.0, 0.0, 0.0, 0.0])
+        assert log_probs[row, 1].exp() == pytest.approx(
+            expected_probs(biased, **settings)[token], rel=1e-5
+        )
+    plain = sampling(**settings, logit_bias=bias["logit_bias"])
+    assert torch.equal(choose_tokens(logits, noise(50), plain)[1], log_probs[:, :1])
+
+
+def test_greedy_decoding_draws_from_one_token():
+    greedy = sampling(do_sample=False, top_k=4, truncated_log_probs=True)
+    assert not choose_tokens(torch.randn(5, VOCAB), noise(5), greedy)[1][:, 1].any()
+
+
+def test_greedy_takes_the_likeliest_and_counts_as_temperature_one():
+    logits = torch.randn(50, VOCAB)
+    tokens, log_probs = choose_tokens(logits, noise(50), sampling(do_sample=False, temperature=0.1))
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert torch.equal(log_probs[:, 0], torch.log_softmax(logits, -1).max(-1).values)
+
+
+def test_a_row_draws_the_same_alone_and_among_others():
+    logits, numbers = torch.randn(33, 1000), noise(33)
+    settings = sampling(top_k=50, top_p=0.9)
+    tokens, log_probs = choose_tokens(logits, numbers, settings)
+    for row in (0, 7, 32):
+        token, log_prob = choose_tokens(logits[row : row + 1], numbers[row : row + 1], settings)
+        assert token[0] == tokens[row]
+        assert log_prob[0] == log_probs[row]
+
+
+def test_the_ends_of_the_noise_draw_tokens_that_have_probability():
+    logits = torch.tensor([[-200.0, 0.0, 0.0, -200.0]]).repeat(2, 1)
+    tokens, _ = choose_tokens(
+        logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64), sampling(top_k=2)
+    )
+    assert tokens.tolist() == [1, 2]
+
+
+def test_noise_is_a_pure_function_of_key_and_position():
+    keys, positions = np.array([1, 2**64 - 1, 5], dtype=np.uint64), np.array([0, 1, 10_000])
+    together = uniforms(keys, positions)
+    alone = [uniforms(keys[i : i + 1], positions[i : i + 1])[0] for i in range(3)]
+    assert together.tolist() == alone
+    assert ((together >= 0) & (together < 1)).all()
+    # The published first outputs of splitmix64 with seed 1234567.
+    first = uniforms(np.full(2, 1234567, dtype=np.uint64), np.arange(2))
+    assert first.tolist() == [
+        (value >> 11) * 2.0**-53 for value in (6457827717110365317, 3203168211198807973)
+    ]
+
+
+def test_noise_is_even_along_positions_and_along_keys():
+    along_positions = uniforms(
+        np.full(DRAWS, noise_key(0, "0-0", 0), dtype=np.uint64), np.arange(DRAWS)
+    )
+    for numbers in (along_positions, noise(DRAWS).numpy()):
+        counts = np.histogram(numbers, bins=32, range=(0, 1))[0]
+        assert ((counts - DRAWS / 32) ** 2 / (DRAWS / 32)).sum() < chi_square_limit(31)
+    assert abs(np.corrcoef(along_positions[1:], along_positions[:-1])[0, 1]) < 0.03
+
+
+def test_every_part_of_the_name_changes_the_key():
+    parts = ([0, 1], ["0-0", "1-0", "0-1"], [0, 1], [0, 1], ["train", "validate"])
+    names = list(itertools.product(*parts))
+    assert len({noise_key(*name) for name in names}) == len(names)
+    assert noise_key(0, "0-0", 0) == noise_key(0, np.str_("0-0"), np.int64(0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperature": 0.0}, "do_sample=false"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"min_p": -0.1}, "min_p=-0.1"),
+    ],
+)
+def test_settings_that_draw_nothing_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        sampling(**settings)

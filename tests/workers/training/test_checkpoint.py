@@ -1,0 +1,270 @@
+"""A role's checkpoint: what it brings back, on which ranks, and what it refuses."""
+
+import json
+import re
+import resource
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from distributed import run
+from samples import learned, make_batch, own_piece, started, tiny_config
+
+from verl_like.errors import CheckpointError
+from workers.config import OptimConfig
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.training.hf_export import export_huggingface
+
+ROWS = 4
+EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
+
+
+def config_of(tiny_dir, lora_rank=0, contents=("model", "optimizer", "extra")):
+    optim = OptimConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=1)
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=ROWS // 2, optim=optim)
+    config.critic.ppo_mini_batch_size = ROWS // 2
+    for model, section in (
+        (config.actor_rollout_ref.model, config.actor_rollout_ref.actor),
+        (config.critic.model, config.critic),
+    ):
+        model.lora_rank = lora_rank
+        section.checkpoint.save_contents = list(contents)
+    return config
+
+
+def actor_of(tiny_dir, **settings):
+    return started(ActorWorker, config_of(tiny_dir, **settings), 10)
+
+
+def update(worker, seed):
+    """The metrics of one update, and the random numbers that a method
+    of the role would draw next.
+    """
+    batch = own_piece(make_batch(ROWS, seed), worker.rank, worker.world_size)
+    method = worker.update_actor if isinstance(worker, ActorWorker) else worker.update_critic
+    return learned(method(batch)) | {"drawn": float(torch.rand(())), "numpy": np.random.rand()}
+
+
+def save_and_go_on(cls, tiny_dir, folder, **settings):
+    """Two updates, a checkpoint, and what two more updates give."""
+    worker = started(cls, config_of(tiny_dir, **settings), 10)
+    torch.manual_seed(worker.rank)
+    for seed in range(2):
+        update(worker, seed)
+    worker.save_checkpoint(str(folder), 2)
+    return [update(worker, seed) for seed in (2, 3)], worker.weights_checksum()
+
+
+def load_and_go_on(cls, tiny_dir, folder, updates_before=0, **settings):
+    """The same two updates by a worker that was built anew; optionally one with updates of its own
+    to forget.
+    """
+    worker = started(cls, config_of(tiny_dir, **settings), 10)
+    for seed in range(updates_before):
+        update(worker, seed + 10)
+    worker.load_checkpoint(str(folder))
+    return [update(worker, seed) for seed in (2, 3)], worker.weights_checksum()
+
+
+@pytest.mark.parametrize("cls", [ActorWorker, CriticWorker])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_resumed_worker_goes_on_bit_for_bit(tiny_dir, tmp_path, cls, lora_rank):
+    expected = save_and_go_on(cls, tiny_dir, tmp_path / "role", lora_rank=lora_rank)
+    assert load_and_go_on(cls, tiny_dir, tmp_path / "role", 1, lora_rank=lora_rank) == expected
+    assert not (tmp_path / "role.part").exists()
+
+
+def test_a_checkpoint_from_before_the_first_update_brings_back_a_fresh_optimizer(
+    tiny_dir, tmp_path
+):
+    actor = actor_of(tiny_dir)
+    actor.save_checkpoint(str(tmp_path / "actor"))
+    torch.manual_seed(1)
+    expected = [update(actor, seed) for seed in (2, 3)]
+    other = actor_of(tiny_dir)
+    update(other, 0)
+    other.load_checkpoint(str(tmp_path / "actor"))
+    torch.manual_seed(1)
+    assert [update(other, seed) for seed in (2, 3)] == expected
+
+
+def test_two_ranks_go_on_bit_for_bit(tiny_dir, tmp_path):
+    expected = run(2, save_and_go_on, ActorWorker, tiny_dir, tmp_path / "actor")
+    assert run(2, load_and_go_on, ActorWorker, tiny_dir, tmp_path / "actor") == expected
+    assert expected[0][0][0]["drawn"] != expected[1][0][0]["drawn"]
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), (4, 2), (2, 1)])
+def test_another_number_of_ranks_goes_on(tiny_dir, tmp_path, worlds):
+    def on(world, function):
+        return (run(world, function, *arguments) if world > 1 else [function(*arguments)])[0]
+
+    arguments = (ActorWorker, tiny_dir, tmp_path / "actor")
+    (expected, _), (found, _) = on(worlds[0], save_and_go_on), on(worlds[1], load_and_go_on)
+    for ours, theirs in zip(found, expected, strict=True):
+        drop = ("drawn", "numpy")
+        ours, theirs = (
+            {k: v for k, v in metrics.items() if k not in drop} for metrics in (ours, theirs)
+        )
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+def test_a_huggingface_folder_loads_and_scores_alike(tiny_dir, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    actor = actor_of(tiny_dir, contents=EVERYTHING)
+    update(actor, 0)
+    actor.save_checkpoint(str(tmp_path / "actor"))
+    folder = tmp_path / "actor" / "huggingface"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for name, weight in actor.engine.named_full_tensors():
+        assert dict(model.named_parameters())[name].equal(weight)
+    text = [{"role": "user", "content": "say a"}]
+    ours, theirs = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(tiny_dir / "model"),
+    )
+    assert ours.apply_chat_template(text) == theirs.apply_chat_template(text)
+    assert model.generation_config.eos_token_id == theirs.eos_token_id
+
+
+def test_a_critic_is_exported_as_a_classifier_of_one_label(tiny_dir, tmp_path):
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    critic = started(CriticWorker, config_of(tiny_dir, lora_rank=4, contents=EVERYTHING), 10)
+    update(critic, 0)
+    critic.save_checkpoint(str(tmp_path / "critic"))
+    folder = tmp_path / "critic" / "huggingface"
+    model, body = (
+        AutoModelForSequenceClassification.from_pretrained(folder),
+        AutoModel.from_pretrained(folder),
+    )
+    assert model.config.num_labels == 1
+    full = dict(critic.engine.named_full_tensors())
+    assert full.keys() == dict(model.named_parameters()).keys()
+    assert all(full[name].equal(weight) for name, weight in model.named_parameters())
+    assert all(full[f"model.{name}"].equal(weight) for name, weight in body.named_parameters())
+
+
+def export_in_shards(tiny_dir, folder):
+    actor = actor_of(tiny_dir, lora_rank=4)
+    update(actor, 0)
+    export_huggingface(actor.engine, folder, writes=actor.rank == 0, shard_bytes=100_000)
+    return {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()}
+
+
+def test_a_large_model_is_exported_in_shards_by_rank_0_with_its_adapter_merged(tiny_dir, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    full = run(2, export_in_shards, tiny_dir, tmp_path)[0]
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+    assert not list(tmp_path.glob("draft-*"))
+    weights = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    assert all(weights[name].equal(tensor) for name, tensor in full.items())
+
+
+def test_an_adapter_is_saved_without_its_base(tiny_dir, tmp_path):
+    sizes = []
+    for rank in (0, 4):
+        folder = tmp_path / f"rank {rank}"
+        actor_of(tiny_dir, lora_rank=rank).save_checkpoint(str(folder))
+        sizes.append(sum(path.stat().st_size for path in (folder / "shards").iterdir()))
+    assert sizes[1] < sizes[0] / 3
+    assert (tmp_path / "rank 4" / "lora_adapter" / "adapter_model.safetensors").is_file()
+
+
+def saved(tiny_dir, folder, **settings):
+    actor = actor_of(tiny_dir, **settings)
+    actor.save_checkpoint(str(folder), 1)
+    return actor
+
+
+def refusal(worker, folder):
+    with pytest.raises(CheckpointError) as error:
+        worker.load_checkpoint(str(folder))
+    return str(error.value)
+
+
+def test_a_damaged_or_missing_shard_is_named(tiny_dir, tmp_path):
+    actor = saved(tiny_dir, tmp_path / "actor")
+    shard = tmp_path / "actor" / "shards" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    before = actor.weights_checksum()
+    assert "is damaged: shards/__0_0.distcp has" in refusal(actor, tmp_path / "actor")
+    shard.unlink()
+    assert "shards/__0_0.distcp is missing" in refusal(actor, tmp_path / "actor")
+    (tmp_path / "actor" / "manifest.json").write_text("{")
+    assert "manifest.json is damaged" in refusal(actor, tmp_path / "actor")
+    (tmp_path / "actor" / "manifest.json").unlink()
+    assert "it has no manifest.json, so it was never completed" in refusal(
+        actor, tmp_path / "actor"
+    )
+    shutil.rmtree(tmp_path / "actor")
+    assert "there is no such folder" in refusal(actor, tmp_path / "actor")
+    assert actor.weights_checksum() == before
+
+
+def damage_on_two_ranks(tiny_dir, folder):
+    actor = saved(tiny_dir, folder)
+    if actor.rank == 0:
+        (folder / "shards" / "__1_0.distcp").unlink()
+    torch.distributed.barrier()
+    return refusal(actor, folder)
+
+
+def test_every_rank_hears_of_the_shard_of_another(tiny_dir, tmp_path):
+    for message in run(2, damage_on_two_ranks, tiny_dir, tmp_path / "actor"):
+        assert "shards/__1_0.distcp is missing" in message
+
+
+def test_another_models_checkpoint_is_refused_with_the_tensors_that_do_not_fit(
+    tiny_dir, make_tiny, tmp_path
+):
+    make_tiny.make(tmp_path / "wide", num_train=1, num_val=1, hidden_size=32, num_layers=3)
+    saved(tmp_path / "wide", tmp_path / "actor")
+    message = refusal(actor_of(tiny_dir), tmp_path / "actor")
+    assert "is of another model" in message
+    assert "9 unknown here: model.layers.2.self_attn.q_proj.weight" in message
+    assert re.search(
+        r"of another shape: model.embed_tokens.weight \(there \[\d+, 32\], here \[\d+, 64\]\)",
+        message,
+    )
+    message = refusal(actor_of(tiny_dir, lora_rank=4), tmp_path / "actor")
+    assert "missing in it: model.layers.0.self_attn.q_proj.lora_A.default.weight" in message
+
+
+def test_a_checkpoint_without_weights_is_no_place_to_go_on_from(tiny_dir, tmp_path):
+    actor = saved(tiny_dir, tmp_path / "actor", contents=["hf_model"])
+    message = refusal(actor, tmp_path / "actor")
+    assert "holds no weights to go on from: checkpoint.save_contents lacked 'model'" in message
+
+
+def fill_the_disk(tiny_dir, folder):
+    """A checkpoint, then another update that a file of rank 1 (the last rank) has no room for."""
+    actor = saved(tiny_dir, folder)
+    update(actor, 0)
+    if actor.rank == actor.world_size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    try:
+        with pytest.raises(CheckpointError) as error:
+            actor.save_checkpoint(str(folder), 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    update(actor, 1)
+    actor.load_checkpoint(str(folder))
+    return str(error.value), actor.weights_checksum()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_disk_that_is_full_leaves_the_earlier_checkpoint(tiny_dir, tmp_path, world):
+    initial = actor_of(tiny_dir).weights_checksum()
+    for message, checksum in run(world, fill_the_disk, tiny_dir, tmp_path / "actor"):
+        assert "was not written (an earlier one is untouched)" in message
+        assert f"rank {world - 1}: " in message
+        assert checksum == initial
+    assert json.loads((tmp_path / "actor" / "manifest.json").read_text())["step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["actor"]

@@ -1,0 +1,271 @@
+import math
+import os
+
+import pytest
+import torch
+from distributed import run
+from gradients import ACTOR_COLUMNS, FAMILIES, assert_equal_gradients, gradients
+from samples import RESPONSE, VOCAB, learned, make_batch, own_piece, started, tiny_config
+
+from verl_like.errors import ConfigError
+from workers.config import FSDPConfig, ModelConfig, OptimConfig
+from workers.cpu import fused_ops as lean
+from workers.losses.losses import LOSS_AGG_MODES
+from workers.parallel import fsdp as sharding
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.training.engine import TrainEngine
+from workers.training.microbatch import Budget
+from workers.training.optim import guarded_step, lr_factor
+
+
+def tiny_actor(tiny_dir, **actor):
+    return started(ActorWorker, tiny_config(tiny_dir, **actor), 10)
+
+
+def on_ranks(tiny_dir, num_rows, fsdp_size=-1, is_large=False):
+    """What every rank sees of gradients, log-probs, and an update of two mini-batches or one (odd
+    rows).
+
+    An `is_large` model has a unit of FSDP2 for each of its layers. Several ranks, each a process of
+    its own, take a row at a time, so that a mini-batch is several passes; and they multiply through
+    oneDNN, where one leaves it to torch.
+    """
+    if is_large:
+        sharding.SMALL_ELEMENTS = 0
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        lean.FEWEST_PRODUCTS = 1
+    config = tiny_config(
+        tiny_dir,
+        entropy_coeff=0.01,
+        use_kl_loss=True,
+        fsdp_config=FSDPConfig(fsdp_size=fsdp_size),
+        ppo_mini_batch_size=num_rows // 2 if num_rows % 2 == 0 else num_rows,
+    )
+    actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
+    data = own_piece(make_batch(num_rows), actor.rank, actor.world_size)
+    real = data.num_real_rows
+    budget = Budget(rows=1 if actor.world_size > 1 else num_rows)
+    before = actor.weights_checksum()
+    return {
+        "gradients": gradients(actor, data, ACTOR_COLUMNS, budget),
+        "critic_gradients": gradients(critic, data, ("values", "returns"), budget),
+        "log_probs": actor.compute_log_prob(data).batch["old_log_probs"][:real],
+        "metrics": learned(actor.update_actor(data)),
+        "critic_metrics": learned(critic.update_critic(data)),
+        "weights": {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()},
+        "held": sum(getattr(p, "_local_tensor", p).numel() for p in actor.engine.parameters()),
+        "checksums": (before, actor.weights_checksum()),
+    }
+
+
+def assert_same_training(results, alone, num_shards):
+    for result in results:
+        assert result["metrics"] == results[0]["metrics"]
+        assert result["critic_metrics"] == results[0]["critic_metrics"]
+        assert result["checksums"] == results[0]["checksums"]
+    ours = results[0]
+    assert ours["held"] < 1.1 * alone["held"] / num_shards
+    assert ours["checksums"][0] == alone["checksums"][0]
+    assert ours["checksums"][1] != ours["checksums"][0]
+    assert_equal_gradients(ours["gradients"], alone["gradients"])
+    assert_equal_gradients(ours["critic_gradients"], alone["critic_gradients"])
+    torch.testing.assert_close(
+        torch.cat([r["log_probs"] for r in results]), alone["log_probs"], atol=1e-6, rtol=0
+    )
+    for metrics in ("metrics", "critic_metrics"):
+        assert ours[metrics] == pytest.approx(alone[metrics], rel=1e-4, abs=1e-6)
+    for name, weight in alone["weights"].items():
+        assert (ours["weights"][name] - weight).norm() <= 1e-3 * weight.norm(), name
+
+
+def test_seven_rows_on_three_ranks_train_as_seven_on_one(tiny_dir):
+    assert_same_training(run(3, on_ranks, tiny_dir, 7), on_ranks(tiny_dir, 7), num_shards=3)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fsdp_size", "is_large"), [(2, -1, True), (4, -1, False), (4, 2, False)]
+)
+def test_training_does_not_depend_on_the_number_of_ranks(tiny_dir, world_size, fsdp_size, is_large):
+    num_shards = world_size if fsdp_size == -1 else fsdp_size
+    results = run(world_size, on_ranks, tiny_dir, 8, fsdp_size, is_large)
+    assert_same_training(results, on_ranks(tiny_dir, 8), num_shards)
+
+
+def test_one_row_on_two_ranks_trains_as_one_on_one(tiny_dir):
+    assert_same_training(run(2, on_ranks, tiny_dir, 1), on_ranks(tiny_dir, 1), num_shards=2)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_gradient_does_not_depend_on_the_micro_batch_cut(tiny_dir, mode):
+    actor = tiny_actor(tiny_dir, loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True)
+    batch = make_batch(9)
+    whole = gradients(actor, batch, ACTOR_COLUMNS, Budget(rows=9))
+    for budget in (
+        Budget(rows=1),
+        Budget(rows=2),
+        Budget(rows=4),
+        Budget(tokens=11),
+        Budget(tokens=25),
+    ):
+        assert_equal_gradients(gradients(actor, batch, ACTOR_COLUMNS, budget), whole)
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_dir):
+    config = tiny_config(tiny_dir)
+    plain = gradients(started(ActorWorker, config, 1), make_batch(4), ACTOR_COLUMNS)
+    config.actor_rollout_ref.model.enable_gradient_checkpointing = True
+    actor = started(ActorWorker, config, 1)
+    actor.engine.module.train()
+    assert_equal_gradients(gradients(actor, make_batch(4), ACTOR_COLUMNS), plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("temperature", "packed"), [(1.0, True), (0.7, True), (0.7, False)])
+def test_log_probs_are_those_of_each_row_alone_without_padding(
+    tmp_path, family, temperature, packed
+):
+    import transformers
+
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, family)(**sizes, **FAMILIES[family], pad_token_id=0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    engine = TrainEngine(ModelConfig(path=str(tmp_path), use_remove_padding=packed), FSDPConfig())
+    engine.build(ActorWorker(tiny_config(tmp_path)))
+    assert engine.packs == (packed and family != "BloomConfig")
+    batch = make_batch(5)
+    outputs = engine.forward_rows(batch, Budget(rows=2), temperature=temperature, want_entropy=True)
+    for row in range(5):
+        real = batch.batch["attention_mask"][row].bool()
+        tokens = batch.batch["input_ids"][row][real]
+        length = int(batch.batch["response_mask"][row].sum())
+        logits = (
+            model(input_ids=tokens[None], use_cache=False).logits[0, -length - 1 : -1] / temperature
+        )
+        log_probs = logits.log_softmax(-1)
+        expected = torch.zeros(2, RESPONSE)
+        expected[0, :length] = log_probs.gather(-1, tokens[-length:, None])[:, 0]
+        expected[1, :length] = -(log_probs.exp() * log_probs).sum(-1)
+        actual = torch.stack([outputs["log_probs"][row], outputs["entropys"][row]])
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+
+
+def test_full_tensors_are_the_folder_s_weights_under_their_names(tiny_dir):
+    from transformers import AutoModelForCausalLM
+
+    expected = AutoModelForCausalLM.from_pretrained(tiny_dir / "model").state_dict()
+    tensors = dict(tiny_actor(tiny_dir).engine.named_full_tensors())
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+
+
+def test_the_scheduler_steps_once_per_update(tiny_dir):
+    optim = OptimConfig(lr=1e-3, lr_warmup_steps=1, lr_scheduler_type="linear")
+    actor = tiny_actor(tiny_dir, optim=optim, ppo_mini_batch_size=2, ppo_epochs=2)
+    actor.init_model(3)
+    rates = [actor.update_actor(make_batch(6)).meta_info["metrics"]["actor/lr"] for _ in range(4)]
+    assert rates == pytest.approx([5e-4, 1e-3, 5e-4, 0.0])
+
+
+def test_a_schedule_ends_at_its_floor():
+    cosine = OptimConfig(lr_scheduler_type="cosine", min_lr_ratio=0.1)
+    factors = [lr_factor(step, 10, cosine) for step in range(13)]
+    assert factors[0] == 1.0
+    assert factors[5] == pytest.approx(0.55)
+    assert factors[10:] == pytest.approx([0.1] * 3)
+    assert factors == sorted(factors, reverse=True)
+
+
+def test_an_unknown_schedule_is_refused_by_name(tiny_dir):
+    with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
+        tiny_actor(tiny_dir, optim=OptimConfig(lr_scheduler_type="cosin"))
+
+
+def test_a_non_finite_gradient_skips_the_step_and_is_counted(tiny_dir):
+    actor = tiny_actor(tiny_dir, ppo_mini_batch_size=4)
+    before = actor.weights_checksum()
+    batch = make_batch(4)
+    batch.batch["advantages"][1, 0] = math.inf
+    metrics = actor.update_actor(batch).meta_info["metrics"]
+    assert metrics["actor/skipped_steps"] == 1.0
+    assert actor.engine.skips.total == 1
+    assert actor.weights_checksum() == before
+
+
+def test_an_error_in_the_middle_of_a_mini_batch_leaves_nothing_for_the_next_update(tiny_dir):
+    actor, other = (
+        tiny_actor(tiny_dir, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
+        for _ in range(2)
+    )
+    loss, passes = actor.loss, []
+
+    def breaks_once(*args):
+        passes.append(1)
+        if len(passes) == 2:
+            raise ArithmeticError("in the second of two passes")
+        return loss(*args)
+
+    actor.loss = breaks_once
+    with pytest.raises(ArithmeticError):
+        actor.update_actor(make_batch(4))
+    actor.update_actor(make_batch(4))
+    other.update_actor(make_batch(4))
+    assert len(passes) == 4
+    assert actor.weights_checksum() == other.weights_checksum()
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    weights = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
+    weights[0].grad, weights[1].grad = torch.tensor([3.0]), torch.tensor([4.0])
+    assert guarded_step(torch.optim.SGD(weights, lr=1.0), weights, grad_clip=1.0) == 5.0
+    assert [float(weight.detach()) for weight in weights] == pytest.approx([-0.6, -0.8], rel=1e-5)
+    assert all(weight.grad is None for weight in weights)
+
+
+def test_rows_without_a_response_give_no_loss_and_no_nan(tiny_dir):
+    actor = tiny_actor(tiny_dir, ppo_mini_batch_size=4, entropy_coeff=0.01, use_kl_loss=True)
+    batch = make_batch(4)
+    batch.batch["response_mask"].zero_()
+    metrics = actor.update_actor(batch).meta_info["metrics"]
+    assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == metrics["actor/entropy"] == 0.0
+    assert all(torch.isfinite(weight).all() for _, weight in actor.engine.named_full_tensors())
+
+
+def test_micro_batch_and_pad_columns_never_touch_the_caller_s_batch(tiny_dir):
+    actor, batch = tiny_actor(tiny_dir, ppo_mini_batch_size=4), make_batch(4)
+    actor.compute_log_prob(batch)
+    actor.update_actor(batch)
+    assert all(
+        torch.equal(batch.batch[name], column) for name, column in make_batch(4).batch.items()
+    )
+
+
+def test_a_folder_without_a_model_is_refused_with_a_way_out(tmp_path):
+    with pytest.raises(ConfigError, match="no config.json there.*examples/tiny/make.py"):
+        tiny_actor(tmp_path)
+
+
+def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ConfigError, match="does not load as a causal LM"):
+        tiny_actor(tmp_path)
+
+
+def test_rows_longer_than_the_model_s_positions_are_refused(tiny_dir):
+    actor = tiny_actor(tiny_dir)
+    actor.engine.module.config.max_position_embeddings = 4
+    with pytest.raises(ConfigError, match=r"a row of \d+ tokens.*4 positions"):
+        actor.compute_log_prob(make_batch(9))
+
+
+def test_a_sharding_size_that_does_not_divide_the_ranks_is_refused(tiny_dir):
+    with pytest.raises(ConfigError, match="fsdp_size=2 does not divide the 1 ranks"):
+        tiny_actor(tiny_dir, fsdp_config=FSDPConfig(fsdp_size=2))

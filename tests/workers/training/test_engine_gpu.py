@@ -1,0 +1,72 @@
+"""The training engine on a GPU:
+
+16-bit types, packed rows under each attention, offloading. Skipped without one.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+from gradients import ACTOR_COLUMNS, gradients
+from samples import make_batch, started, tiny_config
+
+from workers.roles.actor import ActorWorker
+from workers.training.microbatch import Budget
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+no_flash = pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"
+)
+
+
+def actor(tiny_dir, *, strategy="fsdp", **model):
+    config = tiny_config(
+        tiny_dir, strategy=strategy, ppo_mini_batch_size=8, entropy_coeff=0.01, use_kl_loss=True
+    )
+    for name, value in model.items():
+        setattr(config.actor_rollout_ref.model, name, value)
+    made = started(ActorWorker, config, 10)
+    assert made.engine.device.type == "cuda"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attention", "limit"),
+    [
+        ("float32", "sdpa", 1e-5),
+        ("bfloat16", "sdpa", 5e-2),
+        pytest.param("bfloat16", "flash_attention_2", 5e-2, marks=no_flash),
+    ],
+)
+def test_packed_rows_are_padded_ones_on_a_gpu(tiny_dir, dtype, attention, limit):
+    batch, log_probs, grads = make_batch(8), [], []
+    for packed in (True, False):
+        own = actor(tiny_dir, use_remove_padding=packed, dtype=dtype, attn_implementation=attention)
+        assert own.engine.packs == packed
+        log_probs.append(own.compute_log_prob(batch).batch["old_log_probs"])
+        grads.append(gradients(own, batch, ACTOR_COLUMNS, Budget(rows=3)))
+    torch.testing.assert_close(log_probs[0], log_probs[1], atol=limit, rtol=0)
+    for name, gradient in grads[1].items():
+        assert (grads[0][name] - gradient).norm() <= 2 * limit * gradient.norm(), name
+
+
+def test_an_update_in_bfloat16_has_the_gradients_of_float32_but_for_rounding(tiny_dir):
+    exact, rounded = (
+        gradients(actor(tiny_dir, compute_dtype=dtype), make_batch(8), ACTOR_COLUMNS)
+        for dtype in (None, "bfloat16")
+    )
+    for name, gradient in exact.items():
+        assert rounded[name].dtype == torch.float32
+        assert (rounded[name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+def test_offloaded_states_are_on_the_gpu_only_while_they_are_used(tiny_dir):
+    offloaded, resident = (actor(tiny_dir, strategy=name) for name in ("fsdp_offload", "fsdp"))
+    for own in (offloaded, resident):
+        own.update_actor(make_batch(8))
+    assert {p.device.type for p in offloaded.engine.parameters()} == {"cpu"}
+    assert {p.device.type for p in resident.engine.parameters()} == {"cuda"}
+    assert offloaded.weights_checksum() == resident.weights_checksum()

@@ -1,0 +1,130 @@
+"""The operations that `perf/mfu/…` counts are those that the engine does, and the peaks are the
+GPUs' own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from samples import make_batch, started, tiny_config
+from torch.utils.flop_counter import FlopCounterMode
+
+from workers.cpu import fused_ops as lean
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.training import mfu as utilization
+from workers.training.mfu import needed_flops, peak_flops
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def torch_counts_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's counter knows its own products, not oneDNN's, of which there are as many."""
+    monkeypatch.setattr(lean, "FEWEST_PRODUCTS", 2**60)
+
+
+def worker(cls: type, tiny_dir: Any, **model: Any) -> Any:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=8)
+    config.critic.ppo_micro_batch_size_per_gpu = 8
+    for name, value in model.items():
+        setattr(config.actor_rollout_ref.model, name, value)
+    return started(cls, config, 10)
+
+
+@pytest.mark.parametrize(
+    ("cls", "method"),
+    [
+        (ActorWorker, "compute_log_prob"),
+        (ActorWorker, "update_actor"),
+        (CriticWorker, "update_critic"),
+    ],
+)
+def test_the_count_is_that_of_the_products_that_run(cls: type, method: str, tiny_dir: Any) -> None:
+    batch, own = (
+        make_batch(8),
+        worker(cls, tiny_dir, use_remove_padding=False, attn_implementation="eager"),
+    )
+    batch.batch["attention_mask"][:] = batch.batch["response_mask"][:] = (
+        1  # rows of one length: none has padding
+    )
+    with FlopCounterMode(display=False) as counter:
+        getattr(own, method)(batch)
+    done = (
+        counter.get_total_flops()
+    )  # on padded rows a critic runs its head of one column at every position
+    assert needed_flops(own.engine, batch, trains=method != "compute_log_prob") == pytest.approx(
+        done, rel=1e-3
+    )
+
+
+def test_frozen_weights_get_no_gradient(tiny_dir: Any) -> None:
+    batch, own = make_batch(8), worker(ActorWorker, tiny_dir, lora_rank=4, lora_alpha=8)
+    with FlopCounterMode(display=False) as counter:
+        own.update_actor(batch)
+    trained = needed_flops(worker(ActorWorker, tiny_dir).engine, batch, trains=True)
+    assert needed_flops(own.engine, batch, trains=True) == pytest.approx(
+        counter.get_total_flops(), rel=0.1
+    )
+    assert needed_flops(own.engine, batch, trains=True) < 0.8 * trained
+
+
+def test_a_known_peak_gives_the_share_of_it_that_was_used(
+    tiny_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, actor, critic = (
+        make_batch(8),
+        worker(ActorWorker, tiny_dir),
+        worker(CriticWorker, tiny_dir),
+    )
+    actor.config.ppo_epochs = 2
+    clock = iter(range(100))
+    monkeypatch.setattr(
+        utilization.time, "perf_counter", lambda: float(next(clock))
+    )  # every pass takes a second
+    for peak in (1e9, math.nan, None):
+        monkeypatch.setattr(utilization, "peak_flops", lambda device, peak=peak: peak)
+        found = [
+            getattr(actor, name)(batch).meta_info for name in ("compute_log_prob", "update_actor")
+        ]
+        found.append(critic.update_critic(batch).meta_info)
+        shares = {
+            k: v
+            for part in found
+            for k, v in part.get("metrics", {}).items()
+            if k.startswith("perf/mfu/")
+        }
+        if peak == 1e9:
+            inference, training = (
+                needed_flops(actor.engine, batch, trains=trains) for trains in (False, True)
+            )
+            assert shares == {
+                "perf/mfu/actor_infer": pytest.approx(inference / peak),
+                "perf/mfu/actor": pytest.approx(2 * training / peak),
+                "perf/mfu/critic": pytest.approx(
+                    needed_flops(critic.engine, batch, trains=True) / peak
+                ),
+            }
+        else:
+            assert shares == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA RTX A3000 Laptop GPU", math.nan),
+    ],
+)
+def test_a_gpu_s_peak_goes_by_the_words_of_its_name(
+    name: str, peak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == pytest.approx(peak, nan_ok=True)
+    assert peak_flops(CPU) is None

@@ -1,0 +1,67 @@
+"""Steps with a non-finite gradient are skipped, counted and named, and too many in a row stop the
+run.
+"""
+
+import logging
+import math
+
+import numpy as np
+import pytest
+from distributed import run
+from samples import make_batch, own_piece, started, tiny_config
+
+from verl_like.errors import WorkerError
+from workers.config import OptimConfig
+from workers.roles.actor import ActorWorker
+
+
+def broken_batch():
+    """Four samples in two mini-batches; the first one's advantages are infinite."""
+    batch = make_batch(4)
+    batch.non_tensor_batch["uid"] = np.array(["7-0", "8-0", "9-0", "10-0"], dtype=object)
+    batch.batch["advantages"][0, 0] = math.inf
+    return batch
+
+
+def update_twice(tiny_dir):
+    """Counts after one broken update, then the error of a second one."""
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=2, optim=OptimConfig(max_skipped_steps=1))
+    actor = started(ActorWorker, config, 10)
+    broken = own_piece(broken_batch(), actor.rank, actor.world_size)
+    counts = []
+    for _ in range(2):  # a good step after each broken one: never two in a row
+        metrics = actor.update_actor(broken).meta_info["metrics"]
+        counts.append(
+            (
+                metrics["actor/skipped_steps"],
+                actor.engine.skips.total,
+                math.isfinite(metrics["actor/pg_loss"]),
+            )
+        )
+    actor.config.ppo_mini_batch_size = 4
+    before = actor.weights_checksum()
+    actor.update_actor(broken)
+    with pytest.raises(WorkerError) as error:
+        actor.update_actor(broken)
+    return counts, str(error.value), actor.weights_checksum() == before
+
+
+def assert_named(counts, message, unchanged):
+    assert counts == [(1.0, 1, True), (1.0, 2, True)]
+    assert message.startswith(
+        "2 steps in a row had a non-finite gradient (optim.max_skipped_steps=1)"
+    )
+    assert "Samples of the mini-batch: 10-0, 7-0, 8-0, 9-0." in message
+    assert unchanged
+
+
+def test_the_samples_of_a_skipped_step_are_named_and_two_in_a_row_are_too_many(tiny_dir, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert_named(*update_twice(tiny_dir))
+    first = caplog.records[0].getMessage()
+    assert "step skipped. Samples of the mini-batch: 7-0, 9-0. 1 in a row, 1 in all." in first
+
+
+def test_samples_of_every_rank_are_named(tiny_dir):
+    for result in run(2, update_twice, tiny_dir):
+        assert_named(*result)

@@ -1,0 +1,207 @@
+import logging
+
+import pytest
+import torch
+from gradients import ACTOR_COLUMNS, FAMILIES, gradients
+from samples import VOCAB, make_batch, started, tiny_config
+
+from verl_like.errors import ConfigError
+from workers.models.head import empty_model
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.training import attention
+from workers.training.attention import RowLayout, packed_attention, resolve_attention
+from workers.training.microbatch import Budget
+from workers.training.packing import can_pack, last_token_reads, needed_tokens, response_reads
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if name != "BloomConfig"])
+def folder(request, tmp_path_factory):
+    """A tiny model of each family that can be packed, in DIR/model."""
+    import transformers
+
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+    }
+    path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    config = getattr(transformers, request.param)(
+        **sizes, **FAMILIES[request.param], pad_token_id=0
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path / "model")
+    return path
+
+
+def odd_batch():
+    """Beside ragged rows: an empty response, a response of one token, a mask with a hole,
+    right-padded prompts.
+    """
+    batch = make_batch(8)
+    batch.batch["response_mask"][0] = 0
+    batch.batch["response_mask"][1, 1:] = 0
+    batch.batch["attention_mask"][1, 7:] = 0
+    batch.batch["response_mask"][2, 0] = 0
+    return batch
+
+
+def workers(folder, packed):
+    config = tiny_config(folder, entropy_coeff=0.01, use_kl_loss=True)
+    config.actor_rollout_ref.model.use_remove_padding = packed
+    return started(ActorWorker, config, 1), started(CriticWorker, config, 1)
+
+
+def test_packed_rows_give_the_log_probs_values_and_gradients_of_padded_ones(folder):
+    batch, results = odd_batch(), []
+    for packed in (True, False):
+        actor, critic = workers(folder, packed)
+        with torch.no_grad():
+            critic.engine.module.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+        assert actor.engine.packs == critic.engine.packs == packed
+        results.append(
+            (
+                actor.compute_log_prob(batch).batch,
+                critic.compute_values(batch).batch,
+                gradients(actor, batch, ACTOR_COLUMNS, Budget(rows=8)),
+                gradients(critic, batch, ("values", "returns"), Budget(tokens=30)),
+            )
+        )
+    (log_probs, values, *grads), (other_log_probs, other_values, *other_grads) = results
+    torch.testing.assert_close(log_probs, other_log_probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(values, other_values, atol=1e-5, rtol=0)
+    for mine, other in zip(grads, other_grads, strict=True):
+        for name, grad in other.items():
+            assert (mine[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-7, (
+                name
+            )  # a key's bias has none but rounding
+
+
+def test_the_side_of_the_padding_does_not_matter(tiny_dir):
+    actor, batch = started(ActorWorker, tiny_config(tiny_dir), 1), make_batch(6)
+    mask, width = batch.batch["attention_mask"], batch.batch["attention_mask"].shape[1]
+    left = make_batch(6)
+    for row in range(6):
+        order = torch.cat([(mask[row] == 0).nonzero(), (mask[row] != 0).nonzero()]).squeeze(1)
+        shift = int(mask[row].flip(0).argmax())
+        for name in ("input_ids", "attention_mask", "position_ids"):
+            left.batch[name][row] = batch.batch[name][row][order]
+        for name in ("responses", "response_mask"):
+            left.batch[name][row] = batch.batch[name][row].roll(shift)
+    assert left.batch["attention_mask"][:, width - 1].all()
+    ours, moved = (actor.compute_log_prob(b).batch["old_log_probs"] for b in (batch, left))
+    for row in range(6):
+        inside, inside_left = (
+            batch.batch["response_mask"][row] != 0,
+            left.batch["response_mask"][row] != 0,
+        )
+        torch.testing.assert_close(ours[row][inside], moved[row][inside_left], atol=1e-5, rtol=0)
+
+
+def test_what_a_pack_holds_follows_the_real_tokens(tiny_dir):
+    batch = odd_batch().batch
+    needed = needed_tokens(batch, response_reads(batch)).sum(dim=1)
+    assert needed[0] == 0
+    assert (needed <= batch["attention_mask"].sum(dim=1)).all()
+    assert last_token_reads(batch).sum(dim=1).tolist() == [1] * 8
+
+
+def test_a_family_that_cannot_be_packed_runs_padded_with_one_warning(tmp_path, caplog):
+    import transformers
+
+    config = transformers.BloomConfig(
+        hidden_size=32, n_layer=1, n_head=4, vocab_size=VOCAB, pad_token_id=0
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with caplog.at_level(logging.WARNING):
+        actor = started(ActorWorker, tiny_config(tmp_path), 1)
+    assert not actor.engine.packs
+    assert (
+        len(
+            [
+                r
+                for r in caplog.records
+                if "model type bloom is not computed right from packed rows" in r.message
+            ]
+        )
+        == 1
+    )
+
+
+def test_a_model_that_mixes_packed_rows_is_found_out(tiny_dir, monkeypatch):
+    actor = started(ActorWorker, tiny_config(tiny_dir), 1)
+    assert can_pack(actor.engine.module, CPU)
+    monkeypatch.setattr(
+        attention.RowLayout,
+        "__init__",
+        lambda self, lengths, device: one_row(self, lengths, device),
+    )
+    assert not can_pack(actor.engine.module, CPU)
+
+
+def one_row(layout, lengths, device):
+    layout.rectangles = [attention._rectangle([sum(lengths)], device)]
+
+
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("lengths", [[7, 7, 7], [9, 8, 3, 1], [100, 95, 40, 2]])
+def test_packed_attention_is_attention_of_each_row_alone(lengths, window):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, sum(lengths), 8) for heads in (4, 2, 2))
+    packed, _ = packed_attention(
+        None, query, key, value, None, 0.3, RowLayout(lengths, CPU), window
+    )
+    start = 0
+    for length in lengths:
+        q, k, v = (states[0, :, start : start + length] for states in (query, key, value))
+        scores = q @ k.repeat_interleave(2, 0).transpose(1, 2) * 0.3
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = (distance < 0) | (distance >= (window or length))
+        expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 0)
+        torch.testing.assert_close(
+            packed[0, start : start + length], expected.transpose(0, 1), atol=1e-5, rtol=0
+        )
+        start += length
+
+
+def test_attention_falls_back_to_what_runs_with_one_warning(caplog):
+    class Old:
+        _supports_sdpa = False
+
+    attention._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert (
+                resolve_attention(
+                    "flash_attention_2",
+                    CPU,
+                    torch.float32,
+                    type("New", (), {"_supports_sdpa": True}),
+                )
+                == "sdpa"
+            )
+    assert [r.message for r in caplog.records] == [
+        "attention: sdpa in place of flash_attention_2: flash-attn runs on CUDA devices, not on "
+        "cpu."
+    ]
+    assert resolve_attention("auto", CPU, torch.float32, Old) == "eager"
+    with pytest.raises(ConfigError, match="Did you mean 'sdpa'"):
+        resolve_attention("sdp", CPU, torch.float32, Old)
+
+
+def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir):
+    actor, batch = started(ActorWorker, tiny_config(tiny_dir), 1), make_batch(2)
+    batch.batch["input_ids"][0, 5] = 10_000
+    with pytest.raises(
+        ConfigError, match="token id 10000 is outside the model's vocabulary of .* tokenizer"
+    ):
+        actor.compute_log_prob(batch)
+
+
+def test_an_empty_model_has_buffers_and_no_weights(tiny_dir):
+    module = empty_model(tiny_config(tiny_dir).actor_rollout_ref.model, "token", CPU)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    assert not any(buffer.is_meta for buffer in module.buffers())

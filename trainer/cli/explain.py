@@ -1,0 +1,121 @@
+"""`verl-like explain key=value ...`: what one step of a configuration will do, in words, before
+anything starts.
+
+`trainer.cli.main` calls `main`. The graph comes from `trainer.ppo.dataflow`, the sizes from
+`trainer.data.sizes`, the keys without effect from `trainer.config.unused_keys`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trainer.config.checks import read
+from trainer.config.compose import config_keys, load_config
+from trainer.config.schema import PPOConfig
+from trainer.config.unused_keys import RULES
+from trainer.data.sizes import batch_table
+from trainer.launch import nominal_placement
+from trainer.ppo.dataflow import describe
+from verl_like.placement.pools import expand_roles
+from verl_like.terminal import fit, terminal_width
+
+SHOWN_AS_PLACEMENT = ("resource_pool_spec", "role_mapping")
+WIDTH_OF_A_FILE = 160
+
+
+def explain(config: PPOConfig, max_columns: int | None = None) -> str:
+    """Everything, section by section, with tables no wider than `max_columns`."""
+    sections = {
+        "What a step does": describe(config, max_columns).splitlines(),
+        "Who runs where": placement_lines(config, max_columns),
+        "How much": batch_table(config, max_columns).splitlines(),
+        "Changed from the defaults": change_lines(config),
+        "No effect in this run": [
+            f"{', '.join(key.rstrip('.') for key in rule.keys)}: {rule.why}"
+            for rule in RULES
+            if not rule.holds(config)
+        ],
+    }
+    return "\n\n".join(
+        "\n".join([title, "-" * len(title), *(lines or ["nothing"])])
+        for title, lines in sections.items()
+    )
+
+
+def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:
+    """The placement on the nodes that the configuration names, and what follows from it."""
+    shared = [
+        pool
+        for pool, count in Counter(expand_roles(config.role_mapping).values()).items()
+        if count > 1
+    ]
+    lines = nominal_placement(config).draw(max_columns).splitlines()
+    if len(config.resource_pool_spec) > 1:
+        lines.append("calls on different pools run at the same time")
+    else:
+        lines.append(
+            "there is one pool, so nothing overlaps but rewards: placement=split gives the "
+            "critic its own"
+        )
+    return lines + [f"roles on {pool} share its processes and take turns" for pool in shared]
+
+
+def change_lines(config: PPOConfig) -> list[str]:
+    """Key, value, default and meaning of every key that is not at its default."""
+    default, docs = PPOConfig(), field_docs()
+    lines = []
+    for key, kind in config_keys():
+        if dataclasses.is_dataclass(kind) or key in SHOWN_AS_PLACEMENT:
+            continue
+        value, usual = (
+            list(v) if isinstance(v, tuple) else v for v in (read(config, key), read(default, key))
+        )
+        if value != usual:
+            lines.append(f"{key}={_show(value)} (default {_show(usual)}): {docs[key]}")
+    return lines
+
+
+def _show(value: Any) -> str:
+    return (
+        "null"
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value) or "empty"
+    )
+
+
+def field_docs(schema: type = PPOConfig, prefix: str = "") -> dict[str, str]:
+    """Dotted key -> the docstring under its field."""
+    docs: dict[str, str] = {}
+    for cls in reversed(schema.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        assert isinstance(body, ast.ClassDef), f"{cls} is a class"
+        docs |= {prefix + name: text for name, text in _documented(body.body)}
+    for key, kind in list(config_keys(schema)):
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and "." not in key:
+            docs |= field_docs(kind, f"{prefix}{key}.")
+    return docs
+
+
+def _documented(statements: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """(field, docstring) of the annotated assignments that a string follows."""
+    for field, after in zip(statements, statements[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(after, ast.Expr)
+        ):
+            yield field.target.id, inspect.cleandoc(ast.literal_eval(after.value))
+
+
+def main(overrides: Sequence[str]) -> None:
+    """Print the explanation, wrapped to the terminal."""
+    width = terminal_width() or WIDTH_OF_A_FILE
+    print(fit(explain(load_config(overrides), width), width))

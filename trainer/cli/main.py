@@ -1,0 +1,94 @@
+"""The console command `verl-like`. Starts fast: a subcommand's imports happen once it is chosen."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from verl_like.terminal import end_with_the_reader, fit, terminal_width
+
+USAGE = """usage: verl-like COMMAND ...
+
+  ppo [key=value ...]      train; `verl-like ppo --help` shows the main keys, `verl-like ppo --cfg job` every key
+  explain [key=value ...]  say in words what a step of this configuration will do; starts nothing
+  doctor                   check what a run needs: packages, a remote call, an all-reduce, a weight sync, the machine
+  report RUN_DIR           write RUN_DIR/report.html anew from what is in the run folder
+  -sc install=bash         print tab completion; use it with: eval "$(verl-like -sc install=bash)"
+  --version                print the version
+"""
+HELP = {
+    "explain": """usage: verl-like explain [key=value ...]
+
+Takes the same key=value settings as `verl-like ppo` and prints, without starting a process: the calls of a step with
+what each waits for, which run at the same time, who runs where, every batch size with its unit, each key that is not
+at its default with its meaning, and the keys that have no effect in this run.
+
+  verl-like explain placement=split trainer.n_gpus_per_node=8 data.train_files=x actor_rollout_ref.model.path=y
+""",
+    "doctor": """usage: verl-like doctor
+
+One line for each thing that a run needs: ok, FAIL, or - for what only some runs need. A line that says FAIL ends with
+the command that mends it. Takes 10 to 20 seconds; the exit code is 1 if anything needed fails.
+""",
+    "report": """usage: verl-like report RUN_DIR
+
+Writes RUN_DIR/report.html: one file that opens in any browser without a network. A run writes its own report when it
+ends, also when it fails; this command makes it anew, of a run that still goes on as well.
+""",
+}
+
+
+def main() -> None:
+    """Dispatch `sys.argv` to a subcommand."""
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    arguments = sys.argv[2:]
+    if command != "ppo":
+        end_with_the_reader()
+    if command in ("-h", "--help"):
+        _show(USAGE)
+    elif command in HELP and {"-h", "--help"} & set(arguments):
+        _show(HELP[command])
+    elif command == "--version":
+        from importlib.metadata import version
+
+        print(version("verl-like"))
+    elif command in ("ppo", "-sc"):
+        from trainer import main_ppo
+
+        if command == "ppo":
+            del sys.argv[1]
+        else:  # a shell asks for completions; Hydra knows no subcommands
+            os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace(" ppo", "", 1)
+        main_ppo.main()
+    elif command in HELP:
+        _plain_command(command, arguments)
+    else:
+        sys.exit(f"verl-like: no command {command!r}\n{USAGE}")
+
+
+def _show(text: str) -> None:
+    print(fit(text.rstrip(), terminal_width()))
+
+
+def _plain_command(command: str, arguments: list[str]) -> None:
+    """explain, doctor or report; an error of ours ends with its one line."""
+    from verl_like.errors import VerlLikeError
+
+    wanted = {"doctor": (0, 0), "report": (1, 1)}.get(command, (0, len(arguments)))
+    if not wanted[0] <= len(arguments) <= wanted[1]:
+        sys.exit(HELP[command])
+    try:
+        if command == "doctor":
+            from trainer.cli import doctor
+
+            doctor.main()
+        elif command == "report":
+            from trainer.report.page import write_report
+
+            print(write_report(arguments[0]))
+        else:
+            from trainer.cli import explain
+
+            explain.main(arguments)
+    except VerlLikeError as err:
+        sys.exit(f"error: {err}")

@@ -1,0 +1,165 @@
+"""Rows of parquet and JSONL files, or of a data set of the user's; a bad row is named by its
+number.
+
+`trainer.data.prompts.PromptLoader` calls `read_rows`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config.schema import DataConfig
+from verl_like.errors import ConfigError, nearest
+from verl_like.user_code import load_user_code
+
+logger = logging.getLogger(__name__)
+Row = dict[str, Any]
+RULE_COLUMNS = ("data_source", "reward_model")
+
+
+def read_rows(config: DataConfig, setting: str, tokenizer: Any = None) -> tuple[list[Row], int]:
+    """The rows of `config.train_files` or `config.val_files` (named by `setting`) in order, and how
+    many were skipped.
+
+    A row has a prompt, a data_source and a reward_model with its ground_truth. One that has not
+    stops the run or, with data.on_bad_row=skip, is left out and counted.
+    """
+    files = getattr(config, setting)
+    rows: list[Row] = []
+    skipped = 0
+    for where, row in _rows_of(
+        config, [files] if isinstance(files, str) else list(files), setting, tokenizer
+    ):
+        problem = _problem(row, config.prompt_key)
+        if problem is None:
+            rows.append(row)
+            continue
+        if config.on_bad_row == "error":
+            raise ConfigError(
+                f"{where}: {problem}. Mend it, or leave such rows out with data.on_bad_row=skip."
+            )
+        skipped += 1
+        if skipped == 1:
+            logger.warning(
+                "%s: %s; it and others like it are skipped (data.on_bad_row=skip)", where, problem
+            )
+    return rows, skipped
+
+
+def _rows_of(
+    config: DataConfig, files: Sequence[str], setting: str, tokenizer: Any
+) -> Iterator[tuple[str, Any]]:
+    """(where it stands, row)."""
+    if config.custom_cls.path:
+        yield from _custom_rows(config, files, tokenizer)
+        return
+    for name in files:
+        path = Path(name)
+        if not path.is_file():
+            raise ConfigError(
+                f"data.{setting}: there is no file {path}; {path.parent} holds "
+                f"{listing(path.parent)}."
+            )
+        yield from (
+            _parquet_rows(path, config.prompt_key)
+            if path.suffix == ".parquet"
+            else _json_rows(path)
+        )
+
+
+def _custom_rows(
+    config: DataConfig, files: Sequence[str], tokenizer: Any
+) -> Iterator[tuple[str, Any]]:
+    custom = config.custom_cls
+    try:
+        make = load_user_code(custom.path, custom.name, "data.custom_cls")
+    except ImportError as err:
+        raise ConfigError(str(err)) from err
+    made = make(data_files=files, tokenizer=tokenizer, config=config)
+    if not hasattr(made, "__iter__") and not (
+        hasattr(made, "__len__") and hasattr(made, "__getitem__")
+    ):
+        raise ConfigError(
+            f"data.custom_cls: {custom.name} gave a {type(made).__name__}, which has no rows to "
+            "read."
+        )
+    rows = made if hasattr(made, "__iter__") else (made[index] for index in range(len(made)))
+    for index, row in enumerate(rows):
+        yield f"{custom.path}:{custom.name}, row {index}", row
+
+
+def _parquet_rows(path: Path, prompt_key: str) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowInvalid as err:
+        raise ConfigError(f"{path} is not a readable parquet file: {err}") from err
+    for column in (prompt_key, *RULE_COLUMNS):
+        if column not in table.column_names:
+            raise ConfigError(
+                f"{path}: no column {column!r}; there is "
+                f"{', '.join(table.column_names)}.{nearest(column, table.column_names)} The "
+                "prompts' column is set by data.prompt_key."
+            )
+    for index, row in enumerate(table.to_pylist()):
+        yield f"{path}, row {index}", row
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as err:
+                row = ValueError(
+                    f"not JSON ({err}); a file that does not end in .parquet has a JSON object a "
+                    "line"
+                )
+            yield f"{path}, line {number}", row
+
+
+def _problem(row: Any, prompt_key: str) -> str | None:
+    """What is wrong with a row, if anything."""
+    if isinstance(row, ValueError):
+        return str(row)
+    if not isinstance(row, dict):
+        return f"it is a {type(row).__name__}, not an object with columns"
+    for column in (prompt_key, *RULE_COLUMNS):
+        if row.get(column) is None:
+            filled = sorted(name for name, value in row.items() if value is not None)
+            return f"nothing in column {column!r}; there is {', '.join(filled)}"
+    prompt = row[prompt_key]
+    if not prompt:
+        return f"{prompt_key!r} is empty"
+    if not isinstance(prompt, str) and not all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
+    ):
+        return (
+            f"{prompt_key!r} is neither a string nor a list of messages with role and content: "
+            f"{prompt!r:.80}"
+        )
+    rule = row["reward_model"]
+    if not isinstance(rule, dict):
+        return f"reward_model is {rule!r:.80}, not an object with 'ground_truth'"
+    if "ground_truth" not in rule:
+        return f"reward_model has no 'ground_truth', only {', '.join(sorted(rule)) or 'nothing'}"
+    return None
+
+
+def listing(folder: Path) -> str:
+    """What a folder holds, for messages."""
+    if not folder.is_dir():
+        return "nothing: the folder is not there"
+    names = sorted(entry.name for entry in folder.iterdir())
+    return (
+        ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        or "nothing"
+    )

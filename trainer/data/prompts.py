@@ -1,0 +1,245 @@
+"""Prompts: rows in verl's schema -> batches of token ids, in an order that depends on the seed
+alone.
+
+`trainer.ppo.step` builds one `PromptLoader` and takes a batch per step; `trainer.ppo.validation`
+takes a whole `PromptSet`:
+
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    loader = PromptLoader(config, tokenizer)
+    for step, batch in zip(range(loader.total_steps), loader): ...
+    for batch in PromptSet(config.data, "val_files", tokenizer).in_order(): ...
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.config.schema import DataConfig, PPOConfig
+from trainer.data.files import listing, read_rows
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import CheckpointError, ConfigError
+from workers.models.folder import model_folder
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model folder; without a pad token, eos pads."""
+    from transformers import AutoTokenizer
+
+    folder = model_folder(path, weights=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as err:
+        there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"No tokenizer loads from actor_rollout_ref.model.path={path}: {there}.\n{err}"
+        ) from err
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+class PromptSet:
+    """The prompts of `data.train_files` or `data.val_files`, tokenized; a prompt is known by its
+    row number.
+
+    `num_bad` counts the rows that `data.on_bad_row=skip` left out, `num_overlong` the prompts that
+    the filter dropped, `num_cut` those that `data.truncation` cut.
+    """
+
+    def __init__(self, config: DataConfig, setting: str, tokenizer: Any):
+        """Read, tokenize and filter the files that the key `setting` of `config` names."""
+        self._config, self._tokenizer = config, tokenizer
+        rows, self.num_bad = read_rows(config, setting, tokenizer)
+        prompts = encode_prompts([row[config.prompt_key] for row in rows], tokenizer)
+        fits = [len(ids) <= config.max_prompt_length for ids in prompts]
+        kept = [i for i in range(len(rows)) if fits[i] or not config.filter_overlong_prompts]
+        self.num_overlong = len(rows) - len(kept)
+        self.num_cut = sum(not fits[i] for i in kept)
+        self._rows = {i: rows[i] for i in kept}
+        self._ids = {i: prompts[i] if fits[i] else self._cut(prompts[i], i) for i in kept}
+        self.rows = np.array(kept, dtype=np.int64)
+        longest = max(map(len, prompts), default=0)
+        self.story = (
+            f"data.{setting} holds {len(rows)} prompts; {self.num_overlong} were dropped and "
+            f"{self.num_cut} cut for more than data.max_prompt_length={config.max_prompt_length} "
+            f"tokens (the longest has {longest})"
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def data_sources(self) -> set[str]:
+        """The names by which rules for rewards are found."""
+        return {str(row["data_source"]) for row in self._rows.values()}
+
+    def _cut(self, ids: np.ndarray[Any, Any], row: int) -> np.ndarray[Any, Any]:
+        limit = self._config.max_prompt_length
+        if self._config.truncation == "error":
+            raise ConfigError(
+                f"Prompt {row} has {len(ids)} tokens, data.max_prompt_length={limit}. Raise it, "
+                "or set data.filter_overlong_prompts=true, or data.truncation=left|right."
+            )
+        return ids[-limit:] if self._config.truncation == "left" else ids[:limit]
+
+    def in_order(self) -> Iterator[DataProto]:
+        """Every prompt once, `data.train_batch_size` at a time."""
+        size = self._config.train_batch_size
+        for start in range(0, len(self), size):
+            yield self.batch(self.rows[start : start + size].tolist(), epoch=0)
+
+    def batch(self, chosen: list[int], epoch: int) -> DataProto:
+        """These rows, left-padded, with uids of that epoch."""
+        width = self._config.max_prompt_length
+        input_ids = torch.full(
+            (len(chosen), width), self._tokenizer.pad_token_id, dtype=torch.int64
+        )
+        attention_mask = torch.zeros_like(input_ids)
+        for slot, row in enumerate(chosen):
+            ids = self._ids[row]
+            input_ids[slot, width - len(ids) :] = torch.from_numpy(ids)
+            attention_mask[slot, width - len(ids) :] = 1
+        position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        rows = [self._rows[row] for row in chosen]
+        return DataProto.from_dict(
+            tensors={
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+            },
+            non_tensors={
+                "uid": as_objects([f"{row}-{epoch}" for row in chosen]),
+                "raw_prompt": as_objects([row[self._config.prompt_key] for row in rows]),
+                "data_source": as_objects([row["data_source"] for row in rows]),
+                "reward_model": as_objects([row["reward_model"] for row in rows]),
+                "extra_info": as_objects([row.get("extra_info") or {} for row in rows]),
+            },
+            meta_info={
+                "eos_token_id": self._tokenizer.eos_token_id,
+                "pad_token_id": self._tokenizer.pad_token_id,
+            },
+        )
+
+
+class PromptLoader:
+    """Endless batches of prompts, epoch after epoch; a resumed one goes on where the saved one
+    stopped.
+
+    `num_left_over` counts the prompts of each epoch's partial last batch, which is dropped.
+    """
+
+    def __init__(self, config: PPOConfig, tokenizer: Any):
+        """Read, tokenize and filter `data.train_files`."""
+        self._config: DataConfig = config.data
+        self._trainer = config.trainer
+        self.prompts = PromptSet(config.data, "train_files", tokenizer)
+        self.num_left_over = len(self.prompts) % self._config.train_batch_size
+        self._num_taken = 0
+        self.validation = (
+            PromptSet(config.data, "val_files", tokenizer) if config.data.val_files else None
+        )
+        """The prompts of `data.val_files`, if there are any."""
+        if not len(self):
+            raise ConfigError(
+                f"{self.prompts.story}: {len(self.prompts)} remain, too few for one batch of "
+                f"data.train_batch_size={self._config.train_batch_size}."
+            )
+        logger.info("%s; %d left over", self.prompts.story, self.num_left_over)
+        if self.validation is not None:
+            logger.info("%s", self.validation.story)
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self.prompts) // self._config.train_batch_size
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run: `trainer.total_training_steps`, or epochs x batches."""
+        return self._trainer.total_training_steps or self._trainer.total_epochs * len(self)
+
+    def __iter__(self) -> Iterator[DataProto]:
+        """The next batch and all after it, without end."""
+        while True:
+            epoch, index = divmod(self._num_taken, len(self))
+            order = self.prompts.rows
+            if self._config.shuffle:
+                order = np.random.default_rng([self._trainer.seed, epoch]).permutation(order)
+            size = self._config.train_batch_size
+            self._num_taken += 1
+            yield self.prompts.batch(order[index * size : (index + 1) * size].tolist(), epoch)
+
+    @property
+    def epoch(self) -> int:
+        """That of the batch which was taken last, the first being 0."""
+        return max(self._num_taken - 1, 0) // len(self)
+
+    @property
+    def data_sources(self) -> set[str]:
+        """Of training and validation rows: each needs a reward."""
+        return self.prompts.data_sources | (
+            self.validation.data_sources if self.validation else set()
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loader stands; with the seed in the config, all that a resume needs."""
+        return {
+            "num_taken": self._num_taken,
+            "num_prompts": len(self.prompts),
+            "batch_size": self._config.train_batch_size,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to where `state` was taken; other data or another batch size is refused."""
+        now = self.state_dict()
+        differs = [
+            f"{k}: saved {state[k]}, now {now[k]}"
+            for k in ("num_prompts", "batch_size")
+            if state[k] != now[k]
+        ]
+        if differs:
+            raise CheckpointError(
+                f"The loader's saved position is one in other data ({'; '.join(differs)})."
+            )
+        self._num_taken = state["num_taken"]
+
+
+def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[np.ndarray[Any, Any]]:
+    """Token ids of each prompt: chat messages through the chat template, strings as they are."""
+    chats = [p for p in prompts if not isinstance(p, str)]
+    if chats and tokenizer.chat_template is None:
+        raise ConfigError(
+            f"The tokenizer of {tokenizer.name_or_path} has no chat template, and {len(chats)} of "
+            f"{len(prompts)} prompts are chat messages. Add chat_template.jinja to the model "
+            "folder, or give prompts as plain strings."
+        )
+    texts = [
+        p
+        if isinstance(p, str)
+        else tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False)
+        for p in prompts
+    ]
+    plain = [isinstance(p, str) for p in prompts]
+    encoded = []
+    for index, (text, special) in enumerate(zip(texts, plain, strict=True)):
+        ids = np.array(tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int64)
+        if ids.size == 0:
+            raise ConfigError(f"Prompt {index} has no tokens: {text!r}.")
+        encoded.append(ids)
+    return encoded
+
+
+def as_objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """A one-dimensional object column, whatever the values are (numpy would make a table of
+    equal-length lists).
+    """
+    column = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        column[index] = value
+    return column

@@ -1,0 +1,80 @@
+"""How many prompts, samples and tokens each part of a step takes: in all, on a rank, in a
+micro-batch.
+
+`trainer.launch` prints the table before a process starts. `… at most` are upper bounds: prompts and
+responses of full length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.config.schema import PPOConfig
+from verl_like.placement.pools import expand_roles
+from verl_like.terminal import draw_table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One part of a step; a rank computes `micro_samples` at once or, where that is None,
+    `micro_tokens`.
+    """
+
+    part: str
+    role: str
+    prompts: int
+    micro_samples: int | None
+    micro_tokens: int = 0
+
+
+def rows_of(config: PPOConfig) -> list[Row]:
+    """The parts of a step in order, of the roles of this run."""
+    policy, critic, batch = config.actor_rollout_ref, config.critic, config.data.train_batch_size
+    actor, mini = policy.actor, policy.actor.ppo_mini_batch_size
+
+    def cut(samples: int, tokens: int | None = None) -> tuple[int | None, int]:
+        return None if actor.use_dynamic_bsz else samples, tokens or actor.ppo_max_token_len_per_gpu
+
+    critic_cut = cut(critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
+    found = [
+        Row("generate", "rollout", batch, policy.rollout.max_num_seqs),
+        Row(
+            "old log-probs", "actor", batch, *cut(policy.rollout.log_prob_micro_batch_size_per_gpu)
+        ),
+        Row("reference", "ref", batch, *cut(policy.ref.log_prob_micro_batch_size_per_gpu)),
+        Row("values", "critic", batch, *critic_cut),
+        Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *critic_cut),
+        Row("actor mini-batch", "actor", mini, *cut(actor.ppo_micro_batch_size_per_gpu)),
+    ]
+    return [row for row in found if row.role in expand_roles(config.role_mapping)]
+
+
+HEAD = (
+    *("", "ranks", "prompts", "samples", "tokens at most"),
+    *("samples per rank", "tokens per rank at most", "samples at once", "tokens at once"),
+)
+
+
+def batch_table(config: PPOConfig, max_columns: int | None = None) -> str:
+    """The table of `rows_of`: sizes in prompts, samples and tokens; no wider than `max_columns`."""
+    width = config.data.max_prompt_length + config.data.max_response_length
+    num_samples = config.actor_rollout_ref.rollout.n
+    pools = expand_roles(config.role_mapping)
+    lines: list[tuple[str, ...]] = [HEAD]
+    for row in rows_of(config):
+        ranks = sum(config.resource_pool_spec[pools[row.role]])
+        samples = row.prompts * num_samples
+        on_rank = -(-samples // ranks)
+        at_once = min(row.micro_samples, on_rank) if row.micro_samples is not None else None
+        cells = (ranks, row.prompts, samples, samples * width, on_rank, on_rank * width)
+        micro = (
+            ("-", f"{row.micro_tokens:,}")
+            if at_once is None
+            else (f"{at_once:,}", f"{at_once * width:,}")
+        )
+        lines.append((row.part, *(f"{cell:,}" for cell in cells), *micro))
+    title = (
+        f"Batch sizes ({num_samples} sample{'s' if num_samples > 1 else ''} per prompt, {width} "
+        "tokens at most each)"
+    )
+    return "\n".join([title, *draw_table(lines, max_columns, flush_right=True)])

@@ -1,0 +1,24 @@
+"""The PPO recipe. Read `trainer.ppo.step` first. Names are imported on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.ppo.step import PPOTrainer
+
+__all__ = ["PPOTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the trainer on first use."""
+    if name != "PPOTrainer":
+        raise AttributeError(f"module 'trainer.ppo' has no attribute '{name}'")
+    from trainer.ppo.step import PPOTrainer
+
+    return PPOTrainer
+
+
+def __dir__() -> list[str]:
+    """The names that are there to be imported: an error about a misspelt one lists them."""
+    return __all__

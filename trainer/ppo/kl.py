@@ -1,0 +1,104 @@
+"""From scores to rewards: the clamp, the KL to the reference policy, its weight's controllers.
+
+`PPOTrainer` calls it.
+
+The KL inside the actor's loss is another thing (`actor.use_kl_loss`) and lives in `workers`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.config.schema import KLControlConfig
+from verl_like.errors import ConfigError, nearest
+from verl_like.tensor_ops import masked_mean
+from workers.columns import read_columns, write_columns
+from workers.losses import losses
+
+if TYPE_CHECKING:
+    from verl_like.batch.protocol import DataProto
+
+
+class FixedKLController:
+    """A weight that stays."""
+
+    def __init__(self, kl_coef: float) -> None:
+        """Start, and stay, at `kl_coef`."""
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to adapt."""
+
+
+class AdaptiveKLController:
+    """A weight that steers the KL to a target (arXiv 1909.08593, section 2.2).
+
+    It grows or shrinks by its clipped relative error, at most 20 %, times n_steps / horizon.
+    `value` is all its state.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
+        """Start at `init_kl_coef`."""
+        if target_kl <= 0 or horizon <= 0:
+            raise ConfigError(
+                f"kl_ctrl needs target_kl > 0 and horizon > 0, not {target_kl} and {horizon}."
+            )
+        self.value = init_kl_coef
+        self.target = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move after a batch of `n_steps` samples whose mean KL was `current_kl`."""
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.horizon
+
+
+KLController = FixedKLController | AdaptiveKLController
+
+
+def get_kl_controller(kl_ctrl: KLControlConfig) -> KLController:
+    """The controller that `algorithm.kl_ctrl` describes."""
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_ctrl.kl_coef)
+    if kl_ctrl.type == "adaptive":
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+    valid = ("fixed", "adaptive")
+    raise ConfigError(
+        f"unknown algorithm.kl_ctrl.type {kl_ctrl.type!r}; fixed or "
+        f"adaptive.{nearest(kl_ctrl.type, valid)}"
+    )
+
+
+def clamp_scores(batch: DataProto, limit: float) -> tuple[DataProto, dict[str, float]]:
+    """The same batch with every score inside [-limit, limit], and the share of samples that this
+    changed.
+    """
+    scores = read_columns(batch, "token_level_scores")["token_level_scores"]
+    clamped = scores.clamp(-limit, limit)
+    changed = (clamped != scores).any(dim=-1).double().mean().item()
+    return write_columns(batch, token_level_scores=clamped), {"critic/score/clamped_ratio": changed}
+
+
+def apply_kl_penalty(
+    batch: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl"
+) -> tuple[DataProto, dict[str, float]]:
+    """The same batch with token_level_rewards = token_level_scores - weight x KL on response
+    tokens, and two metrics.
+
+    The KL reported, and shown to the controller, is the mean over samples of their tokens' mean.
+    """
+    columns = read_columns(
+        batch, "token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"
+    )
+    inside = columns["response_mask"].bool()
+    kl = losses.kl_penalty(
+        columns["old_log_probs"], columns["ref_log_prob"], kl_penalty
+    ).masked_fill(~inside, 0)
+    write_columns(batch, token_level_rewards=columns["token_level_scores"] - kl_ctrl.value * kl)
+    current_kl = masked_mean(masked_mean(kl, inside, axis=-1), inside.any(dim=-1)).item()
+    metrics = {
+        "actor/reward_kl_penalty": current_kl,
+        "actor/reward_kl_penalty_coeff": kl_ctrl.value,
+    }
+    kl_ctrl.update(current_kl, n_steps=len(batch))
+    return batch, metrics

@@ -1,0 +1,113 @@
+"""Rollout against trainer: the gauge of a batch, and a self-test that says where a gap comes from.
+
+`PPOTrainer.score` calls `mismatch_metrics` at every step. `self_test` changes no weights (an update
+at lr = 0): it generates twice and compares, and is called by hand, on a trainer whose models are
+built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl_like.batch.protocol import DataProto
+from workers.columns import read_columns
+from workers.losses.mismatch import MismatchGauge
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.3}
+"""Largest log-prob gap that is rounding, by the type that the weights are computed in."""
+
+
+def mismatch_metrics(batch: DataProto) -> dict[str, float]:
+    """verl's figures on `rollout_log_probs` against `old_log_probs`."""
+    columns = read_columns(batch, "rollout_log_probs", "old_log_probs", "response_mask")
+    gauge = MismatchGauge(columns["response_mask"].shape[1])
+    gauge.add(columns["rollout_log_probs"], columns["old_log_probs"], columns["response_mask"])
+    return gauge.metrics()
+
+
+def largest_gap(batch: DataProto) -> float:
+    """The largest difference of two log-probs of one token."""
+    columns = read_columns(batch, "rollout_log_probs", "old_log_probs", "response_mask")
+    gaps = (columns["rollout_log_probs"] - columns["old_log_probs"]).abs()
+    return float(gaps.masked_fill(columns["response_mask"] == 0, 0.0).max())
+
+
+@dataclass(frozen=True)
+class GapFacts:
+    """What `self_test` finds out."""
+
+    gap: float
+    """Largest log-prob gap of the run's own sampling."""
+    plain_gap: float
+    """The same without top-k, top-p, min-p, bias and minimum length."""
+    stale: bool
+    """Whether the rollout's weights are not the actor's."""
+    quantization: str | None
+    """What the engine was asked to quantise to."""
+    dtype: str
+    """The type that either side computes in, the narrower one."""
+
+
+def explain_gap(facts: GapFacts) -> tuple[str, str]:
+    """(cause, sentence):
+
+    "none", "staleness", "sampling semantics", "quantisation", "dtype" or "unknown".
+    """
+    rounding = TOLERANCES["float32"]
+    if facts.stale:
+        return (
+            "staleness",
+            f"the rollout's weights are not the actor's (gap {facts.gap:.3g}): sync before "
+            "generating.",
+        )
+    if facts.gap <= rounding:
+        return "none", f"the largest log-prob gap is {facts.gap:.3g}: rounding of float32."
+    if facts.gap > 10 * max(facts.plain_gap, rounding):
+        return "sampling semantics", (
+            f"the gap is {facts.gap:.3g} with the run's sampling and {facts.plain_gap:.3g} "
+            "without truncation: the engine reports log-probs of another distribution than the "
+            "whole one at the temperature."
+        )
+    if facts.quantization:
+        return (
+            "quantisation",
+            f"the gap is {facts.gap:.3g} under quantization={facts.quantization}, which rounds.",
+        )
+    if facts.dtype != "float32" and facts.gap <= TOLERANCES.get(facts.dtype, rounding):
+        return (
+            "dtype",
+            f"the gap is {facts.gap:.3g}: rounding of {facts.dtype}; float32 would close it.",
+        )
+    return "unknown", (
+        f"the gap is {facts.gap:.3g} with equal weights, in {facts.dtype}, with and without "
+        "truncation: the two forward passes differ (attention, positions, or an engine's own "
+        "model code)."
+    )
+
+
+def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
+    """Generate from these prompts as the run does and plainly, score both, and say what separates
+    the two sides.
+    """
+    policy = trainer.config.actor_rollout_ref
+    gaps = []
+    plain = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "logit_bias": {}}
+    for settings in ({}, plain):
+        index = DataProto.from_dict({"sample_index": torch.zeros(len(prompts), dtype=torch.int64)})
+        batch = trainer.roll_out(prompts.select().union(index), **settings)
+        batch = batch.union(trainer.groups["actor"].compute_log_prob(batch))
+        gaps.append(largest_gap(batch))
+    actor, rollout = (set(trainer.groups[role].weights_checksum()) for role in ("actor", "rollout"))
+    compute = policy.model.compute_dtype or policy.model.dtype
+    return explain_gap(
+        GapFacts(
+            gap=gaps[0],
+            plain_gap=gaps[1],
+            stale=actor != rollout,
+            quantization=policy.rollout.engine_kwargs.get("quantization"),
+            dtype=compute if policy.model.dtype == "float32" else policy.model.dtype,
+        )
+    )

@@ -1,0 +1,57 @@
+"""Where a step's samples come from: a bounded queue between who makes them and who learns from
+them.
+
+`PPOTrainer.step` takes one batch a step and does not know who made it:
+
+    source = SynchronousSource(loader, trainer.make_samples)
+    for step in range(num_steps):
+        batch = source.take()      # every row with the `policy_version` that made it
+
+`length` says how many batches may wait. Zero is the synchronous loop: nothing is made ahead, so
+every sample is of the current policy. A source with makers of its own has a length above zero, and
+makers that wait while it is full.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+
+from verl_like.batch.protocol import DataProto
+
+
+class SampleSource(ABC):
+    """What `PPOTrainer` asks for the samples of a step."""
+
+    length: int
+    """Batches that may wait, made and not yet taken."""
+
+    @abstractmethod
+    def take(self) -> DataProto:
+        """The samples of the next step; waits for them, and raises what their making raised."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the making of samples. Safe to call twice."""
+
+
+class SynchronousSource(SampleSource):
+    """Length 0: a batch is made when it is asked for, in the caller's thread, by the weights of
+    that moment.
+    """
+
+    length = 0
+
+    def __init__(
+        self, prompts: Iterable[DataProto], make: Callable[[Iterator[DataProto]], DataProto]
+    ) -> None:
+        """`make` draws as many batches of prompts as it needs for the samples of one step."""
+        self._prompts = iter(prompts)
+        self._make = make
+
+    def take(self) -> DataProto:
+        """Make the next batch now."""
+        return self._make(self._prompts)
+
+    def close(self) -> None:
+        """Nothing is ever under way between two calls."""

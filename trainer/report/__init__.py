@@ -1,0 +1,1 @@
+"""`report.html`: a run folder as one page."""

@@ -1,0 +1,114 @@
+"""`report.html`: a run folder as one page that needs nothing else.
+
+`PPOTrainer.fit` and `verl-like report` call it.
+
+Reads the run folder alone, so a report can be made anew at any time, of a run that goes on or
+failed as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from pathlib import Path
+from typing import Any
+
+from trainer.report import figures as report_figures
+from trainer.report.read import (
+    FAILURE_FILE,
+    STOPPED,
+    RunData,
+    last_steps,
+    overlap_share,
+    phase_shares,
+    read_run,
+)
+
+REPORT_FILE = "report.html"
+TEMPLATE = Path(__file__).with_name("template.html")
+GANTT_STEPS = 3
+
+logger = logging.getLogger(__name__)
+
+
+def close_run(folder: str | Path, failure: BaseException | None) -> None:
+    """At a run's end: keep how it ended, write the report.
+
+    An error here is only logged: it must not hide `failure`.
+    """
+    if not (Path(folder) / "metrics.jsonl").exists():
+        return  # it ended before it began: the folder may hold anything
+    try:
+        note = Path(folder) / FAILURE_FILE
+        if failure is None:
+            note.unlink(missing_ok=True)
+        else:
+            stopped = isinstance(failure, KeyboardInterrupt)
+            note.write_text(
+                STOPPED if stopped else "".join(traceback.format_exception(failure)),
+                encoding="utf-8",
+            )
+        print(f"report: {write_report(folder)}", flush=True)
+    except OSError as err:  # a full disk, say
+        logger.error("the report could not be written (%s); try: verl-like report %s", err, folder)
+    except Exception:  # noqa: BLE001 - the process edge: the run's own error follows
+        logger.exception("the report could not be written; try: verl-like report %s", folder)
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write the report of the run in `folder`, whole or not at all, and return its path."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    data = read_run(folder)
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined
+    )
+    page = environment.get_template(TEMPLATE.name).render(_content(data))
+    path = data.folder / REPORT_FILE
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def _content(data: RunData) -> dict[str, Any]:
+    """What the template shows."""
+    from markupsafe import Markup
+
+    drawn = [(panel, report_figures.curves(data, panel)) for panel in report_figures.PANELS]
+    calls = last_steps(data.calls, GANTT_STEPS)
+    phases = phase_shares(data.metrics)
+    return {
+        "name": data.folder.resolve().name,
+        "facts": _facts(data),
+        "failure": data.failure,
+        "notes": data.notes,
+        "panels": [(panel, Markup(svg)) for panel, svg in drawn if svg],
+        "missing": [panel.title for panel, svg in drawn if not svg],
+        "gantt": Markup(report_figures.timeline(calls)) if calls else "",
+        "gantt_steps": min(GANTT_STEPS, len(data.metrics)),
+        "overlap": overlap_share(calls),
+        "shares": Markup(report_figures.shares(phases)) if phases else "",
+        "phases": phases,
+        "placement": data.placement,
+        "samples": data.samples,
+    }
+
+
+def _facts(data: RunData) -> list[tuple[str, str]]:
+    """The numbers at the top: (what, how much)."""
+    outcome = {"": "no failure", STOPPED: "stopped"}.get(data.failure, "failed")
+    facts = [("outcome", outcome), ("steps", str(len(data.metrics)))]
+    _, scores = data.series("critic/score/mean")
+    if scores:
+        facts.append(("reward, first to last", f"{scores[0]:.3g} → {scores[-1]:.3g}"))
+    _, seconds = data.series("timing_s/step")
+    if seconds:
+        facts += [
+            ("time of all steps", f"{sum(seconds):.1f} s"),
+            ("a step", f"{sum(seconds) / len(seconds):.3g} s"),
+        ]
+    _, ratios = data.series("perf/overlap_ratio")
+    if ratios:
+        facts.append(("overlap ratio", f"{sum(ratios) / len(ratios):.2f}"))
+    return facts

@@ -1,0 +1,276 @@
+"""A run folder read for the report: whole, half written, or of a run that failed.
+
+`trainer.report.page` calls it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_like.errors import ConfigError
+
+FAILURE_FILE = "failure.txt"
+STOPPED = "Stopped by Ctrl-C.\n"
+"""What is in `FAILURE_FILE` where nothing failed."""
+PHASES = ("gen", "score", "adv", "update", "update_weights", "testing", "save_checkpoint")
+"""The parts of a step that follow each other; what is left of `timing_s/step` is shown as `other`.
+"""
+AFTER_STEP = ("testing", "save_checkpoint")
+"""Those that `timing_s/step` does not include."""
+SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call on one worker, from its start to its end in seconds of the trace's clock."""
+
+    pool: str
+    lane: str
+    role: str
+    method: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response with its prompt and reward."""
+
+    step: int
+    score: float
+    prompt: str
+    response: str
+    truth: str
+
+
+@dataclass(frozen=True)
+class RunData:
+    """All that the report shows, and in `notes` what could not be read."""
+
+    folder: Path
+    metrics: Sequence[Mapping[str, float]]
+    calls: Sequence[Call]
+    placement: Sequence[Sequence[str]]
+    samples: Sequence[Sample]
+    failure: str
+    notes: Sequence[str]
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """(steps, values) of a metric, from the lines that have it."""
+        lines = [line for line in self.metrics if name in line]
+        return [line["step"] for line in lines], [line[name] for line in lines]
+
+
+def read_run(folder: str | Path) -> RunData:
+    """The run in `folder`; a folder that holds none is refused with those near it that do."""
+    folder = Path(folder)
+    if not (folder / "metrics.jsonl").is_file() and not (folder / "timeline.json").is_file():
+        near = (
+            sorted(str(path.parent) for path in folder.glob("**/metrics.jsonl"))[:5]
+            if folder.is_dir()
+            else []
+        )
+        hint = (
+            f" Run folders in it: {', '.join(near)}."
+            if near
+            else " A run folder is trainer.default_local_dir."
+        )
+        what = "has no metrics.jsonl and no timeline.json" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"{folder} {what}, so there is nothing to report.{hint}")
+    notes: list[str] = []
+    failure = folder / FAILURE_FILE
+    return RunData(
+        folder=folder,
+        metrics=_read_metrics(folder / "metrics.jsonl", notes),
+        calls=_read_calls(folder / "timeline.json", notes),
+        placement=_read_placement(folder / "placement.txt"),
+        samples=_read_samples(folder / "rollouts", notes),
+        failure=failure.read_text(encoding="utf-8", errors="replace") if failure.is_file() else "",
+        notes=notes,
+    )
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The JSON objects of a file, line by line; a line that is none is left out and noted."""
+    if not path.is_file():
+        notes.append(f"{path.name} is not there.")
+        return []
+    found, broken = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            found.append(row)
+        else:
+            broken += 1
+    if broken:
+        notes.append(
+            f"{path.name}: {broken} of {broken + len(found)} lines are half written and left out."
+        )
+    return found
+
+
+def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
+    """The numbers of every step."""
+    rows = [
+        {name: v for name, v in row.items() if _is_number(v)} for row in _read_lines(path, notes)
+    ]
+    steps = [row for row in rows if "step" in row]
+    if len(steps) < len(rows):
+        notes.append(
+            f"{path.name}: {len(rows) - len(steps)} of {len(rows)} lines name no step and are "
+            "left out."
+        )
+    return steps
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_calls(path: Path, notes: list[str]) -> list[Call]:
+    """The calls of a run's Chrome trace, in order of their starts."""
+    try:
+        return _calls_in(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+    except FileNotFoundError:
+        notes.append(f"{path.name} is not there.")
+    except (ValueError, KeyError, TypeError):
+        notes.append(f"{path.name} is half written, or not a run's, and left out.")
+    return []
+
+
+def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
+    pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    calls = [
+        Call(
+            pool=pools[e["pid"]],
+            lane=lanes[e["pid"], e["tid"]],
+            role=e["cat"],
+            method=e["name"],
+            start=e["ts"] / 1e6,
+            end=(e["ts"] + e["dur"]) / 1e6,
+        )
+        for e in events
+        if e["ph"] == "X"
+    ]
+    return sorted(calls, key=lambda call: call.start)
+
+
+def _read_placement(path: Path) -> list[list[str]]:
+    """The printed placement's cells: a heading, then a row for each pool."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [re.split(r"\s{2,}", line.strip()) for line in lines if line.strip()]
+
+
+def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:
+    """Samples of some steps from the first to the last, the best and the worst of each step among
+    them.
+    """
+    files = sorted(
+        (path for path in folder.glob("*.jsonl") if path.stem.isdecimal()),
+        key=lambda path: int(path.stem),
+    )
+    samples = []
+    for path in spread(files, SAMPLED_STEPS):
+        rows = _read_lines(path, notes)
+        rows = [
+            {**row, "score": row["score"] if _is_number(row.get("score")) else 0.0} for row in rows
+        ]
+        rows.sort(key=lambda row: float(row["score"]), reverse=True)
+        for row in spread(rows, SAMPLES_PER_STEP):
+            samples.append(
+                Sample(
+                    step=int(path.stem),
+                    score=float(row["score"]),
+                    prompt=_shorten(row.get("input", "")),
+                    response=_shorten(row.get("output", "")),
+                    truth=_shorten(row.get("gts", "")),
+                )
+            )
+    return samples
+
+
+def _shorten(text: Any) -> str:
+    text = str(text)
+    return (
+        text
+        if len(text) <= LONGEST_TEXT
+        else f"{text[:LONGEST_TEXT]} … ({len(text) - LONGEST_TEXT} more characters)"
+    )
+
+
+def spread(items: Sequence[Any], limit: int) -> list[Any]:
+    """At most `limit` of the items, evenly from the first to the last."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
+
+
+def phase_shares(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float, float]]:
+    """(phase, seconds a step, per cent of the step) over all steps; the per cents, to one decimal,
+    sum to 100.
+    """
+    timed = [line for line in metrics if line.get("timing_s/step", 0.0) > 0.0]
+    if not timed:
+        return []
+    seconds = {phase: sum(line.get(f"timing_s/{phase}", 0.0) for line in timed) for phase in PHASES}
+    seconds = {phase: spent for phase, spent in seconds.items() if spent > 0.0}
+    after_step = sum(seconds.get(phase, 0.0) for phase in AFTER_STEP)
+    whole = max(sum(line["timing_s/step"] for line in timed) + after_step, sum(seconds.values()))
+    seconds["other"] = whole - sum(seconds.values())
+    exact = {phase: 1000 * spent / whole for phase, spent in seconds.items()}
+    tenths = {phase: int(share) for phase, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda phase: tenths[phase] - exact[phase])
+    for phase in by_remainder[: 1000 - sum(tenths.values())]:
+        tenths[phase] += 1
+    return [(phase, seconds[phase] / len(timed), tenths[phase] / 10) for phase in seconds]
+
+
+def last_steps(calls: Sequence[Call], count: int) -> list[Call]:
+    """The calls of the last `count` steps: a step begins with `generate_sequences`."""
+    begins: list[float] = []
+    generated = float("-inf")
+    for call in calls:
+        if call.method == "generate_sequences":
+            if call.start >= generated:
+                begins.append(call.start)
+            generated = max(generated, call.end)
+    first = begins[-count] if len(begins) >= count else (begins[0] if begins else 0.0)
+    return [call for call in calls if call.start >= first]
+
+
+def pools_at_work(calls: Sequence[Call]) -> list[tuple[float, float, int]]:
+    """(start, end, number of pools at work) of every stretch of time from the first call to the
+    last.
+    """
+    edges = sorted([(c.start, 1, c.pool) for c in calls] + [(c.end, -1, c.pool) for c in calls])
+    running: Counter[str] = Counter()
+    stretches: list[tuple[float, float, int]] = []
+    for (time, change, pool), (until, _, _) in zip(edges, edges[1:], strict=False):
+        running[pool] += change
+        number = sum(count > 0 for count in running.values())
+        if until > time:
+            stretches.append((time, until, number))
+    return stretches
+
+
+def overlap_share(calls: Sequence[Call]) -> float:
+    """Share of the time with any pool at work in which two or more were."""
+    stretches = pools_at_work(calls)
+    working = sum(end - start for start, end, number in stretches if number)
+    return (
+        sum(end - start for start, end, number in stretches if number > 1) / working
+        if working
+        else 0.0
+    )

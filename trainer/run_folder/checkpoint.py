@@ -1,0 +1,349 @@
+"""The run's checkpoints: one folder a step, one commit marker over all roles, and what a resume
+goes on from.
+
+    <run folder>/
+      latest_checkpointed_iteration.txt   number of the newest step, for people and for verl's tools
+      global_step_N/
+        commit.json                       written last, with sizes and checksums: without it there is no checkpoint
+        trainer.json, random.pt           the driver: step, weight version, loader, KL weight; its random state
+        actor/, critic/, rollout/, ...    one folder a role, written by `Worker.save_checkpoint`
+
+`PPOTrainer` drives it so:
+
+    checkpoints = Checkpoints(config)     # refuses a folder that this configuration cannot go on from
+    checkpoints.cut_back()                # metrics and rollouts after the committed step are made again
+    state = checkpoints.load(groups)      # None: there is nothing to go on from
+    if checkpoints.is_due(step, total_steps):
+        checkpoints.write(step, groups, state)
+    ...                                   # the step's line of metrics: what is committed has it
+    checkpoints.commit()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.config.schema import PPOConfig
+from verl_like.calls.future import gather
+from verl_like.errors import CheckpointError
+from verl_like.files import fingerprint, put_in_place, write_whole
+from verl_like.process.random_state import load_random_state, save_random_state
+
+MARKER = "commit.json"
+LATEST = "latest_checkpointed_iteration.txt"
+WANDB_ID = "wandb_run_id.txt"
+"""What `trainer.run_folder.tracking` remembers its W&B run by, so that a resumed run goes on in it.
+"""
+FREE = (
+    *(
+        "trainer.total_*",
+        "trainer.stop_at*",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        "trainer.backend",
+    ),
+    *(
+        "trainer.device",
+        "trainer.*_name",
+        "trainer.default_local_dir",
+        "trainer.logger",
+        "trainer.save_freq",
+    ),
+    *(
+        "trainer.test_freq",
+        "trainer.val_*",
+        "trainer.dry_run",
+        "trainer.resume_*",
+        "trainer.max_ckpt_to_keep",
+    ),
+    *(
+        "data.val_*",
+        "ray.*",
+        "watch.*",
+        "resource_pool_spec.*",
+        "role_mapping.*",
+        "cpus_per_process",
+    ),
+    *(
+        "*.checkpoint.*",
+        "*.fsdp_config.*",
+        "*.strategy",
+        "*_per_gpu",
+        "*.use_dynamic_bsz",
+        "*.max_num_seqs",
+    ),
+    *("*.kv_cache_gb", "*.update_weights_bucket_megabytes", "*.gpu_memory_utilization"),
+    *(
+        "*.tensor_model_parallel_size",
+        "*.val_kwargs.*",
+        "*.use_remove_padding",
+        "*.optim.max_skipped_steps",
+    ),
+    *("*.enable_gradient_checkpointing", "*.attn_implementation"),
+)
+"""Keys that may change between a checkpoint and its resume: how long, where, how fast; not what is
+computed.
+"""
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        """Find what `trainer.resume_mode` goes on from, and refuse what this configuration cannot
+        go on from.
+        """
+        self.trainer = config.trainer
+        self.folder = Path(config.trainer.default_local_dir).resolve()
+        self.config = flatten(config)
+        self.start: Path | None = getattr(self, f"_{config.trainer.resume_mode}")()
+        self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
+        self._written: int | None = None
+
+    @property
+    def goes_on_here(self) -> bool:
+        """Whether the run goes on from a checkpoint of its own folder, whose earlier lines then
+        stay.
+        """
+        return self.start is not None and self.start.parent == self.folder
+
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether `trainer.save_freq` asks for a checkpoint after this step."""
+        every = self.trainer.save_freq
+        return every > 0 and (step % every == 0 or step == total_steps)
+
+    def write(self, step: int, groups: Any, state: dict[str, Any]) -> None:
+        """Write all roles and the driver's `state` of a step; it becomes a checkpoint with
+        `commit`.
+        """
+        part = self._part(step)
+        with self._naming_failures(step):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            gather(
+                *(groups[role].save_checkpoint.remote(str(part / role), step) for role in groups)
+            )
+            save_random_state(part / "random.pt")
+            write_whole(part / "trainer.json", json.dumps(state, indent=1))
+            marker = {"step": step, "files": _marked_files(part), "config": self.config}
+            write_whole(part / MARKER, json.dumps(marker, indent=1))
+        self._written = step
+
+    def commit(self) -> None:
+        """Give what was written its name, `global_step_<step>`, if anything was; then older ones
+        may go.
+        """
+        step, self._written = self._written, None
+        if step is not None:
+            with self._naming_failures(step):
+                put_in_place(self._part(step), self.folder / f"global_step_{step}")
+                write_whole(self.folder / LATEST, str(step))
+            self._drop_old()
+
+    def load(self, groups: Any) -> dict[str, Any] | None:
+        """Every role's state out of the checkpoint that the run goes on
+        from; returns the driver's.
+        """
+        if self.start is None:
+            return None
+        for name, written in read_marker(self.start)["files"].items():
+            path = self.start / name
+            if not path.is_file() or fingerprint(path) != written:
+                raise CheckpointError(
+                    f"{path} is {'damaged' if path.is_file() else 'missing'}. {self._others()}"
+                )
+        gather(*(groups[role].load_checkpoint.remote(str(self.start / role)) for role in groups))
+        load_random_state(self.start / "random.pt")
+        state: dict[str, Any] = json.loads(
+            (self.start / "trainer.json").read_text(encoding="utf-8")
+        )
+        print(f"resumed from {self.start}", flush=True)
+        return state
+
+    def cut_back(self) -> None:
+        """Take away what an interrupted run left after the committed step: unfinished folders,
+        metrics, rollouts.
+        """
+        for pattern in ("global_step_*.part", "global_step_*.old"):
+            for leftover in self.folder.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
+        last = self.start_step if self.goes_on_here else -1
+        if not self.goes_on_here:
+            (self.folder / WANDB_ID).unlink(
+                missing_ok=True
+            )  # the numbers of this run go to a W&B run of their own
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.is_file():
+            kept = [
+                line
+                for line in metrics.read_text(encoding="utf-8").splitlines()
+                if 0 <= _step_of(line) <= last
+            ]
+            write_whole(metrics, "".join(f"{line}\n" for line in kept))
+        for path in (
+            *self.folder.glob("rollouts/*.jsonl"),
+            *self.folder.glob("validation/*.jsonl"),
+        ):
+            if path.stem.isdecimal() and int(path.stem) > last:
+                path.unlink()
+
+    def _part(self, step: int) -> Path:
+        return self.folder / f"global_step_{step}.part"
+
+    @contextmanager
+    def _naming_failures(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(self._part(step), ignore_errors=True)
+            free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
+            older = ", ".join(f"global_step_{n}" for n in committed(self.folder)) or "none"
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not written: {error} {free:.0f} MiB are free "
+                f"in {self.folder}; committed checkpoints there: {older}."
+            ) from error
+
+    def _auto(self) -> Path | None:
+        steps = committed(self.folder)
+        if not steps:
+            return None
+        newest = self.folder / f"global_step_{steps[-1]}"
+        differing = self._differing(newest)
+        if differing:
+            raise CheckpointError(
+                f"{newest} was written by another configuration: {'; '.join(differing)}. Start in "
+                "another trainer.default_local_dir, or go on all the same with "
+                f"trainer.resume_mode=resume_path trainer.resume_from_path={newest}"
+            )
+        return newest
+
+    def _disable(self) -> None:
+        steps = committed(self.folder)
+        if steps:
+            raise CheckpointError(
+                f"trainer.resume_mode=disable, but {self.folder} holds the checkpoints of steps "
+                f"{', '.join(map(str, steps))}: a later resume would take them for this run's. "
+                "Choose another trainer.default_local_dir, remove them, or set "
+                "trainer.resume_mode=auto."
+            )
+
+    def _resume_path(self) -> Path:
+        assert self.trainer.resume_from_path is not None, (
+            "trainer.config.checks lets resume_path through only with a path"
+        )
+        start = Path(self.trainer.resume_from_path).resolve()
+        step = read_marker(start)["step"]
+        newer = [n for n in committed(self.folder) if n > step]
+        if newer:
+            raise CheckpointError(
+                f"going on from step {step}, but {self.folder} holds checkpoints of later steps: "
+                f"{', '.join(map(str, newer))}. The next automatic resume would take those: move "
+                "them away, or choose another trainer.default_local_dir."
+            )
+        for line in self._differing(start):
+            logger.warning("going on with another configuration than the checkpoint's: %s", line)
+        return start
+
+    def _differing(self, folder: Path) -> list[str]:
+        """Keys that decide what is computed and are not as they were."""
+        saved = read_marker(folder)["config"]
+        return [
+            f"{key} was {saved[key]!r}, is {value!r}"
+            for key, value in self.config.items()
+            if key in saved
+            and saved[key] != value
+            and not any(fnmatch.fnmatch(key, free) for free in FREE)
+        ]
+
+    def _others(self) -> str:
+        others = [n for n in committed(self.folder) if n != self.start_step]
+        if not others:
+            return (
+                "There is no other checkpoint in the run folder: start anew in another "
+                "trainer.default_local_dir."
+            )
+        return (
+            f"Move {self.start} away, and the run goes on from its newest other checkpoint "
+            f"(there: {', '.join(f'global_step_{n}' for n in others)})."
+        )
+
+    def _drop_old(self) -> None:
+        keep = self.trainer.max_ckpt_to_keep
+        for step in committed(self.folder)[: -keep if keep else 0]:
+            folder = self.folder / f"global_step_{step}"
+            old = folder.with_name(folder.name + ".old")
+            folder.replace(old)  # half a folder must never carry the name of a whole one
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def committed(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a run folder that were completed, in order."""
+    found = (
+        re.fullmatch(r"global_step_(\d+)", path.parent.name)
+        for path in folder.glob(f"global_step_*/{MARKER}")
+    )
+    return sorted(int(match[1]) for match in found if match)
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's commit marker says."""
+    try:
+        marker: dict[str, Any] = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        what = (
+            "it was never committed (no commit.json)"
+            if folder.is_dir()
+            else "there is no such folder"
+        )
+        steps = ", ".join(f"global_step_{n}" for n in committed(folder.parent)) or "none"
+        raise CheckpointError(
+            f"{folder} is no checkpoint: {what}. Committed ones beside it: {steps}."
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(
+            f"{folder / MARKER} is damaged: {error}. Move {folder} away."
+        ) from error
+    return marker
+
+
+def flatten(config: PPOConfig) -> dict[str, Any]:
+    """Dotted key -> value, as JSON has it."""
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                walk(f"{prefix}.{name}" if prefix else name, inner)
+        else:
+            flat[prefix] = value
+
+    walk("", json.loads(json.dumps(dataclasses.asdict(config), default=str)))
+    return flat
+
+
+def _marked_files(part: Path) -> dict[str, Any]:
+    """The driver's files and every role's top ones; a role's manifest
+    vouches for what lies deeper.
+    """
+    paths = [
+        path for pattern in ("*", "*/*") for path in sorted(part.glob(pattern)) if path.is_file()
+    ]
+    return {path.relative_to(part).as_posix(): fingerprint(path) for path in paths}
+
+
+def _step_of(line: str) -> int:
+    """The step of a line of metrics; -1 for half a line."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1

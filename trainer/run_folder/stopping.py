@@ -1,0 +1,27 @@
+"""When a run has reached what it was for:
+
+`trainer.stop_at`. `PPOTrainer.fit` asks after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from verl_like.errors import ConfigError, nearest
+
+
+def reached_goal(metrics: Mapping[str, float], goals: Mapping[str, float]) -> str:
+    """In words the first goal that is reached, or nothing; validation metrics may be absent, others
+    must be there.
+    """
+    for name, goal in goals.items():
+        if name not in metrics and not name.startswith("val"):
+            raise ConfigError(
+                f"trainer.stop_at names {name!r}, which no step has.{nearest(name, metrics)}"
+            )
+        if name in metrics and metrics[name] >= goal:
+            return (
+                f"{name}={metrics[name]:.4g} has reached {goal:g}, the run ends here "
+                "(trainer.stop_at)"
+            )
+    return ""

@@ -1,0 +1,161 @@
+"""`timeline.json`: what every worker did when, for Perfetto or chrome://tracing; and what a step's
+calls took.
+
+`trainer.ppo.step` hands over the calls of every step, each with the stage of the dataflow in which
+it was made. The file is whole JSON after every step, and a resumed run goes on in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+_TAIL = b"\n]}\n"
+
+Record = Mapping[str, Any]
+"""A call: role, method, rank, pid (of the worker), start, end (seconds of one clock), cpu_s, pool.
+"""
+
+
+class Timeline:
+    """The trace file. A lane group per pool, in it a lane per role and rank, in it the calls."""
+
+    def __init__(self, path: str | Path, resume: bool = False) -> None:
+        """Begin the file anew, or go on in the one that is there."""
+        self.path = Path(path)
+        self._origin: float | None = None
+        self._pools: dict[str, int] = {}
+        self._lanes: dict[tuple[str, str], int] = {}
+        self._is_empty = True
+        if resume and self.path.is_file():
+            self._read_lanes()
+        else:
+            self.path.write_bytes(b'{"displayTimeUnit": "ms", "traceEvents": [' + _TAIL)
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Append calls, in the order in which they began."""
+        ordered = sorted(records, key=lambda record: float(record["start"]))
+        events = [event for record in ordered for event in self._events(record)]
+        if not events:
+            return
+        lines = ",\n".join(map(json.dumps, events)).encode()
+        with self.path.open("r+b") as file:
+            file.seek(-len(_TAIL), 2)
+            file.write((b"\n" if self._is_empty else b",\n") + lines + _TAIL)
+        self._is_empty = False
+
+    def _events(self, record: Record) -> list[dict[str, Any]]:
+        """The call's event, after those that name its lane when it is the first in it."""
+        pool, lane = record["pool"], (record["pool"], f"{record['role']}-{record['rank']}")
+        events: list[dict[str, Any]] = []
+        if self._origin is None:
+            self._origin = float(record["start"])
+            events.append(
+                {"ph": "M", "name": "trace_origin", "pid": 0, "args": {"seconds": self._origin}}
+            )
+        if pool not in self._pools:
+            self._pools[pool] = len(self._pools) + 1
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "process_name",
+                    "pid": self._pools[pool],
+                    "args": {"name": pool},
+                }
+            )
+        pid = self._pools[pool]
+        if lane not in self._lanes:
+            self._lanes[lane] = len(self._lanes) + 1
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": pid,
+                    "tid": self._lanes[lane],
+                    "args": {"name": lane[1]},
+                }
+            )
+        where = {
+            "name": record["method"],
+            "cat": record["role"],
+            "pid": pid,
+            "tid": self._lanes[lane],
+        }
+        when = {
+            "ts": (record["start"] - self._origin) * 1e6,
+            "dur": (record["end"] - record["start"]) * 1e6,
+        }
+        facts = {name: record[name] for name in ("pid", "rank", "cpu_s", "step") if name in record}
+        return [*events, {"ph": "X", **where, **when, "args": facts}]
+
+    def _read_lanes(self) -> None:
+        """Origin and lanes of the run that is gone on with."""
+        pool_of: dict[int, str] = {}
+        for event in json.loads(self.path.read_bytes())["traceEvents"]:
+            self._is_empty = False
+            if event["name"] == "trace_origin":
+                self._origin = event["args"]["seconds"]
+            elif event["name"] == "process_name":
+                pool_of[event["pid"]] = event["args"]["name"]
+                self._pools[event["args"]["name"]] = event["pid"]
+            elif event["name"] == "thread_name":
+                self._lanes[pool_of[event["pid"]], event["args"]["name"]] = event["tid"]
+
+
+STAGE_OF = {
+    "compute_log_prob": "old_log_prob",
+    "compute_ref_log_prob": "ref",
+    "compute_values": "values",
+}
+"""verl's name for the time of a worker's method, where it has another one."""
+
+OVERLAPPING_STAGES = ("score", "update")
+
+
+def call_timings(records: Iterable[Record], stages: Mapping[str, float]) -> dict[str, float]:
+    """`timing_s/...` of a step's stages and calls (first start to last end), and how much of them
+    overlapped.
+
+    A record's `stage` is the part of the step that it belongs to; where a method has a stage's
+    name, the time is the stage's. `perf/overlap_ratio` is the time in which roles were busy, added
+    up, over the wall time from the first start to the last end, in the stages that launch several
+    calls at once: 1 when they took turns, 2 when two of them ran side by side throughout.
+    `perf/overlap_ratio_<stage>` is that of one stage.
+    """
+    records = list(records)
+    timings = {
+        f"timing_s/{name}": seconds
+        for name, seconds in (call_seconds(records) | dict(stages)).items()
+    }
+    busy = wall = 0.0
+    for stage in OVERLAPPING_STAGES:
+        calls = [record for record in records if record.get("stage") == stage]
+        if not calls:
+            continue
+        stage_busy = sum(end - start for start, end in _spans(calls, "role", "method").values())
+        stage_wall = max(record["end"] for record in calls) - min(
+            record["start"] for record in calls
+        )
+        timings[f"perf/overlap_ratio_{stage}"] = stage_busy / stage_wall
+        busy, wall = busy + stage_busy, wall + stage_wall
+    if wall:
+        timings["perf/overlap_ratio"] = busy / wall
+    return timings
+
+
+def call_seconds(records: Iterable[Record]) -> dict[str, float]:
+    """First start to last end of every method's calls, by verl's name for it."""
+    spans = _spans(records, "method")
+    return {STAGE_OF.get(method, method): end - start for method, (start, end) in spans.items()}
+
+
+def _spans(records: Iterable[Record], *keys: str) -> dict[Any, tuple[float, float]]:
+    """First start and last end of the calls that agree in `keys`."""
+    spans: dict[Any, tuple[float, float]] = {}
+    for record in records:
+        key = record[keys[0]] if len(keys) == 1 else tuple(record[key] for key in keys)
+        start, end = spans.get(key, (record["start"], record["end"]))
+        spans[key] = min(start, record["start"]), max(end, record["end"])
+    return spans

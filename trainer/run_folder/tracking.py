@@ -1,0 +1,164 @@
+"""Where a step's numbers go. `trainer.ppo.step` opens one `Tracking` for a run:
+
+    with make_tracking(config, total_steps) as tracking:
+        tracking.log({"critic/score/mean": 0.5}, step=1)
+
+A tracker is a class with `write(metrics, step)` and `close()`; `TRACKERS` names those that
+`trainer.logger` can.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.config.schema import PPOConfig
+from trainer.run_folder.checkpoint import WANDB_ID
+from trainer.run_folder.progress import Console
+from verl_like.errors import ConfigError
+from verl_like.files import write_whole
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """What writes metrics somewhere."""
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """The numbers of one step."""
+
+    def close(self) -> None:
+        """After the last step, or after the one that failed."""
+
+
+class JsonLines:
+    """`metrics.jsonl`: a line a step, on disk when `write` returns, numbers with every digit."""
+
+    def __init__(self, folder: str | Path):
+        """Go on with the file in `folder`; what is not there is made."""
+        path = Path(folder) / "metrics.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as err:
+            raise ConfigError(
+                f"trainer.default_local_dir={folder} cannot be written ({err}); give a folder "
+                "that can."
+            ) from err
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append a line."""
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files in `tensorboard/` of the run folder."""
+
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """A scalar for each number."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._writer.close()
+
+
+class WandB:
+    """A Weights & Biases run, with the configuration; a resumed run goes on in the one that the run
+    folder names.
+    """
+
+    def __init__(self, config: PPOConfig):
+        import wandb
+
+        trainer = config.trainer
+        folder = Path(trainer.default_local_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = (
+            folder / WANDB_ID
+        )  # `Checkpoints.cut_back` has taken it away where the run begins anew
+        self._run = wandb.init(
+            project=trainer.project_name,
+            name=trainer.experiment_name,
+            dir=str(folder),
+            config=asdict(config),
+            id=name.read_text(encoding="utf-8") if name.is_file() else None,
+            resume="allow",
+        )
+        write_whole(name, self._run.id)
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run: what is not sent yet is sent."""
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[PPOConfig, int], Tracker]] = {
+    "console": lambda config, total_steps: Console(total_steps),
+    "tensorboard": lambda config, total_steps: TensorBoard(Path(config.trainer.default_local_dir)),
+    "wandb": lambda config, total_steps: WandB(config),
+}
+"""What `trainer.logger` may name."""
+
+
+class Tracking:
+    """Writes a step's metrics to every tracker."""
+
+    def __init__(self, trackers: Iterable[Tracker]):
+        """`trackers` are closed by this."""
+        self._trackers = list(trackers)
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Write one step's metrics."""
+        plain = {name: float(value) for name, value in metrics.items()}
+        for tracker in self._trackers:
+            tracker.write(plain, step)
+
+    def close(self) -> None:
+        """Close every tracker."""
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> Tracking:
+        """For `with`."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes."""
+        self.close()
+
+
+def make_tracking(config: PPOConfig, total_steps: int) -> Tracking:
+    """metrics.jsonl and what `trainer.logger` names; of those, one that is not installed is left
+    out with a warning.
+    """
+    trackers: list[Tracker] = [JsonLines(config.trainer.default_local_dir)]
+    for name in dict.fromkeys(config.trainer.logger):
+        try:
+            trackers.append(TRACKERS[name](config, total_steps))
+        except ImportError as err:
+            logger.warning(
+                "trainer.logger names %s, which is not installed (%s): pip install "
+                "'verl-like[%s]'. Going on without.",
+                name, err, name,
+            )  # fmt: skip
+    return Tracking(trackers)

@@ -1,0 +1,195 @@
+"""Joining or starting a Ray cluster, and what its nodes have.
+
+Called by `pools` and by `trainer.groups.worker_groups`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_futures
+from typing import Any
+
+import ray
+
+from verl_like.calls.waiting import Deadlines, Patience
+from verl_like.errors import WaitTimeoutError
+from verl_like.placement.pools import Node
+from verl_like.process.environment import ONE_THREAD, environment
+
+
+def connect(
+    address: str | None = None,
+    namespace: str | None = None,
+    runtime_env: dict[str, Any] | None = None,
+    deadlines: Deadlines | None = None,
+    **options: Any,
+) -> None:
+    """Join a Ray cluster (`address`, or RAY_ADDRESS), or start one here, unless this process is
+    connected already.
+
+    Workers get one thread each, unless the user's environment or `runtime_env` says otherwise.
+    """
+    if ray.is_initialized():
+        return
+    env = dict(runtime_env or {})
+    unset = {name: value for name, value in ONE_THREAD.items() if name not in os.environ}
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is not None:
+        env["env_vars"] = {**ONE_THREAD, **env.get("env_vars", {})}
+    else:
+        options = {"include_dashboard": False, **options}
+    options |= {"address": address or "local", "namespace": namespace, "runtime_env": env or None}
+    options |= {"log_to_driver": True, "configure_logging": False}
+    with environment({} if address else unset):
+        _init(options, address, deadlines or Deadlines())
+
+
+def _init(options: dict[str, Any], address: str | None, limits: Deadlines) -> None:
+    """`ray.init` in a thread of its own, because nothing can end it from outside when the cluster's
+    head is silent.
+    """
+    done: Future[None] = Future()
+
+    def init() -> None:
+        try:
+            ray.init(**options)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+            # for ever: the cluster's processes are told to end with the thread that made them
+            threading.Event().wait()
+
+    logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
+    threading.Thread(target=init, name="ray.init", daemon=True).start()
+    try:
+        _await(done, address, limits)
+    except BaseException:
+        atexit.unregister(ray.shutdown)  # it waits for the lock that the thread may hold
+        raise
+    done.result()
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):
+        signal.signal(
+            signal.SIGTERM, lambda number, _: sys.exit(number)
+        )  # as `ray.init` does in the main thread
+
+
+def _await(done: Future[None], address: str | None, limits: Deadlines) -> None:
+    what = f"the Ray cluster at {address}" if address else "a Ray cluster of this machine's own"
+    patience = Patience("the driver's connection", limits.connect_s, limits.warn_s)
+    while not wait_futures([done], patience.remaining()).done:
+        if patience.over():
+            look = (
+                "Check the address and, with `ray status`, the head"
+                if address
+                else "Look into Ray's session_latest/logs"
+            )
+            raise WaitTimeoutError(
+                f"the driver waited {limits.connect_s:g} s (watch.connect_s) for {what}, and its "
+                f"head did not answer. {look}; if it is only slow, raise watch.connect_s. Start "
+                "this program anew to try again."
+            )
+        patience.warn_if_old(what)
+
+
+def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
+    """Drops Ray's warning that it could not set the handler which `_init` sets."""
+    return "SIGTERM handler is not set" not in str(record.msg)
+
+
+class NodeProbe:
+    """Tells soon whether a node is gone: its Ray daemon's port is refused, or silent three times in
+    a row.
+
+    The cluster itself may take half a minute to declare a node dead.
+    """
+
+    def __init__(self, every_s: float = 2.0, patience: int = 3) -> None:
+        """A node is asked at most once in `every_s` seconds."""
+        self.every_s, self.patience = every_s, patience
+        self._known: dict[str, dict[str, Any]] = {}
+        self._asked: dict[str, float] = {}
+        self._silent: dict[str, int] = {}
+
+    def name(self, node_id: str) -> str:
+        """The node's address."""
+        return str(self._node(node_id)["NodeManagerAddress"])
+
+    def why_gone(self, node_id: str) -> str | None:
+        """Why nothing on that node can ever answer; None while it lives."""
+        if time.monotonic() - self._asked.get(node_id, 0.0) >= self.every_s:
+            self._asked[node_id] = time.monotonic()
+            self._silent[node_id] = (
+                0 if self._answers(node_id) else self._silent.get(node_id, 0) + 1
+            )
+        if self._silent.get(node_id, 0) < self.patience:
+            return None
+        node = self._node(node_id)
+        where = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+        return (
+            f"its node {node['NodeManagerAddress']} ({node_id[:8]}) is gone: no Ray daemon "
+            f"answers at {where}."
+        )
+
+    def _answers(self, node_id: str) -> bool:
+        node = self._node(node_id)
+        try:
+            with socket.create_connection(
+                (node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=1.0
+            ):
+                return True
+        except OSError:
+            return False
+
+    def _node(self, node_id: str) -> dict[str, Any]:
+        if node_id not in self._known:
+            self._known |= {node["NodeID"]: node for node in ray.nodes()}
+        return self._known[node_id]
+
+
+def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> list[Node]:
+    """The living nodes, by address.
+
+    With their GPUs, or (where there are none) with that many CPU slots, or one slot per CPU.
+    """
+    nodes = []
+    for node in sorted(
+        (n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"])
+    ):
+        have = node["Resources"]
+        gpus, cpus = int(have.get("GPU", 0)) if use_gpu else 0, float(have.get("CPU", 0.0))
+        devices = gpus or (int(cpus) if slots_per_node is None else slots_per_node)
+        nodes.append(
+            Node(
+                node["NodeManagerAddress"],
+                devices,
+                cpus,
+                "GPU" if gpus else "CPU slot",
+                node["NodeID"],
+            )
+        )
+    return nodes
+
+
+def free_resources() -> str:
+    """What the cluster could give right now, in words."""
+    free = ray.available_resources()
+    return amounts(
+        {name: free.get(name, 0) for name in ("CPU", "GPU") if name in ray.cluster_resources()}
+    )
+
+
+def amounts(resources: dict[str, float]) -> str:
+    """Resources in words: `2 CPU, 1 GPU`."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())

@@ -1,0 +1,266 @@
+"""Pools on a Ray cluster: one placement group per node, with a bounded wait, under names that no
+other run has.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from verl_like.backends.ray.cluster import amounts, connect, free_resources
+from verl_like.calls.waiting import Deadlines, Patience
+from verl_like.errors import PlacementError, WaitTimeoutError
+from verl_like.placement.pools import Node, ResourcePool, cpu_share
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A place for one process: a bundle of a placement group."""
+
+    group: PlacementGroup
+    index: int
+    local_rank: int
+    cpus: float
+    gpus: float
+
+
+class RayResourcePool(ResourcePool):
+    """A pool on a Ray cluster.
+
+    Its placement groups are made when the first worker group needs them.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        use_gpu: bool | None = None,
+        name_prefix: str = "pool",
+        max_colocate_count: int = 10,
+        accelerator_type: str | None = None,
+        cpus_per_process: float | None = None,
+        nodes: Sequence[Node] = (),
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        """`max_colocate_count` groups may be put on the pool side by side; each process gets that
+        part of its place.
+
+        GPUs are used where there are any, unless `use_gpu` says so. `nodes` says where the entries
+        of `process_on_nodes` go; otherwise each goes to a node of its own if there are enough that
+        fit.
+        """
+        super().__init__(process_on_nodes, max_colocate_count)
+        self.use_gpu = use_gpu
+        self.name = f"{name_prefix}-{uuid.uuid4().hex[:8]}"
+        self.accelerator_type = accelerator_type
+        self.cpus_per_process = cpus_per_process
+        self.nodes = list(nodes)
+        self.deadlines = deadlines or Deadlines()
+        self._bundles: list[Bundle] | None = None
+
+    def bundles(self) -> list[Bundle]:
+        """A place for every rank, in rank order; waits for them, up to
+        the deadline for placement.
+        """
+        if self._bundles is None:
+            self._bundles = self._reserve()
+        return self._bundles
+
+    def get_placement_groups(self) -> list[PlacementGroup]:
+        """One placement group per node, in rank order."""
+        return list(dict.fromkeys(bundle.group for bundle in self.bundles()))
+
+    def release(self) -> None:
+        """Give the places back to the cluster; end the groups on them first.
+
+        The next group reserves anew.
+        """
+        if self._bundles is not None and ray.is_initialized():
+            for group in self.get_placement_groups():
+                remove_placement_group(group)
+        self._bundles = None
+
+    def _reserve(self) -> list[Bundle]:
+        connect(deadlines=self.deadlines)
+        need = self._need()
+        targets = _targets(self, need)
+        groups = [
+            placement_group(
+                [dict(need)] * count,
+                strategy="STRICT_PACK",
+                name=f"{self.name}-{entry}",
+                _soft_target_node_id=target,
+            )
+            for entry, (count, target) in enumerate(zip(self.store, targets, strict=True))
+        ]
+        try:
+            self._await(groups, need)
+        except BaseException:
+            for group in groups:
+                remove_placement_group(group)
+            raise
+        share = self.max_colocate_count
+        cpus, gpus = (
+            math.floor(need.get(kind, 0.0) / share * 1e4) / 1e4 for kind in ("CPU", "GPU")
+        )
+        return [
+            Bundle(group, i, i, cpus, gpus)
+            for group, count in zip(groups, self.store, strict=True)
+            for i in range(count)
+        ]
+
+    def _need(self) -> dict[str, float]:
+        """What one process takes."""
+        have = ray.cluster_resources()
+        if self.use_gpu is None:
+            self.use_gpu = have.get("GPU", 0) > 0
+        if self.cpus_per_process is None:
+            self.cpus_per_process = cpu_share(have.get("CPU", 1.0), self.world_size)
+        need = {"CPU": self.cpus_per_process}
+        if self.use_gpu:
+            need["GPU"] = 1.0
+        if self.accelerator_type:
+            need[self.accelerator_type] = 1e-4
+        return need
+
+    def _await(self, groups: Sequence[PlacementGroup], need: dict[str, float]) -> None:
+        patience = Patience(
+            f"placement of pool {self.name}", self.deadlines.placement_s, self.deadlines.warn_s
+        )
+        waiting = [group.ready() for group in groups]
+        while waiting:
+            waiting = ray.wait(waiting, num_returns=len(waiting), timeout=patience.remaining())[1]
+            wanted = f"{self.store} processes of {amounts(need)} each"
+            if waiting and patience.over():
+                raise WaitTimeoutError(
+                    f"{patience.what}: the cluster did not give {wanted} within "
+                    f"{patience.limit_s:.0f} s (watch.placement_s). Free now: {free_resources()}. "
+                    "Lower cpus_per_process or the pool's size, or stop what holds them."
+                )
+            if waiting:
+                patience.warn_if_old(f"{wanted}; free now: {free_resources()}")
+
+
+class SubRayResourcePool(RayResourcePool):
+    """Some of the places of another pool, or of several: made by `split_resource_pool` and
+    `merge_resource_pool`.
+    """
+
+    def __init__(self, sources: Sequence[tuple[RayResourcePool, range]]) -> None:
+        """Each source is a pool and the ranks taken from it."""
+        per_node: list[int] = []
+        for pool, ranks in sources:
+            nodes = pool.node_list()
+            per_node += [
+                n
+                for node in range(len(pool.store))
+                if (n := sum(nodes[rank] == node for rank in ranks))
+            ]
+        first = sources[0][0]
+        super().__init__(
+            per_node,
+            first.use_gpu,
+            "sub",
+            first.max_colocate_count,
+            cpus_per_process=first.cpus_per_process,
+            deadlines=first.deadlines,
+        )
+        self.sources = list(sources)
+
+    def release(self) -> None:
+        """Nothing: the places belong to the pools this one is made of."""
+
+    def _reserve(self) -> list[Bundle]:
+        taken = [pool.bundles()[rank] for pool, ranks in self.sources for rank in ranks]
+        self.use_gpu = self.sources[0][0].use_gpu
+        return [
+            replace(bundle, local_rank=local)
+            for bundle, local in zip(taken, self.local_rank_list(), strict=True)
+        ]
+
+
+def split_resource_pool(
+    resource_pool: RayResourcePool, split_size: int | Sequence[int]
+) -> list[SubRayResourcePool]:
+    """Cut a pool into parts of `split_size` ranks each (an int), or of these sizes (a list that
+    sums to its size).
+    """
+    total = resource_pool.world_size
+    sizes = (
+        [split_size] * (total // max(split_size, 1))
+        if isinstance(split_size, int)
+        else list(split_size)
+    )
+    if sum(sizes) != total or any(size < 1 for size in sizes):
+        raise PlacementError(
+            f"a pool of {total} processes cannot be split into parts of {split_size}: the parts "
+            f"must be 1 or more and sum to {total}."
+        )
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        SubRayResourcePool([(resource_pool, range(start, start + size))])
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> SubRayResourcePool:
+    """One pool with the places of both, those of the first before those of the second."""
+    if (
+        first.cpus_per_process != second.cpus_per_process
+        or first.max_colocate_count != second.max_colocate_count
+    ):
+        raise PlacementError(
+            "pools can be merged only if their cpus_per_process and max_colocate_count agree."
+        )
+    return SubRayResourcePool([(pool, range(pool.world_size)) for pool in (first, second)])
+
+
+def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
+    """The node each entry of the pool should go to: the given ones, or one of its own for each if
+    that can be had.
+
+    Refuses what no wait can mend: an entry that is larger than any node.
+    """
+    if pool.nodes:
+        return [node.key or None for node in pool.nodes]
+    nodes = sorted(
+        (n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"])
+    )
+    have = [
+        f"{n['NodeManagerAddress']}: {amounts({k: n['Resources'].get(k, 0) for k in need})}"
+        for n in nodes
+    ]
+    room = sum(
+        int(min(n["Resources"].get(k, 0) / v + 1e-9 for k, v in need.items())) for n in nodes
+    )
+    if room < pool.world_size:
+        raise PlacementError(
+            f"pool {pool.name} wants {pool.world_size} processes ({amounts(need)} each), and the "
+            f"cluster has room for {room} in all. Nodes: {'; '.join(have)}. Lower "
+            "cpus_per_process or the pool's size."
+        )
+    chosen: dict[int, str] = {}
+    for entry, count in sorted(
+        enumerate(pool.store), key=lambda item: -item[1]
+    ):  # the largest entry chooses first
+        wanted = {kind: amount * count for kind, amount in need.items()}
+        fitting = [
+            n for n in nodes if all(n["Resources"].get(k, 0) + 1e-9 >= v for k, v in wanted.items())
+        ]
+        if not fitting:
+            raise PlacementError(
+                f"pool {pool.name} wants {count} processes on one node ({amounts(wanted)}), and "
+                f"no node has that in all. Nodes: {'; '.join(have)}. Lower cpus_per_process or "
+                "the pool's size."
+            )
+        unused = [n for n in fitting if n["NodeID"] not in chosen.values()]
+        if unused:
+            chosen[entry] = min(unused, key=lambda n: n["Resources"].get("CPU", 0))["NodeID"]
+    return [
+        chosen[entry] if len(chosen) == len(pool.store) else None
+        for entry in range(len(pool.store))
+    ]

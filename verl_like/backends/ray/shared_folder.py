@@ -1,0 +1,73 @@
+"""Whether every node of a placement sees the driver's files.
+
+`trainer.groups.worker_groups` asks before it starts processes.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl_like.errors import PlacementError
+from verl_like.placement.pools import Node
+
+ANSWER_S = 60.0
+
+
+def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
+    """Refuse a folder that is another one, or none, on some node: what workers write there would be
+    lost.
+    """
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".probe-{uuid.uuid4().hex}"
+    probe.touch()
+    try:
+        blind = nodes_without(probe, nodes)
+    finally:
+        probe.unlink()
+    if blind:
+        raise PlacementError(
+            f"trainer.default_local_dir={folder}: a file written there by the driver is not seen "
+            f"on {', '.join(blind)}. Logs and checkpoints of the workers there would be lost; "
+            "give a folder on a file system that all nodes share, or keep the pools on nodes "
+            "that see it."
+        )
+
+
+def nodes_without(path: Path, nodes: Iterable[Node]) -> list[str]:
+    """The names of the nodes on which there is no such path, or which do not say so within a
+    minute.
+    """
+    distinct = {node.key: node for node in nodes}
+    asked = {
+        _exists.options(scheduling_strategy=NodeAffinitySchedulingStrategy(key, soft=False)).remote(
+            str(path)
+        ): node
+        for key, node in distinct.items()
+    }
+    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+    return [
+        f"{node.name} ({node.key[:8]})"
+        for answer, node in asked.items()
+        if not (answer in ready and _yes(answer))
+    ]
+
+
+def _yes(answer: Any) -> bool:
+    try:
+        return bool(ray.get(answer))
+    except RayError:
+        return False
+
+
+@ray.remote(num_cpus=0)
+def _exists(path: str) -> bool:
+    return os.path.exists(path)

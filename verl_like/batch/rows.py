@@ -1,0 +1,233 @@
+"""The methods of a batch that pick, split, order and repeat rows. They copy the rows they pick.
+
+A slice that shared memory with its parent would let a write into a mini-batch change the batch, and
+would keep a whole batch alive for one row of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, overload
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from verl_like.batch import columns
+from verl_like.batch.columns import Array
+from verl_like.batch.parts import BatchParts, DataProtoItem
+from verl_like.batch.tensordicts import TensorDict
+from verl_like.errors import BatchError
+
+_Slice = slice  # the class below has a method of this name
+
+
+class BatchRows(BatchParts):
+    """The row half of `DataProto`'s methods."""
+
+    @overload
+    def __getitem__(self, item: int) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, item: _Slice | list[Any] | Array | torch.Tensor) -> Self: ...
+    def __getitem__(self, item: Any) -> Any:
+        """A row by number; rows by slice, list, array or tensor of numbers, or boolean mask."""
+        if isinstance(item, _Slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, (list, np.ndarray, torch.Tensor)):
+            return self.select_idxs(item)
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise TypeError(
+                "A batch is indexed by int, slice, list, array or tensor, not by "
+                f"{type(item).__name__}."
+            )
+        row, rows = int(item), len(self)
+        if not -rows <= row < rows:
+            raise IndexError(f"Row {row} does not exist: the batch has {rows} rows.")
+        batch = None
+        if self.batch is not None:
+            batch = TensorDict(
+                {
+                    name: column[row].clone()
+                    for name, column in columns.tensors_of(self.batch).items()
+                },
+                batch_size=[],
+            )
+        arrays = {
+            name: copy.copy(a[row]) if a.ndim > 1 else a[row]
+            for name, a in self.non_tensor_batch.items()
+        }
+        return DataProtoItem(batch, arrays, dict(self.meta_info))
+
+    def slice(
+        self, start: int | None = None, end: int | None = None, step: int | None = None
+    ) -> Self:
+        """Rows as `data[start:end:step]` picks them."""
+        picked = range(*_Slice(start, end, step).indices(len(self)))
+        if picked.step != 1:
+            return self.select_idxs(list(picked))
+        rows = _Slice(picked.start, picked.stop)
+        return self.map_columns(
+            len(picked), lambda column: column[rows].clone(), lambda array: array[rows].copy()
+        )
+
+    def select_idxs(self, idxs: Sequence[Any] | Array | torch.Tensor) -> Self:
+        """Rows by numbers (repeats allowed, negative ones count back) or by a boolean mask."""
+        rows = columns.row_index(idxs, len(self))
+        index = torch.from_numpy(rows)
+        return self.map_columns(
+            len(rows),
+            lambda column: column.index_select(0, index.to(column.device)),
+            lambda array: array[rows],
+        )
+
+    def reorder(self, indices: Sequence[int] | Array | torch.Tensor) -> Self:
+        """Bring the rows into another order, in place: new row i is old row `indices[i]`."""
+        rows = columns.row_index(indices, len(self))
+        if not np.array_equal(np.sort(rows), np.arange(len(self))):
+            raise BatchError(
+                f"reorder needs each of the {len(self)} rows once; select_idxs() makes any other "
+                "pick."
+            )
+        return self._take_columns(self.select_idxs(rows))
+
+    def _take_columns(self, other: BatchParts) -> Self:
+        """Replace the columns by those of another batch; what the shard said about rows no longer
+        holds.
+        """
+        self.batch, self.non_tensor_batch, self.shard = other.batch, other.non_tensor_batch, None
+        return self
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """This many parts: sizes differ by one at most, longer ones first, empty ones if rows run
+        out.
+        """
+        if chunks < 1:
+            raise BatchError(f"chunk needs at least 1 part, not {chunks}.")
+        size, longer = divmod(len(self), chunks)
+        bounds = [part * size + min(part, longer) for part in range(chunks + 1)]
+        return [self.slice(start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+
+    def split(self, split_size: int) -> list[Self]:
+        """Parts of this many rows; the last may be shorter, and a batch without rows makes no
+        parts.
+        """
+        if split_size < 1:
+            raise BatchError(f"split needs parts of at least 1 row, not {split_size}.")
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
+        """Each row this often: aabb, or with `interleave=False` abab.
+
+        Objects are shared by the copies of a row.
+        """
+        if repeat_times < 0:
+            raise BatchError(f"repeat needs a count of at least 0, not {repeat_times}.")
+        rows = len(self) * repeat_times
+        if interleave:
+            return self.map_columns(
+                rows,
+                lambda c: c.repeat_interleave(repeat_times, 0),
+                lambda a: a.repeat(repeat_times, 0),
+            )
+        return self.map_columns(
+            rows,
+            lambda column: column.repeat(repeat_times, *[1] * (column.dim() - 1)),
+            lambda array: np.tile(array, (repeat_times, *[1] * (array.ndim - 1))),
+        )
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> Self:
+        """Row i `repeat_times[i]` times, one after the other; 0 drops the row."""
+        given = (
+            repeat_times.cpu().numpy()
+            if isinstance(repeat_times, torch.Tensor)
+            else np.asarray(repeat_times)
+        )
+        counts = given if given.size else given.astype(np.int64)
+        if counts.shape != (len(self),) or counts.dtype.kind not in "iu" or (counts < 0).any():
+            raise BatchError(
+                f"sample_level_repeat needs one count of at least 0 for each of the {len(self)} "
+                f"rows, not {counts.dtype} values of shape {counts.shape}."
+            )
+        return self.select_idxs(np.arange(len(self)).repeat(counts))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
+        """Cut dim 1 of these columns into `n_split` chunks that become rows; rows of other columns
+        are repeated.
+        """
+        names = [*columns.tensors_of(self.batch), *self.non_tensor_batch]
+        wanted = columns.known_keys(split_keys or (), names, "column")
+
+        def unfold(name: str, column: Any) -> Any:
+            if name not in wanted:
+                is_tensor = isinstance(column, torch.Tensor)
+                return (
+                    column.repeat_interleave(n_split, 0) if is_tensor else column.repeat(n_split, 0)
+                )
+            if column.ndim < 2 or column.shape[1] % n_split:
+                shape = tuple(column.shape)
+                raise BatchError(
+                    f"Dim 1 of column {name!r} (shape {shape}) does not divide into {n_split} "
+                    "chunks."
+                )
+            shape = (column.shape[0] * n_split, column.shape[1] // n_split, *column.shape[2:])
+            return (
+                column.clone().reshape(shape)
+                if isinstance(column, torch.Tensor)
+                else column.copy().reshape(shape)
+            )
+
+        if n_split < 1:
+            raise BatchError(f"unfold_column_chunks needs at least 1 chunk, not {n_split}.")
+        batch = None
+        if self.batch is not None:
+            unfolded = {
+                name: unfold(name, column)
+                for name, column in columns.tensors_of(self.batch).items()
+            }
+            batch = TensorDict(unfolded, batch_size=[len(self) * n_split], device=self.batch.device)
+        arrays = {name: unfold(name, array) for name, array in self.non_tensor_batch.items()}
+        return type(self)(batch, arrays, self.meta_info)
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> Self:
+        """Append copies of the last row, or of the "first" one, in place."""
+        if padding_candidate not in ("", "last", "first") or padding_size < 0:
+            raise BatchError(
+                f"padding by {padding_size} x {padding_candidate!r}: use a count >= 0, 'last' or "
+                "'first'."
+            )
+        if not padding_size:
+            return self
+        if not len(self):
+            raise BatchError("padding of a batch without rows: there is no row to copy.")
+        source = 0 if padding_candidate == "first" else len(self) - 1
+        return self._take_columns(self.select_idxs([*range(len(self)), *[source] * padding_size]))
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[Self]:
+        """Mini-batches of this many rows, `epochs` times over; with `dataloader_kwargs={"shuffle":
+
+        True}` by seed.
+        """
+        rows = len(self)
+        if mini_batch_size < 1 or rows % mini_batch_size:
+            valid = [size for size in range(1, rows + 1) if rows % size == 0]
+            raise BatchError(
+                f"A mini-batch size of {mini_batch_size} does not divide {rows} rows; these do: "
+                f"{valid}."
+            )
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        numbers: Any = range(rows)
+        loader: DataLoader[Any] = DataLoader(
+            numbers,
+            mini_batch_size,
+            collate_fn=self.select_idxs,
+            generator=generator,
+            **(dataloader_kwargs or {}),
+        )
+        return (mini_batch for _ in range(epochs) for mini_batch in loader)

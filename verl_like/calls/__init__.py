@@ -1,0 +1,1 @@
+"""One call on a group: split by its dispatch mode, packed, sent, waited for, collected."""

@@ -1,0 +1,361 @@
+"""How a call on a group becomes one call per worker, and how the results become one value again.
+
+`@register` marks a worker's method; `WorkerGroup` reads the mark and grows a method of the same
+name. A dispatch mode is a pair:
+
+    dispatch_fn(group, *args, **kwargs) -> (args, kwargs)   every value a list with one element per worker
+    collect_fn(group, outputs)          -> result           outputs of the workers that ran, in rank order
+
+Add one with `register_dispatch_mode(name, dispatch_fn, collect_fn)`, or hand `{"dispatch_fn": …,
+"collect_fn": …}` to `@register`. What is broadcast and what is scattered is said, never guessed: a
+list is one value unless it is a `Scatter`. The splitting of a `DataProto` itself is in
+`verl_like.batch.split`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from verl_like.batch.split import collect_dataproto, split_over
+from verl_like.errors import DispatchError, nearest
+
+if TYPE_CHECKING:
+    from verl_like.calls.group import WorkerGroup
+
+F = TypeVar("F", bound=Callable[..., Any])
+ATTRIBUTE = "_verl_like_register"
+
+
+class _Named:
+    """A member of an open enumeration: compares, hashes, prints and pickles by name."""
+
+    members: ClassVar[dict[str, Any]]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_name, (self.name,)
+
+    @classmethod
+    def register(cls, name: str) -> Any:
+        """Add a member (names are upper case) and give it back; a member that exists is given back
+        as it is.
+        """
+        key = name.upper()
+        if key not in cls.members:
+            cls.members[key] = cls(key)
+            setattr(cls, key, cls.members[key])
+        return cls.members[key]
+
+    @classmethod
+    def remove(cls, name: str) -> None:
+        """Take a member out again."""
+        member = cls.from_name(name)
+        del cls.members[member.name]
+        delattr(cls, member.name)
+
+    @classmethod
+    def from_name(cls, name: str) -> Any:
+        """The member of this name, upper or lower case."""
+        if name.upper() not in cls.members:
+            known = ", ".join(cls.members)
+            raise DispatchError(
+                f"unknown {cls.__name__} '{name}'.{nearest(name.upper(), cls.members)} Known: "
+                f"{known}."
+            )
+        return cls.members[name.upper()]
+
+
+class Dispatch(_Named):
+    """The dispatch modes; `Dispatch.register("MINE")` adds a name."""
+
+    members: ClassVar[dict[str, Dispatch]] = {}
+    RANK_ZERO: ClassVar[Dispatch]
+    ONE_TO_ALL: ClassVar[Dispatch]
+    ALL_TO_ALL: ClassVar[Dispatch]
+    DP_COMPUTE: ClassVar[Dispatch]
+    DP_COMPUTE_PROTO: ClassVar[Dispatch]
+    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[Dispatch]
+    DP_COMPUTE_METRIC: ClassVar[Dispatch]
+    DIRECT_ROLLOUT_METHOD: ClassVar[Dispatch]
+
+
+class Execute(_Named):
+    """Which workers run the method: all of them, or rank 0 alone."""
+
+    members: ClassVar[dict[str, Execute]] = {}
+    ALL: ClassVar[Execute]
+    RANK_ZERO: ClassVar[Execute]
+
+
+for _name in ("ALL", "RANK_ZERO"):
+    Execute.register(_name)
+
+
+class Scatter(list[Any]):
+    """A list that says "one element per worker" to the modes that would broadcast a plain list."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to split a call and collect its results.
+
+    `form` tells what the results are together: one `batch`, a `list`, the `first` of them, or
+    something of the collect function's `own`. `collecting_ranks` gives those whose results count,
+    where it is not all of them.
+    """
+
+    dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+    collect_fn: Callable[[Any, list[Any]], Any]
+    form: str = "own"
+    collecting_ranks: Callable[[WorkerGroup], list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `@register` wrote on a method."""
+
+    dispatch_mode: Any
+    execute_mode: Execute
+    blocking: bool
+    materialize_futures: bool
+    readonly: bool
+    past_queue: bool
+
+
+def _per_worker(fn: Callable[[WorkerGroup, Any, str], list[Any]]) -> Callable[..., Any]:
+    """A `dispatch_fn` that treats every argument alike."""
+
+    @functools.wraps(fn)
+    def dispatch_fn(
+        group: WorkerGroup, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        named = {name: fn(group, value, f"argument '{name}'") for name, value in kwargs.items()}
+        return tuple(fn(group, value, _argument(group, i)) for i, value in enumerate(args)), named
+
+    return dispatch_fn
+
+
+@_per_worker
+def dispatch_one_to_all(group: WorkerGroup, value: Any, name: str) -> list[Any]:
+    """The same value for every worker."""
+    return [value] * group.world_size
+
+
+@_per_worker
+def dispatch_all_to_all(group: WorkerGroup, value: Any, name: str) -> list[Any]:
+    """A `Scatter` gives each worker its element; anything else goes to every worker as it is."""
+    return (
+        _checked_list(group, value, name)
+        if isinstance(value, Scatter)
+        else [value] * group.world_size
+    )
+
+
+@_per_worker
+def dispatch_dp_compute(group: WorkerGroup, value: Any, name: str) -> list[Any]:
+    """The caller has split already: a list or tuple with one element per worker."""
+    return _checked_list(group, value, name)
+
+
+@_per_worker
+def dispatch_dp_compute_proto(group: WorkerGroup, value: Any, name: str) -> list[Any]:
+    """Contiguous pieces of equal length; the last ones are padded with marked rows."""
+    return split_over(group, value, name, group.world_size)
+
+
+def dispatch_dp_compute_proto_with_func(
+    group: WorkerGroup, func: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The first argument is a function and goes to every worker; the others are split."""
+    if not callable(func):
+        raise DispatchError(
+            f"{group.call_site}: {_argument(group, 0)} must be a function, got "
+            f"{type(func).__name__}."
+        )
+    size = group.world_size
+    split_args = [
+        split_over(group, value, _argument(group, i), size) for i, value in enumerate(args, 1)
+    ]
+    split_kwargs = {
+        name: split_over(group, value, f"argument '{name}'", size) for name, value in kwargs.items()
+    }
+    return ([func] * size, *split_args), split_kwargs
+
+
+def dispatch_direct_rollout(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+    """Refused: such methods are called by a rollout server, not through a group."""
+    raise DispatchError(
+        f"{group.call_site}: a DIRECT_ROLLOUT_METHOD is not called through its group; ask the "
+        "rollout server."
+    )
+
+
+def collect_list(group: WorkerGroup, outputs: list[Any]) -> list[Any]:
+    """One result per worker, in rank order."""
+    return outputs
+
+
+def collect_first(group: WorkerGroup, outputs: list[Any]) -> Any:
+    """The result of rank 0."""
+    return outputs[0]
+
+
+def _argument(group: WorkerGroup, position: int) -> str:
+    """What the method calls a positional argument."""
+    site = group.call_site
+    return f"argument {position}" if isinstance(site, str) else site.argument(position)
+
+
+def _checked_list(group: WorkerGroup, value: Any, name: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)) or len(value) != group.world_size:
+        size = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
+        raise DispatchError(
+            f"{group.call_site}: {name} must be a list with one element for each of "
+            f"{group.world_size} workers, got {type(value).__name__}{size}. To send one value to "
+            "all of them, use Dispatch.ONE_TO_ALL."
+        )
+    return list(value)
+
+
+_MODES: dict[str, Mode] = {}
+
+
+def register_dispatch_mode(
+    dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+) -> Dispatch:
+    """Add a dispatch mode; `Dispatch.<NAME>` exists from then on."""
+    if dispatch_mode_name.upper() in _MODES:
+        raise DispatchError(
+            f"dispatch mode {dispatch_mode_name} exists already: update_dispatch_mode changes it."
+        )
+    return _add_mode(dispatch_mode_name, Mode(dispatch_fn, collect_fn))
+
+
+def _add_mode(name: str, mode: Mode) -> Dispatch:
+    _MODES[name.upper()] = mode
+    member: Dispatch = Dispatch.register(name)
+    return member
+
+
+def update_dispatch_mode(
+    dispatch_mode: Any, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+) -> None:
+    """Replace the functions of a mode that exists."""
+    name = getattr(dispatch_mode, "name", dispatch_mode)
+    _MODES[Dispatch.from_name(str(name)).name] = Mode(dispatch_fn, collect_fn)
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
+    """Split over a mesh's data axis: ranks that share a dp rank get the same piece, one of them
+    gives the result.
+    """
+
+    @_per_worker
+    def dispatch_fn(group: WorkerGroup, value: Any, name: str) -> list[Any]:
+        dp_ranks = [dp for dp, _ in group.mesh_facts(mesh_name)]
+        pieces = split_over(group, value, name, max(dp_ranks) + 1)
+        return [pieces[dp] for dp in dp_ranks]
+
+    def collecting_ranks(group: WorkerGroup) -> list[int]:
+        facts = group.mesh_facts(mesh_name)
+        return [
+            rank
+            for _, rank in sorted(
+                (dp, rank) for rank, (dp, is_collect) in enumerate(facts) if is_collect
+            )
+        ]
+
+    def collect_fn(group: WorkerGroup, outputs: list[Any]) -> Any:
+        return collect_dataproto(group, [outputs[rank] for rank in collecting_ranks(group)])
+
+    return Mode(dispatch_fn, collect_fn, "batch", collecting_ranks)
+
+
+def mode_of(dispatch_mode: Any, where: str) -> Mode:
+    """The pair of functions behind whatever was given to `@register`."""
+    if isinstance(dispatch_mode, Mode):
+        return dispatch_mode
+    if isinstance(dispatch_mode, dict):
+        missing = {"dispatch_fn", "collect_fn"} - set(dispatch_mode)
+        if missing:
+            raise DispatchError(
+                f"{where}: a dict dispatch mode needs dispatch_fn and collect_fn; missing: "
+                f"{', '.join(sorted(missing))}."
+            )
+        return Mode(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
+    name = getattr(dispatch_mode, "name", dispatch_mode)
+    if name not in _MODES:
+        known = ", ".join(_MODES)
+        raise DispatchError(
+            f"{where}: unknown dispatch mode {dispatch_mode!r}.{nearest(str(name), _MODES)} "
+            f"Known: {known}."
+        )
+    return _MODES[name]
+
+
+def register(
+    dispatch_mode: Any = None,
+    execute_mode: Execute | None = None,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+    readonly: bool = False,
+    past_queue: bool = False,
+) -> Callable[[F], F]:
+    """Mark a worker's method (also an `async def`, which runs to its end) as callable through its
+    group.
+
+    Args:
+        dispatch_mode: a `Dispatch` member, a dict of `dispatch_fn` and `collect_fn`, or the result of
+            `make_nd_compute_dataproto_dispatch_fn`; `Dispatch.ALL_TO_ALL` unless given.
+        execute_mode: `Execute.ALL` (unless given) or `Execute.RANK_ZERO`.
+        blocking: whether `group.method(...)` waits. `group.method.remote(...)` never does.
+        materialize_futures: whether a future among the arguments reaches the method as its value; if not, the method
+            gets an object whose `get()` gives it.
+        readonly: the method promises not to write into its batch, which is then handed over without a private copy.
+        past_queue: the method runs at once, in a thread of its own, beside the call that is running and before those
+            that wait: to stop a generation, say. It takes small values only, and must mind the other thread.
+    """
+    mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
+    mode_of(mode, "@register")
+    if past_queue and mode not in (Dispatch.ALL_TO_ALL, Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
+        raise DispatchError(
+            "@register(past_queue=True) splits no batch: use ONE_TO_ALL, ALL_TO_ALL or RANK_ZERO."
+        )
+
+    def mark(method: F) -> F:
+        execute = execute_mode or Execute.ALL
+        mark_of = Registration(mode, execute, blocking, materialize_futures, readonly, past_queue)
+        setattr(method, ATTRIBUTE, mark_of)
+        return method
+
+    return mark
+
+
+def registered_methods(cls: type) -> Iterator[tuple[str, Callable[..., Any], Registration]]:
+    """Every registered method of a worker class, inherited ones too."""
+    for name, method in inspect.getmembers(cls, callable):
+        mark = getattr(method, ATTRIBUTE, None)
+        if isinstance(mark, Registration):
+            yield name, method, mark
+
+
+for _name, _dispatch, _collect, _form in (
+    ("RANK_ZERO", dispatch_all_to_all, collect_first, "first"),
+    ("ONE_TO_ALL", dispatch_one_to_all, collect_list, "list"),
+    ("ALL_TO_ALL", dispatch_all_to_all, collect_list, "list"),
+    ("DP_COMPUTE", dispatch_dp_compute, collect_list, "list"),
+    ("DP_COMPUTE_METRIC", dispatch_dp_compute_proto, collect_list, "list"),
+    ("DIRECT_ROLLOUT_METHOD", dispatch_direct_rollout, collect_list, "list"),
+    ("DP_COMPUTE_PROTO", dispatch_dp_compute_proto, collect_dataproto, "batch"),
+    ("DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_proto_with_func, collect_dataproto, "batch"),
+):
+    _add_mode(_name, Mode(_dispatch, _collect, _form))

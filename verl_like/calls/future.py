@@ -1,0 +1,226 @@
+"""Results that are still being made.
+
+A future holds references to pieces on the workers; `get()` brings them here.
+
+ref, values = reference.compute_ref_log_prob.remote(batch), critic.compute_values.remote(batch) ref,
+values = gather(ref, values) # waits for both; an error of one never hides the other's update =
+critic.update_critic.remote(values) # a future may be passed on: its pieces travel from worker to
+worker
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verl_like.calls.transport import Header, Pending, Transport
+from verl_like.calls.waiting import wait_for_calls
+from verl_like.errors import BatchError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerFuture:
+    """The result of one call on a group: one pair of references per worker that runs it."""
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        pending: Sequence[Pending],
+        collect: Callable[[list[Header], list[Any]], Any],
+        form: str = "own",
+        pieces: Sequence[Pending] | None = None,
+    ):
+        """Made by `WorkerGroup`; `collect` turns headers and payloads, in rank order, into the
+        result.
+
+        `form` says how `pieces` (all of `pending`, unless given) make the result: a `batch`, a
+        `list`, the `first` of them, or by a function of its `own`, which only `collect` knows.
+        """
+        self.name = name
+        self.transport = transport
+        self.pending = list(pending)
+        self.form = form
+        self.pieces = self.pending if pieces is None else list(pieces)
+        self._collect = collect
+        self._outcome: tuple[Any, BaseException | None] | None = None
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The result; waits for it, at most `timeout` seconds (unless given: the group's own
+        deadline for calls).
+        """
+        if self._outcome is None:
+            try:
+                self._outcome = self._collect(*self._fetch(timeout)), None
+            except TimeoutError:
+                raise
+            except Exception as error:  # noqa: BLE001 - kept, and raised at every get
+                self._outcome = None, error
+        value, failure = self._outcome
+        if failure is not None:
+            raise failure
+        return value
+
+    def _fetch(self, timeout: float | None) -> tuple[list[Header], list[Any]]:
+        """Headers and payloads: at once if all is well and soon here, else by the watched wait."""
+        num_ranks = len(self.pending)
+        payloads = [p.payload for p in self.pending if p.payload is not None]
+        both = [*(p.header for p in self.pending), *payloads]
+        began = time.monotonic()
+        here = self.transport.fetch_all(both, 1.0 if timeout is None else min(timeout, 1.0))
+        headers = [] if here is None else [Header.read(header) for header in here[:num_ranks]]
+        if here is not None and all(header.error is None for header in headers):
+            self.transport.finished.extend(headers)
+            return headers, here[num_ranks:] if payloads else [None] * num_ranks
+        headers = wait_for_calls(self.transport, self.name, self.pending, timeout, since=began)
+        return headers, [self._payload(p) for p in self.pending]
+
+    def _payload(self, pending: Pending) -> Any:
+        try:
+            return self.transport.fetch_payload(pending)
+        except WorkerError as error:
+            where = f"{self.name}, {self.transport.describe(pending.rank, pending.role)}"
+            raise type(error)(f"{where}: {error}") from None
+
+    def done(self) -> bool:
+        """Whether `get` would return (or raise) at once."""
+        headers = [p.header for p in self.pending]
+        return self._outcome is not None or len(self.transport.wait(headers, 0.0)) == len(headers)
+
+    def travels_on(self, transport: Transport) -> bool:
+        """Whether another group's workers can be given the pieces by reference."""
+        return self.form == "batch" and self.transport.kind == transport.kind
+
+    def part(self) -> list[Pending]:
+        """The pieces, in row order, as references."""
+        return self.pieces
+
+    def __del__(self) -> None:
+        """A failed call nobody looked at must not vanish in silence: the transport reports it when
+        it next waits.
+        """
+        if getattr(self, "_outcome", True) is None:
+            self.transport.abandoned.append((self.name, [p.header for p in self.pending]))
+
+    def __repr__(self) -> str:
+        state = "here" if self._outcome else "on their way"
+        return f"<{type(self).__name__} {self.name}: {len(self.pending)} pieces, {state}>"
+
+
+class DataProtoFuture(WorkerFuture):
+    """The future of a `DataProto`.
+
+    Passed to a group, its pieces go from worker to worker: nothing is fetched here.
+    """
+
+    def chunk(self, chunks: int) -> list[PartFuture]:
+        """Futures of `chunks` parts of the rows, in order."""
+        if chunks < 1:
+            raise BatchError(f"chunk needs at least 1 part, not {chunks}.")
+        return [PartFuture([self], index, chunks) for index in range(chunks)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProtoFuture | PartFuture]) -> PartFuture:
+        """The future of all the rows, in order."""
+        if not data:
+            raise BatchError("concat of no futures: there is nothing to take the columns from.")
+        return PartFuture(list(data), 0, 1)
+
+
+class PartFuture:
+    """A part (or a concatenation) of other futures.
+
+    Given to a group, it travels as references too.
+    """
+
+    def __init__(self, sources: Sequence[DataProtoFuture | PartFuture], index: int, chunks: int):
+        """Part `index` of `chunks` of the rows of `sources` together."""
+        self.sources, self.index, self.chunks = list(sources), index, chunks
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The rows of this part."""
+        wholes = gather(*self.sources, timeout=timeout)
+        whole = wholes[0] if len(wholes) == 1 else type(wholes[0]).concat(wholes)
+        return whole.chunk(self.chunks)[self.index] if self.chunks > 1 else whole
+
+    @property
+    def transport(self) -> Transport:
+        """That of the first source."""
+        return self.sources[0].transport
+
+    @property
+    def name(self) -> str:
+        """What it is a part of."""
+        return "+".join(source.name for source in self.sources)
+
+    def travels_on(self, transport: Transport) -> bool:
+        """Whether another group's workers can be given the rows by reference."""
+        return all(source.travels_on(transport) for source in self.sources)
+
+    def part(self) -> list[Pending]:
+        """The rows of this part as references to pieces."""
+        pieces = [piece for source in self.sources for piece in source.part()]
+        return (
+            pieces
+            if self.chunks == 1
+            else [self.transport.regroup(pieces, self.chunks, even=False)[self.index]]
+        )
+
+
+def gather(*futures: Any, timeout: float | None = None) -> list[Any]:
+    """The results of all the futures, in order.
+
+    All are waited for (together `timeout` seconds), even when one fails.
+
+    A failure is logged as soon as it is there. Then the first in order is raised, the other ones in
+    its attribute `others` and in its notes.
+    """
+    outcomes = _outcomes(futures, timeout)
+    errors = [error for _, error in outcomes if error is not None]
+    if not errors:
+        return [value for value, _ in outcomes]
+    first, *others = errors
+    first.others = others  # type: ignore[attr-defined]
+    for other in others:
+        first.add_note(f"also failed: {type(other).__name__}: {other}")
+    raise first
+
+
+def _outcomes(futures: Sequence[Any], timeout: float | None) -> list[tuple[Any, Exception | None]]:
+    """The value or the error of every future; several are watched at once, each by a thread of its
+    own.
+    """
+    arrived: queue.SimpleQueue[tuple[int, Any, Exception | None]] = queue.SimpleQueue()
+
+    def watch(position: int, future: Any) -> None:
+        try:
+            arrived.put((position, future.get(timeout), None))
+        except Exception as error:  # noqa: BLE001 - it is raised by `gather`, with every other one
+            arrived.put((position, None, error))
+
+    if len(futures) == 1:
+        watch(0, futures[0])
+    else:
+        for position, future in enumerate(futures):
+            threading.Thread(
+                target=watch, args=(position, future), name="gather", daemon=True
+            ).start()
+    outcomes: dict[int, tuple[Any, Exception | None]] = {}
+    while len(outcomes) < len(futures):
+        position, value, error = arrived.get()
+        outcomes[position] = value, error
+        if error is not None and len(outcomes) < len(futures):
+            left = ", ".join(str(f) for number, f in enumerate(futures) if number not in outcomes)
+            logger.error(
+                "%s failed: %s: %s. Waiting for %s.",
+                futures[position],
+                type(error).__name__,
+                error,
+                left,
+            )
+    return [outcomes[position] for position in range(len(futures))]

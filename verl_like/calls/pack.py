@@ -1,0 +1,109 @@
+"""From the arguments of one dispatched call to what travels: values, shared values, and references
+to other results.
+
+`worker_group.BoundMethod` makes one `Sender` per call; `host.fill` is its counterpart in the
+worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_like.batch.columns import tensors_of
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.split import FutureShard
+from verl_like.calls.future import PartFuture, WorkerFuture
+from verl_like.calls.transport import Call, LazySlot, Pending, PieceSlot, Slot, Transport, WholeSlot
+from verl_like.errors import DispatchError
+
+SHARED_BYTES = 100_000
+"""Values from this size on travel as parts of their own; those that go to several ranks only once.
+"""
+
+
+class Sender:
+    """Submits one call to some ranks of a group."""
+
+    def __init__(self, transport: Transport, bare: Call, materialize: bool):
+        """`bare` is the call without its arguments.
+
+        With `materialize`, futures reach the method as values.
+        """
+        self.transport, self.materialize = transport, materialize
+        self._bare = bare
+        self._shared: dict[int, tuple[Any, Any]] = {}
+        self._pieces: dict[tuple[int, int], tuple[Any, list[Pending]]] = {}
+
+    def submit(self, rank: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
+        """Pack the arguments of one rank and queue its call."""
+        if not args and not kwargs:
+            return self.transport.submit(rank, self._bare, ())
+        parts: list[Any] = []
+        packed = tuple(self._pack(value, parts) for value in args)
+        named = {name: self._pack(value, parts) for name, value in kwargs.items()}
+        bare = self._bare
+        if bare.past_queue and parts:
+            raise DispatchError(
+                f"{bare.role}.{bare.method} goes past the queue of calls and takes small values "
+                f"only: no futures, nothing of {SHARED_BYTES} bytes or more."
+            )
+        call = Call(
+            bare.role, bare.method, packed, named, bare.silent, bare.awaited, bare.past_queue
+        )
+        return self.transport.submit(rank, call, parts)
+
+    def _pack(self, value: Any, parts: list[Any]) -> Any:
+        if isinstance(value, FutureShard):
+            pieces = self._cut(value)
+            headers = self._refer([piece.header for piece in pieces], parts)
+            (payload,) = self._refer([pieces[value.index].payload], parts)
+            return self._slot(PieceSlot(payload, headers, value.index))
+        if isinstance(value, WorkerFuture | PartFuture):
+            form = "batch" if isinstance(value, PartFuture) else value.form
+            if form == "own" or value.transport.kind != self.transport.kind:
+                return value.get()
+            pieces = value.part()
+            headers = self._refer([piece.header for piece in pieces], parts)
+            return self._slot(
+                WholeSlot(self._refer([piece.payload for piece in pieces], parts), headers, form)
+            )
+        if num_bytes(value) >= SHARED_BYTES:
+            if id(value) not in self._shared:
+                self._shared[id(value)] = value, self.transport.share(value)
+            parts.append(self._shared[id(value)][1])
+            return Slot(len(parts) - 1)
+        return value
+
+    def _slot(self, slot: PieceSlot | WholeSlot) -> Any:
+        return slot if self.materialize else LazySlot(slot)
+
+    def _refer(self, references: Sequence[Any], parts: list[Any]) -> tuple[int, ...]:
+        first = len(parts)
+        parts.extend(references if self.materialize else map(self.transport.hold, references))
+        return tuple(range(first, len(parts)))
+
+    def _cut(self, shard: FutureShard) -> list[Pending]:
+        """The pieces of a future in the number that the call wants: as they are, or cut again."""
+        key = id(shard.future), shard.count
+        if key not in self._pieces:
+            pieces = shard.future.part()
+            if len(pieces) != shard.count:
+                pieces = shard.future.transport.regroup(pieces, shard.count)
+            self._pieces[key] = shard.future, pieces
+        return self._pieces[key][1]
+
+
+def num_bytes(value: Any) -> int:
+    """The bytes of a tensor, an array or a batch; 0 for anything
+    else, which is taken to be small.
+    """
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return int(value.nbytes)
+    if isinstance(value, DataProto):
+        tensors = sum(int(column.nbytes) for column in tensors_of(value.batch).values())
+        return tensors + sum(column.nbytes for column in value.non_tensor_batch.values())
+    return 0

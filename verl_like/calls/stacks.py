@@ -1,0 +1,123 @@
+"""Python stacks of worker processes: how a process tells its own, and what a set of them says about
+a dead-lock.
+
+`here` runs in a worker past its queue of calls: on Ray, at the process's door. Where the
+interpreter itself is held by native code, the process's `faulthandler` still answers a signal:
+`verl_like.process.host` arms it and `by_signal` sends it, for processes of this machine.
+`likely_cause` is for `watch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+SIGNAL = signal.SIGUSR1
+_NAMES = (
+    r"all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|reduce|gather\w*|scatter\w*|"
+    r"send\w*|recv\w*|monitored_barrier|init_process_group|open_process_group"
+)
+_COLLECTIVE = re.compile(rf'File "[^"]+", line \d+,? in (?P<name>{_NAMES})$', re.MULTILINE)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
+
+
+def here(loop: asyncio.AbstractEventLoop | None) -> str:
+    """The stacks of this process's calls and coroutines, newest frame last."""
+    asking = threading.get_ident()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        text = "".join(traceback.format_stack(frame))
+        if ident != asking and "verl_like/process/host.py" in text:
+            parts.append(f"thread {names.get(ident, ident)}:\n{text}")
+    for task in asyncio.all_tasks(loop) if loop is not None else ():
+        text_of_task = io.StringIO()
+        task.print_stack(file=text_of_task)
+        parts.append(f"coroutine:\n{text_of_task.getvalue()}")
+    return "\n".join(parts) or "idle: no call is running"
+
+
+def by_signal(pid: int, file: Path) -> str | None:
+    """What `faulthandler` of a process on this machine writes into its file when it gets the
+    signal.
+    """
+    before = file.stat().st_size if file.exists() else 0
+    with contextlib.suppress(OSError):
+        os.kill(pid, SIGNAL)
+        for _ in range(10):
+            time.sleep(0.1)
+            if file.exists() and file.stat().st_size > before:
+                time.sleep(0.1)
+                with open(file, encoding="utf-8", errors="replace") as written:
+                    written.seek(before)
+                    return (
+                        "(asked by signal: the interpreter is held by native code)\n"
+                        f"{_reversed(written.read())}"
+                    )
+    return None
+
+
+def likely_cause(stacks: dict[int, str], ranks: Sequence[int]) -> str:
+    """One sentence on why ranks do not come back, read off their stacks."""
+    silent = [rank for rank in ranks if rank not in stacks]
+    if silent:
+        names = ", ".join(map(str, silent))
+        return (
+            f"Likely cause: rank {names} does not answer (its process is stopped, swapping, or in "
+            "native code)."
+        )
+    where: dict[int, tuple[str, str]] = {}
+    for rank, stack in stacks.items():
+        found = list(_COLLECTIVE.finditer(stack))
+        if found:
+            where[rank] = found[-1]["name"], _caller_of(stack, found[-1].start())
+    places = ", ".join(
+        f"rank {rank} in {name} ({place})" for rank, (name, place) in sorted(where.items())
+    )
+    absent = [rank for rank in stacks if rank not in where]
+    if len(set(where.values())) > 1:
+        return (
+            "Likely cause: the ranks are in different collectives and wait for each other: "
+            f"{places}."
+        )
+    if where and absent:
+        return (
+            f"Likely cause: {places} waits in a collective that rank "
+            f"{', '.join(map(str, absent))} never entered."
+        )
+    if where:
+        missing = "a rank outside this group, or the network, is missing"
+        return f"Likely cause: all ranks are in the same collective ({places}): {missing}."
+    return (
+        f"Likely cause: rank {', '.join(map(str, ranks))} is still computing (or sleeping); see "
+        "its stack."
+    )
+
+
+def _caller_of(stack: str, position: int) -> str:
+    """The frame outside torch that entered the collective."""
+    for file, line, name in reversed(_FRAME.findall(stack[:position])):
+        if "/torch/" not in file and "/contextlib.py" not in file:
+            return f"{name}, {file.rsplit('/', 1)[-1]}:{line}"
+    return "torch.distributed"
+
+
+def _reversed(text: str) -> str:
+    """`faulthandler` puts the newest frame first, everybody else last."""
+    blocks: list[list[str]] = []
+    for line in text.splitlines():
+        if line.startswith("  ") and blocks:
+            blocks[-1].insert(1, line)
+        else:
+            blocks.append([line])
+    return "\n".join(line for block in blocks for line in block)

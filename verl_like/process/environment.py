@@ -1,0 +1,75 @@
+"""Environment variables of worker processes: torchrun's, one thread each, and those that nobody may
+override.
+
+The backends start processes with these; `verl_like.process.host` sets the ones that are known only
+inside the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from verl_like.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl_like.process.host import HostFacts
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+PROTECTED = (
+    "CUDA_VISIBLE_DEVICES",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "WORLD_SIZE",
+)
+
+
+def torchrun_environment(facts: HostFacts, master: tuple[str, int] | None) -> dict[str, str]:
+    """What workers written for torchrun read; `init_process_group()` then meets in the store that
+    rank 0 holds.
+    """
+    values: dict[str, object] = {
+        "RANK": facts.rank,
+        "WORLD_SIZE": facts.world_size,
+        "LOCAL_RANK": facts.local_rank,
+    }
+    if master is not None:
+        values |= {"MASTER_ADDR": master[0], "MASTER_PORT": master[1]}
+        if master[1]:
+            values |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in values.items()}
+
+
+def checked_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:
+    """The user's variables for worker processes, none of them the launcher's own."""
+    values = {name: str(value) for name, value in (worker_env or {}).items()}
+    taken = sorted(set(values) & set(PROTECTED))
+    if taken:
+        raise ConfigError(
+            f"worker_env sets {', '.join(taken)}, which the launcher sets itself for every rank. "
+            f"Leave out: {', '.join(PROTECTED)}."
+        )
+    return values
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These variables are set inside the block, for this process and those it starts; what was
+    before comes back.
+    """
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

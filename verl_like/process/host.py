@@ -1,0 +1,304 @@
+"""`WorkerHost`: what runs in a worker process.
+
+It holds one instance per role and runs one call at a time.
+
+Each backend puts a host where its processes are (a Ray actor, a child process, the caller's thread)
+and carries `Call`s to it. The host gives every role its own random state and log file, hands
+batches over as private copies, and turns exceptions into headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import faulthandler
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CoroutineType
+from typing import Any
+
+import cloudpickle
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.split import count_real_rows
+from verl_like.calls import stacks
+from verl_like.calls.dispatch import ATTRIBUTE, Registration
+from verl_like.calls.transport import Call, Header, RemoteError
+from verl_like.calls.unpack import UpstreamError, fill, piece_of
+from verl_like.errors import DispatchError, WorkerError
+from verl_like.process.environment import environment, torchrun_environment
+from verl_like.process.random_state import get_random_state, set_random_state
+from verl_like.process.role_state import RoleState
+from verl_like.process.worker import ProcessFacts, Worker, current_facts
+
+Recipes = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What the driver decides about a process before it starts."""
+
+    name: str
+    rank: int
+    world_size: int
+    local_rank: int
+    device_kind: str = "cpu"
+    seed: int = 0
+    log_dir: str | None = None
+    rendezvous_s: float = 300.0
+    call_s: float = 7200.0
+    one_node: bool = True
+
+    def log_path(self, role: str | None = None) -> Path | None:
+        """The log of one role (of the first, unless said) in this process."""
+        if self.log_dir is None:
+            return None
+        return Path(self.log_dir) / f"{(role or self.name).split('+')[0]}-{self.rank}.log"
+
+    def log_in_words(self, role: str | None = None) -> str:
+        """The log for a message."""
+        path = self.log_path(role)
+        return f"log {path}" if path else ""
+
+
+class WorkerHost:
+    """The roles of one process.
+
+    `start` constructs them, `call` runs a method, `stacks` answers from another thread.
+    """
+
+    def __init__(
+        self, roles: Recipes | bytes, facts: HostFacts, workers: dict[str, Worker] | None = None
+    ):
+        """`roles` maps a role to its class and constructor arguments; `workers` is where the
+        instances go, by role.
+
+        Pickled roles are unpickled by `start`, which can say what went wrong.
+        """
+        self.facts = facts
+        self._in_callers_thread = workers is not None
+        self._turn: RoleState | None = None
+        self._one_call = (
+            threading.RLock()
+        )  # nobody waits for it; `nullcontext` would be slower on every call
+        self._recipes = roles
+        self._states: dict[str, RoleState] = {}
+        self._workers: dict[str, Worker] = {} if workers is None else workers
+        self._store: TCPStore | None = None
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._making_loop = threading.Lock()  # two calls past the queue may want it at once
+
+    def open_store(self, address: str, port: int = 0) -> tuple[str, int]:
+        """Bind the group's rendezvous store and keep it: the port cannot be taken between choice
+        and use.
+        """
+        try:
+            self._store = TCPStore(address, port, is_master=True, wait_for_workers=False)
+        except (RuntimeError, dist.DistError) as error:
+            raise WorkerError(
+                f"{self.facts.name}: port {port} of {address} cannot be bound for the group's "
+                f"rendezvous: {error}. Leave master_port out and a free one is chosen."
+            ) from error
+        return address, self._store.port
+
+    def start(self, master: tuple[str, int] | WorkerError | None) -> Header:
+        """Construct every role, in the order given; the header carries the first error, if any."""
+
+        def construct(*_: Any) -> tuple[None, None]:
+            if isinstance(master, WorkerError):
+                raise master
+            if not self._in_callers_thread:
+                self._own_the_process(master)
+            recipes = (
+                pickle.loads(self._recipes) if isinstance(self._recipes, bytes) else self._recipes
+            )
+            for role, (cls, args, kwargs) in recipes.items():
+                self._states[role] = state = RoleState(role, self.facts)
+                token = current_facts.set(self._process_facts(role, master))
+                try:
+                    with self._turn_of(state):
+                        self._workers[role] = state.worker = cls(*args, **kwargs)
+                finally:
+                    current_facts.reset(token)
+            return None, None
+
+        return self._timed(construct, Call(self.facts.name, "__init__"), ())[1]
+
+    def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
+        """Run one method. Never raises what the method raises: the header carries it.
+
+        One that goes past the queue has come in a thread of its own, and shares random state and
+        log with the rest.
+        """
+        return self._timed(self._beside if call.past_queue else self._run, call, parts)
+
+    def stacks(self) -> str:
+        """The Python stacks of this process's threads but the one that asks, newest frame last."""
+        return stacks.here(self._loop)
+
+    def close(self) -> None:
+        """Give back what outlives a call: log files and the loop thread.
+
+        A process of its own just ends.
+        """
+        for state in self._states.values():
+            state.close()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop_thread.join()
+            self._loop.close()
+            self._loop = None
+
+    def _process_facts(self, role: str, master: tuple[str, int] | None) -> ProcessFacts:
+        return ProcessFacts(
+            rank=self.facts.rank,
+            world_size=self.facts.world_size,
+            local_rank=self.facts.local_rank,
+            role=role,
+            master=master,
+            rendezvous_s=self.facts.rendezvous_s,
+            call_s=self.facts.call_s,
+            device_kind=self.facts.device_kind,
+            workers=self._workers,
+        )
+
+    def _own_the_process(self, master: tuple[str, int] | None) -> None:
+        """What a process of our own gets: torchrun's environment, and a stack dump on a signal or a
+        crash.
+        """
+        os.environ.update(torchrun_environment(self.facts, master))
+        if self.facts.one_node and self.facts.world_size > 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        path = self.facts.log_path()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._crash_log = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+            faulthandler.enable(self._crash_log)
+            faulthandler.register(stacks.SIGNAL, self._crash_log)
+
+    def _run(self, call: Call, parts: Sequence[Any]) -> tuple[Any, int | None]:
+        """The result, and how many of its rows are real."""
+        state = self._states[call.role]
+        method = getattr(state.worker, call.method)
+        args, kwargs, given = list(call.args), call.kwargs, None
+        if args or kwargs:
+            mark: Registration = getattr(method, ATTRIBUTE)
+            args = [fill(value, parts, mark.readonly) for value in args]
+            kwargs = {name: fill(value, parts, mark.readonly) for name, value in kwargs.items()}
+            given = piece_of([*args, *kwargs.values()])
+        with self._turn_of(state):
+            result = self._result(method(*args, **kwargs))
+        if not isinstance(result, DataProto):
+            return result, None
+        given = given or piece_of([*args, *kwargs.values()])
+        result = copy.copy(result)
+        result.shard = given.shard if given else None
+        return result, count_real_rows(result, given.num_rows if given else 0, self._where(call))
+
+    def _beside(self, call: Call, _: Sequence[Any]) -> tuple[Any, None]:
+        method = getattr(self._states[call.role].worker, call.method)
+        return self._result(method(*call.args, **call.kwargs)), None
+
+    def _where(self, call: Call) -> str:
+        return f"{call.role}.{call.method} on rank {self.facts.rank}"
+
+    def _turn_of(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
+        """The role's log is open and its random state the process's: swapped when another role's
+        turn comes.
+        """
+        if self._in_callers_thread:
+            return self._borrowing(state)
+        if self._turn is not state:
+            if self._turn is not None:
+                self._turn.random_state = get_random_state()
+                self._turn.__exit__()
+            set_random_state(state.random_state)
+            state.__enter__()
+            self._turn = state
+        return self._one_call
+
+    @contextlib.contextmanager
+    def _borrowing(self, state: RoleState) -> Iterator[None]:
+        """In the caller's own thread the caller draws numbers too: its state comes back after every
+        call.
+        """
+        if self._turn is state:  # a call within a call
+            yield
+            return
+        outer, caller = self._turn, get_random_state()
+        set_random_state(state.random_state)
+        self._turn = state
+        try:
+            with environment(torchrun_environment(self.facts, ("127.0.0.1", 0))), state:
+                yield
+        finally:
+            state.random_state, self._turn = get_random_state(), outer
+            set_random_state(caller)
+
+    def _timed(
+        self,
+        work: Callable[[Call, Sequence[Any]], tuple[Any, int | None]],
+        call: Call,
+        parts: Sequence[Any],
+    ) -> tuple[Any, Header]:
+        start, cpu = time.time(), time.process_time()
+        result, rows, error = None, None, None
+        try:
+            result, rows = work(call, parts)
+            if call.silent and result is not None:
+                kind, result = type(result).__name__, None
+                raise DispatchError(
+                    f"{self._where(call)} is declared `-> None` and returned a {kind}, which "
+                    "would be lost. Declare what it returns."
+                )
+        except UpstreamError as upstream:
+            error = upstream.error
+        except Exception as failure:  # noqa: BLE001 - the process edge: every error travels to the driver
+            error = _as_remote(failure)
+        keys: tuple[str, ...] = ()
+        if isinstance(result, DataProto):
+            keys = (
+                *(result.batch.keys() if result.batch is not None else ()),
+                *result.non_tensor_batch,
+            )
+        mesh_facts = None
+        for role, state in self._states.items():
+            if facts := getattr(state.worker, "_mesh_facts", None):
+                mesh_facts = (mesh_facts or {}) | {role: dict(facts)}
+        place = call.role, call.method, self.facts.rank, self._pid
+        times = start, time.time(), time.process_time() - cpu
+        return result, Header(*place, *times, rows, keys, error, mesh_facts)
+
+    def _result(self, value: Any) -> Any:
+        """The value itself; of a coroutine what it gives: it runs on a loop in a thread, while this
+        one waits.
+        """
+        if not isinstance(value, CoroutineType):
+            return value
+        with self._making_loop:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._loop_thread = threading.Thread(
+                    target=self._loop.run_forever, name="coroutines", daemon=True
+                )
+                self._loop_thread.start()
+        return asyncio.run_coroutine_threadsafe(value, self._loop).result()
+
+
+def _as_remote(error: Exception) -> RemoteError:
+    text = "".join(traceback.format_exception(error))
+    pickled: bytes | None = None
+    with contextlib.suppress(Exception):  # user exceptions may refuse to be pickled in any way
+        pickled = cloudpickle.dumps(error)
+        pickle.loads(pickled)
+    return RemoteError(pickled, f"{type(error).__module__}.{type(error).__qualname__}", text)

@@ -1,0 +1,241 @@
+"""`Worker`: the base class of every role, and the facts about its process that the launcher
+provides.
+
+A role is a subclass with `@register`ed methods. It is constructed inside a worker process (a Ray
+actor, a child process, or the caller's own thread) by `verl_like.process.host.WorkerHost`, which
+first sets the `ProcessFacts` that `Worker` reads: nothing is passed by hand.
+
+    class Critic(Worker):
+        def __init__(self, config):
+            super().__init__()
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def compute_values(self, batch: DataProto) -> DataProto: ...
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from verl_like.calls.dispatch import Dispatch, Execute, register
+from verl_like.errors import WorkerError
+from verl_like.process.random_state import load_random_state, save_random_state
+
+
+@dataclass
+class ProcessFacts:
+    """What a launcher tells a worker process about itself."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    role: str = "worker"
+    master: tuple[str, int] | None = None
+    rendezvous_s: float = 300.0
+    call_s: float = 7200.0
+    device_kind: str = "cpu"
+    workers: dict[str, Worker] = field(default_factory=dict)
+
+
+current_facts: ContextVar[ProcessFacts | None] = ContextVar("verl_like_process_facts", default=None)
+
+
+def _facts_from_environment() -> ProcessFacts:
+    """The convention of torchrun, for a worker made outside a group."""
+    env = os.environ
+    port = env.get("MASTER_PORT")
+    return ProcessFacts(
+        rank=int(env.get("RANK", 0)),
+        world_size=int(env.get("WORLD_SIZE", 1)),
+        local_rank=int(env.get("LOCAL_RANK", 0)),
+        master=(env.get("MASTER_ADDR", "127.0.0.1"), int(port)) if port else None,
+        device_kind="cuda" if torch.cuda.is_available() else "cpu",
+    )
+
+
+class Worker:
+    """One role in one process: knows its rank, its device, its siblings and the meshes it belongs
+    to.
+    """
+
+    _facts: ProcessFacts
+    _mesh_facts: dict[str, tuple[int, bool]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+        """Attach the process facts before any `__init__` runs, so that
+        no subclass can forget to.
+        """
+        self = super().__new__(cls)
+        self._facts = current_facts.get() or _facts_from_environment()
+        self._mesh_facts = {}
+        return self
+
+    def __init__(self) -> None:
+        """Nothing to do: the facts are there already."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number in its group, 0 to world_size - 1."""
+        return self._facts.rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes in the group."""
+        return self._facts.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among those of the group on its node."""
+        return self._facts.local_rank
+
+    @property
+    def role(self) -> str:
+        """The name the role is known by on the driver."""
+        return self._facts.role
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker's tensors live."""
+        if self._facts.device_kind == "cuda":
+            return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
+        return torch.device("cpu")
+
+    def sibling(self, role: str) -> Worker | None:
+        """The worker of another role in this same process, or None: how a rollout sees the actor's
+        module.
+        """
+        return self._facts.workers.get(role)
+
+    @property
+    def fused_worker_dict(self) -> dict[str, Worker]:
+        """Every role of this process by name."""
+        return self._facts.workers
+
+    def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
+        """verl's name for `sibling`."""
+        return self.sibling(worker_name)
+
+    def open_process_group(self) -> None:
+        """Open the process's one default process group; later calls, of this role or a sibling,
+        find it open.
+        """
+        if dist.is_initialized():
+            if dist.get_world_size() != self.world_size:
+                raise WorkerError(
+                    f"{self.role} rank {self.rank}: this process already has a default process "
+                    f"group of {dist.get_world_size()} ranks, the group needs {self.world_size}. "
+                    "One process serves one pool: close the other group first "
+                    "(torch.distributed.destroy_process_group)."
+                )
+            return
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
+        limit = timedelta(seconds=self._facts.call_s)
+        if self.world_size == 1:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
+            return
+        address, port = self.get_master_addr_port()
+        try:
+            store = self._meet(address, port)
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit
+            )
+        except WorkerError:
+            raise
+        except (RuntimeError, dist.DistError) as error:
+            raise WorkerError(
+                f"rendezvous of {self.role} rank {self.rank} of {self.world_size} at "
+                f"{address}:{port} failed (limit {self._facts.rendezvous_s:.0f} s, "
+                f"watch.rendezvous_s): {error}"
+            ) from error
+
+    def _meet(self, address: str, port: int) -> PrefixStore:
+        """The group's store, once every rank has come to it; says which ones did not."""
+        limit = timedelta(seconds=self._facts.rendezvous_s)
+        store = PrefixStore(
+            "default", TCPStore(address, port, self.world_size, is_master=False, timeout=limit)
+        )
+        store.set(f"rank {self.rank}", "here")
+        names = [f"rank {rank}" for rank in range(self.world_size)]
+        try:
+            store.wait(names, limit)
+        except dist.DistError as error:
+            missing = [name for name in names if not store.check([name])]
+            raise WorkerError(
+                f"{self.role} rank {self.rank} of {self.world_size} waited "
+                f"{self._facts.rendezvous_s:.0f} s (watch.rendezvous_s) at {address}:{port} for "
+                f"{', '.join(missing)} to open the process group."
+            ) from error
+        return store
+
+    def get_master_addr_port(self) -> tuple[str, int]:
+        """Host and port of the group's store; rank 0's process holds it open from the start."""
+        if self._facts.master is None:
+            raise WorkerError(
+                f"{self.role} rank {self.rank}: no rendezvous address; start the worker through a "
+                "WorkerGroup."
+            )
+        return self._facts.master
+
+    def get_available_master_addr_port(self) -> tuple[str, int]:
+        """This node's address and a port that is free right now (another process may take it.
+
+        Prefer a bound TCPStore).
+        """
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return self.get_master_addr_port()[0] if self._facts.master else "127.0.0.1", int(
+                probe.getsockname()[1]
+            )
+
+    def get_cuda_visible_devices(self) -> str:
+        """The devices this process may see, as CUDA names them."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+
+    def _register_dispatch_collect_info(
+        self, mesh_name: str, dp_rank: int, is_collect: bool
+    ) -> None:
+        """Say which data-parallel slice of mesh `mesh_name` this rank computes, and whether its
+        result is the one to " "collect.
+        """
+        self._mesh_facts[mesh_name] = (int(dp_rank), bool(is_collect))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, step: int = 0) -> None:
+        """Write what a resume needs of this role into the folder `path`: here each rank's random
+        state.
+
+        A role that learns overrides this and `load_checkpoint`.
+        """
+        Path(path).mkdir(parents=True, exist_ok=True)
+        save_random_state(Path(path) / f"{self.rank}.pt")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Take over what `save_checkpoint` wrote; a rank that had no counterpart keeps its own
+        random state.
+        """
+        saved = Path(path) / f"{self.rank}.pt"
+        if saved.is_file():
+            load_random_state(saved)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(
+        self, func: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run `func(worker, *slices)` on every rank."""
+        return func(self, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `func(*args)` on rank 0 only."""
+        return func(*args, **kwargs)

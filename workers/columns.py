@@ -1,0 +1,160 @@
+"""The batch's columns as data: name, shape, dtype, who writes it.
+
+Roles call `require` before they read.
+
+Letters in shapes: P = `data.max_prompt_length`, R = `data.max_response_length`, T = P + R. Prompts
+are padded on the left, responses on the right; masks come from lengths, never from comparing ids
+with the pad id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from verl_like.errors import MissingColumnError, nearest
+
+if TYPE_CHECKING:
+    from verl_like.batch.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class Column:
+    """One row of the table."""
+
+    name: str
+    shape: str
+    dtype: str
+    written_by: str
+
+
+_ROLLOUT = "rollout.generate_sequences"
+_DATA = "the data loader"
+
+COLUMNS: dict[str, Column] = {
+    column.name: column
+    for column in (
+        Column("prompts", "[rows, P]", "int64", _ROLLOUT),
+        Column("responses", "[rows, R]", "int64", _ROLLOUT),
+        Column("input_ids", "[rows, T]", "int64", f"{_DATA} (width P), then {_ROLLOUT}"),
+        Column("attention_mask", "[rows, T]", "int64", f"{_DATA} (width P), then {_ROLLOUT}"),
+        Column("position_ids", "[rows, T]", "int64", f"{_DATA} (width P), then {_ROLLOUT}"),
+        Column("response_mask", "[rows, R]", "int64", _ROLLOUT),
+        Column("rollout_log_probs", "[rows, R]", "float32", _ROLLOUT),
+        Column(
+            "rollout_truncated_log_probs",
+            "[rows, R]",
+            "float32",
+            f"{_ROLLOUT}, if truncated_log_probs",
+        ),
+        Column("token_versions", "[rows, R]", "int32", _ROLLOUT),
+        Column("weights_id", "[rows]", "int64", _ROLLOUT),
+        Column("finish_reason", "[rows]", "object", _ROLLOUT),
+        Column("old_log_probs", "[rows, R]", "float32", "actor.compute_log_prob"),
+        Column("entropys", "[rows, R]", "float32", "actor.compute_log_prob"),
+        Column("ref_log_prob", "[rows, R]", "float32", "ref.compute_ref_log_prob"),
+        Column("values", "[rows, R]", "float32", "critic.compute_values"),
+        Column("rm_scores", "[rows, R]", "float32", "reward_model.compute_rm_score"),
+        Column("token_level_scores", "[rows, R]", "float32", "the reward"),
+        Column("token_level_rewards", "[rows, R]", "float32", "the driver's KL penalty"),
+        Column("advantages", "[rows, R]", "float32", "the driver's compute_advantage"),
+        Column("returns", "[rows, R]", "float32", "the driver's compute_advantage"),
+        Column("sample_index", "[rows]", "int64", "the driver's repeat by rollout.n"),
+        Column(
+            "policy_version", "[rows]", "int64", "the driver, of the weights that made the sample"
+        ),
+        Column("reward_baselines", "[rows]", "float32", "the driver's greedy_scores, for remax"),
+        Column("uid", "[rows]", "object", _DATA),
+        Column("raw_prompt", "[rows]", "object", _DATA),
+        Column("data_source", "[rows]", "object", _DATA),
+        Column("reward_model", "[rows]", "object", _DATA),
+        Column("extra_info", "[rows]", "object", _DATA),
+    )
+}
+
+_NAMED = ("uid", "sample_index")
+_SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", *_NAMED)
+
+READS: dict[str, tuple[str, ...]] = {
+    "generate_sequences": ("input_ids", "attention_mask", "position_ids", *_NAMED),
+    "compute_log_prob": _SEQUENCES,
+    "compute_ref_log_prob": _SEQUENCES,
+    "compute_values": _SEQUENCES,
+    "compute_rm_score": _SEQUENCES,
+    "update_critic": (*_SEQUENCES, "values", "returns"),
+    "update_actor": (
+        *(*_SEQUENCES, "old_log_probs", "ref_log_prob", "advantages"),
+        *("rollout_log_probs", "rollout_truncated_log_probs"),
+    ),
+}
+"""What each method of the built-in workers reads of a batch; some of it only under some
+configurations.
+"""
+
+
+def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
+    """The columns that a worker's method reads; None where nobody has said so, and it should get
+    them all.
+
+    A class of the user's says it in a class attribute `READS`, method name -> columns, which is
+    looked at first.
+    """
+    own: dict[str, tuple[str, ...]] = getattr(worker_class, "READS", {})
+    built_in = getattr(worker_class, method).__module__.partition(".")[0] == "workers"
+    return own.get(method, READS.get(method) if built_in else None)
+
+
+def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto:
+    """The batch with only those columns that the method reads and the batch has, by reference."""
+    names = reads_of(worker_class, method)
+    if names is None:
+        return batch
+    tensors = [name for name in names if batch.batch is not None and name in batch.batch.keys()]
+    return batch.select(tensors, [name for name in names if name in batch.non_tensor_batch])
+
+
+def require(batch: DataProto, *names: str) -> None:
+    """Refuse a batch that lacks one of the columns, naming who writes it."""
+    present = set(batch.non_tensor_batch)
+    if batch.batch is not None:
+        present |= {str(key) for key in batch.batch.keys()}
+    for name in names:
+        if name not in present:
+            raise MissingColumnError(_missing(name, present))
+
+
+def _missing(name: str, present: set[str]) -> str:
+    column = COLUMNS.get(name)
+    if column is None:
+        return (
+            f"batch has no {name!r}; it has "
+            f"{', '.join(sorted(present)) or 'no columns'}.{nearest(name, present)}"
+        )
+    text = f"batch has no {name!r} (written by {column.written_by})"
+    role, _, method = column.written_by.partition(".")
+    if method and " " not in role:
+        text += f"; is the {role} role configured?"
+    return text
+
+
+def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
+    """These columns; a missing one is an error that says who writes it."""
+    require(batch, *names)
+    tensors: Any = batch.batch
+    return {name: tensors[name] for name in names}
+
+
+def has_column(batch: DataProto, name: str) -> bool:
+    """Whether the batch has this tensor column."""
+    return batch.batch is not None and name in batch.batch.keys()
+
+
+def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:
+    """The same batch, with these columns added or replaced."""
+    assert batch.batch is not None, (
+        "columns are only ever written beside those they were computed from"
+    )
+    batch.batch.update(columns)
+    return batch

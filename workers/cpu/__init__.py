@@ -1,0 +1,1 @@
+"""Kernels and memory for training on CPUs; nothing here is entered on a GPU."""

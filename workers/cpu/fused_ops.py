@@ -1,0 +1,305 @@
+"""Linear layers, RMS norms, gated activations and rotary positions with backward passes of their
+own.
+
+`engines/fsdp` enters `lean`. On CPUs linear layers multiply through oneDNN (`products`), both ways.
+Spelled out, each of the others is a chain of small operations, every one a pass over memory
+forwards and several backwards; beside the matrix products of a small model that is a tenth of an
+update. Here each is one function with the fewest passes. They stand in for a model's own code only
+where that computes the same: a class is compared once with the formula, value and gradients, on a
+few numbers. What differs, or is not float32, runs as the model has it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from workers.cpu.onednn import is_product, product, product_with
+
+ROTARY = "apply_rotary_pos_emb"
+"""What transformers calls the function that turns queries and keys, in every file that has one."""
+
+
+FEW_ROWS = 1024
+"""Rows that are transposed at a time for a weight's gradient: they stay in the cache."""
+FEWEST_PRODUCTS = 2**24
+"""Multiplications below which a linear layer is left to torch: building a kernel for its rows would
+take longer.
+"""
+
+
+class _Linear(torch.autograd.Function):
+    """states @ weight.t() + bias.
+
+    Of the two factors of the weight's gradient the narrower is transposed in memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = states.reshape(-1, states.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        result: Tensor = torch.ops.aten._unsafe_view(
+            product(flat, weight, bias), [*states.shape[:-1], len(weight)]
+        )
+        return result  # no view in autograd's eyes: FSDP2 hangs its hooks on it
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        flat, weight = ctx.saved_tensors
+        grad_flat = grad.reshape(-1, grad.shape[-1])
+        grad_states = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_states = product(grad_flat, weight.t()).view(*grad.shape[:-1], -1)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _outer(grad_flat, flat)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_flat.sum(dim=0)
+        return grad_states, grad_weight, grad_bias
+
+
+def _outer(grad: Tensor, states: Tensor) -> Tensor:
+    """grad.t() @ states, some rows at a time; of the two the narrower is transposed in memory."""
+    narrow, wide = (grad, states) if grad.shape[1] <= states.shape[1] else (states, grad)
+    total: Tensor | None = None
+    for few, many in zip(narrow.split(FEW_ROWS), wide.split(FEW_ROWS), strict=True):
+        few = few.t().contiguous()
+        total = (
+            product(few, many.t()) if total is None else product_with("add", total, few, many.t())
+        )
+    assert total is not None
+    return total if narrow is grad else total.t().contiguous()
+
+
+class _RmsNorm(torch.autograd.Function):
+    """x / sqrt(mean of x squared + eps) * weight, along the last dim."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
+        flat = states.reshape(-1, states.shape[-1])
+        norm = torch.linalg.vector_norm(flat, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(flat.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(flat, weight, inverse)
+        return (flat * inverse).mul_(weight).view(states.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        flat, weight, inverse = ctx.saved_tensors
+        grad_flat = grad.reshape(flat.shape)
+        product = grad_flat * flat
+        along = torch.mv(product, weight)[:, None].mul_(inverse.pow(3)).div_(-flat.shape[-1])
+        grad_weight = torch.mv(product.t(), inverse[:, 0])
+        grad_states = torch.mul(grad_flat, weight, out=product).mul_(inverse).addcmul_(flat, along)
+        return grad_states.view(grad.shape), grad_weight, None
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up.
+
+    Backward writes over what forward kept: nobody else reads the outputs of the two projections.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        active = functional.silu(gate)
+        ctx.save_for_backward(gate, up, active)
+        return active * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up, active = ctx.saved_tensors
+        grad_active = up.mul_(grad)
+        grad_gate = torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=gate)
+        return grad_gate, active.mul_(grad)
+
+
+class _Rotated(torch.autograd.Function):
+    """states * cos + (second half negated, first half) * sin, along the last dim."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = states.shape[-1] // 2
+        turned = states * cos
+        turned[..., :half].addcmul_(states[..., half:], sin[..., :half], value=-1)
+        turned[..., half:].addcmul_(states[..., :half], sin[..., half:])
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        half = grad.shape[-1] // 2
+        turned = grad * cos
+        turned[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+        turned[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
+        return turned, None, None
+
+
+_product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
+_rms_norm: Callable[[Tensor, Tensor, float], Tensor] = _RmsNorm.apply
+_gated: Callable[[Tensor, Tensor], Tensor] = _Gated.apply
+_rotated: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotated.apply
+
+
+def _linear(module: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    weight, bias = module.weight, module.bias
+    fits = input.dtype == weight.dtype and not torch.is_autocast_enabled(input.device.type)
+    is_plain = is_product(weight) and not isinstance(weight, DTensor)
+    is_worth_it = input.numel() * len(weight) >= FEWEST_PRODUCTS
+    return (_product if fits and is_plain and is_worth_it else functional.linear)(
+        input, weight, bias
+    )
+
+
+def _norm(module: Any, hidden_states: Tensor) -> Tensor:
+    if hidden_states.dtype != torch.float32 or module.weight.dtype != torch.float32:
+        result: Tensor = type(module).forward(module, hidden_states)
+        return result
+    return _rms_norm(hidden_states, module.weight, module.variance_epsilon)
+
+
+def _mlp(module: Any, x: Tensor) -> Tensor:
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    plain = not gate.dtype == up.dtype == torch.float32
+    result: Tensor = module.down_proj(module.act_fn(gate) * up if plain else _gated(gate, up))
+    return result
+
+
+@contextmanager
+def lean(module: nn.Module) -> Iterator[None]:
+    """Within, linear layers, norms, gates and rotary positions of `module` are computed here; a
+    backward pass, too.
+    """
+    with ExitStack() as stack:
+        for child in module.modules():
+            own = _forward_for(child)
+            if own is not None and "forward" not in vars(child):
+                child.forward = functools.partial(own, child)
+                stack.callback(delattr, child, "forward")
+        homes = {
+            sys.modules[cls.__module__]
+            for cls in map(type, module.modules())
+            if cls.__module__ in sys.modules
+        }
+        for home in homes:
+            original = vars(home).get(ROTARY)
+            if original is not None and _is_rotary(original):
+                setattr(home, ROTARY, _lean_rotary(original))
+                stack.callback(setattr, home, ROTARY, original)
+        yield
+
+
+def _forward_for(child: nn.Module) -> Callable[..., Tensor] | None:
+    """What computes the same as this module's class, faster; None if nothing here does."""
+    if type(child) is nn.Linear:
+        return _linear
+    if hasattr(child, "variance_epsilon") and list(dict(child.named_parameters(recurse=False))) == [
+        "weight"
+    ]:
+        return _norm if _is_norm(type(child)) else None
+    if all(hasattr(child, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        return _mlp if _is_gated_mlp(type(child), type(child.act_fn)) else None
+    return None
+
+
+@functools.cache
+def _is_norm(cls: type[nn.Module]) -> bool:
+    """Whether this class divides by the root mean square and multiplies by its weight."""
+    weight = _numbers(8, start=1.0)
+    stand_in = SimpleNamespace(weight=weight, variance_epsilon=0.1)
+    theirs: Callable[..., Any] = lambda states: cls.forward(stand_in, states)  # noqa: E731
+    return _agree(theirs, lambda states: _rms_norm(states, weight, 0.1), [_numbers(3, 8)], [weight])
+
+
+@functools.cache
+def _is_gated_mlp(cls: type[nn.Module], activation: type[nn.Module]) -> bool:
+    """Whether this class is down(silu(gate(x)) * up(x)) and nothing else."""
+    weights = {
+        "gate_proj": _numbers(8, 4),
+        "up_proj": _numbers(8, 4, start=0.3),
+        "down_proj": _numbers(4, 8),
+    }
+    layers = {
+        name: functools.partial(functional.linear, weight=weight)
+        for name, weight in weights.items()
+    }
+
+    def theirs(x: Tensor) -> Any:
+        return cls.forward(SimpleNamespace(**layers, act_fn=activation()), x)  # type: ignore[arg-type]
+
+    def ours(x: Tensor) -> Tensor:
+        return layers["down_proj"](_gated(layers["gate_proj"](x), layers["up_proj"](x)))
+
+    return _agree(theirs, ours, [_numbers(3, 4)], list(weights.values()))
+
+
+@functools.cache
+def _is_rotary(original: Callable[..., Any]) -> bool:
+    """Whether this function turns queries and keys by halves, and takes what transformers' does."""
+    if list(inspect.signature(original).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+        return False
+    cos, sin = _numbers(1, 3, 8, start=0.1), _numbers(1, 3, 8, start=0.7)
+    own = _lean_rotary(original)
+    states = [_numbers(1, 4, 3, 8), _numbers(1, 2, 3, 8, start=0.5)]
+    return own is not original and _agree(
+        lambda q, k: torch.cat(original(q, k, cos, sin), dim=1),
+        lambda q, k: torch.cat(own(q, k, cos, sin), dim=1),
+        states,
+        [],
+    )
+
+
+@functools.cache
+def _lean_rotary(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def rotary(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        if not q.dtype == k.dtype == cos.dtype == torch.float32:
+            found: tuple[Tensor, Tensor] = original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+            return found
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+    return rotary
+
+
+def _numbers(*shape: int, start: float = 0.0) -> Tensor:
+    """Some numbers within ±1, without the process's random state."""
+    count = int(torch.Size(shape).numel())
+    return (
+        (torch.arange(count, dtype=torch.float32) * 0.7 + start).sin().view(shape).requires_grad_()
+    )
+
+
+def _agree(
+    theirs: Callable[..., Any],
+    ours: Callable[..., Tensor],
+    inputs: list[Tensor],
+    weights: list[Tensor],
+) -> bool:
+    """Whether both give the same value and gradients; a class that refuses a stand-in for itself
+    does not.
+    """
+    found: list[list[Tensor]] = []
+    with torch.enable_grad():
+        for function in (theirs, ours):
+            try:
+                value = function(*inputs)
+                grads = torch.autograd.grad(
+                    (value * _numbers(*value.shape, start=0.2).detach()).sum(), inputs + weights
+                )
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                return False
+            found.append([value, *grads])
+    return all(
+        torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(*found, strict=True)
+    )

@@ -1,0 +1,44 @@
+"""Where a model's files are: its folder, or the cache into which this machine fetches it from the
+Hugging Face hub.
+
+Whatever reads a `model.path` asks `model_folder`. Every node fetches for itself, and once: no
+folder need be shared.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from verl_like.errors import ConfigError
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+"""Configuration, tokenizer, templates, code."""
+
+
+@functools.cache
+def model_folder(path: str, weights: bool = True) -> Path:
+    """The folder of that path; a name like `organisation/model`, where no such folder is, is looked
+    up on the hub.
+
+    Without `weights` only the small files are sure to be there.
+    """
+    folder = Path(path).expanduser()
+    if not HUB_NAME.fullmatch(path) or folder.parent.exists():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    wanted = [*SMALL_FILES, "*.safetensors"] if weights else SMALL_FILES
+    try:
+        found = Path(snapshot_download(path, allow_patterns=wanted))
+        if weights and not any(found.glob("*.safetensors")):
+            found = Path(snapshot_download(path, allow_patterns=["*.bin"]))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ConfigError(
+            f"model.path={path}: there is no such folder, and the Hugging Face hub does not give "
+            f"a model of that name: {' '.join(str(error).split())[:300]}"
+        ) from error
+    return found

@@ -1,0 +1,129 @@
+"""A Hugging Face causal LM for training, with its token head or a scalar one, before it has
+weights.
+
+`engines/fsdp` makes one by `empty_model`, shards it, and has `engines/loading` fill it: no rank
+ever holds the whole. Dropout is off for good: with it the log-probs of one policy would differ
+between two passes, and PPO's ratio would be noise before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from verl_like.errors import ConfigError, nearest
+from workers.models.folder import model_folder
+from workers.training.attention import resolve_attention
+
+if TYPE_CHECKING:
+    from workers.config import ModelConfig
+
+Head = Literal["token", "scalar", "score"]
+"""token: the model's own. scalar: a number a position, from zero. score: the same, from the
+folder's `score.weight`.
+"""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ScalarHeadModel(nn.Module):
+    """A causal LM's body under a `Linear(hidden, 1)` that starts at zero, so that training starts
+    from values of zero.
+
+    Parameter names are those of Hugging Face's sequence classifiers (`model.…`, `score.weight`).
+    """
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        self.config = causal_lm.config
+        self._no_split_modules = causal_lm._no_split_modules
+        self.base_model_prefix: str = causal_lm.base_model_prefix
+        setattr(self, self.base_model_prefix, causal_lm.base_model)
+        hidden_size = causal_lm.get_input_embeddings().embedding_dim
+        self.score = nn.Linear(hidden_size, 1, bias=False, dtype=causal_lm.dtype)
+        if not self.score.weight.is_meta:
+            nn.init.zeros_(self.score.weight)
+
+    @property
+    def body(self) -> Any:
+        """The base model, without its language-model head."""
+        return getattr(self, self.base_model_prefix)
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """One scalar per position: [rows, width, 1]."""
+        scores: Tensor = self.score(self.body(**inputs).last_hidden_state)
+        return scores
+
+
+def body_of(module: Any) -> Any:
+    """The base model under either head."""
+    return module.body if isinstance(module, ScalarHeadModel) else module.base_model
+
+
+def dtype_of(name: str, key: str = "model.dtype") -> torch.dtype:
+    """The type of that name; `key` is where the name was set."""
+    if name not in DTYPES:
+        raise ConfigError(
+            f"{key}={name!r} is unknown; valid: {', '.join(DTYPES)}.{nearest(name, DTYPES)}"
+        )
+    return DTYPES[name]
+
+
+def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
+    """The module that `config.path` describes, in evaluation mode: parameters on the meta device,
+    buffers real.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = dtype_of(config.dtype)
+    folder = model_folder(config.path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path={config.path!r} is not a Hugging Face model folder (no config.json "
+            "there); `python examples/tiny/make.py DIR` makes a tiny one in DIR/model."
+        )
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        for name, value in hf_config.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(hf_config, name, 0.0)
+        model_cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
+        if model_cls is None:
+            raise ValueError(
+                f"model type {hf_config.model_type!r} has no causal LM in this transformers"
+            )
+        attention = resolve_attention(config.attn_implementation, device, dtype, model_cls)
+        with _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=dtype, attn_implementation=attention
+            )
+            module = model if head == "token" else ScalarHeadModel(model)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"model.path={config.path!r} does not load as a causal LM: {error}"
+        ) from error
+    if config.enable_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return module.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within, a module's parameters are made without memory; its buffers (rotary tables) are
+    computed as ever.
+    """
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()

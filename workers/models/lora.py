@@ -1,0 +1,190 @@
+"""LoRA by `peft`: adapters inside the engine's module, and the module's weights as if there were
+none.
+
+`TrainEngine.build` calls `add_adapter`; from then on only the adapters (and a critic's head) get
+gradients. What leaves the engine (weight sync, checksums, exports) goes through `merged_tensors`:
+base + adapter under the base's own names, made anew from the base each time, so that nothing
+accumulates over versions. A reference in the actor's process scores with the actor's module inside
+`adapter_off`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_like.errors import ConfigError, nearest
+from workers.models.head import ScalarHeadModel
+
+if TYPE_CHECKING:
+    from workers.config import ModelConfig
+
+NAME = "default"
+"""peft's name of the one adapter."""
+
+
+def add_adapter(module: Any, config: ModelConfig) -> None:
+    """Put adapters beside the linear layers of `config.target_modules` and freeze everything else
+    but a scalar head.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(
+            f"model.lora_rank={config.lora_rank} needs the package peft: pip install "
+            "'verl-like[lora]'"
+        ) from error
+    scalar = isinstance(module, ScalarHeadModel)
+    target = (
+        config.target_modules
+        if isinstance(config.target_modules, str)
+        else list(config.target_modules)
+    )
+    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=target)
+    linear = {
+        name.rpartition(".")[2]: None for name, child in module.named_modules() if _is_linear(child)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="fan_in_fan_out"
+        )  # peft sets it right for GPT-2 and says so
+        try:
+            inject_adapter_in_model(lora, module.body if scalar else module)
+        except ValueError as error:
+            hint = nearest(target if isinstance(target, str) else target[0], linear)
+            raise ConfigError(
+                f"model.target_modules={config.target_modules}: no adapter fits: {error}{hint} "
+                f"The model's linear layers: {', '.join(linear)}; all-linear takes all but the "
+                "head."
+            ) from error
+    other = [
+        name
+        for name, layer in adapted_layers(module).items()
+        if not _is_linear(layer.get_base_layer())
+    ]
+    if other:
+        raise ConfigError(
+            f"model.target_modules: {', '.join(other[:5])} is no linear layer; name linear layers "
+            "only."
+        )
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(is_adapter(name) or (scalar and name.startswith("score.")))
+        if is_adapter(name) and not parameter.is_meta:
+            parameter.data.copy_(initial_value(name, parameter.shape))
+
+
+def initial_value(name: str, shape: torch.Size) -> Tensor:
+    """What an adapter's tensor starts from:
+
+    A uniform as in a linear layer, B zero; the same on every rank.
+    """
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    bound = 1.0 / math.sqrt(shape[1])
+    return torch.rand(shape, generator=generator) * (2 * bound) - bound
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """The layers that carry an adapter, by the name of the layer they stand for."""
+    return {name: child for name, child in module.named_modules() if hasattr(child, "lora_A")}
+
+
+def merged_tensors(
+    module: nn.Module, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors by parameter name -> the same with each adapter added to its base, under the
+    base's name.
+
+    The sum is rounded to the base's own type: what a rollout of that type can hold. Inside
+    `adapter_off`: the base.
+    """
+    layers = adapted_layers(module)
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        prefix, kind = _split(name)
+        layer = layers.get(prefix)
+        if layer is None:
+            yield name, tensor
+        elif kind == "base_layer.weight":
+            held["base"] = tensor
+        elif kind.startswith("lora_A"):
+            held["A"] = tensor
+        elif kind.startswith("lora_B"):
+            yield f"{prefix}.weight", _merge(layer, held.pop("base"), held.pop("A"), tensor)
+        else:
+            yield f"{prefix}.{kind.removeprefix('base_layer.')}", tensor
+
+
+def _merge(layer: Any, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    if layer.disable_adapters:
+        return base
+    delta = layer.scaling[NAME] * (b.float() @ a.float())
+    delta = delta.T if layer.fan_in_fan_out else delta
+    return (base.float() + delta).to(layer.get_base_layer().weight.dtype).to(base.dtype)
+
+
+@contextmanager
+def adapter_off(module: nn.Module) -> Iterator[None]:
+    """Within, the module computes what its base computes."""
+    layers = list(adapted_layers(module).values())
+    for layer in layers:
+        layer._disable_adapters = (
+            True  # peft's own switch would also take requires_grad from the adapters
+        )
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def save_adapter(
+    folder: Path, module: Any, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """The adapter alone, in the form that `PeftModel.from_pretrained(base, folder)` loads."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {
+        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": t.contiguous() for name, t in tensors
+    }
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=list(adapted_layers(module)),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=config.path,
+        inference_mode=True,
+    )
+    save_file(own, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    lora.save_pretrained(str(folder))
+
+
+def _split(name: str) -> tuple[str, str]:
+    """`a.b.base_layer.weight` -> (`a.b`, `base_layer.weight`)."""
+    for part in (".base_layer.", ".lora_A.", ".lora_B."):
+        if part in name:
+            prefix, _, rest = name.partition(part)
+            return prefix, part[1:] + rest
+    return name, ""
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _is_linear(child: Any) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(child, nn.Linear | Conv1D)

@@ -1,0 +1,1 @@
+"""How a module lies over ranks, and stages that all ranks go through together."""

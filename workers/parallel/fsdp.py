@@ -1,0 +1,227 @@
+"""How a role's module lies over its ranks: strategies, the mesh and its named axes, FSDP2,
+offloading.
+
+`engines/fsdp` calls these; `trainer.config.checks` calls `settle` to refuse a conflict before
+anything starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from verl_like.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from workers.config import FSDPConfig
+
+STRATEGIES = ("single", "ddp", "fsdp", "fsdp_offload")
+DATA_AXES = ("replicate", "shard")
+MODEL_AXES = ("tensor", "sequence", "pipe")
+"""Axes that have a name and no implementation: a request is refused."""
+BUCKET_ELEMENTS = 16 * 2**20
+SMALL_ELEMENTS = 16 * 2**20
+"""Weights up to which a whole model is one unit of FSDP2:
+
+64 MiB in float32, and as much for their gradients.
+"""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a strategy and an `fsdp_config` come to."""
+
+    strategy: str
+    fsdp_size: int
+    param_offload: bool
+    optimizer_offload: bool
+
+
+def settle(strategy: str, config: FSDPConfig, section: str = "fsdp_config") -> Sharding:
+    """A strategy is a name for settings of `fsdp_config`; what the user set there beside it must
+    agree.
+    """
+    if strategy not in STRATEGIES:
+        hint = nearest(strategy, STRATEGIES)
+        raise ConfigError(
+            f"strategy={strategy!r} is unknown; valid: {', '.join(STRATEGIES)}.{hint}"
+        )
+    whole = strategy in ("single", "ddp")
+    if whole and config.fsdp_size not in (-1, 1):
+        raise ConfigError(
+            f"strategy={strategy} keeps the whole model on every rank, "
+            f"{section}.fsdp_size={config.fsdp_size} shards it; set strategy=fsdp, or leave "
+            f"{section}.fsdp_size at -1."
+        )
+    offload = {}
+    for name in ("param_offload", "optimizer_offload"):
+        wanted = getattr(config, name)
+        if strategy == "fsdp_offload" and wanted is False:
+            raise ConfigError(
+                f"strategy=fsdp_offload and {section}.{name}=False contradict each other; drop one."
+            )
+        offload[name] = strategy == "fsdp_offload" or bool(wanted)
+    return Sharding(strategy, 1 if whole else config.fsdp_size, **offload)
+
+
+def data_axes(world_size: int, sharding: Sharding) -> dict[str, int]:
+    """Sizes of the mesh's axes for one role's ranks, by name."""
+    if sharding.strategy == "single" and world_size > 1:
+        raise ConfigError(
+            f"strategy=single is for a pool of one process, this one has {world_size}; take ddp "
+            "or fsdp."
+        )
+    size = world_size if sharding.fsdp_size == -1 else sharding.fsdp_size
+    if size < 1 or world_size % size:
+        valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ConfigError(
+            f"fsdp_config.fsdp_size={sharding.fsdp_size} does not divide the {world_size} ranks; "
+            f"valid: -1 (all), {valid}."
+        )
+    return {"replicate": world_size // size, "shard": size}
+
+
+def build_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
+    """The mesh of one role from its axes' sizes:
+
+    "shard", under "replicate" where that is above 1.
+    """
+    known = (*DATA_AXES, *MODEL_AXES)
+    for axis, size in axes.items():
+        if axis not in known:
+            raise ConfigError(
+                f"a mesh has no axis {axis!r}; there are {', '.join(known)}.{nearest(axis, known)}"
+            )
+        if axis in MODEL_AXES and size != 1:
+            raise ConfigError(
+                f"mesh axis {axis}={size}: this engine splits models along no {axis} axis; leave "
+                "it at 1. A model too large for one device is sharded over the ranks "
+                "(strategy=fsdp)."
+            )
+    names = DATA_AXES if axes.get("replicate", 1) > 1 else ("shard",)
+    return init_device_mesh(device.type, tuple(axes[name] for name in names), mesh_dim_names=names)
+
+
+def shard(module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> bool:
+    """FSDP2, one unit per decoder layer and one for the rest, or one for all; gradients are added
+    up, not averaged.
+
+    Returns whether it is one for all: so in a small model, where a collective's latency is what it
+    costs. The unit that is not a layer holds what a pass begins and ends with: it is whole
+    throughout, and stays so until `running` ends.
+    """
+    num_elements: int = sum(parameter.numel() for parameter in module.parameters())
+    one_unit = num_elements <= SMALL_ELEMENTS
+    layers = set() if one_unit else set(module._no_split_modules or ())
+    policy = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for child in module.modules():
+        if type(child).__name__ in layers:
+            fully_shard(child, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.set_gradient_divide_factor(1.0)
+            child.set_force_sum_reduction_for_comms(True)
+    return one_unit
+
+
+def begin_pass(module: Any, one_unit: bool, last: bool) -> None:
+    """Before each forward pass of a mini-batch: what its backward pass leaves whole, if it is not
+    the last.
+
+    Weights that are whole throughout a pass are gathered once a mini-batch. One unit's gradients
+    are added up over the passes first, then over the ranks, once; larger models reduce layer by
+    layer, since no rank may hold all gradients.
+    """
+    module.set_reshard_after_backward(last, recurse=False)
+    if one_unit:
+        module.set_requires_gradient_sync(last, recurse=False)
+
+
+def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of a replicated module over its ranks, in buckets."""
+    bucket: list[Tensor] = []
+    for gradient in [p.grad for p in parameters if p.grad is not None] + [None]:
+        if bucket and (
+            gradient is None or sum(g.numel() for g in bucket) + gradient.numel() > BUCKET_ELEMENTS
+        ):
+            flat = torch.cat([g.flatten() for g in bucket])
+            dist.all_reduce(flat, group=group)
+            for own, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                own.copy_(total.view_as(own))
+            bucket = []
+        if gradient is not None:
+            bucket.append(gradient)
+
+
+def gather_rows(tensor: DTensor) -> Tensor | None:
+    """A tensor sharded by rows over the last axis of its mesh, whole on rank 0, None elsewhere.
+
+    Each shard goes straight to its place: half the bytes of an all-gather, and no copies. Other
+    replicas do nothing.
+    """
+    mesh, own = tensor.device_mesh, tensor.to_local().contiguous()
+    group = mesh.get_group(mesh.ndim - 1)
+    if dist.get_global_rank(group, 0) != 0:
+        return None
+    if dist.get_rank(group) != 0:
+        if own.numel():
+            dist.send(own, 0, group)
+        return None
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    mine, *others = whole.chunk(group.size())  # as FSDP2 cuts rows; the last ranks may have none
+    arriving = [
+        dist.irecv(rows, group=group, group_src=rank) for rank, rows in enumerate(others, 1)
+    ]
+    mine.copy_(own)
+    for work in arriving:
+        work.wait()
+    return whole
+
+
+@contextmanager
+def resident(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    sharding: Sharding,
+    device: torch.device,
+) -> Iterator[None]:
+    """Within, what the config offloads is on the device; after, it is in host memory.
+
+    On the CPU that is one place.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    if sharding.param_offload:
+        module.to(device)
+    if sharding.optimizer_offload:
+        move_states(optimizer, device)
+    try:
+        yield
+    finally:
+        if sharding.param_offload:
+            module.to("cpu")
+        if sharding.optimizer_offload:
+            move_states(optimizer, torch.device("cpu"))
+        torch.cuda.empty_cache()
+
+
+def move_states(optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+    """The optimizer's state tensors to `device`; its step counts stay where AdamW wants them."""
+    for state in (optimizer.state if optimizer is not None else {}).values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and math.prod(value.shape) > 1:
+                state[name] = value.to(device)

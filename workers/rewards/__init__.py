@@ -1,0 +1,1 @@
+"""Rule rewards: the functions, and the processes that run them."""

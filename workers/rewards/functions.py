@@ -1,0 +1,139 @@
+"""Rule rewards: pure functions of strings, one per data source, torch-free so that a spawned
+process starts fast.
+
+`default_compute_score` is what the driver calls for every sample when the config names no function
+of the user's own. A reward function takes `(data_source, solution_str, ground_truth, extra_info)`
+and returns a float, or a dict whose `"score"` is the reward and whose other numbers are logged. A
+new rule is one function and one line in `REWARDS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+RewardFunction = Callable[[str, str, Any, Mapping[str, Any] | None], "float | dict[str, Any]"]
+
+GSM8K_TAIL_CHARS = 300
+"""An answer stands at the end; only this many last characters of a solution are searched."""
+
+_GSM8K_ANSWER = re.compile(r"#### (-?[\d.,]+)")
+_NUMBER = re.compile(r"(?<![\d.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+def tiny_letters(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+) -> float:
+    """Share of the solution's characters that equal the ground truth letter; an empty solution
+    scores 0.
+    """
+    return solution_str.count(ground_truth) / len(solution_str) if solution_str else 0.0
+
+
+def gsm8k(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+) -> float:
+    """1 when the last `#### number` of the solution, without commas, is the ground truth to the
+    character.
+    """
+    answers = _GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL_CHARS:])
+    return float(bool(answers) and answers[-1].replace(",", "") == str(ground_truth))
+
+
+def gsm8k_flexible(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+) -> float:
+    """1 when the last number of the solution, marked or not, has the value of the ground truth.
+
+    Chosen by `custom_reward_function.path=workers.rewards.functions
+    custom_reward_function.name=gsm8k_flexible`.
+    """
+    numbers = _NUMBER.findall(solution_str[-GSM8K_TAIL_CHARS:])
+    return float(
+        bool(numbers)
+        and float(numbers[-1].replace(",", "")) == float(str(ground_truth).replace(",", ""))
+    )
+
+
+def math(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+) -> float:
+    r"""1 when math-verify finds an answer in the solution (`\boxed{}` first) that equals the ground
+    truth.
+    """
+    from math_verify import parse, verify
+
+    # No timers of its own: the reward process has a deadline, and timers by signal work in main
+    # threads only.
+    gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
+    answer = parse(solution_str, parsing_timeout=None)
+    return float(verify(gold, answer, timeout_seconds=None))
+
+
+def no_rule(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+) -> float:
+    """0: where a reward model alone decides."""
+    return 0.0
+
+
+REWARDS: dict[str, RewardFunction] = {
+    "verl_like/tiny_letters": tiny_letters,
+    "openai/gsm8k": gsm8k,
+    "lighteval/MATH": math,
+    "DigitalLearningGmbH/MATH-lighteval": math,
+    "HuggingFaceH4/MATH-500": math,
+}
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+) -> float | dict[str, Any]:
+    """The score of one solution by the rule of its data source; an unknown source is refused with
+    the known ones.
+    """
+    if data_source not in REWARDS:
+        check_rules([data_source])
+    return REWARDS[data_source](data_source, solution_str, ground_truth, extra_info)
+
+
+def check_rules(data_sources: Iterable[str]) -> None:
+    """Refuse data whose rule there is not, or whose rule lacks its package."""
+    from verl_like.errors import (  # here, so that the rules themselves load without torch
+        ConfigError,
+        nearest,
+    )
+
+    for source in sorted(set(data_sources)):
+        if source not in REWARDS:
+            raise ConfigError(
+                f"no rule reward for data_source {source!r}; known: "
+                f"{', '.join(sorted(REWARDS))}.{nearest(source, REWARDS)} Use one of these names "
+                "in the data, or give a function of your own (custom_reward_function.path, "
+                "custom_reward_function.name)."
+            )
+        if REWARDS[source] is math and find_spec("math_verify") is None:
+            raise ConfigError(
+                f"the rule for data_source {source!r} needs math-verify: pip install "
+                "'verl-like[math]'"
+            )

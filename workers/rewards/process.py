@@ -1,0 +1,131 @@
+"""A process that runs a reward function:
+
+`python -m workers.rewards.process FD SPEC`; `workers.rewards.pool` starts it.
+
+Reads lists of (number, sample) from the pipe at file descriptor FD and answers each sample at once,
+so that the driver knows which one hangs. SPEC is a `FunctionSpec` as JSON. Coroutine functions run
+side by side, others one by one. Imports nothing heavy: it starts again after every sample that
+hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from numbers import Real
+from typing import Any
+
+from verl_like.user_code import load_user_code
+
+Outcome = tuple[float | None, dict[str, float | str], str | None]
+"""Score (None: failed), the other numbers that the function returned and its `pred`, what went
+wrong.
+"""
+VOTE = "pred"
+"""The one text that is kept: the answer that a sample gives, for the majority of a prompt's
+samples.
+"""
+LATE = "passed its deadline"
+MAX_SIDE_BY_SIDE = 64
+"""Calls of a coroutine function that run at the same time."""
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """Which function, and how it is called."""
+
+    path: str = "workers.rewards.functions"
+    name: str = "default_compute_score"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    deadline: float = 10.0
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
+    def to_json(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+
+def read_outcome(result: Any) -> Outcome:
+    """What the function returned, as an outcome; anything but a finite number or a dict with one is
+    refused.
+    """
+    extras = dict(result) if isinstance(result, dict) else {"score": result}
+    score = extras.pop("score", None)
+    if isinstance(score, str) or score is None or not math.isfinite(float(score)):
+        raise ValueError(
+            f"the reward function returned {result!r}; a finite number, or a dict with one as "
+            "'score'"
+        )
+    kept: dict[str, float | str] = {
+        str(k): float(v) for k, v in extras.items() if isinstance(v, Real)
+    }
+    if VOTE in extras:
+        kept[VOTE] = str(extras[VOTE])
+    return float(score), kept, None
+
+
+def score_sample(
+    function: Callable[..., Any], sample: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Outcome:
+    """One sample's outcome; never raises."""
+    try:
+        return read_outcome(function(*sample, **kwargs))
+    except Exception as err:  # noqa: BLE001 - the process edge: a user's function may raise anything
+        return None, {}, f"{type(err).__name__}: {err}"
+
+
+async def score_side_by_side(
+    function: Callable[..., Any],
+    spec: FunctionSpec,
+    samples: list[tuple[int, Any]],
+    pipe: Connection,
+) -> None:
+    """Every sample's outcome, sent as it comes."""
+    places = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+
+    async def score(number: int, sample: tuple[Any, ...]) -> None:
+        async with places:
+            try:
+                outcome = read_outcome(
+                    await asyncio.wait_for(function(*sample, **spec.kwargs), spec.deadline)
+                )
+            except TimeoutError:
+                outcome = None, {}, LATE
+            except Exception as err:  # noqa: BLE001 - the process edge: a user's function may raise anything
+                outcome = None, {}, f"{type(err).__name__}: {err}"
+        pipe.send((number, outcome))
+
+    await asyncio.gather(*(score(number, sample) for number, sample in samples))
+
+
+def serve(pipe: Connection, spec: FunctionSpec) -> None:
+    """Answer until the other end closes."""
+    try:
+        function = load_user_code(spec.path, spec.name, "custom_reward_function")
+    except ImportError as err:
+        pipe.send((str(err), False))
+        return
+    side_by_side = inspect.iscoroutinefunction(function)
+    pipe.send((None, side_by_side))
+    while True:
+        try:
+            samples = pipe.recv()
+        except EOFError:
+            return
+        if side_by_side:
+            asyncio.run(score_side_by_side(function, spec, samples, pipe))
+        else:
+            for number, sample in samples:
+                pipe.send((number, score_sample(function, sample, spec.kwargs)))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), FunctionSpec(**json.loads(sys.argv[2])))

@@ -1,0 +1,1 @@
+"""The built-in roles: actor, critic, reference, reward model, rollout."""

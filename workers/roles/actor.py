@@ -1,0 +1,213 @@
+"""The actor: the policy in training.
+
+The driver calls its methods; a rollout in the same process reads its engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.process.worker import Worker
+from workers.losses.losses import (
+    Denominators,
+    agg_loss,
+    compute_rollout_importance_weights,
+    get_policy_loss,
+    kl_penalty,
+)
+from workers.losses.mismatch import MismatchGauge
+from workers.models.memory import memory_in_use
+from workers.training.checkpoint import Checkpointed
+from workers.training.engine import TrainEngine
+from workers.training.mfu import utilization
+from workers.training.microbatch import Budget, Columns, MiniBatch
+from workers.weights.sync import WeightSender
+
+if TYPE_CHECKING:
+    from workers.config import (
+        ActorConfig,
+        RefConfig,
+        RolloutConfig,
+        RolloutCorrectionConfig,
+        WorkersConfig,
+    )
+
+
+def log_prob_temperature(rollout: RolloutConfig) -> float:
+    """What divides the logits in every log-prob pass: the rollout's temperature; greedy decoding
+    counts as 1.
+    """
+    return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
+
+
+def log_prob_budget(section: RolloutConfig | RefConfig, actor: ActorConfig) -> Budget:
+    """What a log-prob pass may hold, by the rollout's or the reference's section."""
+    rows, tokens = section.log_prob_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
+    return Budget.of(actor.use_dynamic_bsz, rows, tokens)
+
+
+def drawn_from(columns: Any) -> str:
+    """The column of log-probs under what tokens were drawn from: the truncated distribution's,
+    where there is one.
+    """
+    return (
+        "rollout_truncated_log_probs"
+        if "rollout_truncated_log_probs" in columns.keys()
+        else "rollout_log_probs"
+    )
+
+
+class ActorWorker(Checkpointed, WeightSender, Worker):
+    """Scores responses under the current policy and improves it by PPO."""
+
+    engine: TrainEngine
+    gauge: MismatchGauge | None = None
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__()
+        self.policy = config.actor_rollout_ref
+        self.config = self.policy.actor
+        self.temperature = log_prob_temperature(self.policy.rollout)
+        self.correction: RolloutCorrectionConfig = config.algorithm.rollout_correction
+        self.policy_loss = get_policy_loss(self.config.policy_loss.loss_mode)
+        self.budget = Budget.of(
+            self.config.use_dynamic_bsz,
+            self.config.ppo_micro_batch_size_per_gpu,
+            self.config.ppo_max_token_len_per_gpu,
+        )
+        self.engine = TrainEngine(
+            self.policy.model,
+            self.config.fsdp_config,
+            strategy=self.config.strategy,
+            head="token",
+            optim_config=self.config.optim,
+            grad_clip=self.config.grad_clip,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, total_steps: int) -> None:
+        """Load the policy; the schedule spans `total_steps` calls of `update_actor`."""
+        self.engine.build(self, total_steps)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` of the responses under the policy as it is now."""
+        with utilization("actor_infer", self.engine, data, trains=False) as mfu:
+            outputs = self.engine.forward_rows(
+                data,
+                log_prob_budget(self.policy.rollout, self.config),
+                temperature=self.temperature,
+                want_entropy=True,
+            )
+        columns = {"old_log_probs": outputs["log_probs"], "entropys": outputs["entropys"]}
+        meta_info = {"metrics": mfu} if mfu else {}
+        return DataProto(batch=TensorDict(columns, batch_size=[len(data)]), meta_info=meta_info)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """One PPO update over the batch; its `meta_info["metrics"]`, but for perf/, are the same on
+        every rank.
+        """
+        names = ["advantages"] + (["ref_log_prob"] if self.config.use_kl_loss else [])
+        finds = self.finds_old_log_probs(data)
+        measures = finds and "rollout_log_probs" in data.batch.keys()
+        self.gauge = MismatchGauge(data.batch["responses"].size(1)) if measures else None
+        names += ["rollout_log_probs"] if measures else []
+        names += [drawn_from(data.batch)] if self.correction.rollout_is is not None else []
+        names += [] if finds else ["old_log_probs"]
+        epochs = self.config.ppo_epochs
+        names = list(dict.fromkeys(names))
+        with utilization("actor", self.engine, data, passes=epochs) as mfu:
+            metrics = self.engine.update(
+                data,
+                names,
+                mini_batch_size=self.config.ppo_mini_batch_size * self.policy.rollout.n,
+                budget=self.budget,
+                epochs=epochs,
+                loss_fn=self.loss,
+                temperature=self.temperature,
+                want_entropy=self.config.entropy_coeff != 0,
+            )
+        metrics = {f"actor/{name}": value for name, value in metrics.items()}
+        if self.gauge is not None:
+            self.gauge.all_reduce(self.engine.group, self.engine.device)
+            metrics |= self.gauge.metrics()
+        return DataProto(meta_info={"metrics": metrics | mfu | memory_in_use(self.engine.device)})
+
+    def finds_old_log_probs(self, data: DataProto) -> bool:
+        """Whether the update's own forward pass gives the old log-probs of a batch that has none.
+
+        It does when the update is one optimizer step, and the samples are of the policy as it is
+        now.
+        """
+        num_rows = len(data) if data.shard is None else data.shard.total
+        one_step = (
+            self.config.ppo_epochs == 1
+            and self.config.ppo_mini_batch_size * self.policy.rollout.n == num_rows
+        )
+        return one_step and "old_log_probs" not in data.batch.keys()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Hash of the full weights."""
+        return self.engine.weights_checksum()
+
+    def loss(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """PPO's policy loss, less the entropy bonus, plus the KL to the reference: this
+        micro-batch's share.
+        """
+        config, mask = self.config, columns["response_mask"]
+        divisors: Denominators = {
+            **batch.denominators,
+            "loss_scale_factor": config.loss_scale_factor,
+        }
+        old_log_probs = columns.get("old_log_probs", outputs["log_probs"].detach())
+        if self.gauge is not None:
+            self.gauge.add(columns["rollout_log_probs"], old_log_probs, mask)
+        weights = self.importance_weights(old_log_probs, columns)
+        loss, metrics = self.policy_loss(
+            old_log_probs,
+            outputs["log_probs"],
+            columns["advantages"],
+            mask,
+            config.loss_agg_mode,
+            config,
+            weights,
+            **divisors,
+        )
+        metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
+        metrics["pg_loss"] = loss
+        if weights is not None:
+            metrics["rollout_is_weight"] = agg_loss(weights, mask, "token-mean", **divisors)
+        if config.entropy_coeff != 0:
+            metrics["entropy"] = agg_loss(
+                outputs["entropys"], mask, config.loss_agg_mode, **divisors
+            )
+            loss = loss - config.entropy_coeff * metrics["entropy"]
+        if config.use_kl_loss:
+            kl = kl_penalty(outputs["log_probs"], columns["ref_log_prob"], config.kl_loss_type)
+            metrics["kl_loss"] = agg_loss(kl, mask, config.loss_agg_mode, **divisors)
+            loss = loss + config.kl_loss_coef * metrics["kl_loss"]
+        return loss, metrics
+
+    def importance_weights(self, old_log_probs: Tensor, columns: Columns) -> Tensor | None:
+        """The trainer's over the rollout engine's probability of each token, bounded; None without
+        a correction.
+        """
+        if self.correction.rollout_is is None:
+            return None
+        return compute_rollout_importance_weights(
+            old_log_probs,
+            columns[drawn_from(columns)],
+            columns["response_mask"],
+            rollout_is=self.correction.rollout_is,
+            rollout_is_mode=self.correction.rollout_is_mode,
+            rollout_is_threshold=self.correction.rollout_is_threshold,
+        )

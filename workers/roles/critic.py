@@ -1,0 +1,111 @@
+"""The critic: the value model in training.
+
+The driver calls `compute_values` and `update_critic`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.process.worker import Worker
+from workers.config import critic_model, critic_optim
+from workers.losses.losses import agg_loss, compute_value_loss
+from workers.training.checkpoint import Checkpointed
+from workers.training.engine import TrainEngine
+from workers.training.mfu import utilization
+from workers.training.microbatch import Budget, Columns, MiniBatch
+
+if TYPE_CHECKING:
+    from workers.config import WorkersConfig
+
+
+class CriticWorker(Checkpointed, Worker):
+    """Predicts, before each response token, the return that will follow."""
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__()
+        self.config = config.critic
+        actor, own = config.actor_rollout_ref.actor, config.critic
+        prompts = (
+            actor.ppo_mini_batch_size
+            if own.ppo_mini_batch_size is None
+            else own.ppo_mini_batch_size
+        )
+        self.mini_batch_size = prompts * config.actor_rollout_ref.rollout.n
+        self.loss_agg_mode = actor.loss_agg_mode
+        self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
+        self.budget = Budget.of(
+            actor.use_dynamic_bsz,
+            own.ppo_micro_batch_size_per_gpu,
+            own.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+        )
+        self.engine = TrainEngine(
+            critic_model(config),
+            self.config.model.fsdp_config,
+            strategy=self.config.strategy,
+            head="scalar",
+            optim_config=critic_optim(config),
+            grad_clip=self.config.grad_clip,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, total_steps: int) -> None:
+        """Load the body, put a head of zeros on it; the schedule spans `total_steps` calls of
+        `update_critic`.
+        """
+        self.engine.build(self, total_steps)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """`values`: entry j is read at the position before response token j, and zero outside the
+        response mask.
+        """
+        columns = self.engine.forward_rows(data, self.budget)
+        return DataProto(batch=TensorDict(columns, batch_size=[len(data)]))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_critic(self, data: DataProto) -> DataProto:
+        """One update towards the returns; its `meta_info["metrics"]`, but for perf/, are the same
+        on every rank.
+        """
+        with utilization("critic", self.engine, data, passes=self.epochs) as mfu:
+            metrics = self.engine.update(
+                data,
+                ("values", "returns"),
+                mini_batch_size=self.mini_batch_size,
+                budget=self.budget,
+                epochs=self.epochs,
+                loss_fn=self.loss,
+            )
+        return DataProto(
+            meta_info={
+                "metrics": {f"critic/{name}": value for name, value in metrics.items()} | mfu
+            }
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Hash of the full weights."""
+        return self.engine.weights_checksum()
+
+    def loss(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The clipped value loss: this micro-batch's share."""
+        predicted, mask = outputs["values"], columns["response_mask"]
+        loss, clipped = compute_value_loss(
+            predicted,
+            columns["returns"],
+            columns["values"],
+            mask,
+            self.config.cliprange_value,
+            self.loss_agg_mode,
+            **batch.denominators,
+        )
+        mean = agg_loss(predicted, mask, "token-mean", **batch.denominators)
+        return loss, {"vf_loss": loss, "vf_clipfrac": clipped, "vpred_mean": mean}

@@ -1,0 +1,91 @@
+"""The reward model: a sequence classifier that scores samples. The driver calls `compute_rm_score`.
+
+Rule rewards are the driver's own (`workers.rewards.pool`); with both, the driver adds them up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.errors import ConfigError
+from verl_like.process.worker import Worker
+from workers.config import FSDPConfig, ModelConfig
+from workers.models.folder import model_folder
+from workers.training.engine import TrainEngine
+from workers.training.microbatch import Budget
+
+if TYPE_CHECKING:
+    from workers.config import WorkersConfig
+
+
+class RewardModelWorker(Worker):
+    """Scores a prompt with its response by one number, read at the last real token: padding does
+    not change it.
+    """
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__()
+        self.config = config.reward_model
+        self.policy_path = config.actor_rollout_ref.model.path
+        model = ModelConfig(path=self.config.model.path, dtype=config.actor_rollout_ref.model.dtype)
+        self.budget = Budget(rows=self.config.micro_batch_size_per_gpu)
+        self.engine = TrainEngine(model, FSDPConfig(), head="score")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the classifier, frozen; one on another tokenizer than the actor's is refused."""
+        check_same_tokenizer(self.config.model.path, self.policy_path)
+        self.engine.build(self)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """`rm_scores`: the sample's score at its last response token, zero elsewhere; zero for an
+        empty response.
+        """
+        scores = self.engine.score_rows(data, self.budget)
+        mask = data.batch["response_mask"] != 0
+        places = torch.arange(1, mask.shape[1] + 1)
+        last = mask & (places == (mask * places).amax(dim=1, keepdim=True))
+        return DataProto(
+            batch=TensorDict({"rm_scores": scores[:, None] * last}, batch_size=[len(data)])
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Hash of the full weights."""
+        return self.engine.weights_checksum()
+
+
+def check_same_tokenizer(path: str, policy_path: str) -> None:
+    """Refuse a reward model whose token ids are not the policy's; a folder without a tokenizer is
+    taken at its word.
+    """
+    own, policy = _vocabulary(path), _vocabulary(policy_path)
+    if own is None or policy is None or own == policy:
+        return
+    other = sorted(
+        token for token in own.keys() | policy.keys() if own.get(token) != policy.get(token)
+    )
+    raise ConfigError(
+        f"reward_model.model.path={path!r} has another tokenizer than "
+        f"actor_rollout_ref.model.path={policy_path!r}: {len(other)} tokens differ, such as "
+        f"{', '.join(map(repr, other[:3]))}. Responses are not tokenized anew for the reward "
+        "model: take one that was trained from the actor's family."
+    )
+
+
+def _vocabulary(path: str) -> dict[str, int] | None:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            model_folder(path, weights=False), local_files_only=True
+        )
+    except (OSError, ValueError):
+        return None
+    return dict(tokenizer.get_vocab())

@@ -1,0 +1,264 @@
+"""The rollout: the policy generating.
+
+The driver calls `generate_sequences`, and `sync_weights` between updates.
+
+Where the weights live:
+    beside the actor, whole            the native engine decodes with the actor's own module, by reference
+    beside the actor, sharded          one unsharded copy per version, gathered tensor by tensor and freed by `sleep`
+    in a pool of its own               a copy filled by the actor through `weight_channel`
+Decoding issues no collective: ranks decode different numbers of steps. `engines.build_rollout`
+chooses the engine; ranks that share one (tensor parallelism) get the same rows, and the first of
+them answers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.split import split_rows
+from verl_like.calls.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.errors import RolloutError, WeightSyncError, WorkerDiedError
+from verl_like.process.worker import Worker
+from workers.columns import require
+from workers.rollout.base import EXTRA_SAMPLING, Output, Request, SamplingParams, sampling_params
+from workers.rollout.build import build_engine, check_engine, ranks_per_engine
+from workers.rollout.sampling import noise_key
+from workers.weights.sync import SyncReport, WeightReceiver
+
+if TYPE_CHECKING:
+    from workers.config import WorkersConfig
+
+MESH = "rollout"
+"""Ranks with one data rank share an engine."""
+
+
+class RolloutWorker(WeightReceiver, Worker):
+    """Turns prompts into samples, each keyed by (seed, uid, sample index): the same wherever it is
+    made.
+    """
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__()
+        self.policy = config.actor_rollout_ref
+        self.config = self.policy.rollout
+        self.prompt_width: int = config.data.max_prompt_length
+        self.response_width: int = config.data.max_response_length
+        self.seed: int = config.trainer.seed
+        check_engine(config, self.world_size)
+        ranks = ranks_per_engine(config)
+        self._register_dispatch_collect_info(
+            MESH, self.rank // ranks, is_collect=self.rank % ranks == 0
+        )
+        self._whole_config = config
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine, which is stale until the first sync.
+
+        Beside an actor: after the actor's `init_model`.
+        """
+        self.open_process_group()
+        self.engine = build_engine(self._whole_config, self)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        """One response per row; `meta_info` carries the ids of eos and pad, and may override the
+        sampling settings.
+        """
+        require(data, "input_ids", "attention_mask", "position_ids", "sample_index", "uid")
+        sampling, pad = self.sampling_of(data), data.meta_info.get("pad_token_id")
+        if pad is None:
+            raise RolloutError(
+                "rollout: meta_info has no pad_token_id; the data loader sets it (pad, else eos)."
+            )
+        outputs = self.engine.generate(self.requests_of(data), sampling)
+        columns = response_columns(
+            data, outputs, self.response_width, int(pad), sampling.truncated_log_probs
+        )
+        columns["weights_id"] = torch.full((len(data),), self.engine.weights_id)
+        reasons = [output.finish_reason for output in outputs]
+        return DataProto.from_dict(
+            columns,
+            {"finish_reason": reasons + ["pad"] * (len(data) - len(reasons))},
+            {"policy_version": self.engine.version},
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def pause(self) -> None:
+        """Hold the generation in flight (or the next) between two steps; returns when it stands
+        still.
+        """
+        self.engine.control.pause()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def resume(self) -> None:
+        """Let it go on."""
+        self.engine.control.resume()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def abort(self) -> None:
+        """End the generation in flight: it returns what it has, unfinished samples with finish
+        reason "abort".
+        """
+        self.engine.control.abort()
+
+    def sampling_of(self, data: DataProto) -> SamplingParams:
+        """The config's settings under those of the batch."""
+        eos = data.meta_info.get("eos_token_id")
+        stop = tuple(int(token) for token in ([eos] if isinstance(eos, int) else eos or ()))
+        if not stop:
+            raise RolloutError(
+                "rollout: meta_info has no eos_token_id: no response could end. Has the "
+                "tokenizer one?"
+            )
+        names = ("temperature", "top_k", "top_p", "do_sample")
+        settings = {
+            name: getattr(self.config, name) for name in names
+        } | self.config.sampling_kwargs
+        own = {*names, "max_tokens", *EXTRA_SAMPLING} & data.meta_info.keys()
+        settings |= {name: data.meta_info[name] for name in own}
+        return sampling_params(settings, self.response_width, stop)
+
+    def requests_of(self, data: DataProto) -> list[Request]:
+        """The prompts of the real rows, without padding."""
+        ids, mask, indices = (
+            data.batch["input_ids"],
+            data.batch["attention_mask"].bool(),
+            data.batch["sample_index"],
+        )
+        if ids.shape[1] != self.prompt_width:
+            raise RolloutError(
+                f"rollout: prompts are {ids.shape[1]} columns wide, data.max_prompt_length is "
+                f"{self.prompt_width}; pad them to that width on the left (and do not generate a "
+                "batch twice)."
+            )
+        attempt, stream = (
+            data.meta_info.get("attempt", 0),
+            "validate" if data.meta_info.get("validate") else "train",
+        )
+        requests = []
+        for row in range(data.num_real_rows):
+            uid, index = str(data.non_tensor_batch["uid"][row]), int(indices[row])
+            key = noise_key(self.seed, uid, index, attempt, stream)
+            requests.append(Request(ids[row][mask[row]].tolist(), key, f"uid {uid} sample {index}"))
+        return requests
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, version: int) -> SyncReport:
+        """Take over the weights of the actor in this process; the version flips if every rank has
+        verified its copy.
+        """
+        actor: Any = self.sibling("actor")
+        if actor is None:
+            raise WeightSyncError(
+                "rollout.update_weights: no actor in this process; call sync_weights on the driver."
+            )
+        self.engine.wake_up()
+        if not self.engine.owns_weights:
+            if self.engine.module is not actor.engine.module:
+                raise WeightSyncError(
+                    "the actor was built anew after the rollout; call rollout.init_model again."
+                )
+            self.engine.commit(version)
+            return SyncReport()
+        error: str | None = None
+        try:
+            self.engine.load_weights(actor.engine.named_full_tensors())
+        except WeightSyncError as problem:
+            error = f"rollout rank {self.rank}: {problem}"
+        votes = torch.tensor([0 if error is None else 1])
+        if self.world_size > 1:
+            dist.all_reduce(votes)
+        if int(votes) == 0:
+            self.engine.commit(version)
+        return SyncReport(error, self.engine.num_bytes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Hash of the full weights, comparable with the actor's."""
+        return self.engine.weights_checksum()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Free what training can use; a copy of the weights is gone until the next sync."""
+        self.engine.sleep()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wake_up(self) -> None:
+        """Allocate it again."""
+        self.engine.wake_up()
+
+
+def generate(group: Any, batch: DataProto) -> DataProto:
+    """`group.generate_sequences(batch)`; if a process dies meanwhile, the error names the samples
+    that it held.
+    """
+    future = group.generate_sequences.remote(batch)
+    try:
+        samples: DataProto = future.get()
+        return samples
+    except WorkerDiedError as error:
+        data_ranks = [data_rank for data_rank, _ in group.mesh_facts(MESH)]
+        pieces = split_rows(batch, max(data_ranks) + 1)
+        lost: list[str] = []
+        for pending in future.pending:
+            piece = pieces[data_ranks[pending.rank]]
+            if not _arrived(group, pending):
+                rows = zip(
+                    piece.non_tensor_batch["uid"], piece.batch["sample_index"].tolist(), strict=True
+                )
+                lost += [f"{uid}/{index}" for uid, index in list(rows)[: piece.num_real_rows]]
+        raise RolloutError(
+            f"rollout: {error} Of {len(batch)} samples {len(lost)} (uid/index) were not finished: "
+            f"{', '.join(dict.fromkeys(lost))}. Generating them again gives the same samples."
+        ) from error
+
+
+def _arrived(group: Any, pending: Any) -> bool:
+    """Whether this rank's answer is there and good."""
+    try:
+        there = group.transport.wait([pending.header], 0.0)
+        return bool(there) and group.transport.fetch_header(pending.header).error is None
+    except WorkerDiedError:
+        return False
+
+
+def response_columns(
+    data: DataProto, outputs: list[Output], width: int, pad: int, truncated: bool = False
+) -> dict[str, Tensor]:
+    """The columns that `generate_sequences` writes; rows without an output (pad rows) get an empty
+    response.
+    """
+    prompts, prompt_mask = data.batch["input_ids"], data.batch["attention_mask"]
+    rows = len(prompts)
+    responses = torch.full((rows, width), pad, dtype=torch.long)
+    log_probs = torch.zeros((rows, width))
+    optional = {"rollout_truncated_log_probs": torch.zeros((rows, width))} if truncated else {}
+    versions = torch.zeros((rows, width), dtype=torch.int32)
+    lengths = torch.zeros(rows, dtype=torch.long)
+    for row, output in enumerate(outputs):
+        lengths[row] = count = len(output.tokens)
+        responses[row, :count] = output.tokens
+        log_probs[row, :count] = output.log_probs
+        versions[row, :count] = output.versions
+        for column in optional.values():
+            column[row, :count] = output.truncated_log_probs
+    columns = torch.arange(width)
+    response_mask = (columns < lengths[:, None]).long()
+    positions = data.batch["position_ids"]
+    return {
+        "prompts": prompts.clone(),
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
+        "position_ids": torch.cat([positions, positions[:, -1:] + 1 + columns], dim=1),
+        "response_mask": response_mask,
+        "rollout_log_probs": log_probs,
+        "token_versions": versions,
+        **optional,
+    }

@@ -1,0 +1,1 @@
+"""Rollout engines: one interface, and the engines hf, native and vllm behind it."""

@@ -1,0 +1,156 @@
+"""From the configuration to this rank's rollout engine; `workers.roles.rollout` calls it.
+
+native, hf an engine per rank; native decodes with the actor's own module where that is whole in
+this process vllm an engine per `tensor_model_parallel_size` ranks, in the first of them; the others
+stand by
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_like.errors import ConfigError, RolloutError, nearest
+from workers.models.folder import model_folder
+from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine, SamplingParams
+
+if TYPE_CHECKING:
+    from verl_like.process.worker import Worker
+    from workers.config import WorkersConfig
+
+ENGINES = ("native", "hf", "vllm")
+
+
+def check_engine(config: WorkersConfig, world_size: int) -> None:
+    """Refuse a name that is none, and tensor parallelism that does not fit the pool."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name not in ENGINES:
+        hint = nearest(rollout.name, ENGINES)
+        raise ConfigError(
+            f"rollout.name={rollout.name!r} is no engine; there is: {', '.join(ENGINES)}.{hint}"
+        )
+    ranks = ranks_per_engine(config)
+    if world_size % ranks:
+        valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size={ranks} does not divide the rollout's "
+            f"{world_size} processes; valid: {valid}."
+        )
+
+
+def ranks_per_engine(config: WorkersConfig) -> int:
+    """Consecutive ranks that share an engine."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
+
+
+def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
+    """The engine of this rank, stale until the first sync."""
+    from workers.models.load import load_model
+
+    policy = config.actor_rollout_ref
+    rollout, ranks = policy.rollout, ranks_per_engine(config)
+    limits = EngineLimits(
+        prompt_width=config.data.max_prompt_length,
+        response_width=config.data.max_response_length,
+        max_num_seqs=rollout.max_num_seqs,
+        kv_cache_gb=rollout.kv_cache_gb,
+    )
+    decode = _decoder(policy.model.path) if rollout.sampling_kwargs.get("stop_strings") else None
+    if rollout.name == "vllm":
+        devices = _devices_of(worker, ranks)
+        if worker.rank % ranks:
+            return StandbyEngine(limits)
+        return _vllm_engine(config, worker, limits, decode, devices)
+    shared = shared_module(worker) if rollout.name == "native" else None
+    module = load_model(policy.model, "token", worker.device) if shared is None else shared
+    if rollout.name == "hf":
+        from workers.rollout.hf import HFEngine
+
+        return HFEngine(module, limits, decode=decode)
+    from workers.rollout.native.engine import NativeEngine
+
+    return NativeEngine(module, limits, owns_weights=shared is None, decode=decode)
+
+
+def shared_module(worker: Worker) -> Any:
+    """The module of the actor in this process, if it is there in one piece."""
+    actor: Any = worker.sibling("actor")
+    if actor is None:
+        return None
+    if getattr(actor.engine, "module", None) is None:
+        raise RolloutError(
+            "rollout.init_model shares the actor's module: call the actor's init_model first."
+        )
+    return None if actor.engine.is_sharded else actor.engine.module
+
+
+def _decoder(path: str) -> Callable[[list[int]], str]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_folder(path, weights=False), local_files_only=True
+    )
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def _vllm_engine(
+    config: WorkersConfig,
+    worker: Worker,
+    limits: EngineLimits,
+    decode: Callable[[list[int]], str] | None,
+    devices: str | None,
+) -> RolloutEngine:
+    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+
+    policy = config.actor_rollout_ref
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices  # read by the processes that vLLM starts
+    settings = VllmSettings(
+        model_path=str(model_folder(policy.model.path, weights=False)),  # its weights come by sync
+        dtype=policy.model.dtype,
+        tensor_parallel=policy.rollout.tensor_model_parallel_size,
+        gpu_memory_utilization=policy.rollout.gpu_memory_utilization,
+        device_type=worker.device.type,
+        options=dict(policy.rollout.engine_kwargs),
+    )
+    return VllmEngine(settings, limits, decode=decode)
+
+
+def _devices_of(worker: Worker, ranks: int) -> str | None:
+    """The devices of the ranks that share an engine, for the process that starts it; collective."""
+    if worker.device.type != "cuda" or ranks == 1:
+        return None
+    every: list[str] = [""] * worker.world_size
+    dist.all_gather_object(every, os.environ.get("CUDA_VISIBLE_DEVICES", str(worker.local_rank)))
+    first = worker.rank - worker.rank % ranks
+    return ",".join(every[first : first + ranks])
+
+
+class StandbyEngine(RolloutEngine):
+    """On a rank whose devices an engine in another rank's process uses: takes part in syncs,
+    generates nothing.
+    """
+
+    vocab_size = 2**31
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """None."""
+        return ()
+
+    def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
+        return []
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for _ in tensors:
+            pass
+
+    def _free(self) -> None:
+        """Nothing is held."""
+
+    def _allocate(self) -> None:
+        """Nothing is held."""

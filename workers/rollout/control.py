@@ -1,0 +1,95 @@
+"""Abort, pause and resume of a generation from another thread.
+
+Rollout engines ask `GenerationControl` between steps.
+
+control.pause() the next step waits ... engine.load_weights(tensors); engine.commit(version) ...
+tokens from here on are the new version's ... control.resume() ... and goes on control.abort()
+`generate` returns what it has; unfinished samples say "abort"
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from verl_like.errors import RolloutError
+
+
+class GenerationControl:
+    """One per engine. All methods but `checkpoint` and `running` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._paused = False
+        self._aborted = False
+        self._waiting = False
+        self.num_running = 0
+
+    def pause(self, timeout_s: float = 60.0) -> None:
+        """Hold the generation in flight before its next step; returns when it stands still (or none
+        is running).
+        """
+        with self._changed:
+            self._paused = True
+            if not self._changed.wait_for(lambda: self._waiting or not self.num_running, timeout_s):
+                self._paused = False
+                raise RolloutError(
+                    "rollout: the generation in flight came to no step's end within "
+                    f"{timeout_s:.0f} s; it runs on."
+                )
+
+    def resume(self) -> None:
+        """Let it go on."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Make the `generate` in flight return its partial results; also ends a pause.
+
+        No effect on later calls.
+        """
+        with self._changed:
+            self._aborted = self.num_running > 0
+            self._paused = False
+            self._changed.notify_all()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a generation is running or paused."""
+        return self.num_running > 0
+
+    @property
+    def standing(self) -> bool:
+        """Whether the generation in flight is held between two steps."""
+        return self._waiting
+
+    def checkpoint(self) -> bool:
+        """The engine's side, between two steps: waits while paused; True asks it to stop with what
+        it has.
+        """
+        if not self._paused and not self._aborted:
+            return False
+        with self._changed:
+            self._waiting = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._paused)
+            self._waiting = False
+            return self._aborted
+
+    @contextmanager
+    def running(self, num_requests: int) -> Iterator[None]:
+        """The engine's side: around one generation; there is one at a time."""
+        with self._changed:
+            if self.num_running:
+                raise RolloutError(
+                    f"rollout: this engine is generating {self.num_running} samples already."
+                )
+            self.num_running, self._aborted = num_requests, False
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.num_running, self._aborted = 0, False
+                self._changed.notify_all()

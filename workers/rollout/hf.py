@@ -1,0 +1,119 @@
+"""The oracle engine: transformers' own `generate`, one sample at a time.
+
+For tests and doubts, not for speed.
+
+Nothing of the native engine's loop, cache or attention is used here; only the choice of a token is
+(`sampling`), as a logits processor, so that one seed draws the same noise. `RolloutWorker` builds
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.rollout.base import (
+    EngineLimits,
+    Output,
+    Request,
+    SamplingParams,
+    ends_with_stop_string,
+    output_of,
+)
+from workers.rollout.module_engine import ModuleEngine
+from workers.rollout.sampling import choose_tokens, uniforms
+
+
+class HFEngine(ModuleEngine):
+    """Generates with a module of its own."""
+
+    def __init__(
+        self, module: Any, limits: EngineLimits, *, decode: Callable[[list[int]], str] | None = None
+    ) -> None:
+        super().__init__(module, limits, decode)
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The module's parameters."""
+        return self.module.named_parameters()
+
+    def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            return [_Sample(self, request, sampling).run() for request in requests]
+        finally:
+            self.module.train(was_training)
+
+
+class _Sample:
+    """One call of `generate`: a logits processor that leaves it one token, and a stopping
+    criterion.
+    """
+
+    def __init__(self, engine: HFEngine, request: Request, sampling: SamplingParams) -> None:
+        self.engine, self.request, self.sampling = engine, request, sampling
+        self.tokens: list[int] = []
+        self.log_probs: list[list[float]] = []
+        self.versions: list[int] = []
+        self.finish_reason = ""
+        if request.partial is not None:
+            self.tokens = request.partial.tokens.tolist()
+            self.log_probs = request.partial.log_probs_for(sampling).tolist()
+            self.versions = request.partial.versions.tolist()
+
+    def run(self) -> Output:
+        if self.engine.control.checkpoint():
+            self.finish_reason = "abort"
+        if not self.finish_reason:
+            ids = torch.tensor(
+                [[*self.request.prompt, *self.tokens]], device=self.engine.module.device
+            )
+            self.engine.module.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=self.sampling.max_tokens - len(self.tokens),
+                do_sample=False,
+                logits_processor=[self._choose],
+                stopping_criteria=[self._finished],
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        tokens, versions = (
+            torch.tensor(self.tokens, dtype=torch.long),
+            torch.tensor(self.versions, dtype=torch.int32),
+        )
+        log_probs = torch.tensor(self.log_probs).view(-1, self.sampling.num_log_probs)
+        return output_of(tokens, log_probs, versions, self.finish_reason)
+
+    def _choose(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores that leave greedy search the token that the noise draws."""
+        position = np.array([len(self.tokens)])
+        noise = torch.from_numpy(uniforms(np.array([self.request.key], dtype=np.uint64), position))
+        token, log_prob = choose_tokens(
+            scores, noise.to(scores.device), self.sampling, torch.from_numpy(position)
+        )
+        self.tokens.append(int(token))
+        self.log_probs.append(log_prob[0].tolist())
+        self.versions.append(self.engine.version or 0)
+        return torch.full_like(scores, -torch.inf).index_fill_(1, token, 0.0)
+
+    def _finished(self, ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        strings = self.sampling.stop_strings
+        stopped = self.tokens[-1] in self.sampling.stop_token_ids
+        if (
+            strings
+            and self.engine.decode is not None
+            and len(self.tokens) >= self.sampling.min_tokens
+        ):
+            stopped = stopped or ends_with_stop_string(self.tokens, strings, self.engine.decode)
+        if stopped:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.sampling.max_tokens:
+            self.finish_reason = "length"
+        elif self.engine.control.checkpoint():
+            self.finish_reason = "abort"
+        return torch.tensor([bool(self.finish_reason)], device=ids.device)

@@ -1,0 +1,47 @@
+"""What engines that decode with a torch module have in common: its weights.
+
+For `native_rollout` and `hf_rollout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.rollout.base import EngineLimits, RolloutEngine
+from workers.weights.checksum import WeightSink
+
+
+class ModuleEngine(RolloutEngine):
+    """Loads, frees and allocates the parameters of `module`."""
+
+    def __init__(
+        self, module: Any, limits: EngineLimits, decode: Callable[[list[int]], str] | None = None
+    ) -> None:
+        super().__init__(limits, decode)
+        self.module = module
+        self.vocab_size = module.config.get_text_config().vocab_size
+        self.num_bytes = sum(
+            weight.numel() * weight.element_size() for weight in module.parameters()
+        )
+        self._shapes: list[torch.Size] = []
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        sink = WeightSink(self.module)
+        for name, tensor in tensors:
+            sink.write_tensor(name, tensor)
+        sink.verify("engine")
+
+    def _free(self) -> None:
+        """Drop every parameter's memory."""
+        self._shapes = [parameter.shape for parameter in self.module.parameters()]
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+    def _allocate(self) -> None:
+        """Memory for every parameter again; what it holds is undefined."""
+        for parameter, shape in zip(self.module.parameters(), self._shapes, strict=True):
+            parameter.data = parameter.data.new_empty(shape)

@@ -1,0 +1,291 @@
+"""The key-value cache of the native engine: one slot per sample, filled from the left.
+
+Column 0 of a slot is never attended to, columns 1..n hold the n tokens so far; samples of different
+lengths decode together, each writing its own next column. Slots are as wide as the longest sample
+in flight needs, and are copied when that changes: a step then reads memory in one stream, twice as
+fast as skipping unused ends. Three facts keep the bits of a row independent of its neighbours: a
+pass looks at a number of columns that is a multiple of `BLOCK` (the sums over columns then group
+alike; masked columns add zeros), prompts are padded to multiples of it too, and the never-attended
+column 0 keeps transformers from dropping a mask that happens to be all ones in one batch and not in
+another. `native_rollout` is the caller.
+"""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from verl_like.errors import RolloutError
+
+BLOCK = 16
+"""Widths are multiples of this many columns: the lanes of the widest vector instructions."""
+MOST_KEPT = 2**28
+"""Bytes of a cache that is kept between generations; where it is larger, its pages are a small part
+of the time.
+"""
+SMALL_PRODUCT = 400
+"""Below this many multiplications torch takes another kernel for a batch of products, with other
+bits.
+"""
+
+
+def whole_blocks(count: int) -> int:
+    """`count` rounded up to a multiple of `BLOCK`."""
+    return -(-count // BLOCK) * BLOCK
+
+
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """(query heads, key-value heads, head size) of a model."""
+    heads: int = config.num_attention_heads
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, size
+
+
+def least_window(config: Any) -> int:
+    """Fewest columns that a decode step looks at."""
+    heads, groups, size = heads_of(config)
+    return whole_blocks(-(-SMALL_PRODUCT * groups // (heads * size)))
+
+
+def slot_width(config: Any, prompt_width: int, response_width: int) -> int:
+    """Columns of a slot that holds any prompt, padded, and any response."""
+    return max(least_window(config), whole_blocks(1 + whole_blocks(prompt_width) + response_width))
+
+
+def prefill_width(longest: int, prompt_width: int) -> int:
+    """Columns that a group of prompts is padded to: never different
+    ones that are not whole blocks.
+    """
+    return prompt_width if prompt_width <= BLOCK else whole_blocks(longest)
+
+
+def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float, least: int) -> int:
+    """How many slots of `width` columns the limit allows; refused where not even the least number
+    fits.
+    """
+    _, groups, size = heads_of(config)
+    slot_bytes = 2 * config.num_hidden_layers * groups * size * width * dtype.itemsize
+    fit = int(limit_gb * 2**30 / slot_bytes)
+    if fit < least:
+        raise RolloutError(
+            f"rollout: a cache of kv_cache_gb={limit_gb:g} is too small. One sample of up to "
+            f"{width} tokens takes {slot_bytes / 2**30:.3g} GiB of keys and values, and at least "
+            f"{least} are computed together: set actor_rollout_ref.rollout.kv_cache_gb to "
+            f"{1.01 * least * slot_bytes / 2**30:.3g} or more, or lower data.max_prompt_length or "
+            "data.max_response_length."
+        )
+    return fit
+
+
+def zeros(count: int, like: Tensor) -> Tensor:
+    """Memory that reads as zeros: on a CPU new pages, which become real on use, and huge where the
+    system has such.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(count)
+    memory = mmap.mmap(-1, count * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    with torch.inference_mode(False):  # a later pass in another mode may write to it
+        return torch.frombuffer(memory, dtype=like.dtype)
+
+
+class CacheMemory:
+    """Where slots get their memory; on a CPU it serves the next generation too, since fresh pages
+    are slow.
+
+    What masked columns hold must be finite, so an engine lets go of the memory of a generation that
+    was not.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._taken: list[Tensor] = []
+
+    def take(self, count: int, like: Tensor) -> Tensor:
+        """Room for so many numbers such as these; it holds zeros or old states."""
+        fitting = (
+            i for i, old in enumerate(self._free) if len(old) >= count and old.dtype == like.dtype
+        )
+        index = next(fitting, None)
+        whole = zeros(count, like) if index is None else self._free.pop(index)
+        self._taken.append(whole)
+        return whole[:count]
+
+    def end(self) -> None:
+        """A generation has ended well: keep what it took, if that is little, and drop what it had
+        no use for.
+        """
+        little = sum(whole.nbytes for whole in self._taken) <= MOST_KEPT
+        self._free = [whole for whole in self._taken if little and whole.device.type == "cpu"]
+        self._taken = []
+
+
+class Slots:
+    """Where the next forward pass writes and how far it looks, shared by all layers."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        widest: int,
+        least: int,
+        device: torch.device,
+        memory: CacheMemory | None = None,
+    ) -> None:
+        self.num_slots, self.memory = num_slots, memory or CacheMemory()
+        self.width = self.least_width = least
+        self.is_prefill = True
+        self.window = 0
+        self.first = 0
+        self.columns = torch.arange(widest, device=device)
+        self.order = torch.where(self.columns > 0, self.columns, widest)
+        """The columns, with column 0 beyond them all."""
+        self.spare: Tensor | None = None
+        self.targets = self.sources = torch.empty(0, dtype=torch.long, device=device)
+        self.gather = torch.empty(0, dtype=torch.long, device=device)
+
+    def allocate(self, like: Tensor) -> Tensor:
+        """Slots for states such as these, and memory in which they can become as wide as any."""
+        count = self.num_slots * like.shape[1] * len(self.columns) * like.shape[3]
+        return self._slots_in(self.memory.take(count, like), like)
+
+    def copied(self, old: Tensor, num_used: int) -> Tensor:
+        """The same slots at the present width; their memory serves the next copy, since fresh pages
+        are slow.
+
+        The rest of the memory holds zeros or old states: finite, which is all that masked columns
+        need.
+        """
+        whole = old.as_strided(
+            (self.num_slots * old.shape[1] * len(self.columns) * old.shape[3],), (1,)
+        )
+        new = self._slots_in(
+            self.memory.take(len(whole), old) if self.spare is None else self.spare, old
+        )
+        kept = min(self.width, old.shape[2])
+        new[:num_used, :, :kept] = old[:num_used, :, :kept]
+        self.spare = whole
+        return new
+
+    def _slots_in(self, memory: Tensor, like: Tensor) -> Tensor:
+        shape = (self.num_slots, like.shape[1], self.width, like.shape[3])
+        return memory[: torch.Size(shape).numel()].view(shape)
+
+    def aim_prefill(self, lengths: Tensor, width: int, sources: Tensor, first: int) -> Tensor:
+        """Slots from `first` on will hold prompts `sources` of a batch padded on the left; returns
+        its mask.
+        """
+        self.is_prefill, self.sources, self.first, self.window = True, sources, first, 1 + width
+        self.gather = (self.columns[:width] + (width - lengths)[:, None]).clamp(max=width - 1)
+        mask = self.columns[:width] >= (width - lengths)[:, None]
+        return pad(mask.long(), (1, 0))
+
+    def aim_decode(self, positions: Tensor) -> Tensor:
+        """Slots 0, 1, ... each write the token of this position; returns their mask."""
+        self.is_prefill, self.window = False, self.width
+        self.sources, self.targets = (
+            self.columns.new_ones(len(positions)).cumsum(0) - 1,
+            positions + 1,
+        )
+        return (self.order[: self.window] <= self.targets[:, None]).long()
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer: [slots, heads, width, head size]."""
+
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__()
+        self.slots = slots
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate all slots, now that the model shows its head count, head size and dtype."""
+        self.keys = self.slots.allocate(key_states)
+        self.values = self.slots.allocate(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values; returns all those that the
+        queries of this pass look at.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._store(self.keys, key_states), self._store(self.values, value_states)
+
+    def _store(self, stored: Tensor, new: Tensor) -> Tensor:
+        slots = self.slots
+        if slots.is_prefill:
+            left = new.transpose(1, 2)[slots.sources[:, None], slots.gather[slots.sources]]
+            stored[slots.first : slots.first + len(left), :, 1 : slots.window] = left.transpose(
+                1, 2
+            )
+            return pad(new, (0, 0, 1, 0))
+        stored[slots.sources, :, slots.targets] = new.squeeze(2)
+        return stored[: len(slots.sources)]
+
+    def put_prompts(self, keys: Tensor, values: Tensor, sources: Tensor, first: int) -> None:
+        """Copy the states of these prompts, [prompts, heads, columns, size], into the slots from
+        `first` on.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        target = (slice(first, first + len(sources)), slice(None), slice(1, 1 + keys.shape[2]))
+        self.keys[target], self.values[target] = keys[sources], values[sources]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns attended over, first column)."""
+        return self.slots.window, 0
+
+    def get_seq_length(self) -> int:
+        """The first query's column:
+
+        1 in prefill; the last one when decoding, so that the mask alone decides.
+        """
+        return 1 if self.slots.is_prefill else self.slots.window - 1
+
+    def resize(self, num_used: int) -> None:
+        """Copy into slots of the present width, as many columns as there is room for."""
+        if self.is_initialized:
+            self.keys = self.slots.copied(self.keys, num_used)
+            self.values = self.slots.copied(self.values, num_used)
+
+    def get_max_length(self) -> int:
+        """Columns of a slot."""
+        return self.slots.width
+
+
+class SlotCache(Cache):
+    """What a Hugging Face model takes as `past_key_values`."""
+
+    def __init__(self, num_layers: int, slots: Slots) -> None:
+        self.slots, self.slot_layers = slots, [SlotLayer(slots) for _ in range(num_layers)]
+        super().__init__(layers=list(self.slot_layers))
+
+    def fit(self, num_columns: int, num_used: int) -> None:
+        """Make the slots wide enough for so many columns, or narrower where half of them would do.
+
+        Only the first `num_used` slots keep what they hold.
+        """
+        slots, needed = self.slots, max(self.slots.least_width, whole_blocks(num_columns))
+        if slots.width < needed or needed <= slots.width // 2:
+            slots.width = needed
+            for layer in self.slot_layers:
+                layer.resize(num_used)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots over others in every layer."""
+        for layer in self.slot_layers:
+            for stored in (layer.keys, layer.values):
+                stored.index_copy_(0, targets, stored.index_select(0, sources))

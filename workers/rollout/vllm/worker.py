@@ -1,0 +1,136 @@
+"""What runs inside vLLM's worker processes: loading weights layer by layer, and our own choice of
+tokens.
+
+`vllm_rollout` names `WorkerExtension` to vLLM as `worker_extension_cls` and calls its methods by
+`collective_rpc`. The sampler of the model runner is replaced by `Sampler`, so that tokens are drawn
+as the native engine draws them: by a noise keyed by the sample, vectorised over the batch, with
+log-probs at the temperature and before any truncation (DECISIONS of vLLM's own: a generator per
+request, which is ten times slower, and log-probs after truncation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workers.rollout.base import SamplingParams
+from workers.rollout.sampling import choose_tokens, uniforms
+from workers.weights.checksum import byte_view, digest_of, hash_of
+
+
+class Sampler(nn.Module):
+    """Stands in for vLLM's sampler; `extra_args` of a request hold its index, noise key and number
+    of tokens before.
+    """
+
+    def __init__(self, runner: Any, original: nn.Module) -> None:
+        super().__init__()
+        self.runner = runner
+        self.original = original
+        self.sampling: SamplingParams | None = None
+
+    def begin(self, sampling: SamplingParams, num_requests: int) -> None:
+        """Room for the log-probs of a generation."""
+        self.sampling = sampling
+        self.log_probs = torch.zeros((num_requests, sampling.max_tokens, sampling.num_log_probs))
+
+    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        """The next token of every row of the runner's batch; vLLM's own sampler outside our
+        generations.
+        """
+        if self.sampling is None:
+            return self.original(logits, sampling_metadata, *args, **kwargs)
+        from vllm.v1.outputs import SamplerOutput
+
+        batch = self.runner.input_batch
+        count = len(logits)
+        facts = [
+            self.runner.requests[name].sampling_params.extra_args for name in batch.req_ids[:count]
+        ]
+        made = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
+        positions = made.astype(np.int64) + np.array(
+            [fact["made"] for fact in facts], dtype=np.int64
+        )
+        keys = np.array([fact["key"] for fact in facts], dtype=np.uint64)
+        noise = torch.from_numpy(uniforms(keys, positions)).to(logits.device)
+        steps = torch.from_numpy(positions)
+        tokens, log_probs = choose_tokens(logits, noise, self.sampling, steps)
+        self.log_probs[[fact["index"] for fact in facts], steps] = log_probs.cpu()
+        return SamplerOutput(
+            sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=None
+        )
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker: needs `model_runner` and `vllm_config`."""
+
+    model_runner: Any
+    vllm_config: Any
+    _hashes: dict[str, tuple[list[int], int]]
+
+    def install_sampler(self) -> list[str]:
+        """Replace the sampler; returns the classes of the linear layers' methods, which tell a
+        quantization.
+        """
+        if not isinstance(self.model_runner.sampler, Sampler):
+            self.model_runner.sampler = Sampler(self.model_runner, self.model_runner.sampler)
+        modules = self.model_runner.model.modules()
+        return sorted(
+            {
+                type(m.quant_method).__name__
+                for m in modules
+                if getattr(m, "quant_method", None) is not None
+            }
+        )
+
+    def begin_generation(self, sampling: SamplingParams, num_requests: int) -> None:
+        """Before the requests of one `generate` are added."""
+        self.model_runner.sampler.begin(sampling, num_requests)
+
+    def end_generation(self) -> Tensor:
+        """The log-probs [requests, max tokens, kinds] of what was drawn."""
+        sampler = self.model_runner.sampler
+        sampler.sampling = None
+        log_probs: Tensor = sampler.log_probs
+        return log_probs
+
+    def begin_load(self) -> None:
+        """Take the kernels' own layout back to the checkpoint's, layer
+        by layer, as weights arrive.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._hashes, self._loaded = {}, set[str]()
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.model)
+
+    def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Some of the weights, by Hugging Face's names."""
+        from vllm.config import set_current_vllm_config
+
+        for name, tensor in tensors:
+            own = tensor.detach().clone()  # held back by the loader until its layer is complete
+            self._hashes[name] = list(own.shape), hash_of(byte_view(own.float().cpu()))
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                self._loaded |= set(self.model_runner.model.load_weights([(name, own)]) or ())
+
+    def load_file(self, path: str) -> None:
+        """Some of the weights, from a safetensors file that every rank can read."""
+        from safetensors.torch import load_file
+
+        self.load_tensors(load_file(Path(path)).items())
+
+    def finish_load(self) -> str:
+        """Back to the kernels' layout; returns the hash of what this rank was given."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            finalize_layerwise_reload(self.model_runner.model, self.model_runner.model_config)
+        return digest_of((name, shape, number) for name, (shape, number) in self._hashes.items())

@@ -1,0 +1,1 @@
+"""The training engine and its parts: optimizer, micro-batches, packing, attention, checkpoints."""

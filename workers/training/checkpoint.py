@@ -1,0 +1,285 @@
+"""One role's part of a checkpoint: a folder, complete or absent.
+
+`Checkpointed` gives actor and critic its methods.
+
+    manifest.json       step, schedule, every tensor's shape, every file's size and checksum; written last
+    shards/             weights and optimizer state by `torch.distributed.checkpoint`, each rank's own pieces
+    random/<rank>.pt    each rank's random state
+    huggingface/        with hf_model: what plain `from_pretrained` loads (`engines/hf_export`)
+    lora_adapter/       with LoRA: the adapter as peft loads it
+
+Everything is first written beside the folder (`<folder>.part`), then renamed. Tensors are stored by
+parameter name at full shape, so another number of ranks, another strategy, or a plain module can
+load them. With LoRA only what is trained is stored: the base comes from the model's path. Ranks
+agree after each stage: an error of one ends all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.errors import CheckpointError
+from verl_like.files import fingerprint, put_in_place, write_whole
+from verl_like.process.random_state import load_random_state, save_random_state
+from workers.models.lora import is_adapter, save_adapter
+from workers.parallel.collectives import Ranks
+from workers.training.engine import full_tensor
+from workers.training.hf_export import export_huggingface
+
+if TYPE_CHECKING:
+    from workers.config import CheckpointConfig
+    from workers.training.engine import TrainEngine
+
+MANIFEST = "manifest.json"
+logger = logging.getLogger(__name__)
+
+
+class Checkpointed:
+    """Mixed into a worker with a `TrainEngine` in `self.engine` and `checkpoint.save_contents` in
+    `self.config`.
+    """
+
+    engine: TrainEngine
+    config: Any
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, step: int = 0) -> None:
+        """Write the folder `path`, whole or not at all; one of that name is replaced."""
+        save_engine(self.engine, Path(path), step, self.config.checkpoint)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Take over the folder `path`, written by any number of ranks; a damaged or foreign one is
+        refused.
+        """
+        load_engine(self.engine, Path(path))
+
+
+def save_engine(engine: TrainEngine, folder: Path, step: int, config: CheckpointConfig) -> None:
+    """Write `folder`; collective. Whatever fails, a folder that was there before stays as it is."""
+    part = folder.with_name(folder.name + ".part")
+    ranks = Ranks(
+        engine.group, f"the checkpoint {folder} was not written (an earlier one is untouched)"
+    )
+    try:
+        _write(engine, ranks, part, step, config.save_contents)
+        ranks.first_does(lambda: put_in_place(part, folder))
+    except CheckpointError:
+        if ranks.mine == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _write(engine: TrainEngine, ranks: Ranks, part: Path, step: int, contents: list[str]) -> None:
+    ranks.first_does(lambda: _make_empty(part))
+    tensors = weights(engine) if "model" in contents else {}
+    tensors |= optimizer_state(engine) if "optimizer" in contents else {}
+    if tensors:
+        ranks.all_do(lambda: _save_shards(tensors, part / "shards"))
+    if "extra" in contents:
+        ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.pt"))
+    if engine.model_config.lora_rank > 0:
+        with engine.running():
+            adapter = [
+                (n, full_tensor(p)) for n, p in engine.module.named_parameters() if is_adapter(n)
+            ]
+        ranks.first_does(
+            lambda: save_adapter(part / "lora_adapter", engine.module, engine.model_config, adapter)
+        )
+    if "hf_model" in contents:
+        ranks.all_do(
+            lambda: export_huggingface(engine, part / "huggingface", writes=ranks.mine == 0)
+        )
+    manifest = {
+        "step": step,
+        "num_ranks": ranks.count,
+        "contents": list(contents),
+        "schedule_step": engine.scheduler.num_steps,
+        "skipped_steps": engine.skips.total,
+        "tensors": {
+            name: {"shape": list(t.shape), "dtype": str(t.dtype)} for name, t in tensors.items()
+        },
+        "files": ranks.share_files(part, fingerprint),
+    }
+    ranks.first_does(lambda: write_whole(part / MANIFEST, json.dumps(manifest, indent=1)))
+
+
+def load_engine(engine: TrainEngine, folder: Path) -> None:
+    """Weights, optimizer, schedule and random state of `folder` into a built engine; collective."""
+    ranks = Ranks(engine.group, f"the checkpoint {folder} was not loaded")
+    manifest = ranks.all_do(lambda: read_manifest(folder))[ranks.mine]
+    faults = ranks.share_files(
+        folder, lambda path: _fault(path, manifest["files"]), _loaded_files(manifest)
+    )
+    bad = [f"{name} {fault}" for name, fault in sorted(faults.items()) if fault]
+    if bad:
+        raise CheckpointError(
+            f"the checkpoint {folder} is damaged: {'; '.join(bad)}. Go on from another one with "
+            "trainer.resume_mode=resume_path trainer.resume_from_path=<.../global_step_N>."
+        )
+    saved = manifest["tensors"]
+    refuse_other_model(
+        folder, {name: list(tensor.shape) for name, tensor in weights(engine).items()}, saved
+    )
+    with engine.running(engine.optimizer):
+        state = empty_optimizer_state(engine, saved)
+        ranks.all_do(lambda: dcp.load(weights(engine) | state, checkpoint_id=folder / "shards"))
+        put_optimizer_state(engine, state)
+    if "optimizer" not in manifest["contents"]:
+        logger.warning(
+            "%s holds no optimizer state (save_contents): the moments start from zero.", folder
+        )
+    if "extra" in manifest["contents"]:
+        engine.scheduler.set_step(manifest["schedule_step"])
+        engine.skips.total = manifest["skipped_steps"]
+        if manifest["num_ranks"] == ranks.count:
+            ranks.all_do(lambda: load_random_state(folder / "random" / f"{ranks.mine}.pt"))
+
+
+def weights(engine: TrainEngine) -> dict[str, Tensor]:
+    """This rank's shards of what is trained, and of buffers that belong to the model, as
+    `model.<name>`.
+    """
+    stored = engine.module.state_dict()
+    tensors = {name: p.detach() for name, p in engine.module.named_parameters() if p.requires_grad}
+    if engine.model_config.lora_rank == 0:
+        tensors |= {
+            name: buffer for name, buffer in engine.module.named_buffers() if name in stored
+        }
+    return {f"model.{name}": tensor for name, tensor in tensors.items()}
+
+
+def optimizer_state(engine: TrainEngine) -> dict[str, Tensor]:
+    """This rank's shards of the optimizer's tensors, as `optimizer.<key>.<name>`; none before its
+    first step.
+    """
+    state = engine.optimizer.state
+    named = [(name, p) for name, p in engine.module.named_parameters() if p in state]
+    found = {
+        f"optimizer.{key}.{name}": (value, p)
+        for name, p in named
+        for key, value in state[p].items()
+    }
+    for name, (value, parameter) in found.items():
+        if not isinstance(value, Tensor) or value.shape not in (torch.Size(), parameter.shape):
+            what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise CheckpointError(
+                f"{name} of {type(engine.optimizer).__name__} is {what}; only state that is a "
+                "scalar tensor or has its weight's shape can be resharded. Leave optimizer out "
+                "of checkpoint.save_contents."
+            )
+    return {name: value for name, (value, _) in found.items()}
+
+
+def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[str, Tensor]:
+    """Tensors for the saved state to be read into, with their weights' sharding."""
+    parameters = dict(engine.module.named_parameters())
+    beside_weights = any(
+        group.get("fused") or group.get("capturable") for group in engine.optimizer.param_groups
+    )
+    state: dict[str, Tensor] = {}
+    for name, facts in saved.items():
+        if not name.startswith("optimizer."):
+            continue
+        parameter = parameters[name.split(".", 2)[2]]
+        dtype = getattr(torch, facts["dtype"].removeprefix("torch."))
+        if facts["shape"]:
+            state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            state[name] = torch.zeros(
+                (), dtype=dtype, device=parameter.device if beside_weights else "cpu"
+            )
+    return state
+
+
+def put_optimizer_state(engine: TrainEngine, state: dict[str, Tensor]) -> None:
+    """Replace whatever the optimizer holds."""
+    parameters = dict(engine.module.named_parameters())
+    engine.optimizer.state.clear()
+    for full_name, value in state.items():
+        _, key, name = full_name.split(".", 2)
+        engine.optimizer.state[parameters[name]][key] = value
+
+
+def refuse_other_model(folder: Path, here: dict[str, list[int]], saved: dict[str, Any]) -> None:
+    """Raise one error that lists what the checkpoint lacks, has too
+    much, or has in another shape.
+    """
+    there = {name: facts["shape"] for name, facts in saved.items() if name.startswith("model.")}
+    if not there:
+        raise CheckpointError(
+            f"the checkpoint {folder} holds no weights to go on from: checkpoint.save_contents "
+            "lacked 'model'."
+        )
+    odd = [
+        f"{n} (there {there[n]}, here {shape})"
+        for n, shape in here.items()
+        if n in there and there[n] != shape
+    ]
+    problems = {
+        "missing in it": [n for n in here if n not in there],
+        "unknown here": [n for n in there if n not in here],
+        "of another shape": odd,
+    }
+    found = [
+        f"{len(names)} {kind}: {', '.join(n.removeprefix('model.') for n in names[:20])}"
+        for kind, names in problems.items()
+        if names
+    ]
+    if found:
+        raise CheckpointError(
+            f"the checkpoint {folder} is of another model; tensors {'; '.join(found)}. Set "
+            "model.path (and model.lora_rank) as they were, or start anew in another "
+            "trainer.default_local_dir."
+        )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What the folder says it holds."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        what = (
+            "it has no manifest.json, so it was never completed"
+            if folder.is_dir()
+            else "there is no such folder"
+        )
+        raise CheckpointError(f"no checkpoint at {folder}: {what}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
+    return manifest
+
+
+def _loaded_files(manifest: dict[str, Any]) -> list[str]:
+    """What a resume reads: exports may be taken away."""
+    return [name for name in manifest["files"] if name.startswith(("shards/", "random/"))]
+
+
+def _fault(path: Path, files: dict[str, Any]) -> str | None:
+    name = f"{path.parent.name}/{path.name}"
+    if not path.is_file():
+        return "is missing"
+    found, written = fingerprint(path), files[name]
+    return None if found == written else f"has {_size(found)}, was written with {_size(written)}"
+
+
+def _size(facts: dict[str, int]) -> str:
+    return f"{facts['bytes']} bytes of crc32 {facts['crc32']:08x}"
+
+
+def _save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
+    dcp.save(tensors, checkpoint_id=folder)
+
+
+def _make_empty(part: Path) -> None:
+    shutil.rmtree(part, ignore_errors=True)
+    (part / "random").mkdir(parents=True)

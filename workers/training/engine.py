@@ -1,0 +1,369 @@
+"""The one training engine: a Hugging Face causal LM, laid over its ranks, that scores rows and
+takes optimizer steps.
+
+Every role that has a model (actor, critic, reference, reward model) owns one `TrainEngine` and adds
+what is its own: a loss.
+
+    engine = TrainEngine(model_config, fsdp_config, strategy="fsdp", head="token", optim_config=optim, grad_clip=1.0)
+    engine.build(worker, total_steps)                               # opens the process group, shards, loads
+    columns = engine.forward_rows(data, Budget(tokens=16384))       # {"log_probs": [rows, R]}
+    metrics = engine.update(data, names, mini_batch_size=64, budget=Budget(rows=8), epochs=1, loss_fn=loss_fn)
+
+The loss function gets what the model says about a micro-batch, its columns, and the counts of the
+whole mini-batch. It returns its share of the loss and of every metric: shares are added over
+micro-batches and ranks. So neither the cut nor the number of ranks changes a result beyond float
+rounding.
+
+Rows run without their padding (`packing`) where the model can. `sharding` has the strategies and
+the mesh. On one rank, and under strategy ddp, the module is a plain one, so that an engine in the
+same process can read it by reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from verl_like.tensor_ops import logprobs_and_entropy_from_logits, logprobs_from_logits
+from workers.cpu.allocator import keep_freed_memory
+from workers.cpu.fused_ops import lean
+from workers.models.head import Head, dtype_of, empty_model
+from workers.models.load import load_weights
+from workers.models.lora import add_adapter, merged_tensors
+from workers.parallel.fsdp import (
+    add_up_gradients,
+    begin_pass,
+    build_mesh,
+    data_axes,
+    gather_rows,
+    resident,
+    settle,
+    shard,
+)
+from workers.training.attention import packed_rows
+from workers.training.microbatch import (
+    Budget,
+    Columns,
+    MiniBatch,
+    Rows,
+    all_reduce,
+    count_mini_batches,
+    cut,
+    mini_batch,
+    passes,
+)
+from workers.training.nonfinite_guard import SkippedSteps
+from workers.training.optim import Schedule, build_optimizer, guarded_step
+from workers.training.packing import (
+    can_pack,
+    check_rows,
+    last_token_reads,
+    needed_tokens,
+    packed_feed,
+    padded_feed,
+    read,
+    response_reads,
+)
+from workers.weights.checksum import checksum_of
+
+if TYPE_CHECKING:
+    from verl_like.batch.protocol import DataProto
+    from verl_like.process.worker import Worker
+    from workers.config import FSDPConfig, ModelConfig, OptimConfig
+
+LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(model outputs, columns, mini-batch counts) -> (share of the loss, shares of the metrics)."""
+Reads = Callable[[Columns], Tensor]
+"""Columns -> [rows, T] mask of the positions that get a head."""
+
+TOKENS = ("input_ids", "attention_mask", "position_ids")
+INPUTS = (*TOKENS, "responses", "response_mask")
+"""Columns that every pass over responses reads."""
+
+
+class TrainEngine:
+    """One model of one role on this rank; without an optimizer config it is frozen."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        fsdp_config: FSDPConfig,
+        *,
+        strategy: str = "fsdp",
+        head: Head = "token",
+        optim_config: OptimConfig | None = None,
+        grad_clip: float = 1.0,
+    ) -> None:
+        self.model_config = model_config
+        self.sharding = settle(strategy, fsdp_config)
+        compute = model_config.compute_dtype
+        self.compute_dtype = None if compute is None else dtype_of(compute, "model.compute_dtype")
+        self.optim_config = optim_config
+        self.head: Head = head
+        self.grad_clip = grad_clip
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def build(self, worker: Worker, total_steps: int = 0) -> None:
+        """Shard and load the model on the worker's device; `total_steps` update calls make the
+        schedule.
+        """
+        worker.open_process_group()
+        self.device, self.world_size = worker.device, worker.world_size
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.group = dist.group.WORLD if self.world_size > 1 else None
+        self.mesh = build_mesh(self.device, data_axes(self.world_size, self.sharding))
+        self.is_sharded = self.world_size > 1 and self.sharding.strategy != "ddp"
+        trained = self.optim_config is not None
+        self.module: Any = empty_model(self.model_config, self.head, self.device)
+        self.module.requires_grad_(trained)
+        if trained and self.model_config.lora_rank > 0:
+            add_adapter(self.module, self.model_config)
+        if self.is_sharded:
+            self.is_one_unit = shard(self.module, self.mesh, self.compute_dtype)
+        load_weights(
+            self.module,
+            self.model_config,
+            self.head,
+            self.device,
+            self.mesh.get_local_rank("shard"),
+        )
+        if self.optim_config is not None:
+            self.optimizer = build_optimizer(self.parameters(), self.optim_config)
+            self.skips = SkippedSteps(self.optim_config.max_skipped_steps, self.group)
+            self.scheduler = Schedule(self.optimizer, self.optim_config, total_steps)
+        self.packs = False
+        with self.running():
+            self.packs = self.model_config.use_remove_padding and can_pack(self.module, self.device)
+
+    def forward_rows(
+        self,
+        data: DataProto,
+        budget: Budget,
+        *,
+        temperature: float = 1.0,
+        want_entropy: bool = False,
+    ) -> Columns:
+        """For every row `log_probs` (and `entropys`), or `values`: [rows, R], zero outside the
+        response mask.
+        """
+        rows = self._take(data, INPUTS)
+        return self._each_pass(
+            rows, budget, response_reads, lambda c: self.outputs(c, temperature, want_entropy)
+        )
+
+    def score_rows(self, data: DataProto, budget: Budget) -> Tensor:
+        """The scalar head's number at the last real token of every row: [rows]; zero for a row
+        without tokens.
+        """
+        rows = self._take(data, TOKENS)
+        found = self._each_pass(
+            rows, budget, last_token_reads, lambda c: {"scores": self._read(c, last_token_reads(c))}
+        )
+        return found["scores"][:, 0]
+
+    @torch.no_grad()
+    def _each_pass(
+        self, rows: Rows, budget: Budget, reads: Reads, compute: Callable[[Columns], Columns]
+    ) -> Columns:
+        """Run `compute` over the micro-batches of these rows, and put what it says back in their
+        places.
+        """
+        cuts = self._cut(rows.columns, budget, reads)
+        pieces: dict[str, list[Tensor]] = {}
+        self.module.eval()
+        with self.running():
+            for columns, real, _ in passes(rows.columns, cuts, self.group, self.device):
+                for name, column in compute(columns).items():
+                    pieces.setdefault(name, []).append(column[:real])
+        return {name: rows.restore(columns, cuts) for name, columns in pieces.items()}
+
+    def update(
+        self,
+        data: DataProto,
+        names: Sequence[str],
+        *,
+        mini_batch_size: int,
+        budget: Budget,
+        epochs: int,
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        want_entropy: bool = False,
+    ) -> dict[str, float]:
+        """One optimizer step per mini-batch and epoch; the metrics are means over those that were
+        not skipped.
+        """
+        rows = self._take(data, (*INPUTS, *names))
+        count = count_mini_batches(rows.total, mini_batch_size)
+        assert self.optimizer is not None, "a frozen engine was asked for an update"
+        self.module.train(self.model_config.enable_gradient_checkpointing)
+        steps: list[dict[str, float]] = []
+        with self.running(self.optimizer):
+            for index in list(range(count)) * epochs:
+                batch = mini_batch(rows, index, count, self.group, self.device)
+                try:
+                    metrics = self.accumulate(batch, budget, loss_fn, temperature, want_entropy)
+                except BaseException:
+                    self.optimizer.zero_grad(
+                        set_to_none=True
+                    )  # a part of a mini-batch must not reach the next update
+                    raise
+                metrics["grad_norm"] = guarded_step(
+                    self.optimizer, self.parameters(), self.grad_clip
+                )
+                self.skips.note(metrics["grad_norm"], batch.names)
+                steps.append(metrics)
+        self.module.eval()
+        taken = [step for step in steps if math.isfinite(step["grad_norm"])]
+        result = {
+            name: sum(step[name] for step in taken or steps) / len(taken or steps)
+            for name in steps[0]
+        }
+        result["lr"] = self.scheduler.lr
+        result["skipped_steps"] = float(len(steps) - len(taken))
+        self.scheduler.step()
+        return result
+
+    def accumulate(
+        self,
+        batch: MiniBatch,
+        budget: Budget,
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        want_entropy: bool = False,
+    ) -> dict[str, float]:
+        """Add the gradients of one mini-batch; its metrics, added over micro-batches and ranks."""
+        totals: dict[str, Tensor] = {}
+        cuts = self._cut(batch.columns, budget, response_reads)
+        for columns, real, last in passes(batch.columns, cuts, self.group, self.device):
+            if self.is_sharded:
+                begin_pass(self.module, self.is_one_unit, last)
+            outputs = self.outputs(columns, temperature, want_entropy)
+            own = {
+                name: column.to(self.device, non_blocking=True) for name, column in columns.items()
+            }
+            loss, shares = loss_fn(outputs, own, batch)
+            loss.backward()
+            for name, share in shares.items():
+                share = (
+                    share.detach().float() if real else torch.zeros((), device=self.device)
+                )  # a dummy adds nothing
+                totals[name] = totals[name] + share if name in totals else share
+        if self.group is not None and not self.is_sharded:
+            add_up_gradients(self.parameters(), self.group)
+        summed = all_reduce(torch.stack(list(totals.values())), self.group)
+        return dict(zip(totals, summed.tolist(), strict=True))
+
+    def outputs(
+        self, columns: Columns, temperature: float = 1.0, want_entropy: bool = False
+    ) -> Columns:
+        """One forward pass: [rows, R] columns for the response positions, zero where the response
+        mask is.
+        """
+        inside = columns["response_mask"] != 0
+        flat = self._read(columns, response_reads(columns))
+        names: tuple[str, ...]
+        found: tuple[Tensor, ...]
+        if self.head != "token":
+            names, found = ("values",), (flat[:, 0].float(),)
+        else:
+            names, labels = ("log_probs", "entropys"), columns["responses"][inside].to(self.device)
+            if want_entropy:
+                found = logprobs_and_entropy_from_logits(
+                    flat, labels, temperature=temperature, inplace_backward=True
+                )
+            else:
+                found = (
+                    logprobs_from_logits(
+                        flat, labels, temperature=temperature, inplace_backward=True
+                    ),
+                )
+        inside = inside.to(self.device)
+        zeros = found[0].new_zeros(inside.shape)
+        return {
+            name: zeros.masked_scatter(inside, column)
+            for name, column in zip(names, found, strict=False)
+        }
+
+    def _take(self, data: DataProto, names: Sequence[str]) -> Rows:
+        rows = Rows.take(data, names, self.world_size)
+        check_rows(self.module, rows.columns)
+        return rows
+
+    def _cut(self, columns: Columns, budget: Budget, reads: Reads) -> list[list[int]]:
+        lengths = needed_tokens(columns, reads(columns)).sum(dim=1).tolist()
+        return cut(lengths, budget, rectangles=not self.packs)
+
+    def _read(self, columns: Columns, reads: Tensor) -> Tensor:
+        """The head's output at the positions `reads`, row by row."""
+        feed = (packed_feed if self.packs else padded_feed)(columns, reads, self.device)
+        dtype = None if self.is_sharded else self.compute_dtype
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            return read(self.module, feed)
+
+    @contextmanager
+    def running(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """Within, the module (and the optimizer's state) is on the device, and packed rows attend
+        row by row.
+
+        What forward passes left whole of a sharded module is a shard again in the end.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(resident(self.module, optimizer, self.sharding, self.device))
+            if self.is_sharded:
+                stack.callback(self.module.reshard)
+            stack.enter_context(lean(self.module))
+            if self.packs:
+                stack.enter_context(packed_rows(self.module))
+            yield
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters as the optimizer sees them: this rank's shards of what is trained."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def named_full_tensors(self, on_all_ranks: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, in its own dtype, whole, on the CPU, one at a
+        time; collective.
+
+        LoRA adapters are merged into the weights they stand beside. Every rank must run the
+        iterator to its end; unless the tensors are wanted `on_all_ranks`, it is empty on all but
+        rank 0. On one CPU rank the tensors are the live weights: do not write.
+        """
+        with resident(self.module, None, self.sharding, self.device):
+            whole = full_tensor if on_all_ranks else tensor_on_first
+            named = ((name, whole(parameter)) for name, parameter in self.module.named_parameters())
+            yield from merged_tensors(
+                self.module, ((name, tensor) for name, tensor in named if tensor is not None)
+            )
+
+    def weights_checksum(self) -> str:
+        """A hash of the full weights, equal at every sharding; collective."""
+        return checksum_of(self.named_full_tensors())
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """A weight as one CPU tensor of its own dtype; collective where it is sharded."""
+    tensor = parameter.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.cpu()
+
+
+def tensor_on_first(parameter: Tensor) -> Tensor | None:
+    """A weight as one CPU tensor on rank 0, None elsewhere; collective where it is sharded."""
+    tensor = parameter.detach()
+    if (
+        isinstance(tensor, DTensor)
+        and tensor.device.type == "cpu"
+        and tensor.placements[-1] == Shard(0)
+    ):
+        return gather_rows(tensor)
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.cpu() if dist.get_rank() == 0 else None

@@ -1,0 +1,116 @@
+"""A trained model as a Hugging Face folder that plain `from_pretrained` loads.
+
+`engines/checkpoint` calls this.
+
+An actor becomes what it was loaded from: same configuration, tokenizer and type, new weights, LoRA
+merged. A critic becomes a sequence classifier with one label: body under the body's names and head
+as `score.weight`, so that `AutoModelForSequenceClassification`, or `AutoModel` for the body alone,
+loads it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from workers.models.folder import model_folder
+
+if TYPE_CHECKING:
+    from workers.training.engine import TrainEngine
+
+SHARD_BYTES = 5 * 10**9
+"""Weights above this are cut into several safetensors files."""
+KEPT = (".json", ".jinja", ".txt", ".model", ".py")
+"""Endings of the files that are taken over from the model's folder: configuration, tokenizer,
+templates, code.
+"""
+
+
+def export_huggingface(
+    engine: TrainEngine, folder: Path, writes: bool, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Gather the weights on all ranks, tensor by tensor; the rank that `writes` puts them into
+    `folder`.
+    """
+    tensors = engine.named_full_tensors()
+    try:
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            config = _copy_files(model_folder(engine.model_config.path), folder)
+            if engine.head == "scalar":
+                config = _as_classifier(config)
+                (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+            name = config.get("dtype") or config.get("torch_dtype") or engine.model_config.dtype
+            _write_weights(tensors, folder, getattr(torch, name), shard_bytes)
+    finally:
+        deque(
+            tensors, maxlen=0
+        )  # the other ranks are in the same collectives: go through them to the end
+
+
+def _copy_files(source: Path, folder: Path) -> dict[str, Any]:
+    """Everything but weights; returns the model's configuration."""
+    for path in source.iterdir():
+        if path.is_file() and path.suffix in KEPT and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def _as_classifier(config: dict[str, Any]) -> dict[str, Any]:
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config["model_type"])
+    return config | ({"architectures": [name]} if name else {})
+
+
+def _write_weights(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, shard_bytes: int
+) -> None:
+    """One `model.safetensors`, or numbered ones with their index; never more than a shard in
+    memory.
+    """
+    from safetensors.torch import save_file
+
+    metadata = {"format": "pt"}
+    drafts: list[tuple[Path, list[str]]] = []
+    total = 0
+
+    def write(shard: dict[str, Tensor]) -> None:
+        path = folder / f"draft-{len(drafts)}"
+        save_file(shard, path, metadata=metadata)
+        drafts.append((path, list(shard)))
+
+    shard: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in tensors:
+        stored = tensor.to(dtype).contiguous()
+        size = stored.numel() * stored.element_size()
+        if shard and filled + size > shard_bytes:
+            write(shard)
+            shard, filled = {}, 0
+        shard[name] = stored
+        filled, total = filled + size, total + size
+    write(shard)
+    if len(drafts) == 1:
+        drafts[0][0].replace(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, (path, names) in enumerate(drafts, 1):
+        file_name = f"model-{number:05d}-of-{len(drafts):05d}.safetensors"
+        path.replace(folder / file_name)
+        weight_map |= dict.fromkeys(names, file_name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2), encoding="utf-8"
+    )

@@ -1,0 +1,134 @@
+"""How much of its device's arithmetic an engine uses: verl's `perf/mfu/…`.
+
+`workers.roles.actor` and `workers.roles.critic` ask.
+
+    with utilization("actor", engine, data, passes=epochs) as mfu:
+        metrics = engine.update(data, ...)
+    metrics |= mfu                              # {"perf/mfu/actor": 0.41}, or nothing
+
+The floating-point operations are those that the rows need, however they are computed: two a token
+for every weight that multiplies it, and the attention of every token to all of its row; as much
+again for each gradient. Work that is done over (gradient checkpointing) or for nothing (padding,
+dummy passes) does not count. A loss reads the head at responses only, so only there it counts.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isfinite, nan
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from workers.models.head import ScalarHeadModel, body_of
+from workers.training.microbatch import Rows, all_reduce
+from workers.training.packing import needed_tokens, response_reads
+
+if TYPE_CHECKING:
+    from verl_like.batch.protocol import DataProto
+    from workers.training.engine import TrainEngine
+
+PEAKS = {
+    **{
+        "GB200": 2500e12,
+        "B200": 2250e12,
+        "GH200": 989e12,
+        "H200": 989e12,
+        "H200 NVL": 835e12,
+        "H100": 989e12,
+    },
+    **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H800": 989e12, "H800 PCIe": 756e12, "H20": 148e12},
+    **{"A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10": 125e12},
+    **{"L40S": 362e12, "L40": 181e12, "L20": 119.5e12, "L4": 121e12},
+}
+"""Words of a GPU's name -> operations a second in dense bfloat16 products, by its data sheet."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's peak by its name, of the longest entry of `PEAKS` that fits; nan for another
+    GPU, None for a CPU.
+    """
+    if device.type != "cuda":
+        return None
+    name = " ".join(re.split(r"[\s-]+", torch.cuda.get_device_name(device)))
+    known = [words for words in PEAKS if f" {words} " in f" {name} "]
+    return PEAKS[max(known, key=len)] if known else nan
+
+
+@contextmanager
+def utilization(
+    name: str, engine: TrainEngine, data: DataProto, *, passes: int = 1, trains: bool = True
+) -> Iterator[dict[str, float]]:
+    """Within, the engine goes over these rows so often; the dict then has `perf/mfu/<name>`, over
+    all ranks.
+
+    It stays empty where a device's peak is not known: on a CPU nobody has promised one.
+    """
+    found: dict[str, float] = {}
+    began = time.perf_counter()
+    yield found
+    peak = peak_flops(engine.device)
+    if peak is None:
+        return
+    sums = [passes * needed_flops(engine, data, trains), peak * (time.perf_counter() - began)]
+    done, possible = all_reduce(
+        torch.tensor(sums, dtype=torch.float64, device=engine.device), engine.group
+    ).tolist()
+    if isfinite(possible):
+        found[f"perf/mfu/{name}"] = done / possible
+
+
+def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
+    """Operations of one pass over this rank's real rows, with the gradients where it `trains`."""
+    columns = Rows.take(
+        data, ("input_ids", "attention_mask", "response_mask"), engine.world_size
+    ).columns
+    reads = response_reads(columns)
+    lengths = needed_tokens(columns, reads).sum(dim=1).double()
+    body, head = body_of(engine.module), _head(engine.module)
+    config = body.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tables = {
+        id(p)
+        for layer in body.modules()
+        if isinstance(layer, nn.Embedding)
+        for p in layer.parameters()
+    }
+    weights = [
+        (name, p) for name, p in body.named_parameters() if p.dim() > 1 and id(p) not in tables
+    ]
+    per_token = sum(_factor(p, trains) * p.numel() * _share(name, config) for name, p in weights)
+    per_read = _factor(head, trains) * head.numel()
+    per_pair = (12 if trains else 4) * config.num_hidden_layers * config.num_attention_heads * width
+    return float(
+        per_token * lengths.sum() + per_read * reads.sum() + per_pair * lengths.square().sum()
+    )
+
+
+def _head(module: Any) -> nn.Parameter:
+    layer = module.score if isinstance(module, ScalarHeadModel) else module.get_output_embeddings()
+    weight: nn.Parameter = layer.weight
+    return weight
+
+
+def _factor(weight: nn.Parameter, trains: bool) -> int:
+    """Operations for each number of a weight and token: forward, the gradient of what comes in,
+    that of the weight.
+    """
+    return 2 + (2 + 2 * weight.requires_grad if trains else 0)
+
+
+def _share(name: str, config: Any) -> float:
+    """The part of a weight that a token meets: of experts those it is sent to."""
+    if ".experts." not in name:
+        return 1.0
+    counts = (
+        getattr(config, key, None)
+        for key in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
+    count = next((count for count in counts if count), None)
+    return config.num_experts_per_tok / count if count else 1.0

@@ -1,0 +1,54 @@
+"""What happens after a step with a non-finite gradient, which `guarded_step` skipped.
+
+`engines/fsdp` asks this.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch.distributed as dist
+
+from verl_like.errors import WorkerError
+
+logger = logging.getLogger(__name__)
+
+
+class SkippedSteps:
+    """Counts skipped steps, names the samples of each, and ends the run after more than `limit` in
+    a row.
+    """
+
+    def __init__(self, limit: int, group: dist.ProcessGroup | None) -> None:
+        self.limit = limit
+        self.group = group
+        self.total = 0
+        self.in_a_row = 0
+
+    def note(self, grad_norm: float, names: list[str]) -> None:
+        """Take in the norm of a step over the samples `names` of this rank; every rank calls it
+        with the same norm.
+        """
+        if math.isfinite(grad_norm):
+            self.in_a_row = 0
+            return
+        self.total += 1
+        self.in_a_row += 1
+        everyone = [names]
+        if self.group is not None:
+            everyone = [[] for _ in range(self.group.size())]
+            dist.all_gather_object(everyone, names, group=self.group)
+        samples = ", ".join(sorted(name for rank in everyone for name in rank))
+        what = (
+            f"the gradient's norm is {grad_norm}: step skipped. Samples of the mini-batch: "
+            f"{samples}."
+        )
+        if self.in_a_row > self.limit:
+            raise WorkerError(
+                f"{self.in_a_row} steps in a row had a non-finite gradient "
+                f"(optim.max_skipped_steps={self.limit}); the last: {what} Look at those samples' "
+                "rewards and log-probs, lower optim.lr, or go on from an earlier checkpoint."
+            )
+        if self.group is None or self.group.rank() == 0:
+            logger.warning("%s %d in a row, %d in all.", what, self.in_a_row, self.total)

@@ -1,0 +1,109 @@
+"""The optimizer, its learning-rate schedule, one guarded optimizer step.
+
+`engines/fsdp` builds and steps these.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from verl_like.errors import ConfigError, nearest
+from verl_like.registry import look_up
+
+if TYPE_CHECKING:
+    from workers.config import OptimConfig
+
+OPTIMIZERS: dict[str, Any] = {"AdamW": torch.optim.AdamW}
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimConfig
+) -> torch.optim.Optimizer:
+    """The optimizer over all parameters, with what its constructor knows of the config; Adam in one
+    pass.
+    """
+    cls = look_up(config.optimizer, OPTIMIZERS, "optimizer")
+    known = inspect.signature(cls).parameters
+    settings: dict[str, Any] = {
+        name: getattr(config, name) for name in ("lr", "eps", "weight_decay") if name in known
+    }
+    if "betas" in known:
+        settings["betas"] = (config.betas[0], config.betas[1])
+    if isinstance(cls, type) and issubclass(
+        cls, torch.optim.Adam
+    ):  # others' fused steps know no sharded weights
+        settings["fused"] = True  # one pass over memory, and the same bits wherever a shard begins
+    optimizer: torch.optim.Optimizer = cls(list(parameters), **settings)
+    return optimizer
+
+
+def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Share of the peak rate in update call `step` (from 0): linear warm-up that never sits at 0,
+    then the schedule.
+    """
+    warmup = config.lr_warmup_steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.lr_scheduler_type == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.lr_scheduler_type == "cosine":
+        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        remaining = 1.0 - progress
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining
+
+
+class Schedule:
+    """Sets the optimizer's rate for each of `total_steps` update calls; the first call's is set at
+    once.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int
+    ) -> None:
+        if config.lr_scheduler_type not in SCHEDULES:
+            raise ConfigError(
+                f"optim.lr_scheduler_type={config.lr_scheduler_type!r} is unknown; valid: "
+                f"{', '.join(SCHEDULES)}.{nearest(config.lr_scheduler_type, SCHEDULES)}"
+            )
+        self.optimizer = optimizer
+        self.config = config
+        self.total_steps = total_steps
+        self.set_step(0)
+
+    def set_step(self, step: int) -> None:
+        """The rate of update call `step`, from 0."""
+        self.num_steps = step
+        self.lr = self.config.lr * lr_factor(step, self.total_steps, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+
+    def step(self) -> None:
+        """The rate of the next update call."""
+        self.set_step(self.num_steps + 1)
+
+
+def guarded_step(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], grad_clip: float
+) -> float:
+    """Clip by the global norm, step, clear the gradients; a non-finite norm clears without a step.
+
+    Returns the norm.
+    """
+    norm: Tensor = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if torch.isfinite(norm):
+        nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)

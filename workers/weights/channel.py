@@ -1,0 +1,298 @@
+"""The wire between processes that do not share weights: private groups of one sender and all
+receivers.
+
+What is agreed on travels over gloo, and so do the buckets, unless every rank has a card of its own:
+then they go from card to card over nccl, and gloo carries the rest.
+
+`weight_sync` opens a channel per sync and drops it after: a restarted engine simply joins the next
+one. Only the store that they meet on stays. Tensors travel whole in buckets of at most `bucket_mb`
+(one that is larger alone), as they are: no cast. A bucket's size goes ahead of it, and what it
+holds: its number and of every tensor name, dtype, shape and a 64-bit hash, taken while the bytes
+are copied into the bucket. While one bucket travels, the sender gathers the next and the receivers
+verify and write the one before: each side holds two buckets, and a sync takes hardly longer than
+its slowest part. The default process group is not touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_like.errors import WeightSyncError
+from workers.weights.checksum import Hashing, NamedTensors, byte_view, hash_of
+
+END = -1
+"""In the place of a bucket's size: there are no more."""
+Sent = tuple[str, str, list[int], int]
+"""Name, dtype, shape and hash of a tensor."""
+FORM_TIMEOUT = timedelta(seconds=20)
+"""How long a rank waits for the others to join."""
+TRANSFER_TIMEOUT = timedelta(seconds=120)
+"""How long one broadcast may take, the gathering of its tensors included."""
+
+
+def open_store() -> tuple[dist.TCPStore, str]:
+    """A store on a free port of this machine, and its address `host:port`."""
+    if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
+        host = "127.0.0.1"
+    else:
+        host = os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FORM_TIMEOUT)
+    return store, f"{host}:{store.port}"
+
+
+def join_store(address: str) -> dist.TCPStore:
+    """The sender's store, from another process."""
+    host, _, port = address.rpartition(":")
+    with _explained(f"cannot reach the sender's store at {address}"):
+        return dist.TCPStore(host, int(port), is_master=False, timeout=FORM_TIMEOUT)
+
+
+class Channel:
+    """This process's end; rank 0 sends, ranks 1..num_receivers receive."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, num_receivers: int, device: torch.device
+    ) -> None:
+        self.rank, self.device = rank, device
+        self.corrupt: list[str] = []
+        self.num_bytes = 0
+        self.hashing = Hashing()
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        own_cards = _meet(store, rank, num_receivers, card_of(device))
+        with _explained("the group of sender and receivers did not form"):
+            own = dist.PrefixStore("weights", store)
+            self._group = dist.ProcessGroupGloo(own, rank, num_receivers + 1, FORM_TIMEOUT)
+            self._cards = (
+                group_of_cards(dist.PrefixStore("cards", store), rank, num_receivers + 1)
+                if own_cards
+                else None
+            )
+
+    def send(self, tensors: NamedTensors, bucket_mb: float) -> None:
+        """Broadcast all tensors; a tensor larger than a bucket travels alone, from where it is."""
+        travelling = None
+        for number, (held, payload) in enumerate(self._buckets(tensors, int(bucket_mb * 2**20))):
+            if travelling is not None:
+                travelling()
+            self._announce(payload.numel(), {"number": number, "tensors": held})
+            travelling = self._start_bucket(payload)
+            self.num_bytes += payload.numel()
+        if travelling is not None:
+            travelling()
+        self._announce(END, {})
+
+    def receive(self) -> Iterator[tuple[str, Tensor]]:
+        """What the sender broadcasts, tensor by tensor, each valid until the next; damage is noted
+        in `corrupt`.
+        """
+        number, before = 0, None
+        while True:
+            size, held = self._next_announcement()
+            payload, travelling = None, None
+            if size != END:
+                payload = self._room(number % 2, size)
+                travelling = self._start_bucket(payload)
+            if before is not None:
+                yield from self._verified(*before)
+            if payload is None or travelling is None:
+                return
+            travelling()
+            self.num_bytes += size
+            number, before = number + 1, (number, payload, held)
+
+    def _verified(
+        self, expected: int, payload: Tensor, held: dict[str, Any]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of one bucket, from its bytes and what the sender says of them."""
+        if not held:
+            self.corrupt.append(f"what bucket {expected} is said to hold")
+            return
+        if held["number"] != expected:
+            self.corrupt.append(f"bucket {held['number']} in the place of bucket {expected}")
+        tensors = [
+            (name, _dtype(dtype), shape, value) for name, dtype, shape, value in held["tensors"]
+        ]
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape, _ in tensors]
+        if sum(sizes) != payload.numel():
+            self.corrupt.append(
+                f"bucket {expected} of {payload.numel()} bytes, announced as {sum(sizes)}"
+            )
+            return
+        for (name, dtype, shape, value), piece in zip(
+            tensors, torch.split(payload, sizes), strict=True
+        ):
+            if self.hashing.of(piece) != value:
+                self.corrupt.append(name)
+            yield name, _aligned(piece, dtype).view(dtype).reshape(shape)
+
+    def close(self) -> None:
+        """Let go of the groups, in a thread of its own: gloo takes 20 ms to stop its threads."""
+        own = vars(self)
+        threading.Thread(target=lambda: (own.pop("_cards", None), own.pop("_group", None))).start()
+
+    def all_agree(self, ok: bool) -> bool:
+        """Whether every rank, the sender included, says ok."""
+        votes = torch.tensor([0 if ok else 1])
+        with _explained("a rank left before the vote"):
+            options = dist.AllreduceOptions()
+            options.timeout = TRANSFER_TIMEOUT
+            self._group.allreduce([votes], options).wait()
+        return int(votes) == 0
+
+    def _buckets(self, tensors: NamedTensors, limit: int) -> Iterator[tuple[list[Sent], Tensor]]:
+        """One bucket after the other: what it holds, and the bytes of all.
+
+        The two buffers take turns: one may travel while the other is being filled.
+        """
+        held: list[Sent] = []
+        turn = filled = 0
+        for name, tensor in tensors:
+            own = byte_view(tensor.detach().cpu().contiguous())
+            fact = name, str(tensor.dtype), list(tensor.shape)
+            if held and filled + len(own) > limit:
+                yield held, self._room(turn, filled)
+                held, turn, filled = [], 1 - turn, 0
+            if len(own) > limit:
+                yield [(*fact, self.hashing.of(own))], own
+                continue
+            place = self._room(turn, limit)[filled : filled + len(own)]
+            held.append((*fact, self.hashing.of_copied(place, own)))
+            filled += len(own)
+        if held:
+            yield held, self._room(turn, filled)
+
+    def _room(self, which: int, num_bytes: int) -> Tensor:
+        """A buffer of this size; one memory serves many buckets, since fresh pages cost more than
+        the transfer.
+        """
+        if len(self._buffers[which]) < num_bytes:
+            self._buffers[which] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._buffers[which][:num_bytes]
+
+    def _announce(self, size: int, held: dict[str, Any]) -> None:
+        """Say how large the next bucket is, and what it holds."""
+        text = torch.frombuffer(bytearray(json.dumps(held).encode()), dtype=torch.uint8)
+        check = torch.frombuffer(bytearray(hash_of(text).to_bytes(8, "little")), dtype=torch.int64)
+        self._broadcast(torch.cat([torch.tensor([size, text.numel()]), check]))
+        self._broadcast(text)
+
+    def _next_announcement(self) -> tuple[int, dict[str, Any]]:
+        """The next bucket's size, and what it holds: nothing if a bit of that is not as it was."""
+        numbers = torch.zeros(3, dtype=torch.long)
+        self._broadcast(numbers)
+        size, length, check = numbers.tolist()
+        text = torch.empty(length, dtype=torch.uint8)
+        self._broadcast(text)
+        whole = hash_of(text) == check % 2**64
+        held: dict[str, Any] = json.loads(text.numpy().tobytes()) if whole else {}
+        return size, held
+
+    def _start_bucket(self, payload: Tensor) -> Callable[[], None]:
+        """Begin to broadcast these bytes; what is returned waits until they are there."""
+        if self._cards is None:
+            return partial(_wait, self._start_broadcast(payload))
+        on_card = torch.empty_like(payload, device=self.device)
+        if self.rank == 0:
+            on_card.copy_(payload)
+        work = self._start_broadcast(on_card, self._cards)
+
+        def finish() -> None:
+            _wait(work)
+            if self.rank != 0:
+                payload.copy_(on_card)
+
+        return finish
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        _wait(self._start_broadcast(tensor))
+
+    def _start_broadcast(self, tensor: Tensor, group: Any = None) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, TRANSFER_TIMEOUT
+        with _explained("a broadcast could not begin"):
+            work: dist.Work = (group or self._group).broadcast([tensor], options)
+            return work
+
+
+def card_of(device: torch.device) -> str:
+    """A name that no other card has; none on a CPU, or without nccl."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
+    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
+
+
+def group_of_cards(store: dist.Store, rank: int, size: int) -> Any:
+    """The group that buckets travel over where every rank has a card of its own, which nccl asks
+    for.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TRANSFER_TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _meet(store: dist.Store, rank: int, num_receivers: int, card: str) -> bool:
+    """Wait until every rank is there; the sender names those that are not.
+
+    Whether each has a card of its own.
+    """
+    with _explained("cannot reach the sender's store"):
+        store.set(f"joined/{rank}", card or "no card")
+    if rank != 0:
+        with _explained("the sender waited in vain for another rollout rank, or is gone itself"):
+            store.wait(["complete"], FORM_TIMEOUT)
+            return bool(store.get("complete") == b"own cards")
+    keys = {f"joined/{other}": other for other in range(1, num_receivers + 1)}
+    try:
+        store.wait(list(keys), FORM_TIMEOUT)
+    except dist.DistStoreError as error:
+        absent = ", ".join(_who(other) for key, other in keys.items() if not store.check([key]))
+        raise WeightSyncError(
+            f"weight sync: waited {FORM_TIMEOUT.total_seconds():.0f} s for {absent}: not there. "
+            "Is that worker alive, and not busy with another call?"
+        ) from error
+    cards = [card, *(store.get(key).decode() for key in keys)]
+    own_cards = bool(card) and "no card" not in cards and len(set(cards)) == len(cards)
+    store.set("complete", "own cards" if own_cards else "yes")
+    return own_cards
+
+
+def _wait(work: dist.Work) -> None:
+    with _explained("a broadcast broke off; a worker died or fell behind"):
+        work.wait()
+
+
+def _aligned(piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """The piece itself, or a copy where it starts between two elements of `dtype`."""
+    return piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
+
+
+def _who(rank: int) -> str:
+    return f"rollout rank {rank - 1}" if rank else "the sender (actor rank 0)"
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Errors of torch's transport as `WeightSyncError`s that say what we were doing."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except (RuntimeError, dist.DistError) as error:
+        raise WeightSyncError(f"weight sync: {what}: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,166 @@
+"""Weights from the trainer to the rollout engines: versioned, verified, two-phase.
+
+The driver calls `sync_weights`.
+
+    same processes       rollout.update_weights       by reference at world size 1, else one full copy, tensor by tensor
+    other processes      actor.open_weight_channel -> actor.send_weights ‖ rollout.receive_weights
+
+Either way a rank first loads and verifies (names, shapes, bytes), then all ranks vote, and only a
+unanimous vote flips the version. Where it is not unanimous the engines stay stale: they refuse to
+generate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.future import gather
+from verl_like.errors import WeightSyncError
+from workers.rollout.base import RolloutEngine
+from workers.weights.channel import Channel, join_store, open_store
+from workers.weights.checksum import account_of
+
+
+def sync_weights(
+    actor_group: Any, rollout_group: Any, version: int, bucket_mb: float = 16.0
+) -> dict[str, float]:
+    """Bring every rollout engine to the actor's weights as `version`, proven equal, or raise
+    `WeightSyncError`.
+    """
+    start = time.perf_counter()
+    if rollout_group.shares_processes_with(actor_group):
+        reports: list[SyncReport] = rollout_group.update_weights(version)
+    else:
+        address = actor_group.open_weight_channel()[0]
+        receive = partial(rollout_group.receive_weights.remote, address, version)
+        send = partial(actor_group.send_weights.remote, rollout_group.world_size, bucket_mb)
+        # A group of one may run in this very thread, when it is called: the larger group is called
+        # first.
+        calls = (
+            (send, receive)
+            if actor_group.world_size > rollout_group.world_size
+            else (receive, send)
+        )
+        reports = [report for side in gather(*(call() for call in calls)) for report in side]
+    errors = [report.error for report in reports if report.error]
+    if errors:
+        raise WeightSyncError(f"version {version} was not taken over: " + "; ".join(errors))
+    return {
+        "timing_s/weight_sync": time.perf_counter() - start,
+        "perf/weight_sync_hash_s": max(report.hash_s for report in reports),
+        "perf/weight_sync_mb": max(report.num_bytes for report in reports) / 2**20,
+        "training/weight_version": float(version),
+    }
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one rank says after a sync: why it refused, the bytes it sent or copied, and the time of
+    their hashes.
+    """
+
+    error: str | None = None
+    num_bytes: int = 0
+    hash_s: float = 0.0
+
+
+class _HasFullTensors(Protocol):
+    def named_full_tensors(self, on_all_ranks: bool) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class WeightSender:
+    """Mixed into the actor's worker: the sending side between processes.
+
+    Needs `rank`, `device` and `engine`.
+    """
+
+    rank: int
+    device: torch.device
+    engine: _HasFullTensors
+    _weight_store: tuple[dist.TCPStore, str] | None = None
+    _num_channels = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def open_weight_channel(self) -> str | None:
+        """Rank 0 returns the address of the next sync: that of its one store, and a number."""
+        if self.rank != 0:
+            return None
+        self._weight_store = self._weight_store or open_store()
+        self._num_channels += 1
+        return f"{self._weight_store[1]}/{self._num_channels}"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, num_receivers: int, bucket_mb: float) -> SyncReport:
+        """Gather tensor by tensor on all actor ranks; rank 0 sends them to all rollout ranks."""
+        tensors = iter(self.engine.named_full_tensors(on_all_ranks=False))
+        try:
+            if self._weight_store is None:
+                return SyncReport()
+            store = dist.PrefixStore(str(self._num_channels), self._weight_store[0])
+            with closing(Channel(store, 0, num_receivers, self.device)) as channel:
+                channel.send(tensors, bucket_mb)
+                agreed = channel.all_agree(True)
+        except WeightSyncError as error:
+            return SyncReport(f"actor rank {self.rank}: {error}")
+        finally:
+            deque(
+                tensors, maxlen=0
+            )  # the other actor ranks are in the same collectives: go through them to the end
+        problem = None if agreed else "a rollout rank refused the weights"
+        return SyncReport(problem, channel.num_bytes, channel.hashing.seconds)
+
+
+class WeightReceiver:
+    """Mixed into the rollout's worker: the receiving side.
+
+    Needs `rank`, `world_size`, `device` and `engine`.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    engine: RolloutEngine
+    _joined_store: tuple[dist.TCPStore, str] | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, address: str, version: int) -> SyncReport:
+        """Load what actor rank 0 sends; the version flips if every rank has verified its copy."""
+        problems: list[str] = []
+        try:
+            store = self._store_of(address)
+            with closing(Channel(store, self.rank + 1, self.world_size, self.device)) as channel:
+                tensors = channel.receive()
+                try:
+                    self.engine.load_weights(tensors)
+                except WeightSyncError as problem:
+                    problems.append(str(problem))
+                    deque(tensors, maxlen=0)  # what is still coming, ahead of the vote
+                if account := account_of("transfer", corrupt=channel.corrupt):
+                    problems.append(account)
+                if channel.all_agree(not problems):
+                    self.engine.commit(version)
+        except WeightSyncError as problem:
+            self._joined_store = None
+            return SyncReport(f"rollout rank {self.rank}: {' '.join(problems) or problem}")
+        error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
+        return SyncReport(error, channel.num_bytes, channel.hashing.seconds)
+
+    def _store_of(self, address: str) -> dist.Store:
+        """The sender's store, joined once: torch asks for the name of every peer, which a slow
+        resolver makes long.
+        """
+        place, _, number = address.rpartition("/")
+        if self._joined_store is None or self._joined_store[1] != place:
+            self._joined_store = join_store(place), place
+        return dist.PrefixStore(number, self._joined_store[0])
