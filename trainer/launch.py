@@ -23,7 +23,8 @@ from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import open_run_folder
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
-from verl_like.placement.pools import Node, Placement
+from verl_like.placement.plan import Placement
+from verl_like.placement.pools import Node
 from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
 from workers.cpu.allocator import keep_freed_memory

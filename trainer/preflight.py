@@ -13,7 +13,7 @@ from typing import Any
 from trainer.config.schema import PPOConfig
 from trainer.data.files import listing
 from verl_like.errors import ConfigError, nearest
-from verl_like.placement.pools import expand_roles
+from verl_like.placement.roles import expand_roles
 from workers.models.folder import model_folder
 
 

@@ -1,8 +1,8 @@
 """One driver, groups of workers on named pools, a `DataProto` split and collected per call.
 
-Everything here is imported lazily, so `import verl_like` is quick and pulls neither ray nor
-transformers. Names that need Ray (`RayWorkerGroup`, `RayResourcePool`, …) import it when they are
-first used.
+The public names are listed here. Each is imported when it is first used, so `import verl_like` is
+quick and loads neither torch nor ray; `RayWorkerGroup`, `RayResourcePool`, `ResourcePoolManager`
+and their kin then load ray.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         RayClassWithInitArgs,
         RayResourcePool,
         RayWorkerGroup,
+        ResourcePoolManager,
         merge_resource_pool,
         split_resource_pool,
     )
@@ -41,10 +42,12 @@ if TYPE_CHECKING:
     )
     from verl_like.calls.future import DataProtoFuture, gather
     from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
-    from verl_like.placement.pools import Placement, ResourcePool, ResourcePoolManager, Role
+    from verl_like.placement.plan import Placement
+    from verl_like.placement.pools import ResourcePool
+    from verl_like.placement.roles import Role
     from verl_like.process.worker import Worker
 
-_HOME = {
+_MODULE_OF = {
     "ClassWithInitArgs": "calls.group",
     "DataProto": "batch.protocol",
     "DataProtoFuture": "calls.future",
@@ -52,13 +55,13 @@ _HOME = {
     "Dispatch": "calls.dispatch",
     "Execute": "calls.dispatch",
     "LocalWorkerGroup": "backends.local.group",
-    "Placement": "placement.pools",
+    "Placement": "placement.plan",
     "RayClassWithInitArgs": "backends.ray",
     "RayResourcePool": "backends.ray",
     "RayWorkerGroup": "backends.ray",
     "ResourcePool": "placement.pools",
-    "ResourcePoolManager": "placement.pools",
-    "Role": "placement.pools",
+    "ResourcePoolManager": "backends.ray",
+    "Role": "placement.roles",
     "Scatter": "calls.dispatch",
     "Worker": "process.worker",
     "WorkerGroup": "calls.group",
@@ -116,6 +119,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module on first use."""
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'verl_like' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"verl_like.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"verl_like.{_MODULE_OF[name]}"), name)

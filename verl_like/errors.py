@@ -73,9 +73,7 @@ class CheckpointError(VerlLikeError, RuntimeError):
 
 
 def cannot_travel(why: object) -> str:
-    """What becomes of a call when one of the two processes cannot pack or read what the other one
-    needs.
-    """
+    """The message for a call whose arguments or result cannot be pickled or unpickled."""
     return f"arguments or result cannot travel between processes: {why}"
 
 

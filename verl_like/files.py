@@ -1,7 +1,6 @@
-"""Files and folders that appear whole or not at all, and what proves that they are still as they
-were written.
+"""Atomic writes: files and folders that appear whole or not at all, and their checksums.
 
-`workers.training.checkpoint` and `trainer.run_folder.checkpoint` write and check with these.
+Checkpoints are written and checked with these.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from pathlib import Path
 def write_whole(path: Path, text: str, to_disk: bool = True) -> None:
     """Write beside `path`, force it to the disk, then rename over what was there.
 
-    Without `to_disk` the file outlives this process, but not the machine's failure: for what need
-    not wait for a disk.
+    Without `to_disk` nobody waits for the disk: the file outlives this process, but maybe not a
+    failure of the machine.
     """
     draft = path.with_name(path.name + ".part")
     with draft.open("w", encoding="utf-8") as file:
@@ -39,7 +38,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def put_in_place(part: Path, folder: Path) -> None:
-    """Give a finished folder its name; one that has that name makes way only then."""
+    """Rename a finished folder to its name; an older folder of that name goes only then."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -1,7 +1,7 @@
-"""Text as wide as the terminal it is shown on.
+"""Text for the terminal: its width, lines wrapped to it, and tables that fit.
 
-Placement, batch sizes and dataflow draw their tables here; the commands and the start of a run
-print through `fit`.
+Tables (placement, batch sizes, dataflow) come from `draw_table`; what a command prints goes through
+`fit`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ import textwrap
 from collections.abc import Sequence
 
 NARROWEST = 20
+"""Columns that a terminal is taken to have at least."""
 
 
 def end_with_the_reader() -> None:
-    """Let this process end without a word once nobody reads its output (`| head`): for commands
-    that only show.
-    """
+    """Let this process end silently once nobody reads its output (`| head`)."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal, or what the variable COLUMNS says; None where the output goes to a
-    file or a pipe.
-    """
+    """Columns of the terminal, or what COLUMNS says; None if the output is a file or a pipe."""
     if not (os.environ.get("COLUMNS") or sys.stdout.isatty()):
         return None
     return max(shutil.get_terminal_size().columns, NARROWEST)
@@ -39,13 +36,12 @@ def fit(text: str, width: int | None, indent: str = "    ") -> str:
     """
     if width is None:
         return text
-    lines = text.splitlines()
-    return "\n".join(
-        line if len(line) <= width else "\n".join(_wrapped(line, width, indent)) for line in lines
-    )
+    return "\n".join("\n".join(_wrap(line, width, indent)) for line in text.splitlines())
 
 
-def _wrapped(line: str, width: int, indent: str) -> list[str]:
+def _wrap(line: str, width: int, indent: str) -> list[str]:
+    if len(line) <= width:
+        return [line]  # as it is: textwrap would change its spaces
     return textwrap.wrap(
         line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -57,28 +53,27 @@ def draw_table(
     num_titles: int = 1,
     flush_right: bool = False,
 ) -> list[str]:
-    """Lines of a table whose first row is its heading, in columns where `width` has room for them.
+    """Lines of a table whose first row is its heading, in columns if `width` has room for them.
 
-    Elsewhere a row becomes a paragraph: its first `num_titles` cells, under them the others, each
-    with its heading.
+    Else each row becomes a paragraph: its first `num_titles` cells, then the others, each with its
+    heading. `flush_right` aligns the columns after the titles to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
-        sides = [
-            str.rjust if flush_right and place >= num_titles else str.ljust
-            for place in range(len(widths))
-        ]
-        return [
-            "  ".join(
-                side(cell, size) for side, cell, size in zip(sides, row, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
+        return [_in_columns(row, widths, num_titles if flush_right else len(row)) for row in rows]
+
+    heading, *others = rows
     lines = []
-    for row in rows[1:]:
-        rest = "; ".join(
-            f"{head} {cell}"
-            for head, cell in zip(rows[0][num_titles:], row[num_titles:], strict=True)
-        )
-        lines += ["  ".join(row[:num_titles]), *_wrapped("  " + rest, width, "  ")]
+    for row in others:
+        cells = zip(heading[num_titles:], row[num_titles:], strict=True)
+        rest = "; ".join(f"{head} {cell}" for head, cell in cells)
+        lines += ["  ".join(row[:num_titles]), *_wrap("  " + rest, width, "  ")]
     return lines
+
+
+def _in_columns(row: Sequence[str], widths: Sequence[int], num_left: int) -> str:
+    """The cells of a row under each other's: the first `num_left` on the left of their column."""
+    cells = []
+    for place, (cell, width) in enumerate(zip(row, widths, strict=True)):
+        cells.append(cell.ljust(width) if place < num_left else cell.rjust(width))
+    return "  ".join(cells).rstrip()

@@ -22,7 +22,7 @@ from trainer.config.unused_keys import RULES
 from trainer.data.sizes import batch_table
 from trainer.launch import nominal_placement
 from trainer.ppo.dataflow import describe
-from verl_like.placement.pools import expand_roles
+from verl_like.placement.roles import expand_roles
 from verl_like.terminal import fit, terminal_width
 
 SHOWN_AS_PLACEMENT = ("resource_pool_spec", "role_mapping")

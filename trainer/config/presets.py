@@ -1,7 +1,7 @@
 """Which roles a run needs and how a preset shares devices out, decided from configuration alone.
 
 `trainer.config.compose` calls `share` (for the presets' `${share:...}`) and `settle`;
-`verl_like.placement.pools.Placement` then checks the settled pools against the nodes and prints the
+`verl_like.placement.plan.Placement` then checks the settled pools against the nodes and prints the
 plan.
 """
 
@@ -143,7 +143,7 @@ def settle(config: PPOConfig, named_pools: set[str]) -> list[str]:
 
 
 def _check_roles(config: PPOConfig, inactive: dict[str, str]) -> None:
-    from verl_like.placement.pools import expand_roles
+    from verl_like.placement.roles import expand_roles
 
     roles = expand_roles(config.role_mapping)
     for role in BUILT_IN_ROLES:

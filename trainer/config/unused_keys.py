@@ -92,7 +92,7 @@ def _rules_score(config: PPOConfig) -> bool:
 
 
 def _rollout_travels(config: PPOConfig) -> bool:
-    from verl_like.placement.pools import expand_roles
+    from verl_like.placement.roles import expand_roles
 
     pools = expand_roles(config.role_mapping)
     return pools["actor"] != pools["rollout"]

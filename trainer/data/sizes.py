@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config.schema import PPOConfig
-from verl_like.placement.pools import expand_roles
+from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 
 

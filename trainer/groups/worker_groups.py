@@ -23,7 +23,8 @@ from trainer.groups.user_modules import modules_of_the_user
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError, PlacementError, nearest
-from verl_like.placement.pools import Node, Placement, PoolPlan, ResourcePool
+from verl_like.placement.plan import Placement, PoolPlan
+from verl_like.placement.pools import Node, ResourcePool
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
 

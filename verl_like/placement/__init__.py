@@ -1,1 +1,1 @@
-"""Where roles run: pools of devices, and the plan of roles on pools, checked before a device is taken."""
+"""Where roles run: roles and their aliases, pools of devices, and the plan that joins them."""

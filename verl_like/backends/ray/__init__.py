@@ -11,7 +11,12 @@ actors, `group` puts these together. Nothing outside this package imports ray.
 
 from verl_like.backends.ray.cluster import cluster_nodes, connect
 from verl_like.backends.ray.group import RayClassWithInitArgs, RayWorkerGroup
-from verl_like.backends.ray.pools import RayResourcePool, merge_resource_pool, split_resource_pool
+from verl_like.backends.ray.pools import (
+    RayResourcePool,
+    ResourcePoolManager,
+    merge_resource_pool,
+    split_resource_pool,
+)
 from verl_like.calls.group import ColocatedClasses, create_colocated_worker_cls
 
 __all__ = [
@@ -19,6 +24,7 @@ __all__ = [
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
+    "ResourcePoolManager",
     "cluster_nodes",
     "connect",
     "create_colocated_worker_cls",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import ray
@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from verl_like.backends.ray.cluster import amounts, connect, free_resources
 from verl_like.calls.waiting import Deadlines, Patience
 from verl_like.errors import PlacementError, WaitTimeoutError
-from verl_like.placement.pools import Node, ResourcePool, cpu_share
+from verl_like.placement.pools import Node, PoolManager, ResourcePool, cpu_share
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,19 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> SubR
             "pools can be merged only if their cpus_per_process and max_colocate_count agree."
         )
     return SubRayResourcePool([(pool, range(pool.world_size)) for pool in (first, second)])
+
+
+class ResourcePoolManager(PoolManager):
+    """verl's holder of pools and mapping: its pools are reserved on a Ray cluster."""
+
+    def __init__(
+        self,
+        resource_pool_spec: Mapping[str, Sequence[int]],
+        mapping: Mapping[str, str],
+        pool_cls: type[ResourcePool] | None = None,
+    ) -> None:
+        """`pool_cls` is what `create_resource_pool` makes; unless given, a `RayResourcePool`."""
+        super().__init__(resource_pool_spec, mapping, pool_cls or RayResourcePool)
 
 
 def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:

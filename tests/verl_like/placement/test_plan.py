@@ -1,0 +1,78 @@
+"""The plan: what fits where, checked before anything starts, and printed."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_like import Placement
+from verl_like.errors import PlacementError
+from verl_like.placement.pools import Node
+
+NODES = [Node("a", devices=4, cpus=4.0), Node("b", devices=2, cpus=2.0)]
+
+
+@pytest.fixture
+def plan() -> Placement:
+    return Placement.plan(
+        {"main": [2, 1], "critic_pool": [1]},
+        {"actor_rollout": "main", "critic": "critic_pool"},
+        NODES,
+    )
+
+
+def test_a_plan_prints_as_a_table(plan: Placement) -> None:
+    lines = str(plan).splitlines()
+    assert lines[0].split() == ["pool", "node", "devices", "roles", "processes", "CPUs"]
+    assert [line.split("  ")[0] for line in lines[1:]] == ["main", "main", "critic_pool"]
+    assert "actor, rollout" in lines[1]
+
+
+def test_a_plan_fits_a_narrow_terminal(plan: Placement) -> None:
+    narrow = plan.draw(40).splitlines()
+    assert narrow[0] == "main"
+    assert max(map(len, narrow)) <= 40
+    words = "node a; devices 2 CPU slots; roles actor, rollout; processes 2; CPUs 2"
+    assert " ".join(narrow[1:3]).split() == words.split()
+
+
+def test_a_plan_knows_the_pool_of_every_role(plan: Placement) -> None:
+    assert plan.role_mapping == {"actor": "main", "rollout": "main", "critic": "critic_pool"}
+
+
+def test_a_pool_takes_a_node_of_its_own_for_every_entry(plan: Placement) -> None:
+    assert [node.name for node in plan.pools["main"].nodes] == ["a", "b"]
+    assert [node.name for node in plan.pools["critic_pool"].nodes] == ["a"]
+
+
+def test_a_pool_larger_than_its_node_is_refused_with_what_is_free() -> None:
+    with pytest.raises(
+        PlacementError, match=r"pool 'main' needs 1 node\(s\), one with 5 .* a: 4 of 4 CPU slots"
+    ):
+        Placement.plan({"main": [5]}, {"actor": "main"}, NODES)
+
+
+def test_a_refusal_marks_the_node_that_holds_another_part_of_the_pool() -> None:
+    with pytest.raises(
+        PlacementError, match=r"a: 1 of 4 .* \(holds another part of this pool\); b: 2 of 2 CPU sl"
+    ):
+        Placement.plan({"main": [3, 3]}, {"actor": "main"}, NODES)
+
+
+def test_a_pool_that_is_short_of_cpus_is_refused() -> None:
+    with pytest.raises(PlacementError, match="set cpus_per_process below 3"):
+        Placement.plan({"main": [2]}, {"actor": "main"}, NODES, cpus_per_process=3.0)
+
+
+def test_processes_share_few_cpus() -> None:
+    placement = Placement.plan({"main": [4]}, {"actor": "main"}, [Node("a", 4, 1.0)])
+    assert placement.pools["main"].cpus_per_process == 0.25
+
+
+def test_processes_without_cpus_are_refused() -> None:
+    with pytest.raises(PlacementError, match="cpus_per_process must be above 0"):
+        Placement.plan({"main": [1]}, {"actor": "main"}, NODES, cpus_per_process=0.0)
+
+
+def test_a_mapping_to_an_unknown_pool_is_refused() -> None:
+    with pytest.raises(PlacementError, match="'critic' is mapped to pool 'critic_pol'"):
+        Placement.plan({"critic_pool": [1]}, {"critic": "critic_pol"}, NODES)

@@ -1,0 +1,38 @@
+"""Role names, aliases, and the mapping from roles to pools."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_like.errors import PlacementError
+from verl_like.placement.roles import Role, expand_roles, roles_by_pool
+
+
+def test_an_alias_stands_for_several_roles() -> None:
+    assert expand_roles({Role.ActorRolloutRef: "p"}) == {"actor": "p", "rollout": "p", "ref": "p"}
+
+
+def test_an_alias_may_not_be_named_beside_its_roles() -> None:
+    with pytest.raises(PlacementError, match="role 'actor' is mapped twice"):
+        expand_roles({"actor": "p", "actor_rollout": "q"})
+
+
+def test_the_roles_of_a_pool_come_in_the_order_of_the_mapping() -> None:
+    mapping = {"critic": "p", "actor_rollout": "p", "my_own_role": "q"}
+    assert roles_by_pool(["q", "p"], mapping) == {
+        "q": ["my_own_role"],
+        "p": ["critic", "actor", "rollout"],
+    }
+
+
+def test_an_unknown_pool_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        PlacementError,
+        match=r"'critic' is mapped to pool 'critic_pol'.* Did you mean 'critic_pool'",
+    ):
+        roles_by_pool(["critic_pool"], {"critic": "critic_pol"})
+
+
+def test_a_pool_without_a_role_is_refused() -> None:
+    with pytest.raises(PlacementError, match="pool 'spare' has no role"):
+        roles_by_pool(["main", "spare"], {"critic": "main"})

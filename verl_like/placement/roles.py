@@ -1,0 +1,65 @@
+"""Role names, their aliases, and the mapping from roles to pools.
+
+    {"actor_rollout": "main", "critic": "critic_pool"}     # role -> pool
+
+A role is any string. An alias such as `actor_rollout` stands for several roles in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from verl_like.errors import PlacementError, nearest
+
+
+class Role:
+    """The usual role names, for people who come from verl; any other string is a role as well."""
+
+    Actor = "actor"
+    Rollout = "rollout"
+    ActorRollout = "actor_rollout"
+    Critic = "critic"
+    RefPolicy = "ref"
+    RewardModel = "reward_model"
+    ActorRolloutRef = "actor_rollout_ref"
+    Env = "env"
+
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    Role.ActorRollout: (Role.Actor, Role.Rollout),
+    Role.ActorRolloutRef: (Role.Actor, Role.Rollout, Role.RefPolicy),
+}
+
+
+def expand_roles(role_mapping: Mapping[str, str]) -> dict[str, str]:
+    """The mapping with its aliases written out; a role that is named twice is an error."""
+    expanded: dict[str, str] = {}
+    for role, pool in role_mapping.items():
+        for part in ALIASES.get(role, (role,)):
+            if part in expanded:
+                raise PlacementError(
+                    f"role '{part}' is mapped twice: by its own name and by an alias such as "
+                    f"'{role}'. Keep one of them."
+                )
+            expanded[part] = pool
+    return expanded
+
+
+def roles_by_pool(pools: Iterable[str], role_mapping: Mapping[str, str]) -> dict[str, list[str]]:
+    """The roles of every pool; a pool that does not exist or has no role is an error."""
+    roles: dict[str, list[str]] = {pool: [] for pool in pools}
+    for role, pool in expand_roles(role_mapping).items():
+        if pool not in roles:
+            raise PlacementError(
+                f"role '{role}' is mapped to pool '{pool}', which does not "
+                f"exist.{nearest(pool, roles)} Pools: {', '.join(roles)}."
+            )
+        roles[pool].append(role)
+
+    for pool, its_roles in roles.items():
+        if not its_roles:
+            raise PlacementError(
+                f"pool '{pool}' has no role. Map one to it, or drop the pool "
+                f"(~resource_pool_spec.{pool})."
+            )
+    return roles
