@@ -20,17 +20,15 @@ if TYPE_CHECKING:
         merge_resource_pool,
         split_resource_pool,
     )
-    from verl_like.batch.protocol import (
-        DataProto,
-        DataProtoItem,
+    from verl_like.batch.functions import (
         collate_fn,
         fold_batch_dim,
         pad_dataproto_to_divisor,
         unfold_batch_dim,
-        union_numpy_dict,
-        union_tensor_dict,
         unpad_dataproto,
     )
+    from verl_like.batch.merge import union_numpy_dict, union_tensor_dict
+    from verl_like.batch.protocol import DataProto, DataProtoItem
     from verl_like.calls.dispatch import (
         Dispatch,
         Execute,
@@ -65,20 +63,20 @@ _MODULE_OF = {
     "Scatter": "calls.dispatch",
     "Worker": "process.worker",
     "WorkerGroup": "calls.group",
-    "collate_fn": "batch.protocol",
+    "collate_fn": "batch.functions",
     "create_colocated_worker_cls": "calls.group",
-    "fold_batch_dim": "batch.protocol",
+    "fold_batch_dim": "batch.functions",
     "gather": "calls.future",
     "make_nd_compute_dataproto_dispatch_fn": "calls.dispatch",
     "merge_resource_pool": "backends.ray",
-    "pad_dataproto_to_divisor": "batch.protocol",
+    "pad_dataproto_to_divisor": "batch.functions",
     "register": "calls.dispatch",
     "register_dispatch_mode": "calls.dispatch",
     "split_resource_pool": "backends.ray",
-    "unfold_batch_dim": "batch.protocol",
-    "union_numpy_dict": "batch.protocol",
-    "union_tensor_dict": "batch.protocol",
-    "unpad_dataproto": "batch.protocol",
+    "unfold_batch_dim": "batch.functions",
+    "union_numpy_dict": "batch.merge",
+    "union_tensor_dict": "batch.merge",
+    "unpad_dataproto": "batch.functions",
     "update_dispatch_mode": "calls.dispatch",
 }
 __all__ = [

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from verl_like.batch.columns import same_value, tensors_of
+from verl_like.batch.columns import tensors_of
+from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto
 
 

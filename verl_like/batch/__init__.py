@@ -1,1 +1,1 @@
-"""`DataProto`, the batch that every role method takes and returns: columns, rows, pieces, file and wire format."""
+"""`DataProto`, the batch that every role method takes and returns, as rows, pickle and file."""

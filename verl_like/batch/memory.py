@@ -1,10 +1,7 @@
-"""Columns that come over a process border, in memory of this process.
+"""Copies and concatenation of columns, with large results on huge pages.
 
-Large ones lie on large pages.
-
-Numpy asks the kernel for large pages, torch does not: then the kernel's work for fresh memory, of
-which a batch that arrives needs a lot at once, takes longer than the copy itself. Called by
-`verl_like.batch.columns` and `verl_like.batch.protocol`.
+Numpy asks the kernel for huge pages and torch does not. Without them the kernel's page faults for
+fresh memory, of which a batch that arrives needs a lot at once, take longer than the copy itself.
 """
 
 from __future__ import annotations
@@ -13,14 +10,14 @@ import numpy as np
 import torch
 
 LARGE_BYTES = 1 << 22
-"""Numpy asks for large pages from this size on."""
+"""Numpy asks for huge pages from this size on."""
 
 
 def copy_of(column: torch.Tensor) -> torch.Tensor:
     """The same values in memory of their own."""
     if column.nbytes < LARGE_BYTES or not _is_plain(column):
         return column.clone()
-    return _room(column.shape, column.dtype).copy_(column)
+    return _empty(column.shape, column.dtype).copy_(column)
 
 
 def join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -28,7 +25,7 @@ def join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
     if sum([part.nbytes for part in parts]) < LARGE_BYTES or not all(map(_is_plain, parts)):
         return torch.cat(parts)
     shape = torch.Size([sum(map(len, parts)), *parts[0].shape[1:]])
-    return torch.cat(parts, out=_room(shape, parts[0].dtype))
+    return torch.cat(parts, out=_empty(shape, parts[0].dtype))
 
 
 def _is_plain(column: torch.Tensor) -> bool:
@@ -36,7 +33,7 @@ def _is_plain(column: torch.Tensor) -> bool:
     return column.device.type == "cpu" and not column.requires_grad
 
 
-def _room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return (
-        torch.from_numpy(np.empty(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-    )
+def _empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over memory of numpy's."""
+    memory = np.empty(shape.numel() * dtype.itemsize, np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)

@@ -1,8 +1,7 @@
-"""What a batch is: its three parts, its shard facts, the rules they keep, and what can be asked
-about them.
+"""What a batch is: its three parts, its place in a split batch, and the rules they keep.
 
-`verl_like.batch.rows` adds the methods that pick rows, `verl_like.batch.protocol` those on columns,
-and the name `DataProto`.
+`verl_like.batch.rows` adds the methods that pick rows, and `verl_like.batch.protocol` those on
+columns and the name `DataProto`.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from verl_like.batch import columns
 from verl_like.batch.columns import Array
-from verl_like.batch.tensordicts import TensorDict
 from verl_like.errors import BatchError
 
 
@@ -56,14 +55,13 @@ class BatchParts:
     meta_info: dict[str, Any] = field(default_factory=dict)
     """Facts about all rows."""
     shard: Shard | None = field(default=None, kw_only=True)
-    """Set on the piece that a worker gets when a group splits a batch; None on every batch derived
-    from it.
+    """Set on the piece that a worker gets when a group splits a batch.
+
+    Batches derived from the piece have none.
     """
 
     def __post_init__(self) -> None:
-        """Take the dicts as they are now (what the caller does to them later does not show here),
-        then check.
-        """
+        """Copy the dicts, so that the caller's later changes do not show here; then check."""
         arrays = self.non_tensor_batch or {}
         self.non_tensor_batch = {
             name: columns.as_array(name, column) for name, column in arrays.items()
@@ -72,21 +70,13 @@ class BatchParts:
         self.check_consistency()
 
     def check_consistency(self) -> None:
-        """Raise unless there is one batch dim and all columns are dense, named by strings and
-        equally long.
+        """Raise unless all columns are dense, named by strings and equally long.
+
+        The TensorDict has one batch dim.
         """
         lengths = {}
         if self.batch is not None:
-            if not isinstance(self.batch, TensorDict):
-                raise BatchError(
-                    f"batch is a {type(self.batch).__name__}, not a TensorDict: use from_dict()."
-                )
-            if len(self.batch.batch_size) != 1:
-                raise BatchError(
-                    f"A batch has one batch dim, not batch_size {tuple(self.batch.batch_size)}."
-                )
-            for name, column in columns.tensors_of(self.batch).items():
-                columns.check_tensor(name, column)
+            self._check_tensors(self.batch)
             lengths["batch (its tensors)"] = len(self)
         for name, array in self.non_tensor_batch.items():
             if not isinstance(name, str) or not isinstance(array, np.ndarray) or not array.ndim:
@@ -96,6 +86,19 @@ class BatchParts:
                 )
             lengths[name] = len(array)
         columns.check_lengths(lengths)
+
+    @staticmethod
+    def _check_tensors(batch: Any) -> None:
+        if not isinstance(batch, TensorDict):
+            raise BatchError(
+                f"batch is a {type(batch).__name__}, not a TensorDict: use from_dict()."
+            )
+        if len(batch.batch_size) != 1:
+            raise BatchError(
+                f"A batch has one batch dim, not batch_size {tuple(batch.batch_size)}."
+            )
+        for name, column in columns.tensors_of(batch).items():
+            columns.check_tensor(name, column)
 
     def __len__(self) -> int:
         """Number of rows, padding included."""
@@ -132,23 +135,19 @@ class BatchParts:
         for name, column in columns.tensors_of(self.batch).items():
             lines.append(f"  {name}: {tuple(column.shape)} {column.dtype} on {column.device}")
         lines.append("non_tensor_batch")
-        lines += [
-            f"  {name}: {array.shape} {array.dtype}"
-            for name, array in self.non_tensor_batch.items()
-        ]
+        for name, array in self.non_tensor_batch.items():
+            lines.append(f"  {name}: {array.shape} {array.dtype}")
         lines.append("meta_info")
-        return "\n".join(
-            lines + [f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items()]
-        )
+        for key, value in self.meta_info.items():
+            lines.append(f"  {key}: {type(value).__name__}")
+        return "\n".join(lines)
 
     def print_size(self, prefix: str = "") -> None:
         """Print how many GiB the columns hold (of objects, only the references)."""
         tensors = sum(column.nbytes for column in columns.tensors_of(self.batch).values())
         arrays = sum(array.nbytes for array in self.non_tensor_batch.values())
-        print(
-            f"{prefix + ', ' if prefix else ''}tensors {tensors / 2**30:.4f} GiB, arrays "
-            f"{arrays / 2**30:.4f} GiB"
-        )
+        start = f"{prefix}, " if prefix else ""
+        print(f"{start}tensors {tensors / 2**30:.4f} GiB, arrays {arrays / 2**30:.4f} GiB")
 
     def map_columns(
         self,
@@ -156,9 +155,7 @@ class BatchParts:
         on_tensor: Callable[[torch.Tensor], torch.Tensor],
         on_array: Callable[[Array], Array],
     ) -> Self:
-        """A new batch of this many rows: one operation done to every tensor, and one to every
-        array.
-        """
+        """A new batch of this many rows, made by one function of tensors and one of arrays."""
         batch = None
         if self.batch is not None:
             changed = {

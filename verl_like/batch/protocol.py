@@ -1,5 +1,4 @@
-"""`DataProto`, the batch that every role method takes and returns, and the functions on batches
-(verl's names).
+"""`DataProto`, the batch that every role method takes and returns (verl's names).
 
 Three parts aligned on rows: `batch` (a TensorDict of dense tensors), `non_tensor_batch` (numpy
 arrays, mostly of objects) and `meta_info` (a dict about all rows):
@@ -11,41 +10,31 @@ arrays, mostly of objects) and `meta_info` (a dict about all rows):
 Methods leave the batch and the caller's containers alone, except `union`, `rename`, `reorder`,
 `padding` and `to`, which change the batch and return it, and `pop`. Picking rows copies them;
 picking columns shares them.
+
+Here are building, columns, union and concat, pickle and disk. What is checked is in
+`verl_like.batch.parts`, the methods that pick rows are in `verl_like.batch.rows`, and functions on
+whole batches in `verl_like.batch.functions`.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Self
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
-from verl_like.batch import columns
-from verl_like.batch import disk as batch_disk
-from verl_like.batch import wire as batch_wire
-from verl_like.batch.columns import Array, union_numpy_dict, union_tensor_dict
+from verl_like.batch import columns, disk, merge, tensordicts, wire
+from verl_like.batch.columns import Array
 from verl_like.batch.memory import copy_of
 from verl_like.batch.parts import DataProtoItem, Shard
 from verl_like.batch.rows import BatchRows
-from verl_like.batch.tensordicts import NonTensorData, NonTensorStack, TensorDict
 from verl_like.errors import BatchError
 
-__all__ = [
-    "DataProto",
-    "DataProtoItem",
-    "Shard",
-    "collate_fn",
-    "fold_batch_dim",
-    "pad_dataproto_to_divisor",
-    "unfold_batch_dim",
-    "union_numpy_dict",
-    "union_tensor_dict",
-    "unpad_dataproto",
-]
+__all__ = ["DataProto", "DataProtoItem", "Shard"]
 
 Keys = str | Iterable[str] | None
 Names = str | list[str] | tuple[str, ...]
@@ -65,8 +54,7 @@ class DataProto(BatchRows):
     ) -> Self:
         """A batch of these columns; a list among the non-tensors becomes one object per row.
 
-        `auto_padding` is verl's: here dispatch pads any batch that does not divide, with or without
-        it.
+        `auto_padding` changes nothing: dispatch pads any batch that does not divide.
         """
         if num_batch_dims != 1:
             raise BatchError(
@@ -80,7 +68,10 @@ class DataProto(BatchRows):
         }
         lengths = {name: len(column) for name, column in tensors.items()}
         columns.check_lengths(lengths | {name: len(array) for name, array in arrays.items()})
-        batch = TensorDict(tensors, batch_size=[next(iter(lengths.values()))]) if tensors else None
+
+        batch = None
+        if tensors:
+            batch = TensorDict(tensors, batch_size=[next(iter(lengths.values()))])
         return cls(batch, arrays, meta_info or {})
 
     @classmethod
@@ -91,16 +82,18 @@ class DataProto(BatchRows):
         auto_padding: bool = False,
     ) -> Self:
         """A batch of one dict's tensors and numpy arrays, sorted by type."""
+        tensors: dict[str, torch.Tensor] = {}
+        arrays: dict[str, Array] = {}
         for name, column in data.items():
-            if not isinstance(column, (torch.Tensor, np.ndarray)):
+            if isinstance(column, torch.Tensor):
+                tensors[name] = column
+            elif isinstance(column, np.ndarray):
+                arrays[name] = column
+            else:
                 raise BatchError(
                     f"Column {name!r} is a {type(column).__name__}: give a torch.Tensor or numpy "
                     "array."
                 )
-        tensors = {
-            name: column for name, column in data.items() if isinstance(column, torch.Tensor)
-        }
-        arrays = {name: column for name, column in data.items() if isinstance(column, np.ndarray)}
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -110,53 +103,15 @@ class DataProto(BatchRows):
         meta_info: dict[str, Any] | None = None,
         num_batch_dims: int = 1,
     ) -> Self:
-        """The inverse of `to_tensordict`:
-
-        NonTensorStack becomes an object column, NonTensorData an entry of meta.
-        """
-        if tensor_dict.batch_dims != 1 or num_batch_dims != 1:
-            raise BatchError(
-                f"A batch has one batch dim; this TensorDict has {tuple(tensor_dict.batch_size)}."
-            )
-        tensors: dict[str, Any] = {}
-        arrays: dict[str, Array] = {}
-        meta: dict[str, Any] = {}
-        for name in map(str, tensor_dict.keys()):
-            column = tensor_dict.get(name)
-            if isinstance(column, NonTensorStack):
-                arrays[name] = columns.object_rows(row.data for row in column.unbind(0))
-            elif isinstance(column, NonTensorData):
-                meta[name] = column.data
-            else:
-                tensors[name] = column
-        batch = None
-        if tensors or not arrays:
-            batch = TensorDict(
-                tensors, batch_size=tensor_dict.batch_size, device=tensor_dict.device
-            )
-        return cls(batch, arrays, columns.union_meta(meta, meta_info or {}, "from_tensordict"))
+        """The inverse of `to_tensordict`."""
+        if num_batch_dims != 1:
+            raise BatchError(f"A batch has one batch dim, not {num_batch_dims}.")
+        batch, arrays, meta = tensordicts.split_parts(tensor_dict)
+        return cls(batch, arrays, merge.union_meta(meta, meta_info or {}, "from_tensordict"))
 
     def to_tensordict(self) -> TensorDict:
-        """One TensorDict of all three parts; rows of numpy columns become objects, names must not
-        clash.
-        """
-        merged: dict[str, Any] = {**columns.tensors_of(self.batch)}
-        rows = len(self)
-        for name, array in self.non_tensor_batch.items():
-            if name in merged:
-                raise BatchError(
-                    f"to_tensordict: {name!r} is a tensor and a non-tensor column; rename() one."
-                )
-            # tensordict has no stack of no rows, so one is put in and cut off again
-            merged[name] = NonTensorStack(*map(NonTensorData, array), NonTensorData(None))[:rows]
-        for key, value in self.meta_info.items():
-            if key in merged:
-                raise BatchError(
-                    f"to_tensordict: {key!r} is a column and a key of meta_info; rename() the "
-                    "column."
-                )
-            merged[key] = NonTensorData(value, batch_size=[rows])
-        return TensorDict(merged, batch_size=[rows])
+        """One TensorDict of all three parts; numpy rows become objects, names must not clash."""
+        return tensordicts.merge_parts(len(self), self.batch, self.non_tensor_batch, self.meta_info)
 
     def to(self, device: torch.device | str) -> Self:
         """Move the tensors, in place."""
@@ -171,29 +126,31 @@ class DataProto(BatchRows):
         meta_info_keys: Keys = None,
         deepcopy: bool = False,
     ) -> Self:
-        """A batch with these columns and meta entries (None: all of a kind), shared unless
-        `deepcopy`.
+        """A batch with these columns and meta entries, shared unless `deepcopy`.
+
+        None takes all of a kind.
         """
         picked = self._pick(batch_keys, non_tensor_batch_keys, meta_info_keys)
         return copy.deepcopy(picked) if deepcopy else picked
 
     def _pick(self, batch_keys: Keys, non_tensor_batch_keys: Keys, meta_info_keys: Keys) -> Self:
         """The columns of `select` and `pop`."""
-        batch, arrays, meta = self.batch, self.non_tensor_batch, self.meta_info
+        batch = self.batch
         if batch_keys is not None:
-            batch_keys = columns.known_keys(batch_keys, columns.tensors_of(batch), "tensor column")
+            names = columns.known_keys(batch_keys, columns.tensors_of(batch), "tensor column")
+            batch = batch if batch is None else batch.select(*names)
+        elif batch is not None:
+            batch = batch.copy()
+
+        arrays = self.non_tensor_batch
         if non_tensor_batch_keys is not None:
-            arrays = {
-                key: arrays[key]
-                for key in columns.known_keys(non_tensor_batch_keys, arrays, "non-tensor column")
-            }
+            names = columns.known_keys(non_tensor_batch_keys, arrays, "non-tensor column")
+            arrays = {name: arrays[name] for name in names}
+
+        meta = self.meta_info
         if meta_info_keys is not None:
-            meta = {
-                key: meta[key]
-                for key in columns.known_keys(meta_info_keys, meta, "key of meta_info")
-            }
-        if batch is not None:
-            batch = batch.copy() if batch_keys is None else batch.select(*batch_keys)
+            names = columns.known_keys(meta_info_keys, meta, "key of meta_info")
+            meta = {name: meta[name] for name in names}
         return type(self)(batch, arrays, meta)
 
     def pop(
@@ -202,46 +159,44 @@ class DataProto(BatchRows):
         non_tensor_batch_keys: Keys = None,
         meta_info_keys: Keys = None,
     ) -> Self:
-        """Take these columns and meta entries (None: none of a kind) out of this batch, into the
-        one returned.
+        """Take these columns and meta entries out of this batch, into the one returned.
+
+        None takes none of a kind.
         """
         taken = self._pick(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         if self.batch is not None and taken.batch is not None:
             self.batch = self.batch.exclude(*taken.batch.keys())
             if not taken.batch.keys():
                 taken.batch = None
-        self.non_tensor_batch = {
-            k: v for k, v in self.non_tensor_batch.items() if k not in taken.non_tensor_batch
-        }
-        self.meta_info = {k: v for k, v in self.meta_info.items() if k not in taken.meta_info}
+        self.non_tensor_batch = _without(self.non_tensor_batch, taken.non_tensor_batch)
+        self.meta_info = _without(self.meta_info, taken.meta_info)
         return taken
 
     def rename(self, old_keys: Names, new_keys: Names) -> Self:
         """Rename tensor columns, in place; one name each, or two lists."""
-        if not isinstance(old_keys, (str, list, tuple)) or not isinstance(
-            new_keys, (str, list, tuple)
-        ):
-            raise BatchError(
-                f"rename takes a name or a list of names on both sides, not {old_keys!r} and "
-                f"{new_keys!r}."
-            )
+        for keys in (old_keys, new_keys):
+            if not isinstance(keys, (str, list, tuple)):
+                raise BatchError(
+                    f"rename takes a name or a list of names on both sides, not {old_keys!r} and "
+                    f"{new_keys!r}."
+                )
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new) or len(set(old)) != len(old):
             raise BatchError(
                 f"rename needs as many new names as (different) old ones: {old} to {new}."
             )
-        have = list(columns.tensors_of(self.batch))
-        columns.known_keys(old, have, "tensor column")
-        names = dict(zip(have, have, strict=True)) | dict(zip(old, new, strict=True))
-        if len(set(names.values())) != len(names):
+
+        tensors = columns.tensors_of(self.batch)
+        columns.known_keys(old, tensors, "tensor column")
+        renamed_to = dict(zip(old, new, strict=True))
+        renamed = {renamed_to.get(name, name): column for name, column in tensors.items()}
+        if len(renamed) != len(tensors):
             raise BatchError(
-                f"rename {old} to {new} would give two columns one name; the batch has {have}."
+                f"rename {old} to {new} would give two columns one name; the batch has "
+                f"{list(tensors)}."
             )
         if self.batch is not None:
-            renamed = {
-                names[name]: column for name, column in columns.tensors_of(self.batch).items()
-            }
             self.batch = TensorDict(
                 renamed, batch_size=self.batch.batch_size, device=self.batch.device
             )
@@ -252,16 +207,16 @@ class DataProto(BatchRows):
 
         What both have must be equal (NaN equals NaN).
         """
-        ours, theirs = self._has_rows(), other._has_rows()
-        if ours and theirs and len(self) != len(other):
+        both_have_rows = self._has_rows() and other._has_rows()
+        if both_have_rows and len(self) != len(other):
             raise BatchError(
                 f"Union of batches of {len(self)} and {len(other)} rows: they need the same rows."
             )
         batch = self.batch if other.batch is None else other.batch.copy()
         if self.batch is not None and other.batch is not None:
-            batch = union_tensor_dict(self.batch, other.batch)
-        arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
-        meta = columns.union_meta(self.meta_info, other.meta_info, "Union")
+            batch = merge.union_tensor_dict(self.batch, other.batch)
+        arrays = merge.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        meta = merge.union_meta(self.meta_info, other.meta_info, "Union")
         self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, meta
         return self
 
@@ -283,35 +238,25 @@ class DataProto(BatchRows):
                 raise BatchError(
                     f"Concat: part {place} is a {type(part).__name__}, not a DataProto."
                 )
-        tensors = [columns.tensors_of(part.batch) for part in parts]
-        columns.check_same_keys([list(part) for part in tensors], "tensor column")
-        columns.check_same_keys(
-            [list(part.non_tensor_batch) for part in parts], "non-tensor column"
-        )
-        meta = columns.concat_meta([part.meta_info for part in parts])
-        arrays = {
-            name: columns.concat_column(name, [part.non_tensor_batch[name] for part in parts])
-            for name in parts[0].non_tensor_batch
-        }
+        all_tensors = [columns.tensors_of(part.batch) for part in parts]
+        all_arrays = [part.non_tensor_batch for part in parts]
+        merge.check_same_keys([list(tensors) for tensors in all_tensors], "tensor column")
+        merge.check_same_keys([list(arrays) for arrays in all_arrays], "non-tensor column")
+        meta = merge.concat_meta([part.meta_info for part in parts])
+
+        joined = merge.concat_columns(all_tensors)
+        arrays = merge.concat_columns(all_arrays)
         batch = None
         given = next((part.batch for part in parts if part.batch is not None), None)
         if given is not None:
-            joined = {
-                name: columns.concat_column(name, [part[name] for part in tensors])
-                for name in tensors[0]
-            }
             batch = TensorDict(joined, batch_size=[sum(map(len, parts))], device=given.device)
         return type(parts[0])(batch, arrays, meta)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Tensors and numeric arrays go as out-of-band buffers (see `batch_wire`); they arrive on
-        the CPU.
-        """
-        arrays = {
-            name: batch_wire.pack_array(array) for name, array in self.non_tensor_batch.items()
-        }
-        wire = batch_wire.pack_tensors(self.batch, int(protocol))
-        return _from_wire, (type(self), wire, arrays, self.meta_info, self.shard)
+        """Tensors and numeric arrays go as out-of-band buffers; they arrive on the CPU."""
+        arrays = {name: wire.pack_array(array) for name, array in self.non_tensor_batch.items()}
+        tensors = wire.pack_tensors(self.batch, int(protocol))
+        return _unpickled, (type(self), tensors, arrays, self.meta_info, self.shard)
 
     def __copy__(self) -> Self:
         """Another batch that shares every column."""
@@ -327,117 +272,38 @@ class DataProto(BatchRows):
         return copied
 
     def writable_copy(self) -> Self:
-        """The same batch, shard facts included, with private memory under every column (objects
-        stay shared).
+        """The same batch, shard facts included, with private memory under every column.
+
+        Objects stay shared.
         """
         copied = self.map_columns(len(self), copy_of, np.ndarray.copy)
         copied.shard = self.shard
         return copied
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, all or nothing; objects that JSON cannot hold are refused by
-        column and row.
+        """Write one safetensors file, all or nothing.
+
+        An object that JSON cannot hold is refused by column and row.
         """
         self.check_consistency()
-        batch_disk.save(filepath, self.batch, self.non_tensor_batch, self.meta_info)
+        disk.save(filepath, self.batch, self.non_tensor_batch, self.meta_info)
 
     @classmethod
     def load_from_disk(cls, filepath: str | os.PathLike[str]) -> Self:
         """Read a file of `save_to_disk`; nothing in it is run, whoever wrote it."""
-        return batch_disk.load(filepath, cls)
+        return disk.load(filepath, cls)
 
 
-def _from_wire(
+def _unpickled(
     cls: type[DataProto],
-    wire: batch_wire.Wire | None,
+    tensors: wire.Tensors | None,
     arrays: dict[str, Array],
     meta: dict[str, Any],
     shard: Shard | None,
 ) -> DataProto:
     """What a pickled batch calls to be one again."""
-    return cls(batch_wire.unpack_tensors(wire), arrays, meta, shard=shard)
+    return cls(wire.unpack_tensors(tensors), arrays, meta, shard=shard)
 
 
-def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """A batch of single rows; what is not a tensor becomes an object column, meta entries must
-    agree.
-    """
-    if not x:
-        raise BatchError("collate_fn got no rows.")
-    meta: dict[str, Any] = {}
-    for place, item in enumerate(x):
-        meta = columns.union_meta(
-            meta, item.meta_info, f"collate_fn, row {place} and those before it"
-        )
-    tensors = [columns.tensors_of(item.batch) for item in x]
-    columns.check_same_keys([list(row) for row in tensors], "tensor column")
-    columns.check_same_keys([list(item.non_tensor_batch) for item in x], "non-tensor column")
-    batch = None
-    if x[0].batch is not None:
-        stacked = {name: torch.stack([row[name] for row in tensors]) for name in tensors[0]}
-        batch = TensorDict(stacked, batch_size=[len(x)])
-    arrays = {
-        name: columns.object_rows(item.non_tensor_batch[name] for item in x)
-        for name in x[0].non_tensor_batch
-    }
-    return DataProto(batch, arrays, meta)
-
-
-def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """The batch filled up to a multiple of `size_divisor` with its own rows from the front, and how
-    many were added.
-    """
-    if size_divisor < 1:
-        raise BatchError(
-            f"pad_dataproto_to_divisor needs a divisor of at least 1, not {size_divisor}."
-        )
-    pad_size = -len(data) % size_divisor
-    if not pad_size:
-        return data, 0
-    return data.select_idxs(np.arange(len(data) + pad_size) % len(data)), pad_size
-
-
-def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """The batch without its last `pad_size` rows."""
-    if not 0 <= pad_size <= len(data):
-        raise BatchError(f"unpad_dataproto cannot take {pad_size} rows off a batch of {len(data)}.")
-    return data[: len(data) - pad_size] if pad_size else data
-
-
-def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Columns of [rows, ...] as [new_batch_size, rows / new_batch_size, ...], copied."""
-    rows = len(data)
-    if new_batch_size < 1 or rows % new_batch_size:
-        raise BatchError(f"fold_batch_dim: {rows} rows do not divide into {new_batch_size}.")
-    dims = (new_batch_size, rows // new_batch_size)
-    return data.map_columns(
-        new_batch_size,
-        lambda column: column.clone().reshape(*dims, *column.shape[1:]),
-        lambda array: array.copy().reshape(*dims, *array.shape[1:]),
-    )
-
-
-def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """The first `batch_dims` dims of every column become one, rows, copied."""
-    leading = {
-        name: tuple(column.shape[:batch_dims]) for name, column in data.non_tensor_batch.items()
-    }
-    leading |= {
-        name: tuple(column.shape[:batch_dims])
-        for name, column in columns.tensors_of(data.batch).items()
-    }
-    if (
-        batch_dims < 1
-        or len(set(leading.values())) > 1
-        or any(len(dims) < batch_dims for dims in leading.values())
-    ):
-        raise BatchError(
-            f"unfold_batch_dim needs columns that agree in their first {batch_dims} dims, not "
-            f"{leading}."
-        )
-    rows = math.prod(next(iter(leading.values()), (0,)))
-    return data.map_columns(
-        rows,
-        lambda column: column.clone().reshape(rows, *column.shape[batch_dims:]),
-        lambda array: array.copy().reshape(rows, *array.shape[batch_dims:]),
-    )
+def _without(entries: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in entries.items() if name not in taken}

@@ -1,4 +1,4 @@
-"""The methods of a batch that pick, split, order and repeat rows. They copy the rows they pick.
+"""The methods of a batch that pick, chunk, order, repeat and iterate rows; all copy them.
 
 A slice that shared memory with its parent would let a write into a mini-batch change the batch, and
 would keep a whole batch alive for one row of it.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Self, overload
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from verl_like.batch import columns
 from verl_like.batch.columns import Array
 from verl_like.batch.parts import BatchParts, DataProtoItem
-from verl_like.batch.tensordicts import TensorDict
 from verl_like.errors import BatchError
 
 _Slice = slice  # the class below has a method of this name
@@ -41,18 +42,18 @@ class BatchRows(BatchParts):
                 "A batch is indexed by int, slice, list, array or tensor, not by "
                 f"{type(item).__name__}."
             )
-        row, rows = int(item), len(self)
+        return self._row(int(item))
+
+    def _row(self, row: int) -> DataProtoItem:
+        rows = len(self)
         if not -rows <= row < rows:
             raise IndexError(f"Row {row} does not exist: the batch has {rows} rows.")
+
         batch = None
         if self.batch is not None:
-            batch = TensorDict(
-                {
-                    name: column[row].clone()
-                    for name, column in columns.tensors_of(self.batch).items()
-                },
-                batch_size=[],
-            )
+            tensors = columns.tensors_of(self.batch)
+            copies = {name: column[row].clone() for name, column in tensors.items()}
+            batch = TensorDict(copies, batch_size=[])
         arrays = {
             name: copy.copy(a[row]) if a.ndim > 1 else a[row]
             for name, a in self.non_tensor_batch.items()
@@ -92,15 +93,14 @@ class BatchRows(BatchParts):
         return self._take_columns(self.select_idxs(rows))
 
     def _take_columns(self, other: BatchParts) -> Self:
-        """Replace the columns by those of another batch; what the shard said about rows no longer
-        holds.
-        """
+        """Replace the columns by those of another batch; the shard's facts no longer hold."""
         self.batch, self.non_tensor_batch, self.shard = other.batch, other.non_tensor_batch, None
         return self
 
     def chunk(self, chunks: int) -> list[Self]:
-        """This many parts: sizes differ by one at most, longer ones first, empty ones if rows run
-        out.
+        """This many parts; sizes differ by one at most, and longer ones come first.
+
+        Parts are empty when rows run out.
         """
         if chunks < 1:
             raise BatchError(f"chunk needs at least 1 part, not {chunks}.")
@@ -109,9 +109,7 @@ class BatchRows(BatchParts):
         return [self.slice(start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
     def split(self, split_size: int) -> list[Self]:
-        """Parts of this many rows; the last may be shorter, and a batch without rows makes no
-        parts.
-        """
+        """Parts of this many rows, the last maybe shorter; none of a batch without rows."""
         if split_size < 1:
             raise BatchError(f"split needs parts of at least 1 row, not {split_size}.")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
@@ -125,11 +123,8 @@ class BatchRows(BatchParts):
             raise BatchError(f"repeat needs a count of at least 0, not {repeat_times}.")
         rows = len(self) * repeat_times
         if interleave:
-            return self.map_columns(
-                rows,
-                lambda c: c.repeat_interleave(repeat_times, 0),
-                lambda a: a.repeat(repeat_times, 0),
-            )
+            each = partial(_repeat, times=repeat_times)
+            return self.map_columns(rows, each, each)
         return self.map_columns(
             rows,
             lambda column: column.repeat(repeat_times, *[1] * (column.dim() - 1)),
@@ -138,12 +133,11 @@ class BatchRows(BatchParts):
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> Self:
         """Row i `repeat_times[i]` times, one after the other; 0 drops the row."""
-        given = (
-            repeat_times.cpu().numpy()
-            if isinstance(repeat_times, torch.Tensor)
-            else np.asarray(repeat_times)
-        )
-        counts = given if given.size else given.astype(np.int64)
+        if isinstance(repeat_times, torch.Tensor):
+            repeat_times = repeat_times.cpu().numpy()
+        counts = np.asarray(repeat_times)
+        if not counts.size:
+            counts = counts.astype(np.int64)  # an empty list has numpy's default, float
         if counts.shape != (len(self),) or counts.dtype.kind not in "iu" or (counts < 0).any():
             raise BatchError(
                 f"sample_level_repeat needs one count of at least 0 for each of the {len(self)} "
@@ -152,39 +146,21 @@ class BatchRows(BatchParts):
         return self.select_idxs(np.arange(len(self)).repeat(counts))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
-        """Cut dim 1 of these columns into `n_split` chunks that become rows; rows of other columns
-        are repeated.
+        """Cut dim 1 of these columns into `n_split` chunks that become rows.
+
+        Rows of the other columns are repeated.
         """
-        names = [*columns.tensors_of(self.batch), *self.non_tensor_batch]
-        wanted = columns.known_keys(split_keys or (), names, "column")
-
-        def unfold(name: str, column: Any) -> Any:
-            if name not in wanted:
-                is_tensor = isinstance(column, torch.Tensor)
-                return (
-                    column.repeat_interleave(n_split, 0) if is_tensor else column.repeat(n_split, 0)
-                )
-            if column.ndim < 2 or column.shape[1] % n_split:
-                shape = tuple(column.shape)
-                raise BatchError(
-                    f"Dim 1 of column {name!r} (shape {shape}) does not divide into {n_split} "
-                    "chunks."
-                )
-            shape = (column.shape[0] * n_split, column.shape[1] // n_split, *column.shape[2:])
-            return (
-                column.clone().reshape(shape)
-                if isinstance(column, torch.Tensor)
-                else column.copy().reshape(shape)
-            )
-
         if n_split < 1:
             raise BatchError(f"unfold_column_chunks needs at least 1 chunk, not {n_split}.")
+        tensors = columns.tensors_of(self.batch)
+        wanted = columns.known_keys(split_keys or (), [*tensors, *self.non_tensor_batch], "column")
+
+        def unfold(name: str, column: Any) -> Any:
+            return _cut_dim_1(name, column, n_split) if name in wanted else _repeat(column, n_split)
+
         batch = None
         if self.batch is not None:
-            unfolded = {
-                name: unfold(name, column)
-                for name, column in columns.tensors_of(self.batch).items()
-            }
+            unfolded = {name: unfold(name, column) for name, column in tensors.items()}
             batch = TensorDict(unfolded, batch_size=[len(self) * n_split], device=self.batch.device)
         arrays = {name: unfold(name, array) for name, array in self.non_tensor_batch.items()}
         return type(self)(batch, arrays, self.meta_info)
@@ -210,9 +186,9 @@ class BatchRows(BatchParts):
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[Self]:
-        """Mini-batches of this many rows, `epochs` times over; with `dataloader_kwargs={"shuffle":
+        """Mini-batches of this many rows, `epochs` times over.
 
-        True}` by seed.
+        `dataloader_kwargs={"shuffle": True}` shuffles them by `seed`.
         """
         rows = len(self)
         if mini_batch_size < 1 or rows % mini_batch_size:
@@ -231,3 +207,22 @@ class BatchRows(BatchParts):
             **(dataloader_kwargs or {}),
         )
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
+
+
+def _repeat(column: Any, times: int) -> Any:
+    """Every row this often, aabb."""
+    if isinstance(column, torch.Tensor):
+        return column.repeat_interleave(times, 0)
+    return column.repeat(times, 0)
+
+
+def _cut_dim_1(name: str, column: Any, num_chunks: int) -> Any:
+    """Dim 1 in chunks that are rows, in memory of its own."""
+    if column.ndim < 2 or column.shape[1] % num_chunks:
+        raise BatchError(
+            f"Dim 1 of column {name!r} (shape {tuple(column.shape)}) does not divide into "
+            f"{num_chunks} chunks."
+        )
+    rows, width, *others = column.shape
+    copied = column.clone() if isinstance(column, torch.Tensor) else column.copy()
+    return copied.reshape(rows * num_chunks, width // num_chunks, *others)

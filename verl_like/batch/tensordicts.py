@@ -1,80 +1,62 @@
-"""`tensordict`, imported without the compiler: that takes a second off the start of every process.
+"""A batch as one TensorDict and back, for code that speaks tensordict.
 
-When it is imported, tensordict tells torch.compile about a few functions, which loads the whole of
-`torch._dynamo`. Here these messages are kept back until somebody loads `torch._dynamo`. The modules
-of `verl_like` import tensordict from here.
+Tensors stay columns, rows of numpy columns become a `NonTensorStack`, and an entry of `meta_info`
+becomes `NonTensorData`.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
-import torch
-import torch.compiler
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-COMPILER = "torch._dynamo"
-MARKS = ("allow_in_graph", "assume_constant_result")
-"""The functions of `torch.compiler` that tensordict calls on its own ones; each gives back what it
-is given.
-"""
-Message = tuple[str, Callable[..., Any]]
+from verl_like.batch.columns import Array, object_rows, tensors_of
+from verl_like.errors import BatchError
+
+Parts = tuple[TensorDict | None, dict[str, Array], dict[str, Any]]
+"""`batch`, `non_tensor_batch` and `meta_info` of a `DataProto`."""
 
 
-class _WhenCompilerLoads(MetaPathFinder):
-    """Delivers the messages kept back, once, right after the compiler has been imported."""
+def merge_parts(
+    rows: int, batch: TensorDict | None, arrays: dict[str, Array], meta: dict[str, Any]
+) -> TensorDict:
+    """One TensorDict of all three parts; a name that two of them have is an error."""
+    merged: dict[str, Any] = {**tensors_of(batch)}
+    for name, array in arrays.items():
+        if name in merged:
+            raise BatchError(
+                f"to_tensordict: {name!r} is a tensor and a non-tensor column; rename() one."
+            )
+        # tensordict has no stack of no rows, so one is put in and cut off again
+        merged[name] = NonTensorStack(*map(NonTensorData, array), NonTensorData(None))[:rows]
 
-    def __init__(self, messages: list[Message]):
-        self.messages = messages
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != COMPILER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        assert spec is not None, "torch has its compiler"
-        assert spec.loader is not None, "torch's compiler is an ordinary package"
-        load = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            load(module)
-            for mark, function in self.messages:
-                getattr(torch.compiler, mark)(function)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    for key, value in meta.items():
+        if key in merged:
+            raise BatchError(
+                f"to_tensordict: {key!r} is a column and a key of meta_info; rename() the column."
+            )
+        merged[key] = NonTensorData(value, batch_size=[rows])
+    return TensorDict(merged, batch_size=[rows])
 
 
-def _import_without_compiler() -> None:
-    if COMPILER in sys.modules or "tensordict" in sys.modules:
-        return
-    kept: list[Message] = []
-    real = {mark: getattr(torch.compiler, mark) for mark in MARKS}
+def split_parts(whole: TensorDict) -> Parts:
+    """The three parts in a TensorDict, which may be one of `merge_parts`."""
+    if whole.batch_dims != 1:
+        raise BatchError(
+            f"A batch has one batch dim; this TensorDict has {tuple(whole.batch_size)}."
+        )
+    tensors: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
+    meta: dict[str, Any] = {}
+    for name in map(str, whole.keys()):
+        column = whole.get(name)
+        if isinstance(column, NonTensorStack):
+            arrays[name] = object_rows(row.data for row in column.unbind(0))
+        elif isinstance(column, NonTensorData):
+            meta[name] = column.data
+        else:
+            tensors[name] = column
 
-    def keep(mark: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        kept.append((mark, function))
-        return function
-
-    for mark in MARKS:
-        setattr(torch.compiler, mark, functools.partial(keep, mark))
-    try:
-        import tensordict  # noqa: F401
-    finally:
-        for mark in MARKS:
-            setattr(torch.compiler, mark, real[mark])
-    sys.meta_path.insert(0, _WhenCompilerLoads(kept))
-
-
-_import_without_compiler()
-
-from tensordict import NonTensorData, NonTensorStack, TensorDict  # noqa: E402
-
-__all__ = ["NonTensorData", "NonTensorStack", "TensorDict"]
+    if arrays and not tensors:
+        return None, arrays, meta
+    return TensorDict(tensors, batch_size=whole.batch_size, device=whole.device), arrays, meta

@@ -1,8 +1,7 @@
-"""How a batch crosses a process border: tensors travel as out-of-band buffers of pickle protocol 5.
+"""How a batch is pickled: its columns travel as out-of-band buffers of pickle protocol 5.
 
-`DataProto.__reduce_ex__` packs here and the receiving pickle unpacks here. A large contiguous CPU
-tensor is copied on neither side, so what arrives may be memory that others see too:
-`DataProto.writable_copy` makes it private.
+A large contiguous CPU tensor is copied on neither side. So what arrives may be memory that other
+processes see too: `DataProto.writable_copy` makes it private.
 """
 
 from __future__ import annotations
@@ -13,37 +12,35 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDict
 
 from verl_like.batch.columns import Array, tensors_of
-from verl_like.batch.tensordicts import TensorDict
 
 SMALL_BYTES = 4096
-"""Up to this size a column is copied when it is loaded: to lay a tensor over the bytes takes
-longer.
-"""
-Wire = tuple[int, dict[str, tuple[torch.dtype, tuple[int, ...], Any]]]
+"""Up to this size a column is copied when it is loaded: a view of the bytes would take longer."""
+
+Tensors = tuple[int, dict[str, tuple[torch.dtype, tuple[int, ...], Any]]]
+"""A TensorDict in a pickle: number of rows, then dtype, shape and bytes of each column."""
 
 
-def pack_tensors(batch: TensorDict | None, protocol: int) -> Wire | None:
-    """The rows of a TensorDict and, for each column, dtype, shape and bytes (a buffer from protocol
-    5 on).
-    """
+def pack_tensors(batch: TensorDict | None, protocol: int) -> Tensors | None:
+    """What stands for a TensorDict in a pickle; the bytes are a buffer from protocol 5 on."""
     if batch is None:
         return None
-    return int(batch.batch_size[0]), {
+    packed = {
         name: (column.dtype, tuple(column.shape), _buffer_of(column, protocol))
         for name, column in tensors_of(batch).items()
     }
+    return int(batch.batch_size[0]), packed
 
 
-def unpack_tensors(wire: Wire | None) -> TensorDict | None:
+def unpack_tensors(packed: Tensors | None) -> TensorDict | None:
     """The TensorDict again, its columns lying in the buffers they came in."""
-    if wire is None:
+    if packed is None:
         return None
-    rows, columns = wire
-    return TensorDict(
-        {name: _tensor_over(*column) for name, column in columns.items()}, batch_size=[rows]
-    )
+    rows, columns = packed
+    tensors = {name: _tensor_over(*column) for name, column in columns.items()}
+    return TensorDict(tensors, batch_size=[rows])
 
 
 def pack_array(column: Array) -> Array:
@@ -52,11 +49,10 @@ def pack_array(column: Array) -> Array:
 
 
 def _buffer_of(column: torch.Tensor, protocol: int) -> Any:
-    """The bytes of a tensor; a reshape to one dim first because `view` wants the last stride to be
-    1.
-    """
+    """The bytes of a tensor."""
     if not column.numel():
         return b""
+    # one dim first: a view of another dtype wants the last stride to be 1
     flat: Any = column.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return pickle.PickleBuffer(flat) if protocol >= 5 else flat.tobytes()
 
@@ -75,8 +71,9 @@ def _tensor_over(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> tor
 
 
 class _DeclaredWritable:
-    """The memory of a read-only array without its flag: torch has no read-only tensors and would
-    warn at each one.
+    """The memory of a read-only array without its flag.
+
+    Torch has no read-only tensors and would warn at each one.
     """
 
     def __init__(self, array: NDArray[np.uint8]) -> None:

@@ -9,16 +9,14 @@ import torch
 from tensordict import TensorDict
 
 from tests.verl_like.batches import assert_same, make, uids
-from verl_like.batch.protocol import (
-    DataProto,
-    DataProtoItem,
-    Shard,
+from verl_like.batch.functions import (
     collate_fn,
     fold_batch_dim,
     pad_dataproto_to_divisor,
     unfold_batch_dim,
     unpad_dataproto,
 )
+from verl_like.batch.protocol import DataProto, DataProtoItem, Shard
 from verl_like.errors import BatchError
 
 

@@ -8,7 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from tests.verl_like.batches import assert_same, make, uids
-from verl_like.batch.protocol import DataProto, union_numpy_dict, union_tensor_dict
+from verl_like.batch.merge import union_numpy_dict, union_tensor_dict
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, MissingColumnError
 
 

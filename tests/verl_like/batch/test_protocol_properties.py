@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_like.batch.columns import same_value, tensors_of
-from verl_like.batch.protocol import (
-    DataProto,
+from verl_like.batch.columns import tensors_of
+from verl_like.batch.functions import (
     fold_batch_dim,
     pad_dataproto_to_divisor,
     unfold_batch_dim,
     unpad_dataproto,
 )
+from verl_like.batch.merge import same_value
+from verl_like.batch.protocol import DataProto
 
 JSON_LIKE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 
-from verl_like.batch.columns import same_value, tensors_of
+from verl_like.batch.columns import tensors_of
+from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto, Shard
 from verl_like.errors import BatchError
 

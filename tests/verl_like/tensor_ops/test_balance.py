@@ -1,0 +1,77 @@
+"""Partitions of nearly equal length beside the best of all."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from verl_like.errors import BatchError
+from verl_like.tensor_ops import (
+    get_reverse_idx,
+    get_seqlen_balanced_partitions,
+)
+
+
+def spread(lengths, partitions):
+    sums = [sum(lengths[row] for row in rows) for rows in partitions]
+    return max(sums) - min(sums)
+
+
+@pytest.mark.parametrize("equal_size", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_partitions_cover_every_row_once_and_none_is_empty(seed, equal_size):
+    rng = random.Random(seed)
+    k = rng.randint(1, 5)
+    num_rows = k * rng.randint(1, 6) if equal_size else k + rng.randint(0, 20)
+    lengths = [rng.choice([0, 1, 1, rng.randint(0, 500)]) for _ in range(num_rows)]
+    partitions = get_seqlen_balanced_partitions(lengths, k, equal_size)
+    assert sorted(itertools.chain(*partitions)) == list(range(num_rows))
+    assert len(partitions) == k
+    assert all(partitions)
+    if equal_size:
+        assert {len(rows) for rows in partitions} == {num_rows // k}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_equal_partitions_are_near_the_best_of_all(seed):
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 100) for _ in range(8)]
+    halves = (set(half) for half in itertools.combinations(range(8), 4))
+    best = min(spread(lengths, [half, set(range(8)) - half]) for half in halves)
+    ours = spread(lengths, get_seqlen_balanced_partitions(lengths, 2, equal_size=True))
+    contiguous = spread(lengths, [range(4), range(4, 8)])
+    assert best <= ours <= max(best + 20, contiguous // 4)
+
+
+def test_a_large_batch_is_balanced_to_a_thousandth():
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 4000) for _ in range(1024)]
+    for k, equal_size in itertools.product((2, 7, 8), (False, True)):
+        if not equal_size or len(lengths) % k == 0:
+            assert (
+                spread(lengths, get_seqlen_balanced_partitions(lengths, k, equal_size))
+                <= sum(lengths) / k / 1000
+            )
+
+
+def test_equal_lengths_are_cut_the_same_way_each_time():
+    assert get_seqlen_balanced_partitions(
+        [5] * 6, 3, equal_size=True
+    ) == get_seqlen_balanced_partitions([5] * 6, 3, equal_size=True)
+    assert get_seqlen_balanced_partitions([5, 5], 2) == [[0], [1]]
+
+
+def test_balancing_refuses_what_cannot_be_cut():
+    with pytest.raises(BatchError, match="cannot cut 2 rows into 3"):
+        get_seqlen_balanced_partitions([1, 2], 3)
+    with pytest.raises(
+        BatchError, match="7 rows do not make 2 partitions of equal row counts; .* or 6 rows"
+    ):
+        get_seqlen_balanced_partitions([1] * 7, 2, equal_size=True)
+
+
+def test_the_reverse_index_undoes_a_reordering():
+    order = list(itertools.chain(*get_seqlen_balanced_partitions([9, 1, 5, 7, 3, 3], 2)))
+    rows = torch.arange(6)
+    assert rows[order][get_reverse_idx(order)].tolist() == rows.tolist()

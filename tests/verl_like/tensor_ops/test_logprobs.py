@@ -1,0 +1,136 @@
+"""Log-probs and entropy in chunks beside log_softmax over everything."""
+
+import itertools
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from verl_like.tensor_ops import (
+    entropy_from_logits,
+    logprobs,
+    logprobs_and_entropy_from_logits,
+    logprobs_from_logits,
+)
+
+
+def naive_stats(logits, labels, temperature=1.0):
+    logprobs = (logits / temperature).log_softmax(dim=-1)
+    return logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logprobs.exp() * logprobs).sum(
+        dim=-1
+    )
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Seven rows of eleven logits make four chunks."""
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 2 * 11 * 4)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_fused_logprob_and_entropy_equal_log_softmax_and_so_do_their_gradients(temperature):
+    torch.manual_seed(0)
+    logits, labels = torch.randn(7, 11, dtype=torch.float64), torch.randint(11, (7,))
+    weights, entropy_weights = (
+        torch.randn(7, dtype=torch.float64),
+        torch.randn(7, dtype=torch.float64),
+    )
+    grads = []
+    for stats in (
+        naive_stats,
+        lambda x, y, t: logprobs_and_entropy_from_logits(x, y, temperature=t),
+    ):
+        leaf = logits.clone().requires_grad_()
+        logprob, entropy = stats(leaf, labels, temperature)
+        (logprob * weights + entropy * entropy_weights).sum().backward()
+        grads.append((logprob, entropy, leaf.grad))
+    for naive, ours in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, naive)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_separate_forms_agree_with_the_fused_one_on_any_leading_shape():
+    logits, labels = torch.randn(2, 3, 11), torch.randint(11, (2, 3))
+    logprob, entropy = logprobs_and_entropy_from_logits(logits, labels)
+    assert logprob.shape == entropy.shape == (2, 3)
+    assert torch.equal(logprobs_from_logits(logits, labels), logprob)
+    assert torch.equal(entropy_from_logits(logits), entropy)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_gradients_pass_autograds_own_check():
+    logits, labels = (
+        torch.randn(5, 11, dtype=torch.float64, requires_grad=True),
+        torch.randint(11, (5,)),
+    )
+    assert gradcheck(lambda x: logprobs_from_logits(x, labels), logits)
+    assert gradcheck(entropy_from_logits, logits)
+    assert gradcheck(lambda x: logprobs_and_entropy_from_logits(x, labels, temperature=1.3), logits)
+
+
+def test_forbidden_tokens_do_not_poison_the_entropy():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
+    logprob, entropy = logprobs_and_entropy_from_logits(logits, torch.tensor([1]))
+    (logprob + entropy).sum().backward()
+    torch.testing.assert_close(entropy, torch.tensor([2.0]).log())
+    torch.testing.assert_close(logits.grad, torch.tensor([[-0.5, 0.5, 0.0]]))
+
+
+def test_bfloat16_logits_give_float32_results_and_a_bfloat16_gradient():
+    logits = torch.randn(3, 50).bfloat16().requires_grad_()
+    logprob = logprobs_from_logits(logits, torch.tensor([0, 1, 2]))
+    torch.testing.assert_close(logprob, naive_stats(logits.float(), torch.tensor([0, 1, 2]))[0])
+    logprob.sum().backward()
+    assert (logprob.dtype, logits.grad.dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_the_gradient_can_overwrite_the_logits():
+    weight, hidden, labels = (
+        torch.randn(11, 4, requires_grad=True),
+        torch.randn(7, 4),
+        torch.randint(11, (7,)),
+    )
+    grads = []
+    for inplace in (False, True):
+        logits = hidden @ weight.T
+        logprob, entropy = logprobs_and_entropy_from_logits(
+            logits, labels, inplace_backward=inplace
+        )
+        grads.append(torch.autograd.grad((logprob + entropy).sum(), (logits, weight)))
+    assert torch.equal(grads[0][1], grads[1][1])
+    assert grads[1][0].data_ptr() == logits.data_ptr()
+
+
+def test_a_second_backward_over_overwritten_logits_is_refused():
+    logits = torch.randn(2, 5, requires_grad=True) * 1
+    logprob = logprobs_from_logits(logits, torch.tensor([0, 1]), inplace_backward=True).sum()
+    logprob.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprob.backward()
+
+
+def test_2048_tokens_of_32k_vocabulary_need_at_most_64_mib_beside_logits_and_gradient(monkeypatch):
+    rows, vocabulary = 512, 32768  # a quarter of the rows in a quarter of the chunk, to be quick
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", logprobs.CHUNK_BYTES // 4)
+    logits = torch.randn(rows, vocabulary, requires_grad=True)
+    labels = torch.randint(vocabulary, (rows,))
+    peak = peak_bytes(
+        lambda: sum(logprobs_and_entropy_from_logits(logits, labels)).sum().backward()
+    )
+    assert peak - logits.nbytes <= 64 * 2**20 / 4
+
+
+def peak_bytes(work):
+    """The most bytes that torch held at once during `work`, beyond those it held before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        work()
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    assert sizes, "the profiler saw no allocation"
+    return max(itertools.accumulate(sizes))

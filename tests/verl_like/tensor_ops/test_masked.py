@@ -1,0 +1,77 @@
+"""Masked reductions beside those of the selected values."""
+
+import pytest
+import torch
+
+from verl_like.tensor_ops import (
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+)
+
+MASK_DTYPES = [torch.bool, torch.int64, torch.float32]
+
+
+@pytest.fixture(params=MASK_DTYPES, ids=str)
+def masked(request):
+    """Values whose masked-out half is NaN, and the mask."""
+    torch.manual_seed(0)
+    mask = torch.rand(5, 9) < 0.5
+    values = torch.where(mask, torch.randn(5, 9), torch.nan)
+    return values, mask.to(request.param)
+
+
+def test_masked_reductions_equal_those_of_the_selected_values(masked):
+    values, mask = masked
+    inside = values[mask.bool()]
+    torch.testing.assert_close(masked_sum(values, mask), inside.sum())
+    torch.testing.assert_close(masked_mean(values, mask), inside.mean())
+    torch.testing.assert_close(masked_var(values, mask), inside.var())
+    torch.testing.assert_close(masked_var(values, mask, unbiased=False), inside.var(unbiased=False))
+
+
+def test_masked_reductions_along_an_axis_equal_those_of_each_row(masked):
+    values, mask = masked
+    by_row = [row[inside.bool()] for row, inside in zip(values, mask, strict=True)]
+    torch.testing.assert_close(
+        masked_sum(values, mask, axis=-1), torch.stack([row.sum() for row in by_row])
+    )
+    torch.testing.assert_close(
+        masked_mean(values, mask, axis=-1), torch.stack([row.mean() for row in by_row])
+    )
+    torch.testing.assert_close(masked_mean(values, mask, axis=(0, 1)), masked_mean(values, mask))
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_whitening_scales_what_is_inside_and_zeroes_the_rest(masked, shift_mean):
+    values, mask = masked
+    inside = values[mask.bool()]
+    whitened = masked_whiten(values, mask, shift_mean)
+    expected = (inside - inside.mean()) / inside.std() + (0.0 if shift_mean else inside.mean())
+    torch.testing.assert_close(whitened[mask.bool()], expected)
+    assert (whitened[~mask.bool()] == 0).all()
+
+
+def test_an_empty_mask_gives_zero_everywhere():
+    values, mask = torch.full((2, 3), torch.nan), torch.zeros(2, 3, dtype=torch.int64)
+    for result in (
+        masked_sum(values, mask),
+        masked_mean(values, mask),
+        masked_mean(values, mask, axis=-1),
+        masked_var(values, mask),
+        masked_whiten(values, mask),
+    ):
+        assert (result == 0).all()
+
+
+def test_one_value_inside_has_no_variance():
+    mask = torch.tensor([[1, 0]])
+    assert masked_var(torch.tensor([[3.0, 1.0]]), mask) == 0
+    assert masked_whiten(torch.tensor([[3.0, 1.0]]), mask).tolist() == [[0.0, 0.0]]
+
+
+def test_masked_mean_has_no_gradient_outside_the_mask():
+    values = torch.tensor([1.0, torch.nan, 3.0], requires_grad=True)
+    masked_mean(values, torch.tensor([1, 0, 1])).backward()
+    assert values.grad.tolist() == [0.5, 0.0, 0.5]

@@ -1,0 +1,208 @@
+"""Columns of several batches: whether they are equal, their union, and their rows end to end.
+
+NaN equals NaN throughout. Nothing here changes its arguments, and every message names the column
+or the key of `meta_info` that it is about.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from verl_like.batch.columns import Array, tensors_of
+from verl_like.batch.memory import join_rows
+from verl_like.errors import BatchError
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Whether two objects are equal, looking into containers, tensors and arrays."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return _same_layout(left, right) and not bool(_unequal(left, right).any())
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        flat = left.reshape(-1), right.reshape(-1)
+        return _same_layout(left, right) and first_differing_row(*flat) is None
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same_value(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        same_shape = type(left) is type(right) and len(left) == len(right)
+        return same_shape and all(map(same_value, left, right))
+    if isinstance(left, float) and isinstance(right, float) and left != left and right != right:
+        return True
+    try:
+        return bool(left == right)
+    except (TypeError, ValueError, RuntimeError):
+        return False  # an `==` without a yes or no, such as a list against a tensor
+
+
+def first_differing_row(left: torch.Tensor | Array, right: torch.Tensor | Array) -> int | None:
+    """The first row in which two columns of one shape and dtype differ, or None."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        unequal = _unequal(left, right)
+        rows = unequal.flatten(1).any(1) if unequal.dim() > 1 else unequal
+        found = rows.nonzero()
+    else:
+        found = torch.from_numpy(np.argwhere(_unequal_array(np.asarray(left), np.asarray(right))))
+    return int(found[0, 0]) if len(found) else None
+
+
+def _same_layout(left: torch.Tensor | Array, right: torch.Tensor | Array) -> bool:
+    """Equal shape and dtype."""
+    return left.shape == right.shape and left.dtype == right.dtype
+
+
+def _unequal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Where two tensors of one layout differ."""
+    right = right.to(left.device)
+    if left.is_floating_point() and left.element_size() == 1:
+        left, right = left.float(), right.float()  # one-byte floats have no comparison
+    different = left != right
+    if left.is_floating_point() or left.is_complex():
+        different &= ~((left != left) & (right != right))
+    return different
+
+
+def _unequal_array(left: Array, right: Array) -> Array:
+    """Where two arrays of one layout differ."""
+    if left.dtype == object:
+        pairs = zip(left, right, strict=True)
+        return np.array([not same_value(*pair) for pair in pairs], dtype=bool)
+    different = np.asarray(left != right)
+    if left.dtype.kind in "fcmM":
+        different &= ~(np.asarray(left != left) & np.asarray(right != right))
+    return different
+
+
+def _check_same_column(name: str, left: torch.Tensor | Array, right: torch.Tensor | Array) -> None:
+    """Raise when a column that both sides of a union have is not the same one."""
+    if left is right:
+        return
+    shapes = f"shapes {tuple(left.shape)} and {tuple(right.shape)}"
+    if not _same_layout(left, right):
+        raise BatchError(
+            f"Union: column {name!r} is in both batches, with {shapes}, dtypes {left.dtype} and "
+            f"{right.dtype}."
+        )
+    row = first_differing_row(left, right)
+    if row is not None:
+        raise BatchError(
+            f"Union: column {name!r} is in both batches ({shapes}) and differs, first in row {row}."
+        )
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """A new TensorDict with the columns of both; a column in both must be equal."""
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        sizes = f"{tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
+        raise BatchError(f"Union: the batches have different batch sizes, {sizes}.")
+    merged = tensors_of(tensor_dict1)
+    for name, column in tensors_of(tensor_dict2).items():
+        if name in merged:
+            _check_same_column(name, merged[name], column)
+        else:
+            merged[name] = column
+    return TensorDict(merged, batch_size=tensor_dict1.batch_size, device=tensor_dict1.device)
+
+
+def union_numpy_dict(
+    tensor_dict1: dict[str, Array], tensor_dict2: dict[str, Array]
+) -> dict[str, Array]:
+    """A new dict with the columns of both; a column in both must be equal."""
+    merged = dict(tensor_dict1)
+    for name, column in tensor_dict2.items():
+        if name in merged:
+            _check_same_column(name, merged[name], column)
+        else:
+            merged[name] = column
+    return merged
+
+
+def union_meta(first: dict[str, Any], second: dict[str, Any], where: str) -> dict[str, Any]:
+    """A new dict with the entries of both; an entry in both must be equal."""
+    merged = dict(first)
+    for key, value in second.items():
+        if key in merged and not same_value(merged[key], value):
+            shown = f"{reprlib.repr(merged[key])} and {reprlib.repr(value)}"
+            raise BatchError(
+                f"{where}: meta_info[{key!r}] is {shown}. Make them equal or drop one with pop()."
+            )
+        merged.setdefault(key, value)
+    return merged
+
+
+def concat_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The union of all, except that `metrics` become one dict of lists.
+
+    A part's metrics are a dict or a list of dicts. The list under a metric has one entry for each
+    dict that has this metric, in the order of the parts.
+    """
+    merged: dict[str, Any] = {}
+    metrics: list[dict[str, Any]] = []
+    for part, meta in enumerate(metas):
+        rest = {key: value for key, value in meta.items() if key != "metrics"}
+        merged = union_meta(merged, rest, f"Concat, part {part} and those before it")
+        metrics += _metrics_of(meta, part)
+
+    if metrics:
+        lists: dict[str, list[Any]] = {}
+        for entry in metrics:
+            for name, value in entry.items():
+                lists.setdefault(name, []).append(value)
+        merged["metrics"] = lists
+    return merged
+
+
+def _metrics_of(meta: dict[str, Any], part: int) -> list[dict[str, Any]]:
+    """The dicts of metrics in the meta of one part."""
+    found = meta.get("metrics")
+    if found is None:
+        return []
+    entries = found if isinstance(found, list) else [found]
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise BatchError(
+                f"Concat: the metrics of part {part} are {reprlib.repr(entry)}, not a dict or "
+                "list of dicts."
+            )
+    return entries
+
+
+def concat_columns(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The columns of part 0, each with the rows of all parts in order."""
+    return {name: _concat_column(name, [part[name] for part in parts]) for name in parts[0]}
+
+
+def _concat_column(name: str, parts: Sequence[Any]) -> Any:
+    """The rows of all parts of one column, in order; dtypes and the other dims must agree."""
+    first = parts[0]
+    # arrays of text may differ in width: nothing is lost
+    text = isinstance(first, np.ndarray) and first.dtype.kind in "SU"
+    for place, part in enumerate(parts[1:], start=1):
+        same_type = part.dtype.kind == first.dtype.kind if text else part.dtype == first.dtype
+        if not same_type or part.shape[1:] != first.shape[1:]:
+            raise BatchError(
+                f"Concat: column {name!r} is {part.dtype} {tuple(part.shape)} in part {place}, "
+                f"but {first.dtype} {tuple(first.shape)} in part 0."
+            )
+
+    if isinstance(first, torch.Tensor):
+        return join_rows([part.to(first.device) for part in parts])
+    return np.concatenate(parts)
+
+
+def check_same_keys(parts: Sequence[Sequence[str]], kind: str) -> None:
+    """Raise when the parts of a concat do not have the same columns of a kind."""
+    for place, keys in enumerate(parts[1:], start=1):
+        missing = [key for key in parts[0] if key not in keys]
+        extra = [key for key in keys if key not in parts[0]]
+        if missing or extra:
+            raise BatchError(
+                f"Concat: part {place} lacks {kind}s {missing} of part 0, and has {extra} in "
+                "addition."
+            )

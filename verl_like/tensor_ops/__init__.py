@@ -1,0 +1,37 @@
+"""Tensor arithmetic on padded batches, with verl's names: torch only, no state, no distribution."""
+
+from verl_like.tensor_ops.balance import (
+    get_reverse_idx,
+    get_seqlen_balanced_partitions,
+)
+from verl_like.tensor_ops.logprobs import (
+    entropy_from_logits,
+    logprobs_and_entropy_from_logits,
+    logprobs_from_logits,
+)
+from verl_like.tensor_ops.masked import (
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+)
+from verl_like.tensor_ops.padding import (
+    compute_position_ids,
+    pad_2d_list_to_length,
+    pad_sequence_to_length,
+)
+
+__all__ = [
+    "compute_position_ids",
+    "entropy_from_logits",
+    "get_reverse_idx",
+    "get_seqlen_balanced_partitions",
+    "logprobs_and_entropy_from_logits",
+    "logprobs_from_logits",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+    "pad_2d_list_to_length",
+    "pad_sequence_to_length",
+]

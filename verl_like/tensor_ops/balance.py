@@ -1,0 +1,79 @@
+"""Balancing of sequence lengths: rows cut into sets of nearly equal total length."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from verl_like.errors import BatchError
+
+_Parts = list[tuple[int, list[int]]]
+"""(Total length, rows) of each non-empty partition, heaviest first."""
+
+
+def get_seqlen_balanced_partitions(
+    seqlen_list: Sequence[int], k_partitions: int, equal_size: bool = False
+) -> list[list[int]]:
+    """Rows in `k_partitions` sets of nearly equal total length, none of them empty.
+
+    With `equal_size` the sets have equal row counts, too.
+
+    Karmarkar and Karp's largest differencing method, "The differencing method of set partitioning"
+    (UCB/CSD 82/113, 1982). Depends on nothing but its arguments: ties go to the lower row, rows
+    ascend in a set, sets in their first row.
+    """
+    num_rows = len(seqlen_list)
+    if not 1 <= k_partitions <= num_rows:
+        raise BatchError(
+            f"cannot cut {num_rows} rows into {k_partitions} non-empty partitions; take 1 to "
+            f"{num_rows}."
+        )
+    if equal_size and num_rows % k_partitions:
+        raise BatchError(
+            f"{num_rows} rows do not make {k_partitions} partitions of equal row counts; "
+            f"take equal_size=False, or {num_rows - num_rows % k_partitions} rows."
+        )
+
+    by_length = sorted(range(num_rows), key=lambda row: (-seqlen_list[row], row))
+    rows_at_once = k_partitions if equal_size else 1
+    # (minus the spread, lowest row, parts): no two share their lowest row, so parts never compare
+    heap: list[tuple[int, int, _Parts]] = []
+    for start in range(0, num_rows, rows_at_once):
+        rows = by_length[start : start + rows_at_once]
+        parts = [(int(seqlen_list[row]), [row]) for row in rows]
+        heapq.heappush(heap, (-_spread(parts, k_partitions), min(rows), parts))
+
+    while len(heap) > 1:
+        _, low, one = heapq.heappop(heap)
+        _, other_low, other = heapq.heappop(heap)
+        parts = _merge_opposed(one, other, k_partitions)
+        heapq.heappush(heap, (-_spread(parts, k_partitions), min(low, other_low), parts))
+    _, _, parts = heap[0]
+    return sorted(sorted(rows) for _, rows in parts)
+
+
+def _spread(parts: _Parts, k: int) -> int:
+    """Total length of the heaviest of k partitions less that of the lightest."""
+    return parts[0][0] - (parts[-1][0] if len(parts) == k else 0)
+
+
+def _merge_opposed(one: _Parts, other: _Parts, k: int) -> _Parts:
+    """The heaviest part of one joined with the lightest of the other, and so on.
+
+    Absent parts count as empty.
+    """
+    padded_one = one + [(0, [])] * (k - len(one))
+    padded_other = other + [(0, [])] * (k - len(other))
+    joined = [
+        (a + b, left + right)
+        for (a, left), (b, right) in zip(padded_one, reversed(padded_other), strict=True)
+    ]
+    return sorted((part for part in joined if part[1]), key=lambda part: (-part[0], part[1]))
+
+
+def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
+    """The inverse permutation: reordering by `idx_map`, then by the result, changes nothing."""
+    inverse = [0] * len(idx_map)
+    for position, row in enumerate(idx_map):
+        inverse[row] = position
+    return inverse

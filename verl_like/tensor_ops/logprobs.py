@@ -1,0 +1,132 @@
+"""Log-probs of labels and entropy of logits, in bounded memory.
+
+The softmax over the vocabulary is never held for all rows at once, forward or backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 4 * 2**20
+"""Bytes of fp32 logits in a chunk; at most four buffers of this size are alive at once."""
+
+
+class _TokenStats(torch.autograd.Function):
+    """Log-prob of the label and entropy of every row of logits, a chunk of rows at a time.
+
+    Logits are [rows, vocabulary]. Forward keeps one number a row, the log of the softmax's
+    denominator. Backward rebuilds each chunk's probabilities from it, so nothing of the logits'
+    size exists besides them and their gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor | None,
+        want_entropy: bool,
+        temperature: float,
+        inplace_backward: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        log_norm = torch.empty(logits.shape[0], dtype=wide, device=logits.device)
+        logprob = torch.empty_like(log_norm) if labels is not None else None
+        entropy = torch.empty_like(log_norm) if want_entropy else None
+
+        for rows in _row_chunks(logits):
+            scaled = _scaled(logits[rows], wide, temperature)
+            log_norm[rows] = scaled.logsumexp(dim=-1)
+            if logprob is not None and labels is not None:
+                logprob[rows] = scaled.gather(-1, labels[rows, None]).squeeze(-1) - log_norm[rows]
+            if entropy is not None:
+                probs = (scaled - log_norm[rows, None]).exp_()
+                entropy[rows] = torch.special.entr(probs).sum(dim=-1)
+
+        ctx.save_for_backward(logits, labels, log_norm, entropy)
+        ctx.temperature, ctx.inplace_backward = temperature, inplace_backward
+        ctx.set_materialize_grads(False)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if grad_logprob is None and grad_entropy is None:
+            return None, None, None, None, None
+        logits, labels, log_norm, entropy = ctx.saved_tensors
+        grad_logits = logits if ctx.inplace_backward else torch.empty_like(logits)
+
+        for rows in _row_chunks(logits):
+            scaled = _scaled(logits[rows], log_norm.dtype, ctx.temperature)
+            probs = scaled.sub(log_norm[rows, None]).exp_()
+            del scaled  # before the next buffer of its size
+            grad = torch.zeros_like(probs)
+            if grad_entropy is not None:
+                # d entropy / d logit = -p (log p + entropy), and entr(p) = -p log p
+                torch.special.entr(probs, out=grad)
+                grad.addcmul_(probs, entropy[rows, None], value=-1)
+                grad.mul_(grad_entropy[rows, None])
+            if grad_logprob is not None:
+                # d logprob / d logit = [logit is the label's] - p
+                grad.addcmul_(probs, grad_logprob[rows, None], value=-1)
+                grad.scatter_add_(-1, labels[rows, None], grad_logprob[rows, None])
+            grad_logits[rows] = grad.div_(ctx.temperature)
+        return grad_logits, None, None, None, None
+
+
+def _row_chunks(logits: Tensor) -> list[slice]:
+    """Slices of rows whose logits, in fp32, take CHUNK_BYTES at most."""
+    step = max(1, CHUNK_BYTES // (4 * max(1, logits.shape[-1])))
+    return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
+
+
+def _scaled(chunk: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+    wide = chunk.to(dtype)
+    return wide if temperature == 1.0 else wide / temperature
+
+
+_token_stats: Callable[..., tuple[Any, Any]] = _TokenStats.apply
+
+
+def logprobs_and_entropy_from_logits(
+    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, inplace_backward: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each label, and entropy, in one pass over logits [..., vocabulary] / temperature.
+
+    The results are at least fp32. Beside the logits and their gradient at most 40 MiB are alive.
+    `inplace_backward` writes the gradient over the logits, for a caller that never reads them
+    again.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    logprob, entropy = _token_stats(flat, labels.reshape(-1), True, temperature, inplace_backward)
+    return logprob.view(labels.shape), entropy.view(labels.shape)
+
+
+def logprobs_from_logits(
+    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, inplace_backward: bool = False
+) -> Tensor:
+    """Log-prob of each label under logits [..., vocabulary] / temperature.
+
+    Memory is bounded as in `logprobs_and_entropy_from_logits`.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    logprob, _ = _token_stats(flat, labels.reshape(-1), False, temperature, inplace_backward)
+    result: Tensor = logprob.view(labels.shape)
+    return result
+
+
+def entropy_from_logits(
+    logits: Tensor, *, temperature: float = 1.0, inplace_backward: bool = False
+) -> Tensor:
+    """Entropy of the softmax of logits [..., vocabulary] / temperature.
+
+    Memory is bounded as in `logprobs_and_entropy_from_logits`.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    _, entropy = _token_stats(flat, None, True, temperature, inplace_backward)
+    result: Tensor = entropy.view(logits.shape[:-1])
+    return result
