@@ -1,8 +1,8 @@
 """Metrics beside a batch: what a worker's method may return, and the values of all ranks as one.
 
-A method whose mode collects a batch returns the batch, `(batch, metrics)`, or metrics alone. Metrics
-are a plain dict of numbers, strings, or lists of these. They travel in the call's header, so a future
-that is passed on still travels as its batch.
+A method whose mode collects a batch returns the batch, `(batch, metrics)`, or metrics alone.
+Metrics are a plain dict of numbers, strings, or lists of these. They travel in the call's header,
+so a future that is passed on still travels as its batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.transport import Header
+from verl_like.calls.messages import Header
 from verl_like.errors import DispatchError
 
 Metrics = dict[str, Any]
@@ -50,7 +50,7 @@ def has_metrics_alone(headers: Sequence[Header], payloads: Sequence[Any], where:
 def collect_metrics(headers: Sequence[Header]) -> dict[str, list[Any]] | None:
     """Name -> the values of these ranks, in their order; None if no rank returned metrics.
 
-    A rank's own list is chained in. Ranks that held padding only are left out if others have metrics.
+    A rank's own list is chained in. Ranks that held padding only are left out if others have some.
     """
     reporting = [header for header in headers if header.metrics is not None]
     if not reporting:
@@ -89,7 +89,7 @@ def _plain_metrics(metrics: dict[Any, Any], where: str) -> Metrics:
 
 
 def _plain_value(value: Any, name: str, where: str) -> Any:
-    """A number or string of Python's own: numpy's and torch's scalars would not be packed as such."""
+    """A number or string of Python's own, of numpy's and torch's scalars too."""
     if type(value) in (float, int, bool, str):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from verl_like import (
     Scatter,
     Worker,
     WorkerGroup,
+    make_nd_compute_dataproto_dispatch_fn,
     register,
     register_dispatch_mode,
     update_dispatch_mode,
@@ -334,6 +336,67 @@ def test_a_mesh_may_be_registered_by_a_call_that_nobody_waited_for() -> None:
     registering = group.make_mesh(2)
     assert_same(group.on_mesh(batch(5)), batch(5))
     registering.get()
+
+
+ROLES_WITH_MESHES: dict[str, WorkerGroup] = {}
+ON_ROWS_MESH = make_nd_compute_dataproto_dispatch_fn("rows")
+
+
+def collect_after_a_call_of_the_other_role(target, outputs):
+    """While this call is collected, another role of the same processes is called."""
+    other = ROLES_WITH_MESHES["other"].on_rows.remote(batch(4))
+    thread = threading.Thread(target=other.get)
+    thread.start()
+    thread.join(10)
+    return ON_ROWS_MESH.collect_fn(target, outputs)
+
+
+class OnRows(Worker):
+    """Has a mesh "rows" in which `ranks_per_piece` ranks get the same piece."""
+
+    def __init__(self, ranks_per_piece: int):
+        super().__init__()
+        self.lay_out_again(ranks_per_piece)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def lay_out_again(self, ranks_per_piece: int):
+        dp_rank, place = divmod(self.rank, ranks_per_piece)
+        self._register_dispatch_collect_info("rows", dp_rank, is_collect=place == 0)
+
+    @register(dispatch_mode=ON_ROWS_MESH)
+    def on_rows(self, data: DataProto):
+        return DataProto.from_dict({"x": data.batch["x"], "rank": data.batch["x"] * 0 + self.rank})
+
+    @register(
+        dispatch_mode={
+            "dispatch_fn": ON_ROWS_MESH.dispatch_fn,
+            "collect_fn": collect_after_a_call_of_the_other_role,
+        }
+    )
+    def collected_in_between(self, data: DataProto):
+        return self.on_rows(data)
+
+
+def fused_with_meshes(layouts: dict[str, int]) -> dict[str, WorkerGroup]:
+    transport = FakeTransport({role: (OnRows, (n,), {}) for role, n in layouts.items()}, 4)
+    return WorkerGroup(transport, dict.fromkeys(layouts, OnRows), prefixed=True).spawn(layouts)
+
+
+def test_a_call_is_collected_by_its_own_roles_mesh_while_another_role_is_called() -> None:
+    ROLES_WITH_MESHES.update(fused_with_meshes({"one": 2, "other": 1}))
+    result = ROLES_WITH_MESHES["one"].collected_in_between(batch(4))
+    assert result.batch["x"].tolist() == [0, 1, 2, 3]
+    assert result.batch["rank"].tolist() == [0, 0, 2, 2]
+    other = ROLES_WITH_MESHES["other"].on_rows(batch(4))
+    assert other.batch["rank"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_call_is_collected_by_the_layout_that_it_was_split_by() -> None:
+    group = fused_with_meshes({"one": 2})["one"]
+    before = group.on_rows.remote(batch(4))
+    group.lay_out_again(4)
+    assert group.on_rows(batch(4)).batch["rank"].tolist() == [0, 0, 0, 0]
+    assert before.get().batch["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_method_that_would_shadow_an_attribute_is_refused() -> None:

@@ -137,16 +137,12 @@ def test_futures_chain_between_groups(groups) -> None:
     assert set(groups["modes"].describe(groups["modes"].rank_zero.remote(1))) == {"tuple (0, 1)"}
 
 
-def test_a_method_declared_to_return_nothing_returns_nothing(fused, groups) -> None:
+def test_a_method_returns_what_it_returns_whatever_it_declares(fused, groups) -> None:
     nothing = groups["adder"].say.remote("nothing")
     assert nothing.get() == [None] * fused.world_size
     assert set(groups["modes"].describe(nothing)) == {f"list {nothing.get()}"}
     assert set(groups["modes"].describe_future(nothing)) == {f"list {nothing.get()}"}
-    with pytest.raises(
-        DispatchError,
-        match="returns_all_the_same on rank 0 is declared `-> None` and returned a int",
-    ):
-        groups["faulty"].returns_all_the_same()
+    assert groups["faulty"].returns_all_the_same() == [3] * fused.world_size
 
 
 def test_metrics_come_beside_a_batch_and_a_passed_on_future_is_the_batch(groups, backend) -> None:
@@ -268,10 +264,10 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
     with pytest.raises(FileNotFoundError, match="there") as caught:
         groups["faulty"].raises_past_queue()
     assert "raised in faulty.raises_past_queue, faulty rank 0" in caught.value.__notes__[0]
-    with pytest.raises(
-        DispatchError, match="returns_past_queue on rank 0 is declared `-> None` and returned a int"
-    ):
-        groups["faulty"].returns_past_queue()
+    assert groups["faulty"].returns_past_queue() == [4] * num_workers
+    assert set(groups["modes"].describe(groups["faulty"].stop.remote("passed on"))) == {
+        f"list {['passed on'] * num_workers}"
+    }
     with pytest.raises(
         DispatchError, match="faulty.stop goes past the queue of calls and takes small values only"
     ):
