@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RaySystemError, RayTaskError
 
 from verl_like.backends.ray import side_channel
 from verl_like.backends.ray.cluster import NodeProbe
@@ -136,6 +136,12 @@ class RayTransport(Transport):
             if isinstance(error.cause, WorkerError):
                 raise error.cause from None
             raise WorkerError(cannot_travel(error.cause)) from None
+        except RaySystemError as error:
+            reason = error.client_exc
+            if isinstance(reason, Exception):  # raised by a class that was to be unpickled here
+                text = cannot_travel(f"{type(reason).__name__}: {reason}")
+                raise WorkerError(text) from None
+            raise WorkerError(f"Ray cannot bring the answer: {error}") from None
         except RayError as error:
             raise WorkerError(f"Ray cannot bring the answer: {error}") from None
 
