@@ -200,6 +200,7 @@ class WorkerGroup:
         self.prefixed = prefixed
         self.outstanding: weakref.WeakSet[WorkerFuture] = weakref.WeakSet()
         self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
+        self._mesh_known_at: dict[int, float] = {}
         self.learn_mesh_facts(transport.started)
         for name, (role, method, function, mark) in method_table(roles, prefixed).items():
             setattr(self, name, BoundMethod(self, role, method, function, mark))
@@ -224,7 +225,8 @@ class WorkerGroup:
                     f"Roles: {', '.join(self.roles)}."
                 )
             spawned[role] = WorkerGroup(self.transport, {role: self.roles[role]}, prefixed=False)
-            spawned[role]._mesh, spawned[role].outstanding = self._mesh, self.outstanding
+            spawned[role].outstanding = self.outstanding
+            spawned[role]._mesh, spawned[role]._mesh_known_at = self._mesh, self._mesh_known_at
         return spawned
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
@@ -278,6 +280,9 @@ class WorkerGroup:
     def learn_mesh_facts(self, headers: Sequence[Header]) -> None:
         """Take in what workers reported: every header carries it, so nothing is ever asked for."""
         for header in headers:
+            if header.end < self._mesh_known_at.get(header.rank, 0.0):
+                continue  # read late: the group has heard of a later call on this rank
+            self._mesh_known_at[header.rank] = header.end
             for role, meshes in (header.mesh_facts or {}).items():
                 for mesh, fact in meshes.items():
                     self._mesh.setdefault(role, {}).setdefault(mesh, {})[header.rank] = fact

@@ -338,13 +338,13 @@ def test_a_mesh_may_be_registered_by_a_call_that_nobody_waited_for() -> None:
     registering.get()
 
 
-ROLES_WITH_MESHES: dict[str, WorkerGroup] = {}
+FUSED: list[WorkerGroup] = []
 ON_ROWS_MESH = make_nd_compute_dataproto_dispatch_fn("rows")
 
 
 def collect_after_a_call_of_the_other_role(target, outputs):
-    """While this call is collected, another role of the same processes is called."""
-    other = ROLES_WITH_MESHES["other"].on_rows.remote(batch(4))
+    """While this call is collected, a thread collects one of another role of the group."""
+    other = FUSED[0].other_on_rows.remote(batch(4))
     thread = threading.Thread(target=other.get)
     thread.start()
     thread.join(10)
@@ -377,26 +377,27 @@ class OnRows(Worker):
         return self.on_rows(data)
 
 
-def fused_with_meshes(layouts: dict[str, int]) -> dict[str, WorkerGroup]:
+def fused_with_meshes(layouts: dict[str, int]) -> WorkerGroup:
     transport = FakeTransport({role: (OnRows, (n,), {}) for role, n in layouts.items()}, 4)
-    return WorkerGroup(transport, dict.fromkeys(layouts, OnRows), prefixed=True).spawn(layouts)
+    return WorkerGroup(transport, dict.fromkeys(layouts, OnRows), prefixed=True)
 
 
 def test_a_call_is_collected_by_its_own_roles_mesh_while_another_role_is_called() -> None:
-    ROLES_WITH_MESHES.update(fused_with_meshes({"one": 2, "other": 1}))
-    result = ROLES_WITH_MESHES["one"].collected_in_between(batch(4))
+    fused = fused_with_meshes({"one": 2, "other": 1})
+    FUSED[:] = [fused]
+    result = fused.one_collected_in_between(batch(4))
     assert result.batch["x"].tolist() == [0, 1, 2, 3]
     assert result.batch["rank"].tolist() == [0, 0, 2, 2]
-    other = ROLES_WITH_MESHES["other"].on_rows(batch(4))
-    assert other.batch["rank"].tolist() == [0, 1, 2, 3]
+    assert fused.other_on_rows(batch(4)).batch["rank"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_call_is_collected_by_the_layout_that_it_was_split_by() -> None:
-    group = fused_with_meshes({"one": 2})["one"]
+    group = fused_with_meshes({"one": 2}).spawn(["one"])["one"]
     before = group.on_rows.remote(batch(4))
     group.lay_out_again(4)
     assert group.on_rows(batch(4)).batch["rank"].tolist() == [0, 0, 0, 0]
     assert before.get().batch["x"].tolist() == [0, 1, 2, 3]
+    assert group.on_rows(batch(4)).batch["rank"].tolist() == [0, 0, 0, 0]
 
 
 def test_a_method_that_would_shadow_an_attribute_is_refused() -> None:
