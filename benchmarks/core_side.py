@@ -1,5 +1,4 @@
-"""One side of `bench_core`: the same workers and driver code on our core, on verl's, or (`bare`) on
-plain Ray actors.
+"""One side of `bench_core`: the same driver code on our core, on verl's, or on plain Ray actors.
 
 Run by `bench_core.py` in a process of its own, `python core_side.py ours|verl|bare`; the last line
 printed is JSON.
@@ -14,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,17 @@ import ray
 import torch
 
 ROWS, WIDTH = 1024, 2048
+SMALL_ROWS, SMALL_WIDTH = 8, 1536
+SMALL_COLUMNS = ("input_ids", "position_ids", "old_log_probs", "values", "advantages", "returns")
+"""Of `columns`: 0.4 MB at 8 x 1536."""
 REPEATS = 5
 ECHOES = 31
-"""Repeats of a large batch's way there and back: fresh memory makes one take from 50 to 450 ms on a
-virtual machine.
+"""Repeats of a large batch's way there and back.
+
+Fresh memory makes one take from 50 to 450 ms on a virtual machine.
 """
+CHANGED = "advantages"
+"""The column that the worker of an echo changes in place."""
 
 
 def columns(rows: int, width: int) -> dict[str, torch.Tensor]:
@@ -34,6 +40,13 @@ def columns(rows: int, width: int) -> dict[str, torch.Tensor]:
     floats = ("old_log_probs", "values", "advantages", "returns", "token_level_scores")
     made = {name: torch.arange(rows * width).reshape(rows, width) % 997 for name in ids}
     return made | {name: torch.rand(rows, width) for name in floats}
+
+
+def texts(rows: int, turn: int) -> dict[str, np.ndarray]:
+    """Two string columns: a name of every row, and a text of some hundred characters."""
+    names = [f"{row}-{turn}" for row in range(rows)]
+    prompts = [f"What is {row} + {turn}? " * 20 for row in range(rows)]
+    return {"uid": np.array(names, dtype=object), "prompt": np.array(prompts, dtype=object)}
 
 
 def median_of(work: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -47,92 +60,132 @@ def median_of(work: Callable[[], Any], repeats: int = REPEATS) -> float:
     return statistics.median(times)
 
 
+def median_of_fresh(make: Callable[[int], Any], work: Callable[[Any], Any], repeats: int) -> float:
+    """Seconds of work on data that is made anew for every run; the first one does not count."""
+    times = []
+    for turn in range(repeats + 1):
+        given = make(turn)
+        began = time.perf_counter()
+        result = work(given)
+        times.append(time.perf_counter() - began)
+        del given, result
+    return statistics.median(times[1:])
+
+
 def best_per_call(work: Callable[[], Any], calls: int, rounds: int = 7) -> float:
     """Seconds a call: the median over rounds of many calls."""
     return median_of(lambda: [work() for _ in range(calls)], rounds) / calls
 
 
-def grouped(side: str) -> dict[str, float]:
-    """Worker groups: echo, chain, small calls, start, overlap; then the batch alone."""
+def framework(side: str) -> SimpleNamespace:
+    """The names that a side's workers and driver are written with."""
     if side == "verl":
         from verl import DataProto
         from verl.single_controller.base import Worker
         from verl.single_controller.base.decorator import Dispatch, register
         from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-        def pool() -> Any:
-            return RayResourcePool([2], use_gpu=False, max_colocate_count=1)
-
-        def later(cls: type) -> Any:
-            return RayClassWithInitArgs(cls=ray.remote(cls))
-
-        def call_future(group: Any, batch: Any) -> Any:
-            return group.echo_later(batch)
-    else:
-        from verl_like import (
-            DataProto,
-            Dispatch,
-            RayClassWithInitArgs,
-            RayResourcePool,
-            RayWorkerGroup,
-            Worker,
-            register,
+        return SimpleNamespace(
+            DataProto=DataProto,
+            Worker=Worker,
+            Dispatch=Dispatch,
+            register=register,
+            RayWorkerGroup=RayWorkerGroup,
+            pool=lambda: RayResourcePool([2], use_gpu=False, max_colocate_count=1),
+            later=lambda cls: RayClassWithInitArgs(cls=ray.remote(cls)),
         )
 
-        def pool() -> Any:
-            return RayResourcePool([2], cpus_per_process=1)
+    import verl_like
 
-        def later(cls: type) -> Any:
-            return RayClassWithInitArgs(cls)
+    return SimpleNamespace(
+        DataProto=verl_like.DataProto,
+        Worker=verl_like.Worker,
+        Dispatch=verl_like.Dispatch,
+        register=verl_like.register,
+        RayWorkerGroup=verl_like.RayWorkerGroup,
+        pool=lambda: verl_like.RayResourcePool([2], cpus_per_process=1),
+        later=verl_like.RayClassWithInitArgs,
+    )
 
-        def call_future(group: Any, batch: Any) -> Any:
-            return group.echo.remote(batch)
 
-    class Echo(Worker):
+def echo_class(api: SimpleNamespace) -> type:
+    """A worker that gives back what it gets."""
+    proto, one_to_all = api.Dispatch.DP_COMPUTE_PROTO, api.Dispatch.ONE_TO_ALL
+
+    class Echo(api.Worker):  # type: ignore[name-defined,misc]
         """Gives back what it gets."""
 
         def __init__(self) -> None:
             super().__init__()
 
-        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-        def echo(self, data: DataProto) -> DataProto:
+        @api.register(dispatch_mode=proto)
+        def echo(self, data: Any) -> Any:
             return data
 
-        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-        def echo_later(self, data: DataProto) -> DataProto:
+        @api.register(dispatch_mode=proto, blocking=False)
+        def echo_later(self, data: Any) -> Any:
             return data
 
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        @api.register(dispatch_mode=proto)
+        def echo_changed(self, data: Any) -> Any:
+            data.batch[CHANGED].add_(1.0)
+            return data
+
+        @api.register(dispatch_mode=one_to_all)
         def nothing(self) -> None:
             return None
 
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+        @api.register(dispatch_mode=one_to_all, blocking=False)
         def nap(self, seconds: float) -> None:
             time.sleep(seconds)
 
+    return Echo
+
+
+def grouped(side: str) -> dict[str, float]:
+    """Worker groups: echo, chain, small calls, start, overlap; then the batch alone."""
+    api = framework(side)
+    echo_cls = echo_class(api)
     starts, groups = [], []
     for _ in range(3):
         began = time.perf_counter()
-        group = RayWorkerGroup(resource_pool=pool(), ray_cls_with_init=later(Echo))
+        group = api.RayWorkerGroup(resource_pool=api.pool(), ray_cls_with_init=api.later(echo_cls))
         group.nothing()
         starts.append(time.perf_counter() - began)
         groups.append(group)
     a, b = groups[:2]
-    batch = DataProto.from_dict(columns(ROWS, WIDTH))
-    megabytes = sum(t.nbytes for t in batch.batch.values()) / 1e6
-    tiny = DataProto.from_dict(columns(8, 16))
-    back = a.echo(batch)
-    assert all(torch.equal(back.batch[k], v) for k, v in batch.batch.items()), (
-        "the echo is not what was sent"
-    )
-    del back
+    chain = a.echo_later if side == "verl" else a.echo.remote
+    chain_on = b.echo_later if side == "verl" else b.echo.remote
+
+    def large(turn: int) -> Any:
+        tensors = {name: column + turn for name, column in base.items()}
+        return api.DataProto.from_dict(tensors, non_tensors=texts(ROWS, turn))
+
+    base = columns(ROWS, WIDTH)
+    check_echo(a, large(1))
+    batch = api.DataProto.from_dict(base)
+    megabytes = sum(t.nbytes for t in base.values()) / 1e6
+    tiny = api.DataProto.from_dict(columns(8, 16))
+    made = columns(SMALL_ROWS, SMALL_WIDTH)
+    small = api.DataProto.from_dict({name: made[name] for name in SMALL_COLUMNS})
     figures = {"batch_mb": megabytes, "start_2_workers_s": statistics.median(starts)}
-    figures["echo_mb_per_s"] = megabytes / median_of(lambda: a.echo(batch), ECHOES)
-    figures["chain_s"] = median_of(lambda: call_future(b, call_future(a, batch)).get())
+    figures["echo_mb_per_s"] = megabytes / median_of_fresh(large, a.echo_changed, ECHOES)
+    figures["chain_s"] = median_of(lambda: chain_on(chain(batch)).get())
     figures["tiny_echo_ms"] = best_per_call(lambda: a.echo(tiny), 50) * 1e3
+    figures["small_echo_ms"] = best_per_call(lambda: a.echo(small), 50) * 1e3
     figures["one_to_all_noop_ms"] = best_per_call(a.nothing, 100) * 1e3
     figures["two_naps_s"] = median_of(lambda: naps(side, a, b), 3)
-    return figures | batch_alone(DataProto)
+    return figures | batch_alone(api.DataProto)
+
+
+def check_echo(group: Any, batch: Any) -> None:
+    """An echo that loses or changes something else would be no echo."""
+    back = group.echo_changed(batch)
+    for name, column in batch.batch.items():
+        expected = column + 1.0 if name == CHANGED else column
+        assert torch.equal(back.batch[name], expected), f"{name} is not what was sent"
+    for name, strings in batch.non_tensor_batch.items():
+        assert back.non_tensor_batch[name].tolist() == strings.tolist(), name
 
 
 def naps(side: str, a: Any, b: Any) -> None:
@@ -188,22 +241,23 @@ def batch_alone(batch_cls: Any) -> dict[str, float]:
     }
 
 
+@ray.remote(num_cpus=1)
+class BareEcho:
+    """Copies what it gets."""
+
+    def echo(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A private copy of every array; one is changed."""
+        own = {name: array.copy() for name, array in arrays.items()}
+        own[CHANGED] += 1.0
+        return own
+
+    def nothing(self) -> None:
+        """No work."""
+
+
 def bare() -> dict[str, float]:
-    """The floor: two plain actors, a dict of numpy arrays, split and joined by the driver, copied
-    once by the actor.
-    """
-
-    @ray.remote(num_cpus=1)
-    class Echo:
-        """Copies what it gets."""
-
-        def echo(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            return {name: array.copy() for name, array in arrays.items()}
-
-        def nothing(self) -> None:
-            return None
-
-    actors = [Echo.remote() for _ in range(2)]
+    """The floor: two plain actors, a dict of numpy arrays, split and joined by the driver."""
+    actors = [BareEcho.remote() for _ in range(2)]
 
     def echo(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         half = len(next(iter(arrays.values()))) // 2
@@ -211,16 +265,22 @@ def bare() -> dict[str, float]:
         back = ray.get([actor.echo.remote(part) for actor, part in zip(actors, parts, strict=True)])
         return {name: np.concatenate([part[name] for part in back]) for name in arrays}
 
-    batch = {k: v.numpy() for k, v in columns(ROWS, WIDTH).items()}
-    tiny = {k: v.numpy() for k, v in columns(8, 16).items()}
-    megabytes = sum(v.nbytes for v in batch.values()) / 1e6
+    def nothing() -> None:
+        ray.get([actor.nothing.remote() for actor in actors])
+
+    def large(turn: int) -> dict[str, np.ndarray]:
+        return {name: array + turn for name, array in base.items()} | texts(ROWS, turn)
+
+    base = {name: column.numpy() for name, column in columns(ROWS, WIDTH).items()}
+    tiny = {name: column.numpy() for name, column in columns(8, 16).items()}
+    made = columns(SMALL_ROWS, SMALL_WIDTH)
+    small = {name: made[name].numpy() for name in SMALL_COLUMNS}
+    megabytes = sum(array.nbytes for array in base.values()) / 1e6
     return {
-        "echo_mb_per_s": megabytes / median_of(lambda: echo(batch), ECHOES),
+        "echo_mb_per_s": megabytes / median_of_fresh(large, echo, ECHOES),
         "tiny_echo_ms": best_per_call(lambda: echo(tiny), 50) * 1e3,
-        "one_to_all_noop_ms": best_per_call(
-            lambda: ray.get([a.nothing.remote() for a in actors]), 100
-        )
-        * 1e3,
+        "small_echo_ms": best_per_call(lambda: echo(small), 50) * 1e3,
+        "one_to_all_noop_ms": best_per_call(nothing, 100) * 1e3,
     }
 
 
@@ -228,7 +288,9 @@ def main() -> None:
     """Measure one side."""
     side = sys.argv[1]
     torch.set_num_threads(1)
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        "local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     figures = bare() if side == "bare" else grouped(side)
     print(json.dumps(figures), flush=True)
     os._exit(0)

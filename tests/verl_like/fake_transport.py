@@ -8,10 +8,12 @@ import copy
 
 from tests.verl_like.sample_workers import Modes
 from verl_like import WorkerGroup
-from verl_like.backends.local.child_transport import Done, regroup_here
-from verl_like.calls.transport import Pending, Transport
+from verl_like.backends.local.references import Done, regroup_here
+from verl_like.calls.messages import Pending
+from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
-from verl_like.process.host import HostFacts, WorkerHost
+from verl_like.process.facts import ProcessFacts
+from verl_like.process.host import WorkerHost
 
 
 class FakeTransport(Transport):
@@ -19,7 +21,8 @@ class FakeTransport(Transport):
 
     def __init__(self, recipes, world_size):
         super().__init__(
-            [HostFacts("+".join(recipes), r, world_size, r) for r in range(world_size)], Deadlines()
+            [ProcessFacts("+".join(recipes), r, world_size, r) for r in range(world_size)],
+            Deadlines(),
         )
         self.hosts = [WorkerHost(recipes, facts, {}) for facts in self.facts]
         self.started = [host.start(None) for host in self.hosts]
@@ -43,7 +46,7 @@ class FakeTransport(Transport):
     def regroup(self, pending, num_pieces, even=True):
         return [
             Pending(p.rank, Done(p.payload.result()), Done(p.header.result()), p.role)
-            for p in regroup_here(self, pending, num_pieces, even)
+            for p in regroup_here(pending, num_pieces, even)
         ]
 
     def place(self, rank):

@@ -1,5 +1,6 @@
-"""Run by `backends/test_ray_backend` in a process of its own: a cluster that loses a node, and one
-low on memory.
+"""A cluster that loses a node, and one low on memory.
+
+`backends/ray/test_ray_backend` runs this in a process of its own.
 """
 
 from __future__ import annotations

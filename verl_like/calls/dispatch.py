@@ -3,13 +3,13 @@
 `@register` marks a worker's method; `WorkerGroup` reads the mark and grows a method of the same
 name. A dispatch mode is a pair:
 
-    dispatch_fn(group, *args, **kwargs) -> (args, kwargs)   every value a list with one element per worker
-    collect_fn(group, outputs)          -> result           outputs of the workers that ran, in rank order
+    dispatch_fn(target, *args, **kwargs) -> (args, kwargs)   # every value a list by rank
+    collect_fn(target, outputs) -> result                    # outputs by rank
 
 Add one with `register_dispatch_mode(name, dispatch_fn, collect_fn)`, or hand `{"dispatch_fn": …,
 "collect_fn": …}` to `@register`. What is broadcast and what is scattered is said, never guessed: a
-list is one value unless it is a `Scatter`. The splitting of a `DataProto` itself is in
-`verl_like.batch.split`.
+list is one value unless it is a `Scatter`. `target` is the group as this call sees it
+(`verl_like.calls.target`). How a `DataProto` becomes pieces is in `verl_like.calls.pieces`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from verl_like.batch.split import collect_dataproto, split_over
+from verl_like.calls.pieces import collect_dataproto, split_over
+from verl_like.calls.target import CallTarget
 from verl_like.errors import DispatchError, nearest
-
-if TYPE_CHECKING:
-    from verl_like.calls.group import WorkerGroup
 
 F = TypeVar("F", bound=Callable[..., Any])
 ATTRIBUTE = "_verl_like_register"
@@ -46,9 +44,7 @@ class _Named:
 
     @classmethod
     def register(cls, name: str) -> Any:
-        """Add a member (names are upper case) and give it back; a member that exists is given back
-        as it is.
-        """
+        """Add a member (names are upper case) and give it back; one that exists stays as it is."""
         key = name.upper()
         if key not in cls.members:
             cls.members[key] = cls(key)
@@ -116,7 +112,7 @@ class Mode:
     dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     collect_fn: Callable[[Any, list[Any]], Any]
     form: str = "own"
-    collecting_ranks: Callable[[WorkerGroup], list[int]] | None = None
+    collecting_ranks: Callable[[CallTarget], list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,96 +127,95 @@ class Registration:
     past_queue: bool
 
 
-def _per_worker(fn: Callable[[WorkerGroup, Any, str], list[Any]]) -> Callable[..., Any]:
+def _per_worker(fn: Callable[[CallTarget, Any, str], list[Any]]) -> Callable[..., Any]:
     """A `dispatch_fn` that treats every argument alike."""
 
     @functools.wraps(fn)
     def dispatch_fn(
-        group: WorkerGroup, *args: Any, **kwargs: Any
+        target: CallTarget, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        named = {name: fn(group, value, f"argument '{name}'") for name, value in kwargs.items()}
-        return tuple(fn(group, value, _argument(group, i)) for i, value in enumerate(args)), named
+        given = tuple(fn(target, value, _argument(target, i)) for i, value in enumerate(args))
+        named = {name: fn(target, value, f"argument '{name}'") for name, value in kwargs.items()}
+        return given, named
 
     return dispatch_fn
 
 
 @_per_worker
-def dispatch_one_to_all(group: WorkerGroup, value: Any, name: str) -> list[Any]:
+def dispatch_one_to_all(target: CallTarget, value: Any, name: str) -> list[Any]:
     """The same value for every worker."""
-    return [value] * group.world_size
+    return [value] * target.world_size
 
 
 @_per_worker
-def dispatch_all_to_all(group: WorkerGroup, value: Any, name: str) -> list[Any]:
+def dispatch_all_to_all(target: CallTarget, value: Any, name: str) -> list[Any]:
     """A `Scatter` gives each worker its element; anything else goes to every worker as it is."""
-    return (
-        _checked_list(group, value, name)
-        if isinstance(value, Scatter)
-        else [value] * group.world_size
-    )
+    if isinstance(value, Scatter):
+        return _checked_list(target, value, name)
+    return [value] * target.world_size
 
 
 @_per_worker
-def dispatch_dp_compute(group: WorkerGroup, value: Any, name: str) -> list[Any]:
+def dispatch_dp_compute(target: CallTarget, value: Any, name: str) -> list[Any]:
     """The caller has split already: a list or tuple with one element per worker."""
-    return _checked_list(group, value, name)
+    return _checked_list(target, value, name)
 
 
 @_per_worker
-def dispatch_dp_compute_proto(group: WorkerGroup, value: Any, name: str) -> list[Any]:
+def dispatch_dp_compute_proto(target: CallTarget, value: Any, name: str) -> list[Any]:
     """Contiguous pieces of equal length; the last ones are padded with marked rows."""
-    return split_over(group, value, name, group.world_size)
+    return split_over(target, value, name, target.world_size)
 
 
 def dispatch_dp_compute_proto_with_func(
-    group: WorkerGroup, func: Any, *args: Any, **kwargs: Any
+    target: CallTarget, func: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     """The first argument is a function and goes to every worker; the others are split."""
     if not callable(func):
         raise DispatchError(
-            f"{group.call_site}: {_argument(group, 0)} must be a function, got "
+            f"{target.call_site}: {_argument(target, 0)} must be a function, got "
             f"{type(func).__name__}."
         )
-    size = group.world_size
+    size = target.world_size
     split_args = [
-        split_over(group, value, _argument(group, i), size) for i, value in enumerate(args, 1)
+        split_over(target, value, _argument(target, i), size) for i, value in enumerate(args, 1)
     ]
     split_kwargs = {
-        name: split_over(group, value, f"argument '{name}'", size) for name, value in kwargs.items()
+        name: split_over(target, value, f"argument '{name}'", size)
+        for name, value in kwargs.items()
     }
     return ([func] * size, *split_args), split_kwargs
 
 
-def dispatch_direct_rollout(group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+def dispatch_direct_rollout(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:
     """Refused: such methods are called by a rollout server, not through a group."""
     raise DispatchError(
-        f"{group.call_site}: a DIRECT_ROLLOUT_METHOD is not called through its group; ask the "
+        f"{target.call_site}: a DIRECT_ROLLOUT_METHOD is not called through its group; ask the "
         "rollout server."
     )
 
 
-def collect_list(group: WorkerGroup, outputs: list[Any]) -> list[Any]:
+def collect_list(target: CallTarget, outputs: list[Any]) -> list[Any]:
     """One result per worker, in rank order."""
     return outputs
 
 
-def collect_first(group: WorkerGroup, outputs: list[Any]) -> Any:
+def collect_first(target: CallTarget, outputs: list[Any]) -> Any:
     """The result of rank 0."""
     return outputs[0]
 
 
-def _argument(group: WorkerGroup, position: int) -> str:
+def _argument(target: CallTarget, position: int) -> str:
     """What the method calls a positional argument."""
-    site = group.call_site
-    return f"argument {position}" if isinstance(site, str) else site.argument(position)
+    return target.call_site.argument(position)
 
 
-def _checked_list(group: WorkerGroup, value: Any, name: str) -> list[Any]:
-    if not isinstance(value, (list, tuple)) or len(value) != group.world_size:
+def _checked_list(target: CallTarget, value: Any, name: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)) or len(value) != target.world_size:
         size = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
         raise DispatchError(
-            f"{group.call_site}: {name} must be a list with one element for each of "
-            f"{group.world_size} workers, got {type(value).__name__}{size}. To send one value to "
+            f"{target.call_site}: {name} must be a list with one element for each of "
+            f"{target.world_size} workers, got {type(value).__name__}{size}. To send one value to "
             "all of them, use Dispatch.ONE_TO_ALL."
         )
     return list(value)
@@ -255,27 +250,26 @@ def update_dispatch_mode(
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
-    """Split over a mesh's data axis: ranks that share a dp rank get the same piece, one of them
-    gives the result.
+    """Split over a mesh's data axis: ranks that share a dp rank get the same piece.
+
+    One of them gives the result.
     """
 
     @_per_worker
-    def dispatch_fn(group: WorkerGroup, value: Any, name: str) -> list[Any]:
-        dp_ranks = [dp for dp, _ in group.mesh_facts(mesh_name)]
-        pieces = split_over(group, value, name, max(dp_ranks) + 1)
+    def dispatch_fn(target: CallTarget, value: Any, name: str) -> list[Any]:
+        dp_ranks = [dp for dp, _ in target.mesh_facts(mesh_name)]
+        pieces = split_over(target, value, name, max(dp_ranks) + 1)
         return [pieces[dp] for dp in dp_ranks]
 
-    def collecting_ranks(group: WorkerGroup) -> list[int]:
-        facts = group.mesh_facts(mesh_name)
-        return [
-            rank
-            for _, rank in sorted(
-                (dp, rank) for rank, (dp, is_collect) in enumerate(facts) if is_collect
-            )
-        ]
+    def collecting_ranks(target: CallTarget) -> list[int]:
+        by_dp_rank = {}
+        for rank, (dp, is_collect) in enumerate(target.mesh_facts(mesh_name)):
+            if is_collect:
+                by_dp_rank[dp] = rank
+        return [by_dp_rank[dp] for dp in sorted(by_dp_rank)]
 
-    def collect_fn(group: WorkerGroup, outputs: list[Any]) -> Any:
-        return collect_dataproto(group, [outputs[rank] for rank in collecting_ranks(group)])
+    def collect_fn(target: CallTarget, outputs: list[Any]) -> Any:
+        return collect_dataproto(target, [outputs[rank] for rank in collecting_ranks(target)])
 
     return Mode(dispatch_fn, collect_fn, "batch", collecting_ranks)
 
@@ -310,19 +304,20 @@ def register(
     readonly: bool = False,
     past_queue: bool = False,
 ) -> Callable[[F], F]:
-    """Mark a worker's method (also an `async def`, which runs to its end) as callable through its
-    group.
+    """Mark a worker's method as callable through its group; an `async def` runs to its end.
 
     Args:
-        dispatch_mode: a `Dispatch` member, a dict of `dispatch_fn` and `collect_fn`, or the result of
-            `make_nd_compute_dataproto_dispatch_fn`; `Dispatch.ALL_TO_ALL` unless given.
+        dispatch_mode: a `Dispatch` member, a dict of `dispatch_fn` and `collect_fn`, or the result
+            of `make_nd_compute_dataproto_dispatch_fn`; `Dispatch.ALL_TO_ALL` unless given.
         execute_mode: `Execute.ALL` (unless given) or `Execute.RANK_ZERO`.
         blocking: whether `group.method(...)` waits. `group.method.remote(...)` never does.
-        materialize_futures: whether a future among the arguments reaches the method as its value; if not, the method
-            gets an object whose `get()` gives it.
-        readonly: the method promises not to write into its batch, which is then handed over without a private copy.
-        past_queue: the method runs at once, in a thread of its own, beside the call that is running and before those
-            that wait: to stop a generation, say. It takes small values only, and must mind the other thread.
+        materialize_futures: whether a future among the arguments reaches the method as its value;
+            if not, the method gets an object whose `get()` gives it.
+        readonly: the method promises not to write into its batch, which is then handed over without
+            a private copy.
+        past_queue: the method runs at once, in a thread of its own, beside the call that is running
+            and before those that wait: to stop a generation, say. It takes small values only, and
+            must mind the other thread.
     """
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
     mode_of(mode, "@register")

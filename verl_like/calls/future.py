@@ -2,10 +2,10 @@
 
 A future holds references to pieces on the workers; `get()` brings them here.
 
-ref, values = reference.compute_ref_log_prob.remote(batch), critic.compute_values.remote(batch) ref,
-values = gather(ref, values) # waits for both; an error of one never hides the other's update =
-critic.update_critic.remote(values) # a future may be passed on: its pieces travel from worker to
-worker
+    ref = reference.compute_ref_log_prob.remote(batch)
+    values = critic.compute_values.remote(batch)
+    update = critic.update_critic.remote(values)    # its pieces travel from worker to worker
+    ref, values = gather(ref, values)               # waits for both, also when one fails
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_like.calls.transport import Header, Pending, Transport
-from verl_like.calls.waiting import wait_for_calls
+from verl_like.calls.answers import wait_for_calls
+from verl_like.calls.messages import Header, Pending
+from verl_like.calls.metrics import batch_alone
+from verl_like.calls.transport import Transport
 from verl_like.errors import BatchError, WorkerError
 
 logger = logging.getLogger(__name__)
+Outcome = tuple[Any, Exception | None]
+"""The value of a future, or its error."""
 
 
 class WorkerFuture:
-    """The result of one call on a group: one pair of references per worker that runs it."""
+    """The result of one call on a group, as references to the answers of its workers."""
 
     def __init__(
         self,
@@ -33,26 +37,26 @@ class WorkerFuture:
         transport: Transport,
         pending: Sequence[Pending],
         collect: Callable[[list[Header], list[Any]], Any],
-        form: str = "own",
-        pieces: Sequence[Pending] | None = None,
+        form: str,
+        pieces: Sequence[Pending],
     ):
-        """Made by `WorkerGroup`; `collect` turns headers and payloads, in rank order, into the
-        result.
+        """Made by `BoundMethod`; `collect` turns headers and payloads into the result.
 
-        `form` says how `pieces` (all of `pending`, unless given) make the result: a `batch`, a
-        `list`, the `first` of them, or by a function of its `own`, which only `collect` knows.
+        `form` says how `pieces`, the answers that count, make the result: a `batch`, a `list`, the
+        `first` of them, or by a function of its `own`, which only `collect` knows.
         """
         self.name = name
         self.transport = transport
         self.pending = list(pending)
         self.form = form
-        self.pieces = self.pending if pieces is None else list(pieces)
+        self.pieces = list(pieces)
         self._collect = collect
         self._outcome: tuple[Any, BaseException | None] | None = None
 
     def get(self, timeout: float | None = None) -> Any:
-        """The result; waits for it, at most `timeout` seconds (unless given: the group's own
-        deadline for calls).
+        """The result; waits for it, at most `timeout` seconds.
+
+        Unless given, that is the group's own deadline for calls.
         """
         if self._outcome is None:
             try:
@@ -68,17 +72,14 @@ class WorkerFuture:
 
     def _fetch(self, timeout: float | None) -> tuple[list[Header], list[Any]]:
         """Headers and payloads: at once if all is well and soon here, else by the watched wait."""
-        num_ranks = len(self.pending)
-        payloads = [p.payload for p in self.pending if p.payload is not None]
-        both = [*(p.header for p in self.pending), *payloads]
         began = time.monotonic()
-        here = self.transport.fetch_all(both, 1.0 if timeout is None else min(timeout, 1.0))
-        headers = [] if here is None else [Header.read(header) for header in here[:num_ranks]]
-        if here is not None and all(header.error is None for header in headers):
-            self.transport.finished.extend(headers)
-            return headers, here[num_ranks:] if payloads else [None] * num_ranks
+        soon = 1.0 if timeout is None else min(timeout, 1.0)
+        here = self.transport.fetch_all(self.pending, soon)
+        if here is not None and all(header.error is None for header in here[0]):
+            self.transport.finished.extend(here[0])
+            return here
         headers = wait_for_calls(self.transport, self.name, self.pending, timeout, since=began)
-        return headers, [self._payload(p) for p in self.pending]
+        return headers, [self._payload(pending) for pending in self.pending]
 
     def _payload(self, pending: Pending) -> Any:
         try:
@@ -101,9 +102,7 @@ class WorkerFuture:
         return self.pieces
 
     def __del__(self) -> None:
-        """A failed call nobody looked at must not vanish in silence: the transport reports it when
-        it next waits.
-        """
+        """A failed call that nobody looked at is reported when the transport next waits."""
         if getattr(self, "_outcome", True) is None:
             self.transport.abandoned.append((self.name, [p.header for p in self.pending]))
 
@@ -113,9 +112,9 @@ class WorkerFuture:
 
 
 class DataProtoFuture(WorkerFuture):
-    """The future of a `DataProto`.
+    """The future of a `DataProto`; `get()` gives `(batch, metrics)` where the method returns both.
 
-    Passed to a group, its pieces go from worker to worker: nothing is fetched here.
+    Passed to a group, its pieces go from worker to worker as the batch: nothing is fetched here.
     """
 
     def chunk(self, chunks: int) -> list[PartFuture]:
@@ -143,8 +142,8 @@ class PartFuture:
         self.sources, self.index, self.chunks = list(sources), index, chunks
 
     def get(self, timeout: float | None = None) -> Any:
-        """The rows of this part."""
-        wholes = gather(*self.sources, timeout=timeout)
+        """The rows of this part; metrics stay with the futures that it is a part of."""
+        wholes = [batch_alone(whole) for whole in gather(*self.sources, timeout=timeout)]
         whole = wholes[0] if len(wholes) == 1 else type(wholes[0]).concat(wholes)
         return whole.chunk(self.chunks)[self.index] if self.chunks > 1 else whole
 
@@ -165,20 +164,17 @@ class PartFuture:
     def part(self) -> list[Pending]:
         """The rows of this part as references to pieces."""
         pieces = [piece for source in self.sources for piece in source.part()]
-        return (
-            pieces
-            if self.chunks == 1
-            else [self.transport.regroup(pieces, self.chunks, even=False)[self.index]]
-        )
+        if self.chunks == 1:
+            return pieces
+        return [self.transport.regroup(pieces, self.chunks, even=False)[self.index]]
 
 
 def gather(*futures: Any, timeout: float | None = None) -> list[Any]:
     """The results of all the futures, in order.
 
-    All are waited for (together `timeout` seconds), even when one fails.
-
-    A failure is logged as soon as it is there. Then the first in order is raised, the other ones in
-    its attribute `others` and in its notes.
+    All are waited for (together `timeout` seconds), even when one fails. A failure is logged as
+    soon as it is there. In the end the first in order is raised; the other ones are in its
+    attribute `others` and in its notes.
     """
     outcomes = _outcomes(futures, timeout)
     errors = [error for _, error in outcomes if error is not None]
@@ -191,36 +187,40 @@ def gather(*futures: Any, timeout: float | None = None) -> list[Any]:
     raise first
 
 
-def _outcomes(futures: Sequence[Any], timeout: float | None) -> list[tuple[Any, Exception | None]]:
-    """The value or the error of every future; several are watched at once, each by a thread of its
-    own.
-    """
-    arrived: queue.SimpleQueue[tuple[int, Any, Exception | None]] = queue.SimpleQueue()
-
-    def watch(position: int, future: Any) -> None:
-        try:
-            arrived.put((position, future.get(timeout), None))
-        except Exception as error:  # noqa: BLE001 - it is raised by `gather`, with every other one
-            arrived.put((position, None, error))
-
+def _outcomes(futures: Sequence[Any], timeout: float | None) -> list[Outcome]:
+    """The value or the error of every future; several are watched at once, each by a thread."""
+    arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
     if len(futures) == 1:
-        watch(0, futures[0])
+        _watch(0, futures[0], timeout, arrived)
     else:
         for position, future in enumerate(futures):
-            threading.Thread(
-                target=watch, args=(position, future), name="gather", daemon=True
-            ).start()
-    outcomes: dict[int, tuple[Any, Exception | None]] = {}
+            watched = position, future, timeout, arrived
+            threading.Thread(target=_watch, args=watched, name="gather", daemon=True).start()
+
+    outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(futures):
-        position, value, error = arrived.get()
-        outcomes[position] = value, error
-        if error is not None and len(outcomes) < len(futures):
-            left = ", ".join(str(f) for number, f in enumerate(futures) if number not in outcomes)
-            logger.error(
-                "%s failed: %s: %s. Waiting for %s.",
-                futures[position],
-                type(error).__name__,
-                error,
-                left,
-            )
+        position, outcome = arrived.get()
+        outcomes[position] = outcome
+        if outcome[1] is not None and len(outcomes) < len(futures):
+            left = [str(future) for n, future in enumerate(futures) if n not in outcomes]
+            _log_failure(futures[position], outcome[1], ", ".join(left))
     return [outcomes[position] for position in range(len(futures))]
+
+
+def _watch(
+    position: int,
+    future: Any,
+    timeout: float | None,
+    arrived: queue.SimpleQueue[tuple[int, Outcome]],
+) -> None:
+    """Wait for one future and hand in its outcome."""
+    try:
+        arrived.put((position, (future.get(timeout), None)))
+    except Exception as error:  # noqa: BLE001 - it is raised by `gather`, with every other one
+        arrived.put((position, (None, error)))
+
+
+def _log_failure(future: Any, error: Exception, left: str) -> None:
+    """Say at once what failed, while others are still waited for."""
+    name = type(error).__name__
+    logger.error("%s failed: %s: %s. Waiting for %s.", future, name, error, left)

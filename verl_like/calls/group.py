@@ -1,39 +1,38 @@
-"""`WorkerGroup`: what the driver holds.
+"""`WorkerGroup`: what the driver holds, with a method for every registered one of its workers.
 
-It grows one method for every registered method of its workers.
-
-    group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(Critic, config))
-    group.init_model()                        # obeys the method's `blocking`
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Critic, config))
+    group.init_model()                            # obeys the method's `blocking`
     future = group.update_critic.remote(batch)    # always a future
 
 Several roles share the processes of one pool when they are fused first: methods are then
 `<role>_<method>` on the fused group, and plain `<method>` on the groups that `spawn` gives:
 
-    fused = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=create_colocated_worker_cls({"actor": a, "ref": b}))
+    fused = RayWorkerGroup(pool, create_colocated_worker_cls({"actor": a, "ref": b}))
     groups = fused.spawn(["actor", "ref"])
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.split import drop_padding
 from verl_like.calls.dispatch import Execute, Mode, Registration, mode_of, registered_methods
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
+from verl_like.calls.messages import Call, Header
+from verl_like.calls.metrics import collect_metrics, has_metrics_alone
 from verl_like.calls.pack import Sender
-from verl_like.calls.transport import Call, Header, Transport
+from verl_like.calls.pieces import drop_padding
+from verl_like.calls.target import CallSite, CallTarget, MeshFacts
+from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError, PlacementError, nearest
 
 
 class ClassWithInitArgs:
-    """A worker class and its constructor's arguments, to be
-    constructed later in a worker process.
-    """
+    """A worker class and its constructor's arguments, for a worker process to construct later."""
 
     fused = False
 
@@ -68,31 +67,8 @@ def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> Col
     return ColocatedClasses(class_dict)
 
 
-class CallSite:
-    """Names for messages while a call is dispatched:
-
-    `critic.compute_values`, and what the method calls arguments.
-    """
-
-    def __init__(self, role: str, method: str, function: Callable[..., Any]):
-        """Parameters are those after `self`."""
-        self.role, self.name = role, f"{role}.{method}"
-        self.parameters = list(inspect.signature(function).parameters)[1:]
-
-    def __str__(self) -> str:
-        return self.name
-
-    def argument(self, position: int) -> str:
-        """The name of a positional argument."""
-        if position < len(self.parameters):
-            return f"argument '{self.parameters[position]}'"
-        return f"argument {position}"
-
-
 class BoundMethod:
-    """A registered method on a group: call it, or call `.remote` for a future whatever its
-    `blocking` says.
-    """
+    """A registered method on a group: call it, or call `.remote` for a future in any case."""
 
     def __init__(
         self,
@@ -103,90 +79,111 @@ class BoundMethod:
         mark: Registration,
     ):
         """Made by `WorkerGroup` for every registered method."""
-        self.group, self.role, self.method, self.mark = group, role, method, mark
+        self.group, self.mark = group, mark
         self.site = CallSite(role, method, function)
         self.mode: Mode = mode_of(mark.dispatch_mode, self.site.name)
-        first = (
-            mark.execute_mode is Execute.RANK_ZERO
-            or getattr(mark.dispatch_mode, "name", "") == "RANK_ZERO"
+        is_rank_zero_mode = getattr(mark.dispatch_mode, "name", "") == "RANK_ZERO"
+        self.first_rank_only = mark.execute_mode is Execute.RANK_ZERO or is_rank_zero_mode
+        self.form = self.mode.form
+        if self.first_rank_only and self.form == "list":
+            self.form = "first"
+        self.call = Call(
+            role, method, returns_batch=self.form == "batch", past_queue=mark.past_queue
         )
-        self.target: Any = _FirstRank(group) if first else group
-        self.form = "first" if first and self.mode.form == "list" else self.mode.form
-        declared = getattr(function, "__annotations__", {}).get("return", "")
-        self.silent = self.form != "batch" and declared in (None, "None")
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it; waits if the method was registered with `blocking=True`."""
-        future = self._submit(args, kwargs, awaited=self.mark.blocking)
+        future = self.remote(*args, **kwargs)
         return future.get() if self.mark.blocking else future
 
     def remote(self, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run it and return a future at once."""
-        return self._submit(args, kwargs, awaited=False)
-
-    def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], awaited: bool) -> WorkerFuture:
-        target = self.target
-        self.group.call_site = self.site
+        group = self.group
+        target = _FirstRank(group, self.site) if self.first_rank_only else _Target(group, self.site)
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
-        for name, values in [*enumerate(split_args), *split_kwargs.items()]:
-            if not isinstance(values, (list, tuple)) or len(values) != target.world_size:
-                raise DispatchError(
-                    f"{self.site}: the dispatch function must give a list with one element per "
-                    f"worker ({target.world_size}) for every argument; for argument {name!r} it "
-                    f"gave {type(values).__name__}."
-                )
-        bare = Call(
-            self.role,
-            self.method,
-            silent=self.silent,
-            awaited=awaited,
-            past_queue=self.mark.past_queue,
-        )
-        sender = Sender(self.group.transport, bare, self.mark.materialize_futures)
+        self._check_split(target, [*enumerate(split_args), *split_kwargs.items()])
+
+        sender = Sender(group.transport, self.call, self.mark.materialize_futures)
         pending = []
         for rank in range(target.world_size):
             its_args = [values[rank] for values in split_args]
             its_kwargs = {name: values[rank] for name, values in split_kwargs.items()}
             pending.append(sender.submit(rank, its_args, its_kwargs))
-        pieces = (
-            [pending[rank] for rank in self.mode.collecting_ranks(target)]
-            if self.mode.collecting_ranks
-            else None
-        )
+
+        pieces = [pending[rank] for rank in self._collecting_ranks(target)]
         kind = DataProtoFuture if self.form == "batch" else WorkerFuture
-        future = kind(
-            self.site.name, self.group.transport, pending, self._collect, self.form, pieces
-        )
-        self.group.unread.add(future)
+        collect = functools.partial(self._collect, target)
+        future = kind(self.site.name, group.transport, pending, collect, self.form, pieces)
+        group.outstanding.add(future)
         return future
 
-    def _collect(self, headers: list[Header], payloads: list[Any]) -> Any:
-        group = self.group
-        group.learn_mesh_facts(headers)
-        group.call_site = self.site
-        outputs = [
-            drop_padding(payload, header) for payload, header in zip(payloads, headers, strict=True)
-        ]
-        if self.form != "batch":  # a batch is copied when its pieces are joined
-            outputs = [o.slice(0, len(o)) if isinstance(o, DataProto) else o for o in outputs]
-        return outputs[0] if self.form == "first" else self.mode.collect_fn(self.target, outputs)
+    def _check_split(self, target: CallTarget, arguments: Sequence[tuple[int | str, Any]]) -> None:
+        """Refuse what a dispatch function gave unless it is one element per worker."""
+        size = target.world_size
+        for name, values in arguments:
+            if not isinstance(values, (list, tuple)) or len(values) != size:
+                raise DispatchError(
+                    f"{self.site}: the dispatch function must give a list with one element per "
+                    f"worker ({size}) for every argument; for argument {name!r} it gave "
+                    f"{type(values).__name__}."
+                )
+
+    def _collecting_ranks(self, target: CallTarget) -> list[int]:
+        """The ranks whose results count, in the order of their rows."""
+        if self.mode.collecting_ranks is not None:
+            return self.mode.collecting_ranks(target)
+        return list(range(target.world_size))
+
+    def _collect(self, target: CallTarget, headers: list[Header], payloads: list[Any]) -> Any:
+        """The result of the call, of the answers of all its ranks."""
+        self.group.learn_mesh_facts(headers)
+        answers = zip(payloads, headers, strict=True)
+        outputs = [drop_padding(payload, header) for payload, header in answers]
+        if self.form == "batch":
+            return self._collect_batch(target, headers, outputs)
+
+        # the pieces of a batch are copied when they are joined, others here
+        own = [o.slice(0, len(o)) if isinstance(o, DataProto) else o for o in outputs]
+        return own[0] if self.form == "first" else self.mode.collect_fn(target, own)
+
+    def _collect_batch(self, target: CallTarget, headers: list[Header], outputs: list[Any]) -> Any:
+        """The batch, `(batch, metrics)` if a collecting rank returned metrics, or metrics alone."""
+        ranks = self._collecting_ranks(target)
+        collecting = [headers[rank] for rank in ranks]
+        metrics = collect_metrics(collecting)
+        if metrics is None:
+            return self.mode.collect_fn(target, outputs)
+        if has_metrics_alone(collecting, [outputs[rank] for rank in ranks], str(self.site)):
+            return metrics
+        return self.mode.collect_fn(target, outputs), metrics
 
 
-class _FirstRank:
-    """A group as the dispatch functions of a `RANK_ZERO` call see it: one worker, which gets and
-    returns everything.
-    """
+class _Target:
+    """A group as the dispatch and collect functions of one call see it: a `CallTarget`."""
 
-    world_size = 1
-
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, site: CallSite) -> None:
         self._group = group
+        self._meshes: dict[str, MeshFacts] = {}
+        self.name, self.call_site, self.transport = group.name, site, group.transport
+        self.world_size = group.world_size
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
+    def mesh_facts(self, mesh_name: str) -> MeshFacts:
+        """Asked of the group once: a call is collected by the layout that it was split by."""
+        if mesh_name not in self._meshes:
+            self._meshes[mesh_name] = self._group.mesh_facts(mesh_name, self.call_site)
+        return self._meshes[mesh_name]
 
-    def mesh_facts(self, mesh_name: str) -> list[tuple[int, bool]]:
+
+class _FirstRank(_Target):
+    """The same for a call that rank 0 runs alone: it gets and returns everything."""
+
+    def __init__(self, group: WorkerGroup, site: CallSite) -> None:
+        super().__init__(group, site)
+        self.world_size = 1
+
+    def mesh_facts(self, mesh_name: str) -> MeshFacts:
+        """A mesh of one rank."""
         return [(0, True)]
 
 
@@ -201,9 +198,9 @@ class WorkerGroup:
         self.transport = transport
         self.roles = dict(roles)
         self.prefixed = prefixed
-        self.call_site: CallSite | str = self.name
-        self.unread: weakref.WeakSet[WorkerFuture] = weakref.WeakSet()
+        self.outstanding: weakref.WeakSet[WorkerFuture] = weakref.WeakSet()
         self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
+        self._mesh_known_at: dict[int, float] = {}
         self.learn_mesh_facts(transport.started)
         for name, (role, method, function, mark) in method_table(roles, prefixed).items():
             setattr(self, name, BoundMethod(self, role, method, function, mark))
@@ -219,9 +216,7 @@ class WorkerGroup:
         return self.transport.world_size
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """One group per role on these same processes, with the role's
-        prefix gone from its methods.
-        """
+        """One group per role on these same processes; its methods have no prefix."""
         spawned = {}
         for role in prefix_set:
             if role not in self.roles:
@@ -230,7 +225,8 @@ class WorkerGroup:
                     f"Roles: {', '.join(self.roles)}."
                 )
             spawned[role] = WorkerGroup(self.transport, {role: self.roles[role]}, prefixed=False)
-            spawned[role]._mesh, spawned[role].unread = self._mesh, self.unread
+            spawned[role].outstanding = self.outstanding
+            spawned[role]._mesh, spawned[role]._mesh_known_at = self._mesh, self._mesh_known_at
         return spawned
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
@@ -247,39 +243,46 @@ class WorkerGroup:
         """Whether both groups' workers live in the same processes."""
         return self.transport.process_key == other.transport.process_key
 
-    def mesh_facts(self, mesh_name: str) -> list[tuple[int, bool]]:
-        """(dp rank, collects?) of every rank on a mesh that the workers registered."""
-        facts = self._find_mesh(mesh_name)
+    def mesh_facts(self, mesh_name: str, site: CallSite) -> MeshFacts:
+        """(dp rank, collects?) of every rank on a mesh, for a call of the role that `site` names.
+
+        A mesh of that role comes first, then one that a role in the same processes registered.
+        """
+        facts = self._find_mesh(mesh_name, site.role)
         if len(facts) < self.world_size:
-            for future in list(self.unread):  # it may be one of these calls that registers the mesh
-                with contextlib.suppress(Exception):  # kept by the future, for whoever reads it
-                    future.get()
-            facts = self._find_mesh(mesh_name)
+            self._read_outstanding()
+            facts = self._find_mesh(mesh_name, site.role)
         if len(facts) < self.world_size:
             names = sorted({name for role in self.roles for name in self._mesh.get(role, {})})
             missing = [rank for rank in range(self.world_size) if rank not in facts]
             raise DispatchError(
-                f"{self.call_site}: rank(s) {missing} of {self.name} have not registered mesh "
+                f"{site}: rank(s) {missing} of {self.name} have not registered mesh "
                 f"'{mesh_name}'.{nearest(mesh_name, names)} Registered: "
                 f"{', '.join(names) or 'none'}. Workers do it with "
                 "_register_dispatch_collect_info, in the constructor or in a call before this "
                 "one."
             )
-        _check_mesh(f"{self.call_site}: mesh '{mesh_name}'", facts)
+        _check_mesh(f"{site}: mesh '{mesh_name}'", facts)
         return [facts[rank] for rank in range(self.world_size)]
 
-    def _find_mesh(self, mesh_name: str) -> dict[int, tuple[int, bool]]:
-        called = "" if isinstance(self.call_site, str) else self.call_site.role
-        roles = sorted(
-            self.roles, key=lambda role: role != called
-        )  # a mesh of the called role comes first
-        return next(
-            (facts for role in roles if (facts := self._mesh.get(role, {}).get(mesh_name))), {}
-        )
+    def _read_outstanding(self) -> None:
+        """Wait for calls whose results nobody has read: one of them may register a mesh."""
+        for future in list(self.outstanding):
+            with contextlib.suppress(Exception):  # kept by the future, for whoever reads it
+                future.get()
+
+    def _find_mesh(self, mesh_name: str, called_role: str) -> dict[int, tuple[int, bool]]:
+        for role in sorted(self.roles, key=lambda role: role != called_role):
+            if facts := self._mesh.get(role, {}).get(mesh_name):
+                return facts
+        return {}
 
     def learn_mesh_facts(self, headers: Sequence[Header]) -> None:
         """Take in what workers reported: every header carries it, so nothing is ever asked for."""
         for header in headers:
+            if header.end < self._mesh_known_at.get(header.rank, 0.0):
+                continue  # read late: the group has heard of a later call on this rank
+            self._mesh_known_at[header.rank] = header.end
             for role, meshes in (header.mesh_facts or {}).items():
                 for mesh, fact in meshes.items():
                     self._mesh.setdefault(role, {}).setdefault(mesh, {})[header.rank] = fact
@@ -292,9 +295,7 @@ class WorkerGroup:
 def method_table(
     roles: dict[str, type], prefixed: bool
 ) -> dict[str, tuple[str, str, Callable[..., Any], Registration]]:
-    """What a group of these roles will be able to do: name on the group -> role, method, function,
-    registration.
-    """
+    """The methods of a group: name on the group -> role, method, function, registration."""
     table: dict[str, tuple[str, str, Callable[..., Any], Registration]] = {}
     for role, cls in roles.items():
         for method, function, mark in registered_methods(cls):
@@ -315,11 +316,10 @@ def method_table(
 
 
 _RESERVED = {name for name in dir(WorkerGroup) if not name.startswith("__")} | {
-    "call_site",
+    "outstanding",
     "prefixed",
     "roles",
     "transport",
-    "unread",
 }
 
 

@@ -1,13 +1,13 @@
-"""From the arguments of one dispatched call to what travels: values, shared values, and references
-to other results.
+"""The arguments of one dispatched call as they travel: values, shared values, and references.
 
-`worker_group.BoundMethod` makes one `Sender` per call; `host.fill` is its counterpart in the
-worker.
+Small values go inside the call; large ones, and the results of other calls, beside it as parts. The
+counterpart in the worker is `verl_like.calls.unpack`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,17 @@ import torch
 
 from verl_like.batch.columns import tensors_of
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.split import FutureShard
 from verl_like.calls.future import PartFuture, WorkerFuture
-from verl_like.calls.transport import Call, LazySlot, Pending, PieceSlot, Slot, Transport, WholeSlot
+from verl_like.calls.messages import Call, LazySlot, Pending, PieceSlot, Slot, WholeSlot
+from verl_like.calls.metrics import batch_alone
+from verl_like.calls.pieces import FutureShard
+from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError
 
 SHARED_BYTES = 100_000
-"""Values from this size on travel as parts of their own; those that go to several ranks only once.
+"""Values from this size on travel as parts of their own.
+
+One that goes to several ranks is shared: a backend with an object store puts it there once.
 """
 
 
@@ -51,10 +55,7 @@ class Sender:
                 f"{bare.role}.{bare.method} goes past the queue of calls and takes small values "
                 f"only: no futures, nothing of {SHARED_BYTES} bytes or more."
             )
-        call = Call(
-            bare.role, bare.method, packed, named, bare.silent, bare.awaited, bare.past_queue
-        )
-        return self.transport.submit(rank, call, parts)
+        return self.transport.submit(rank, replace(bare, args=packed, kwargs=named), parts)
 
     def _pack(self, value: Any, parts: list[Any]) -> Any:
         if isinstance(value, FutureShard):
@@ -63,20 +64,28 @@ class Sender:
             (payload,) = self._refer([pieces[value.index].payload], parts)
             return self._slot(PieceSlot(payload, headers, value.index))
         if isinstance(value, WorkerFuture | PartFuture):
-            form = "batch" if isinstance(value, PartFuture) else value.form
-            if form == "own" or value.transport.kind != self.transport.kind:
-                return value.get()
-            pieces = value.part()
-            headers = self._refer([piece.header for piece in pieces], parts)
-            return self._slot(
-                WholeSlot(self._refer([piece.payload for piece in pieces], parts), headers, form)
-            )
+            return self._pack_future(value, parts)
         if num_bytes(value) >= SHARED_BYTES:
             if id(value) not in self._shared:
                 self._shared[id(value)] = value, self.transport.share(value)
             parts.append(self._shared[id(value)][1])
             return Slot(len(parts) - 1)
         return value
+
+    def _pack_future(self, future: WorkerFuture | PartFuture, parts: list[Any]) -> Any:
+        """References to all its pieces; its value, where only the driver can make or send that."""
+        form = "batch" if isinstance(future, PartFuture) else future.form
+        if form == "own":
+            return future.get()
+        if future.transport.kind != self.transport.kind:
+            return batch_alone(future.get()) if form == "batch" else future.get()
+
+        pieces = future.part()
+        headers = self._refer([piece.header for piece in pieces], parts)
+        payloads = headers
+        if not all(piece.is_one_answer for piece in pieces):
+            payloads = self._refer([piece.payload for piece in pieces], parts)
+        return self._slot(WholeSlot(payloads, headers, form))
 
     def _slot(self, slot: PieceSlot | WholeSlot) -> Any:
         return slot if self.materialize else LazySlot(slot)
@@ -98,9 +107,7 @@ class Sender:
 
 
 def num_bytes(value: Any) -> int:
-    """The bytes of a tensor, an array or a batch; 0 for anything
-    else, which is taken to be small.
-    """
+    """The bytes of a tensor, an array or a batch; anything else is taken to be small: 0."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return int(value.nbytes)
     if isinstance(value, DataProto):

@@ -1,10 +1,8 @@
-"""Python stacks of worker processes: how a process tells its own, and what a set of them says about
-a dead-lock.
+"""Python stacks of worker processes: how a process shows its own, and what they say of a deadlock.
 
-`here` runs in a worker past its queue of calls: on Ray, at the process's door. Where the
-interpreter itself is held by native code, the process's `faulthandler` still answers a signal:
-`verl_like.process.host` arms it and `by_signal` sends it, for processes of this machine.
-`likely_cause` is for `watch`.
+`here` runs in a worker, past its queue of calls. Where the interpreter itself is held by native
+code, the process's `faulthandler` still answers a signal: `verl_like.process.host` arms it and
+`by_signal` sends it, to processes of this machine. `likely_cause` reads the stacks of all ranks.
 """
 
 from __future__ import annotations
@@ -21,24 +19,29 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import CodeType, FrameType
 
 SIGNAL = signal.SIGUSR1
 _NAMES = (
-    r"all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|reduce|gather\w*|scatter\w*|"
-    r"send\w*|recv\w*|monitored_barrier|init_process_group|open_process_group"
+    r"all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|reduce|"
+    r"gather\w*|scatter\w*|send\w*|recv\w*|monitored_barrier|init_process_group|"
+    r"open_process_group"
 )
 _COLLECTIVE = re.compile(rf'File "[^"]+", line \d+,? in (?P<name>{_NAMES})$', re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 
 
-def here(loop: asyncio.AbstractEventLoop | None) -> str:
-    """The stacks of this process's calls and coroutines, newest frame last."""
+def here(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType) -> str:
+    """The stacks of this process's calls and coroutines, newest frame last.
+
+    A thread is in a call when the code `runs_calls` is on its stack.
+    """
     asking = threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
-        text = "".join(traceback.format_stack(frame))
-        if ident != asking and "verl_like/process/host.py" in text:
+        if ident != asking and _is_inside(frame, runs_calls):
+            text = "".join(traceback.format_stack(frame))
             parts.append(f"thread {names.get(ident, ident)}:\n{text}")
     for task in asyncio.all_tasks(loop) if loop is not None else ():
         text_of_task = io.StringIO()
@@ -47,10 +50,17 @@ def here(loop: asyncio.AbstractEventLoop | None) -> str:
     return "\n".join(parts) or "idle: no call is running"
 
 
+def _is_inside(frame: FrameType | None, code: CodeType) -> bool:
+    """Whether a function's code is on the stack that ends in this frame."""
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def by_signal(pid: int, file: Path) -> str | None:
-    """What `faulthandler` of a process on this machine writes into its file when it gets the
-    signal.
-    """
+    """What a process on this machine writes into its crash log when it gets the signal."""
     before = file.stat().st_size if file.exists() else 0
     with contextlib.suppress(OSError):
         os.kill(pid, SIGNAL)

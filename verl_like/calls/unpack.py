@@ -1,7 +1,6 @@
-"""The arguments of a call as they reach the method: slots filled, batches as private copies,
-futures as values.
+"""The arguments of a call as the method gets them: slots filled, batches copied, futures resolved.
 
-Counterpart of `verl_like.calls.pack`; called by `verl_like.process.host` in the worker.
+Counterpart of `verl_like.calls.pack`, in the worker process.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from verl_like.batch.protocol import DataProto, Shard
-from verl_like.batch.split import drop_padding, join_pieces, place_piece, require_batch
-from verl_like.calls.transport import (
+from verl_like.batch.split import join_pieces, place_piece
+from verl_like.calls.messages import (
     Header,
     Held,
     LazySlot,
@@ -22,7 +21,9 @@ from verl_like.calls.transport import (
     RemoteError,
     Slot,
     WholeSlot,
+    payload_of,
 )
+from verl_like.calls.pieces import drop_padding, require_batch
 
 
 class UpstreamError(Exception):
@@ -51,10 +52,7 @@ def piece_of(arguments: Iterable[Any]) -> Piece | None:
 
 
 class FutureArgument:
-    """What a method with `materialize_futures=False` gets for a future:
-
-    `get()` waits for the value and gives it.
-    """
+    """A future, for a method with `materialize_futures=False`: `get()` waits for the value."""
 
     def __init__(self, slot: PieceSlot | WholeSlot, parts: Sequence[Held], readonly: bool):
         """Made by `fill`."""
@@ -72,36 +70,21 @@ class FutureArgument:
 
 
 def fill(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
-    """An argument with its slots filled; a batch is a private copy unless the method promised not
-    to write.
+    """An argument with its slots filled.
+
+    A batch is a private copy unless the method promised not to write.
     """
     if isinstance(value, LazySlot):
-        slot = value.slot
-        numbers = (
-            *slot.headers,
-            *(slot.payloads if isinstance(slot, WholeSlot) else [slot.payload]),
-        )
-        here = {number: place for place, number in enumerate(numbers)}
-        headers = tuple(here[number] for number in slot.headers)
-        if isinstance(slot, WholeSlot):
-            slot = replace(
-                slot, headers=headers, payloads=tuple(here[number] for number in slot.payloads)
-            )
-        else:
-            slot = replace(slot, headers=headers, payload=here[slot.payload])
-        return FutureArgument(slot, [parts[number] for number in numbers], readonly)
+        return _unresolved(value.slot, parts, readonly)
     if isinstance(value, WholeSlot):
-        return _whole(
-            [parts[i] for i in value.payloads],
-            _checked([parts[i] for i in value.headers]),
-            value.form,
-        )
+        return _whole(value, parts)
     if isinstance(value, PieceSlot):
-        headers_of_all = _checked([parts[i] for i in value.headers])
-        piece = require_batch(parts[value.payload], headers_of_all[value.index])
-        value = place_piece(piece, value.index, [header.rows or 0 for header in headers_of_all])
+        headers = _checked(value.headers, parts)
+        piece = require_batch(parts[value.payload], headers[value.index])
+        value = place_piece(piece, value.index, [header.rows or 0 for header in headers])
     elif isinstance(value, Slot):
         value = parts[value.part]
+
     if readonly:
         return value
     if isinstance(value, np.ndarray) and not value.flags.writeable:
@@ -109,23 +92,43 @@ def fill(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
     return value.writable_copy() if isinstance(value, DataProto) else value
 
 
-def _whole(payloads: Sequence[Any], headers: Sequence[Header], form: str) -> Any:
+def _unresolved(
+    slot: PieceSlot | WholeSlot, parts: Sequence[Any], readonly: bool
+) -> FutureArgument:
+    """A future that keeps only the parts that it needs, under numbers of its own."""
+    payloads = slot.payloads if isinstance(slot, WholeSlot) else (slot.payload,)
+    numbers = list(dict.fromkeys([*slot.headers, *payloads]))
+    own = {number: place for place, number in enumerate(numbers)}
+
+    headers = tuple(own[number] for number in slot.headers)
+    kept: PieceSlot | WholeSlot
+    if isinstance(slot, WholeSlot):
+        own_payloads = tuple(own[number] for number in slot.payloads)
+        kept = replace(slot, headers=headers, payloads=own_payloads)
+    else:
+        kept = replace(slot, headers=headers, payload=own[slot.payload])
+    return FutureArgument(kept, [parts[number] for number in numbers], readonly)
+
+
+def _whole(slot: WholeSlot, parts: Sequence[Any]) -> Any:
     """The value that the future's `get()` would give on the driver."""
-    pieces = [
-        drop_padding(payload, header) for payload, header in zip(payloads, headers, strict=True)
-    ]
-    if form == "batch":
-        return join_pieces(
-            [require_batch(piece, header) for piece, header in zip(pieces, headers, strict=True)]
-        )
-    own = [
-        piece.slice(0, len(piece)) if isinstance(piece, DataProto) else piece for piece in pieces
-    ]
-    return own[0] if form == "first" else own
+    headers = _checked(slot.headers, parts)
+    pieces = []
+    for payload, number, header in zip(slot.payloads, slot.headers, headers, strict=True):
+        is_one_answer = payload == number
+        value = payload_of(parts[payload]) if is_one_answer else parts[payload]
+        pieces.append(drop_padding(value, header))
+
+    if slot.form == "batch":
+        batches = [require_batch(*both) for both in zip(pieces, headers, strict=True)]
+        return join_pieces(batches)
+    own = [p.slice(0, len(p)) if isinstance(p, DataProto) else p for p in pieces]
+    return own[0] if slot.form == "first" else own
 
 
-def _checked(arrived: list[Header | bytes]) -> list[Header]:
-    headers = [Header.read(header) for header in arrived]
+def _checked(numbers: Sequence[int], parts: Sequence[Any]) -> list[Header]:
+    """The headers among the parts; the error of a call that failed is raised."""
+    headers = [Header.read(parts[number]) for number in numbers]
     for header in headers:
         if header.error is not None:
             raise UpstreamError(header.error)

@@ -1,1 +1,1 @@
-"""What runs in a worker process: the host of its roles, the `Worker` base class, what the process knows of itself."""
+"""What runs in a worker process: the host of its roles, the `Worker` base class, its facts."""

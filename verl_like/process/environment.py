@@ -1,5 +1,4 @@
-"""Environment variables of worker processes: torchrun's, one thread each, and those that nobody may
-override.
+"""Environment variables of worker processes: torchrun's, one thread each, and the protected ones.
 
 The backends start processes with these; `verl_like.process.host` sets the ones that are known only
 inside the process.
@@ -10,12 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from verl_like.errors import ConfigError
-
-if TYPE_CHECKING:
-    from verl_like.process.host import HostFacts
+from verl_like.process.facts import ProcessFacts
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 PROTECTED = (
@@ -30,9 +26,10 @@ PROTECTED = (
 )
 
 
-def torchrun_environment(facts: HostFacts, master: tuple[str, int] | None) -> dict[str, str]:
-    """What workers written for torchrun read; `init_process_group()` then meets in the store that
-    rank 0 holds.
+def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) -> dict[str, str]:
+    """What workers written for torchrun read.
+
+    `init_process_group()` then meets in the store that rank 0 holds.
     """
     values: dict[str, object] = {
         "RANK": facts.rank,
@@ -60,8 +57,9 @@ def checked_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables are set inside the block, for this process and those it starts; what was
-    before comes back.
+    """These variables are set inside the block, for this process and those that it starts.
+
+    Afterwards they are what they were before.
     """
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -1,6 +1,4 @@
-"""`WorkerHost`: what runs in a worker process.
-
-It holds one instance per role and runs one call at a time.
+"""`WorkerHost`: what runs in a worker process, one instance per role and one call at a time.
 
 Each backend puts a host where its processes are (a Ray actor, a child process, the caller's thread)
 and carries `Call`s to it. The host gives every role its own random state and log file, hands
@@ -19,8 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import CoroutineType
 from typing import Any
 
@@ -32,42 +29,27 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import count_real_rows
 from verl_like.calls import stacks
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
-from verl_like.calls.transport import Call, Header, RemoteError
+from verl_like.calls.messages import Call, Header, RemoteError
+from verl_like.calls.metrics import Metrics, split_result
 from verl_like.calls.unpack import UpstreamError, fill, piece_of
-from verl_like.errors import DispatchError, WorkerError
+from verl_like.errors import WorkerError
 from verl_like.process.environment import environment, torchrun_environment
+from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import get_random_state, set_random_state
 from verl_like.process.role_state import RoleState
-from verl_like.process.worker import ProcessFacts, Worker, current_facts
+from verl_like.process.worker import Worker, construction
 
 Recipes = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class HostFacts:
-    """What the driver decides about a process before it starts."""
+class Outcome:
+    """What a method returned, taken apart: the payload, and what its header says of it."""
 
-    name: str
-    rank: int
-    world_size: int
-    local_rank: int
-    device_kind: str = "cpu"
-    seed: int = 0
-    log_dir: str | None = None
-    rendezvous_s: float = 300.0
-    call_s: float = 7200.0
-    one_node: bool = True
-
-    def log_path(self, role: str | None = None) -> Path | None:
-        """The log of one role (of the first, unless said) in this process."""
-        if self.log_dir is None:
-            return None
-        return Path(self.log_dir) / f"{(role or self.name).split('+')[0]}-{self.rank}.log"
-
-    def log_in_words(self, role: str | None = None) -> str:
-        """The log for a message."""
-        path = self.log_path(role)
-        return f"log {path}" if path else ""
+    payload: Any = None
+    rows: int | None = None
+    metrics: Metrics | None = None
+    only_padding: bool = False
 
 
 class WorkerHost:
@@ -77,19 +59,18 @@ class WorkerHost:
     """
 
     def __init__(
-        self, roles: Recipes | bytes, facts: HostFacts, workers: dict[str, Worker] | None = None
+        self, roles: Recipes | bytes, facts: ProcessFacts, workers: dict[str, Worker] | None = None
     ):
-        """`roles` maps a role to its class and constructor arguments; `workers` is where the
-        instances go, by role.
+        """`roles` maps a role to its class and constructor arguments.
 
-        Pickled roles are unpickled by `start`, which can say what went wrong.
+        Pickled roles are unpickled by `start`, which can say what went wrong. The instances go into
+        `workers`, by role; who gives it runs the host in their own thread.
         """
         self.facts = facts
         self._in_callers_thread = workers is not None
         self._turn: RoleState | None = None
-        self._one_call = (
-            threading.RLock()
-        )  # nobody waits for it; `nullcontext` would be slower on every call
+        # nobody waits for it; `nullcontext` would be slower on every call
+        self._one_call = threading.RLock()
         self._recipes = roles
         self._states: dict[str, RoleState] = {}
         self._workers: dict[str, Worker] = {} if workers is None else workers
@@ -99,9 +80,7 @@ class WorkerHost:
         self._making_loop = threading.Lock()  # two calls past the queue may want it at once
 
     def open_store(self, address: str, port: int = 0) -> tuple[str, int]:
-        """Bind the group's rendezvous store and keep it: the port cannot be taken between choice
-        and use.
-        """
+        """Bind the group's rendezvous store and keep it, so that nobody takes the port before."""
         try:
             self._store = TCPStore(address, port, is_master=True, wait_for_workers=False)
         except (RuntimeError, dist.DistError) as error:
@@ -114,23 +93,20 @@ class WorkerHost:
     def start(self, master: tuple[str, int] | WorkerError | None) -> Header:
         """Construct every role, in the order given; the header carries the first error, if any."""
 
-        def construct(*_: Any) -> tuple[None, None]:
+        def construct(*_: Any) -> Outcome:
             if isinstance(master, WorkerError):
                 raise master
             if not self._in_callers_thread:
                 self._own_the_process(master)
-            recipes = (
-                pickle.loads(self._recipes) if isinstance(self._recipes, bytes) else self._recipes
-            )
+            recipes = self._recipes
+            if isinstance(recipes, bytes):
+                recipes = pickle.loads(recipes)
             for role, (cls, args, kwargs) in recipes.items():
                 self._states[role] = state = RoleState(role, self.facts)
-                token = current_facts.set(self._process_facts(role, master))
-                try:
-                    with self._turn_of(state):
-                        self._workers[role] = state.worker = cls(*args, **kwargs)
-                finally:
-                    current_facts.reset(token)
-            return None, None
+                facts = replace(self.facts, role=role, master=master)
+                with construction(facts, self._workers), self._turn_of(state):
+                    self._workers[role] = state.worker = cls(*args, **kwargs)
+            return Outcome()
 
         return self._timed(construct, Call(self.facts.name, "__init__"), ())[1]
 
@@ -144,7 +120,7 @@ class WorkerHost:
 
     def stacks(self) -> str:
         """The Python stacks of this process's threads but the one that asks, newest frame last."""
-        return stacks.here(self._loop)
+        return stacks.here(self._loop, WorkerHost._timed.__code__)
 
     def close(self) -> None:
         """Give back what outlives a call: log files and the loop thread.
@@ -159,35 +135,21 @@ class WorkerHost:
             self._loop.close()
             self._loop = None
 
-    def _process_facts(self, role: str, master: tuple[str, int] | None) -> ProcessFacts:
-        return ProcessFacts(
-            rank=self.facts.rank,
-            world_size=self.facts.world_size,
-            local_rank=self.facts.local_rank,
-            role=role,
-            master=master,
-            rendezvous_s=self.facts.rendezvous_s,
-            call_s=self.facts.call_s,
-            device_kind=self.facts.device_kind,
-            workers=self._workers,
-        )
-
     def _own_the_process(self, master: tuple[str, int] | None) -> None:
-        """What a process of our own gets: torchrun's environment, and a stack dump on a signal or a
-        crash.
-        """
+        """Set a process of our own up: torchrun's environment, stack dumps on signal and crash."""
         os.environ.update(torchrun_environment(self.facts, master))
         if self.facts.one_node and self.facts.world_size > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         path = self.facts.log_path()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._crash_log = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+            # open as long as the process lives
+            self._crash_log = open(path, "a", encoding="utf-8")  # noqa: SIM115
             faulthandler.enable(self._crash_log)
             faulthandler.register(stacks.SIGNAL, self._crash_log)
 
-    def _run(self, call: Call, parts: Sequence[Any]) -> tuple[Any, int | None]:
-        """The result, and how many of its rows are real."""
+    def _run(self, call: Call, parts: Sequence[Any]) -> Outcome:
+        """Fill the arguments, run the method in its role's turn, take the result apart."""
         state = self._states[call.role]
         method = getattr(state.worker, call.method)
         args, kwargs, given = list(call.args), call.kwargs, None
@@ -198,23 +160,33 @@ class WorkerHost:
             given = piece_of([*args, *kwargs.values()])
         with self._turn_of(state):
             result = self._result(method(*args, **kwargs))
-        if not isinstance(result, DataProto):
-            return result, None
+
+        metrics = None
+        if call.returns_batch:
+            result, metrics = split_result(result, self._where(call))
+        if metrics is None and not isinstance(result, DataProto):
+            return Outcome(result)
+
         given = given or piece_of([*args, *kwargs.values()])
+        only_padding = given is not None and given.shard.rows == 0
+        if not isinstance(result, DataProto):
+            return Outcome(None, None, metrics, only_padding)
         result = copy.copy(result)
         result.shard = given.shard if given else None
-        return result, count_real_rows(result, given.num_rows if given else 0, self._where(call))
+        rows = count_real_rows(result, given.num_rows if given else 0, self._where(call))
+        return Outcome(result, rows, metrics, only_padding)
 
-    def _beside(self, call: Call, _: Sequence[Any]) -> tuple[Any, None]:
+    def _beside(self, call: Call, _: Sequence[Any]) -> Outcome:
         method = getattr(self._states[call.role].worker, call.method)
-        return self._result(method(*call.args, **call.kwargs)), None
+        return Outcome(self._result(method(*call.args, **call.kwargs)))
 
     def _where(self, call: Call) -> str:
         return f"{call.role}.{call.method} on rank {self.facts.rank}"
 
     def _turn_of(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
-        """The role's log is open and its random state the process's: swapped when another role's
-        turn comes.
+        """The role's log is open and its random state is the process's.
+
+        Both are swapped when another role's turn comes.
         """
         if self._in_callers_thread:
             return self._borrowing(state)
@@ -229,9 +201,7 @@ class WorkerHost:
 
     @contextlib.contextmanager
     def _borrowing(self, state: RoleState) -> Iterator[None]:
-        """In the caller's own thread the caller draws numbers too: its state comes back after every
-        call.
-        """
+        """The same in the caller's own thread, whose random state comes back after every call."""
         if self._turn is state:  # a call within a call
             yield
             return
@@ -247,24 +217,19 @@ class WorkerHost:
 
     def _timed(
         self,
-        work: Callable[[Call, Sequence[Any]], tuple[Any, int | None]],
+        work: Callable[[Call, Sequence[Any]], Outcome],
         call: Call,
         parts: Sequence[Any],
     ) -> tuple[Any, Header]:
         start, cpu = time.time(), time.process_time()
-        result, rows, error = None, None, None
+        outcome, error = Outcome(), None
         try:
-            result, rows = work(call, parts)
-            if call.silent and result is not None:
-                kind, result = type(result).__name__, None
-                raise DispatchError(
-                    f"{self._where(call)} is declared `-> None` and returned a {kind}, which "
-                    "would be lost. Declare what it returns."
-                )
+            outcome = work(call, parts)
         except UpstreamError as upstream:
             error = upstream.error
         except Exception as failure:  # noqa: BLE001 - the process edge: every error travels to the driver
             error = _as_remote(failure)
+        result = outcome.payload
         keys: tuple[str, ...] = ()
         if isinstance(result, DataProto):
             keys = (
@@ -277,11 +242,14 @@ class WorkerHost:
                 mesh_facts = (mesh_facts or {}) | {role: dict(facts)}
         place = call.role, call.method, self.facts.rank, self._pid
         times = start, time.time(), time.process_time() - cpu
-        return result, Header(*place, *times, rows, keys, error, mesh_facts)
+        header = Header(*place, *times, outcome.rows, keys, error, mesh_facts)
+        header.metrics, header.only_padding = outcome.metrics, outcome.only_padding
+        return result, header
 
     def _result(self, value: Any) -> Any:
-        """The value itself; of a coroutine what it gives: it runs on a loop in a thread, while this
-        one waits.
+        """The value itself; of a coroutine what it gives.
+
+        It runs on a loop in a thread of its own, while this one waits.
         """
         if not isinstance(value, CoroutineType):
             return value

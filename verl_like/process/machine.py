@@ -1,7 +1,4 @@
-"""What this machine has.
-
-`trainer.cli.doctor`, `workers.rewards.pool` and `workers.models.memory` look here.
-"""
+"""What this machine has: cores that may be used, memory."""
 
 from __future__ import annotations
 
@@ -15,9 +12,7 @@ def usable_cores() -> int:
 
 
 def memory_gb(field: str) -> float | None:
-    """A line of /proc/meminfo ("MemTotal:", "MemAvailable:") in GiB; None where there is no such
-    table.
-    """
+    """A line of /proc/meminfo ("MemTotal:", "MemAvailable:") in GiB; None where there is none."""
     table = Path("/proc/meminfo")
     if not table.is_file():
         return None

@@ -1,6 +1,4 @@
-"""The state of every generator that a role may draw from: swapped by `verl_like.process.host`,
-saved by `save_checkpoint`.
-"""
+"""The state of every random generator that a role may draw from: read, set, saved and loaded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What belongs to one role of a process: its instance, its random state, its log file.
-
-Used by `verl_like.process.host`.
-"""
+"""What belongs to one role of a process: its instance, its random state, its log file."""
 
 from __future__ import annotations
 
@@ -9,24 +6,20 @@ import io
 import random
 import sys
 import zlib
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 
+from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import get_random_state, set_random_state
-
-if TYPE_CHECKING:
-    from verl_like.process.host import HostFacts
 
 
 class RoleState:
-    """What belongs to one role of a process: its instance, its random state, its log file."""
+    """One role of a process; inside `with state:` what is printed goes to the role's log too."""
 
-    def __init__(self, role: str, facts: HostFacts):
-        """The random state starts from (seed, role, rank): it does not depend on who shares the
-        process.
-        """
+    def __init__(self, role: str, facts: ProcessFacts):
+        """The random state starts from (seed, role, rank), whoever shares the process."""
         self.worker: Any = None
         self.log: TextIO | None = None
         self._teed: tuple[TextIO, TextIO] | None = None
@@ -53,10 +46,8 @@ class RoleState:
         self._streams = sys.stdout, sys.stderr
         if self.log is not None:
             if self._teed != self._streams:
-                self._teed, self._tees = (
-                    self._streams,
-                    (_Tee(sys.stdout, self.log), _Tee(sys.stderr, self.log)),
-                )
+                self._teed = self._streams
+                self._tees = _Tee(sys.stdout, self.log), _Tee(sys.stderr, self.log)
             sys.stdout, sys.stderr = self._tees
 
     def __exit__(self, *_: object) -> None:

@@ -1,9 +1,8 @@
-"""`Worker`: the base class of every role, and the facts about its process that the launcher
-provides.
+"""`Worker`: the base class of every role, which knows its rank, device, siblings and meshes.
 
 A role is a subclass with `@register`ed methods. It is constructed inside a worker process (a Ray
-actor, a child process, or the caller's own thread) by `verl_like.process.host.WorkerHost`, which
-first sets the `ProcessFacts` that `Worker` reads: nothing is passed by hand.
+actor, a child process, or the caller's own thread) by `verl_like.process.host.WorkerHost`, within
+`construction`, which says what `Worker` reads: nothing is passed by hand.
 
     class Critic(Worker):
         def __init__(self, config):
@@ -16,9 +15,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,25 +28,22 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 
 from verl_like.calls.dispatch import Dispatch, Execute, register
 from verl_like.errors import WorkerError
+from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import load_random_state, save_random_state
 
-
-@dataclass
-class ProcessFacts:
-    """What a launcher tells a worker process about itself."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    role: str = "worker"
-    master: tuple[str, int] | None = None
-    rendezvous_s: float = 300.0
-    call_s: float = 7200.0
-    device_kind: str = "cpu"
-    workers: dict[str, Worker] = field(default_factory=dict)
+_construction: ContextVar[tuple[ProcessFacts, dict[str, Worker]] | None] = ContextVar(
+    "verl_like_construction", default=None
+)
 
 
-current_facts: ContextVar[ProcessFacts | None] = ContextVar("verl_like_process_facts", default=None)
+@contextmanager
+def construction(facts: ProcessFacts, siblings: dict[str, Worker]) -> Iterator[None]:
+    """Workers constructed inside the block have these facts and these siblings."""
+    token = _construction.set((facts, siblings))
+    try:
+        yield
+    finally:
+        _construction.reset(token)
 
 
 def _facts_from_environment() -> ProcessFacts:
@@ -64,19 +60,16 @@ def _facts_from_environment() -> ProcessFacts:
 
 
 class Worker:
-    """One role in one process: knows its rank, its device, its siblings and the meshes it belongs
-    to.
-    """
+    """One role in one process."""
 
     _facts: ProcessFacts
+    _siblings: dict[str, Worker]
     _mesh_facts: dict[str, tuple[int, bool]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
-        """Attach the process facts before any `__init__` runs, so that
-        no subclass can forget to.
-        """
+        """Attach the process's facts before any `__init__` runs: no subclass can forget to."""
         self = super().__new__(cls)
-        self._facts = current_facts.get() or _facts_from_environment()
+        self._facts, self._siblings = _construction.get() or (_facts_from_environment(), {})
         self._mesh_facts = {}
         return self
 
@@ -111,23 +104,25 @@ class Worker:
         return torch.device("cpu")
 
     def sibling(self, role: str) -> Worker | None:
-        """The worker of another role in this same process, or None: how a rollout sees the actor's
-        module.
+        """The worker of another role in this same process, or None.
+
+        A rollout sees the actor's module this way.
         """
-        return self._facts.workers.get(role)
+        return self._siblings.get(role)
 
     @property
     def fused_worker_dict(self) -> dict[str, Worker]:
         """Every role of this process by name."""
-        return self._facts.workers
+        return self._siblings
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
         """verl's name for `sibling`."""
         return self.sibling(worker_name)
 
     def open_process_group(self) -> None:
-        """Open the process's one default process group; later calls, of this role or a sibling,
-        find it open.
+        """Open the process's one default process group.
+
+        Later calls, of this role or a sibling, find it open.
         """
         if dist.is_initialized():
             if dist.get_world_size() != self.world_size:
@@ -187,9 +182,9 @@ class Worker:
         return self._facts.master
 
     def get_available_master_addr_port(self) -> tuple[str, int]:
-        """This node's address and a port that is free right now (another process may take it.
+        """This node's address and a port that is free right now.
 
-        Prefer a bound TCPStore).
+        Another process may take it: prefer a bound TCPStore.
         """
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -204,25 +199,27 @@ class Worker:
     def _register_dispatch_collect_info(
         self, mesh_name: str, dp_rank: int, is_collect: bool
     ) -> None:
-        """Say which data-parallel slice of mesh `mesh_name` this rank computes, and whether its
-        result is the one to " "collect.
+        """Say which data-parallel slice of a mesh this rank computes.
+
+        `is_collect`: its result is the one that counts among the ranks of that slice.
         """
         self._mesh_facts[mesh_name] = (int(dp_rank), bool(is_collect))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
-        """Write what a resume needs of this role into the folder `path`: here each rank's random
-        state.
+        """Write what a resume needs of this role into the folder `path`.
 
-        A role that learns overrides this and `load_checkpoint`.
+        Here that is each rank's random state; a role that learns overrides this and
+        `load_checkpoint`.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
         save_random_state(Path(path) / f"{self.rank}.pt")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Take over what `save_checkpoint` wrote; a rank that had no counterpart keeps its own
-        random state.
+        """Take over what `save_checkpoint` wrote.
+
+        A rank that had no counterpart keeps its own random state.
         """
         saved = Path(path) / f"{self.rank}.pt"
         if saved.is_file():

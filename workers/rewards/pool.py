@@ -13,14 +13,11 @@ With a reward model, `SummedScores` adds its scores to these.
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any
@@ -31,6 +28,7 @@ from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
+from verl_like.process.child import start_child
 from verl_like.process.machine import usable_cores
 from workers.columns import read_columns
 from workers.config import OverlongBufferConfig, RewardFunctionConfig, RewardModelConfig
@@ -362,23 +360,9 @@ class _Process:
     def start(self) -> Connection:
         """The pipe to the process, which is started if there is none."""
         if self._pipe is None:
-            self._pipe, theirs = Pipe()
-            number = theirs.fileno()
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "workers.rewards.process",
-                str(number),
-                self._function.to_json(),
-            ]
-            path = os.pathsep.join(entry for entry in sys.path if entry)
-            environment = {**os.environ, "PYTHONPATH": path}
-            # a group of its own: Ctrl-C is for the driver, which ends this process
-            self._process = subprocess.Popen(
-                command, pass_fds=[number], env=environment, process_group=0
+            self._process, self._pipe = start_child(
+                "workers.rewards.process", self._function.to_json()
             )
-            theirs.close()
             if not self._pipe.poll(self._start_deadline):
                 raise TimeoutError(f"{self._function} is not loaded yet")
             problem, self.side_by_side = self._pipe.recv()

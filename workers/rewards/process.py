@@ -1,9 +1,7 @@
-"""A process that runs a reward function:
+"""The program of a process that runs a reward function.
 
-`python -m workers.rewards.process FD SPEC`; `workers.rewards.pool` starts it.
-
-Reads lists of (number, sample) from the pipe at file descriptor FD and answers each sample at once,
-so that the driver knows which one hangs. SPEC is a `FunctionSpec` as JSON. Coroutine functions run
+Reads lists of (number, sample) from the pipe and answers each sample at once, so that the driver
+knows which one hangs. Coroutine functions run
 side by side, others one by one. Imports nothing heavy: it starts again after every sample that
 hangs.
 """
@@ -14,7 +12,6 @@ import asyncio
 import inspect
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -128,5 +125,6 @@ def serve(pipe: Connection, spec: FunctionSpec) -> None:
                 pipe.send((number, score_sample(function, sample, spec.kwargs)))
 
 
-if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])), FunctionSpec(**json.loads(sys.argv[2])))
+def main(pipe: Connection, spec: str) -> None:
+    """Serve the driver that started this process; `spec` is a `FunctionSpec` as JSON."""
+    serve(pipe, FunctionSpec(**json.loads(spec)))

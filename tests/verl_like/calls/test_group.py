@@ -137,16 +137,38 @@ def test_futures_chain_between_groups(groups) -> None:
     assert set(groups["modes"].describe(groups["modes"].rank_zero.remote(1))) == {"tuple (0, 1)"}
 
 
-def test_a_method_declared_to_return_nothing_returns_nothing(fused, groups) -> None:
+def test_a_method_returns_what_it_returns_whatever_it_declares(fused, groups) -> None:
     nothing = groups["adder"].say.remote("nothing")
     assert nothing.get() == [None] * fused.world_size
     assert set(groups["modes"].describe(nothing)) == {f"list {nothing.get()}"}
     assert set(groups["modes"].describe_future(nothing)) == {f"list {nothing.get()}"}
-    with pytest.raises(
-        DispatchError,
-        match="returns_all_the_same on rank 0 is declared `-> None` and returned a int",
-    ):
-        groups["faulty"].returns_all_the_same()
+    assert groups["faulty"].returns_all_the_same() == [3] * fused.world_size
+
+
+def test_metrics_come_beside_a_batch_and_a_passed_on_future_is_the_batch(groups, backend) -> None:
+    modes, num_workers = groups["modes"], backend[1][0]
+    ranks = [value for rank in range(num_workers) for value in (rank, rank + 0.5)]
+    result, metrics = modes.with_metrics(batch(4))
+    assert result.batch["x"].tolist() == [0, 1, 2, 3]
+    assert "metrics" not in result.meta_info
+    assert metrics["ranks"] == ranks
+    assert sum(metrics["sum"]) == 6
+    assert metrics["first"] == [0.5]
+    assert {type(value) for values in metrics.values() for value in values} <= {int, float}
+
+    future = modes.with_metrics.remote(batch(5))
+    assert groups["adder"].add(future).batch["x"].tolist() == [1, 2, 3, 4, 5]
+    assert set(modes.describe(future)) == {"5 rows"}
+    assert modes.same(future.chunk(2)[1]).batch["x"].tolist() == [3, 4]
+    assert modes.lazy(future).batch["x"].tolist() == [0, 1, 2, 3, 4]
+    assert future.chunk(2)[0].get().batch["x"].tolist() == [0, 1, 2]
+    assert future.get()[1]["ranks"] == ranks
+
+    assert modes.metrics_alone(batch(4))["ranks"] == ranks
+    with pytest.raises(DispatchError, match="returned metrics alone on rank 0; its future was"):
+        modes.same(modes.metrics_alone.remote(batch(4)))
+    with pytest.raises(DispatchError, match="returned metric 'lengths' as Tensor of shape"):
+        modes.metrics_of_a_tensor(batch(4))
 
 
 def test_a_coroutine_method_runs_to_its_end(groups) -> None:
@@ -242,10 +264,10 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
     with pytest.raises(FileNotFoundError, match="there") as caught:
         groups["faulty"].raises_past_queue()
     assert "raised in faulty.raises_past_queue, faulty rank 0" in caught.value.__notes__[0]
-    with pytest.raises(
-        DispatchError, match="returns_past_queue on rank 0 is declared `-> None` and returned a int"
-    ):
-        groups["faulty"].returns_past_queue()
+    assert groups["faulty"].returns_past_queue() == [4] * num_workers
+    assert set(groups["modes"].describe(groups["faulty"].stop.remote("passed on"))) == {
+        f"list {['passed on'] * num_workers}"
+    }
     with pytest.raises(
         DispatchError, match="faulty.stop goes past the queue of calls and takes small values only"
     ):

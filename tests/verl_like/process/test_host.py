@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.transport import Call, Header, RemoteError
-from verl_like.process.host import HostFacts, WorkerHost
+from verl_like.calls.messages import Call, Header, RemoteError
+from verl_like.process.facts import ProcessFacts
+from verl_like.process.host import WorkerHost
 from verl_like.process.worker import Worker
 
 
@@ -42,13 +43,15 @@ def test_a_header_arrives_as_it_was_packed():
         ("ids", "mask"),
         RemoteError(b"x", "T", "t"),
         facts,
+        {"loss": [0.5, 1], "name": "adam"},
+        True,
     )
     for header in (plain, failed):
         assert Header.read(header.packed()) == header
         assert Header.read(header) is header
 
 
-def started(roles: list[str], facts: HostFacts, monkeypatch) -> WorkerHost:
+def started(roles: list[str], facts: ProcessFacts, monkeypatch) -> WorkerHost:
     """A host that thinks it has a process of its own, and leaves this one's environment alone."""
     monkeypatch.setattr(WorkerHost, "_own_the_process", lambda *_: None)
     host = WorkerHost({role: (Late, (), {}) for role in roles}, facts)
@@ -57,7 +60,7 @@ def started(roles: list[str], facts: HostFacts, monkeypatch) -> WorkerHost:
 
 
 def test_two_coroutines_past_the_queue_share_one_loop(monkeypatch):
-    host = started(["late"], HostFacts("late", 0, 1, 0), monkeypatch)
+    host = started(["late"], ProcessFacts("late", 0, 1, 0), monkeypatch)
     made: list[Any] = []
     new_event_loop = asyncio.new_event_loop
 
@@ -91,11 +94,11 @@ def test_what_two_roles_of_a_process_print_goes_to_the_log_of_each(tmp_path, mon
             sys, stream, getattr(sys, stream)
         )  # a process of its own keeps what the host puts there
     host = started(
-        ["one", "two"], HostFacts("one+two", 0, 1, 0, log_dir=str(tmp_path)), monkeypatch
+        ["one", "two"], ProcessFacts("one+two", 0, 1, 0, log_dir=str(tmp_path)), monkeypatch
     )
     try:
         for role, text in (("one", "a"), ("one", "b"), ("two", "c"), ("one", "d")):
-            assert host.call(Call(role, "say", (text,), silent=True), ())[1].error is None
+            assert host.call(Call(role, "say", (text,)), ())[1].error is None
     finally:
         host.close()
     logs = {role: (tmp_path / f"{role}-0.log").read_text().split() for role in ("one", "two")}

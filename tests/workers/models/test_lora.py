@@ -39,7 +39,7 @@ def lora_actor(tiny_dir, **model):
 def beside(actor, cls, config):
     """A worker that finds the actor in its own process."""
     worker = cls(config)
-    worker._facts.workers["actor"] = actor
+    worker._siblings["actor"] = actor
     worker.init_model()
     return worker
 

@@ -120,7 +120,7 @@ def colocated(tiny_dir):
     """
     config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
     actor, rollout = ActorWorker(config), RolloutWorker(config)
-    rollout._facts.workers["actor"] = actor
+    rollout._siblings["actor"] = actor
     actor.init_model(10)
     rollout.init_model()
     actor.update_actor(own_piece(make_batch(8), actor.rank, actor.world_size))

@@ -1,1 +1,1 @@
-"""The backend without a cluster: one process is the caller's own thread, several are child processes."""
+"""The backend without a cluster: the caller's own thread, or child processes."""

@@ -1,6 +1,4 @@
-"""The program of a child process of the local backend:
-
-`python -P -m verl_like.backends.local.child FD`, and the wire to it.
+"""The program of a child process of the local backend, and the messages on its pipe.
 
 A reader thread takes messages off the pipe: calls go to the main thread's queue; a request for
 stacks, and a call that goes past the queue, are answered at once. When the driver is gone the pipe
@@ -12,21 +10,22 @@ from __future__ import annotations
 import os
 import pickle
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
+import torch
+
+from verl_like.errors import WorkerError, cannot_travel
+from verl_like.process.host import WorkerHost
 
 
 def send(
     connection: Connection, lock: threading.Lock, number: int, method: str, content: Any
 ) -> None:
-    """One message: number and method in the clear, the pickled content, then its out-of-band
-    buffers as they are.
-    """
+    """One message: number and method, the pickled content, then its out-of-band buffers."""
     buffers: list[pickle.PickleBuffer] = []
     body = cloudpickle.dumps(content, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
@@ -54,56 +53,53 @@ def receive(connection: Connection) -> tuple[int, str, Callable[[], Any]]:
     return number, method, lambda: pickle.loads(body, buffers=buffers)
 
 
-def main() -> None:
-    """Serve one driver until it goes away."""
-    connection, lock = Connection(int(sys.argv[1])), threading.Lock()
-    sys.path[:] = connection.recv()
-    import torch
+class _Program:
+    """Serves one driver until it goes away."""
 
-    from verl_like.errors import WorkerError, cannot_travel
-    from verl_like.process.host import WorkerHost
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._sending = connection, threading.Lock()
+        self._host: WorkerHost | None = None
+        self._calls: queue.Queue[tuple[int, str, Callable[[], Any]]] = queue.Queue()
 
-    torch.set_num_threads(1)
-    host: list[WorkerHost] = []
-    calls: queue.Queue[tuple[int, str, Callable[[], Any]]] = queue.Queue()
+    def run(self) -> None:
+        """Answer calls in this thread, in turn; a thread reads the pipe."""
+        threading.Thread(target=self._read, name="pipe", daemon=True).start()
+        while True:
+            self._answer(*self._calls.get())
 
-    def read() -> None:
+    def _read(self) -> None:
         try:
             while True:
-                number, method, load = receive(connection)
+                number, method, load = receive(self._connection)
                 if method == "stacks":
-                    send(
-                        connection, lock, number, "answer", host[0].stacks() if host else "starting"
-                    )
+                    self._send(number, "answer", self._host.stacks() if self._host else "starting")
                 elif method == "past_queue":
-                    threading.Thread(
-                        target=answer, args=(number, "call", load), daemon=True
-                    ).start()
+                    call = number, "call", load
+                    threading.Thread(target=self._answer, args=call, daemon=True).start()
                 else:
-                    calls.put((number, method, load))
+                    self._calls.put((number, method, load))
         except (EOFError, OSError):
             os._exit(0)
 
-    def answer(number: int, method: str, load: Callable[[], Any]) -> None:
+    def _answer(self, number: int, method: str, load: Callable[[], Any]) -> None:
         try:
-            args = load()
+            arguments = load()
+            result = None
             if method == "host":
-                host.append(WorkerHost(*args))
-                result: Any = None
+                self._host = WorkerHost(*arguments)
             else:
-                result = getattr(host[0], method)(*args)
-            send(connection, lock, number, "answer", result)
+                result = getattr(self._host, method)(*arguments)
+            self._send(number, "answer", result)
         except WorkerError as error:
-            send(connection, lock, number, "error", str(error))
-        except Exception as error:  # noqa: BLE001 - the process edge: what cannot be read or sent is told as text
-            send(
-                connection, lock, number, "error", cannot_travel(f"{type(error).__name__}: {error}")
-            )
+            self._send(number, "error", str(error))
+        except Exception as error:  # noqa: BLE001 - the process edge: the driver is sent a text
+            self._send(number, "error", cannot_travel(f"{type(error).__name__}: {error}"))
 
-    threading.Thread(target=read, name="pipe", daemon=True).start()
-    while True:
-        answer(*calls.get())
+    def _send(self, number: int, kind: str, content: Any) -> None:
+        send(self._connection, self._sending, number, kind, content)
 
 
-if __name__ == "__main__":
-    main()
+def main(connection: Connection) -> None:
+    """Serve the driver that started this process."""
+    torch.set_num_threads(1)
+    _Program(connection).run()

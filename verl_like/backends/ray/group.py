@@ -9,14 +9,14 @@ from typing import Any
 import cloudpickle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl_like.backends.ray.host import HostActor
-from verl_like.backends.ray.pools import RayResourcePool
+from verl_like.backends.ray.host import HostActor, own_packages
+from verl_like.backends.ray.pools import Bundle, RayResourcePool
 from verl_like.backends.ray.transport import RayTransport
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, method_table
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import PlacementError
 from verl_like.process.environment import checked_worker_env
-from verl_like.process.host import HostFacts
+from verl_like.process.facts import ProcessFacts
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -24,12 +24,10 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         """Nothing is constructed yet."""
-        metadata = getattr(
-            cls, "__ray_metadata__", None
-        )  # what `ray.remote(Worker)` made: take the worker out again
-        super().__init__(
-            metadata.modified_class.__ray_actor_class__ if metadata else cls, *args, **kwargs
-        )
+        # what `ray.remote(Worker)` made: take the worker out again
+        metadata = getattr(cls, "__ray_metadata__", None)
+        worker = metadata.modified_class.__ray_actor_class__ if metadata else cls
+        super().__init__(worker, *args, **kwargs)
         self.options: dict[str, Any] = {}
 
     def update_options(self, options: dict[str, Any]) -> None:
@@ -56,8 +54,9 @@ class RayWorkerGroup(WorkerGroup):
         log_dir: str | None = None,
         master_port: int = 0,
     ) -> None:
-        """Starts one actor per process of the pool, under names that no other run has, and
-        constructs the roles.
+        """Starts one actor per process of the pool and constructs the roles.
+
+        The actors have names that no other run has.
         """
         if not isinstance(resource_pool, RayResourcePool):
             raise PlacementError(
@@ -75,26 +74,29 @@ class RayWorkerGroup(WorkerGroup):
         name, size, kind = "+".join(roles), len(bundles), "cuda" if resource_pool.use_gpu else "cpu"
         times, one_node = (limits.rendezvous_s, limits.call_s), len(resource_pool.store) == 1
         facts = [
-            HostFacts(name, rank, size, bundle.local_rank, kind, seed, log_dir, *times, one_node)
+            ProcessFacts(name, rank, size, bundle.local_rank, kind, seed, log_dir, *times, one_node)
             for rank, bundle in enumerate(bundles)
         ]
         run = uuid.uuid4().hex[:8]
         names = [f"{name}-{rank}-{run}" for rank in range(size)]
+        shared: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
+        if env:
+            shared["runtime_env"] = {"env_vars": env}
+        for made in roles.values():
+            shared.update(getattr(made, "options", {}))
+        packages = own_packages()
         actors = []
         for actor_name, fact, bundle in zip(names, facts, bundles, strict=True):
-            options: dict[str, Any] = {
-                "name": actor_name,
-                "num_cpus": bundle.cpus,
-                "num_gpus": bundle.gpus,
-            }
-            options |= {"max_restarts": 0, "max_task_retries": 0}
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                bundle.group, bundle.index
-            )
-            if env:
-                options["runtime_env"] = {"env_vars": env}
-            for made in roles.values():
-                options.update(getattr(made, "options", {}))
-            actors.append(HostActor.options(**options).remote(recipes, fact))
+            options = {"name": actor_name, **_place(bundle), **shared}
+            actors.append(HostActor.options(**options).remote(recipes, fact, packages))
         transport = RayTransport(actors, facts, limits, master_port, names)
         super().__init__(transport, classes, prefixed=ray_cls_with_init.fused)
+
+
+def _place(bundle: Bundle) -> dict[str, Any]:
+    """The options that put an actor on its place of the pool."""
+    return {
+        "num_cpus": bundle.cpus,
+        "num_gpus": bundle.gpus,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
+    }

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import ray
 
 from verl_like.backends.ray import side_channel
-from verl_like.backends.ray.line_end import LineEnd
-from verl_like.calls.transport import Call
+from verl_like.calls.messages import Answer, Call, answer_of
 from verl_like.errors import WorkerError
-from verl_like.process.host import HostFacts, WorkerHost
+from verl_like.process.facts import ProcessFacts
+from verl_like.process.host import WorkerHost
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-NOTHING: Arguments = (), {}
-OWN_PACKAGES = ("verl_like", "workers", "trainer")
+ROOT = str(Path(__file__).resolve().parents[3])
+"""The folder that our packages lie in."""
 
 
 @dataclass(frozen=True)
-class Home:
-    """Where a worker process lives."""
+class Location:
+    """Where a worker process lives, and its side channel."""
 
     node: str
-    door: side_channel.Door
+    endpoint: side_channel.Endpoint
 
 
 class RayHost:
@@ -34,33 +37,25 @@ class RayHost:
     Calls run in turn, in the main thread: threads of Ray's own would slow down every one.
     """
 
-    def __init__(self, recipes: bytes, facts: HostFacts) -> None:
-        """The roles come pickled: what they import must be ours, even where the driver's folder
-        holds namesakes.
-        """
-        prefer_own_packages()
+    def __init__(self, recipes: bytes, facts: ProcessFacts, own_packages: list[str]) -> None:
+        """The roles come pickled: what they import is found only once the import path is right."""
+        prefer_own_packages(own_packages)
         import torch
 
         torch.set_num_threads(1)
         self._host = WorkerHost(recipes, facts)
-        self._line = LineEnd(self._host.call)
 
-    def home(self) -> Home:
-        """Which node this is, and the door that answers from now on."""
-        visits = {
-            side_channel.STACKS: side_channel.tell(self._host.stacks),
-            side_channel.LINE: self._line.welcome,
+    def location(self) -> Location:
+        """Which node this is, and the side channel, which answers from now on."""
+        handlers = {
+            side_channel.STACKS: lambda _: self._host.stacks().encode(),
+            side_channel.CALL: self._call_past_queue,
         }
-        visits[side_channel.PAST_QUEUE] = self._line.past_queue
-        return Home(
-            ray.get_runtime_context().get_node_id(),
-            side_channel.answer(ray.util.get_node_ip_address(), visits),
-        )
+        endpoint = side_channel.serve(ray.util.get_node_ip_address(), handlers)
+        return Location(ray.get_runtime_context().get_node_id(), endpoint)
 
     def open_store(self, port: int) -> tuple[str, int] | WorkerError:
-        """Bind the rendezvous store on this node; an error goes to `start` as a value, which tells
-        the driver.
-        """
+        """Bind the rendezvous store on this node; an error goes to `start`, which reports it."""
         try:
             return self._host.open_store(ray.util.get_node_ip_address(), port)
         except WorkerError as error:
@@ -70,41 +65,56 @@ class RayHost:
         """Construct the roles."""
         return self._host.start(master).packed()
 
+    def call(self, call: tuple[Any, ...], *parts: Any) -> Answer:
+        """Run one method: header and payload in one object, for each has its price.
+
+        `call` holds role and method, then the arguments, if there are any.
+        """
+        payload, header = self._host.call(_unpacked(call), parts)
+        return answer_of(payload, header)
+
     @ray.method(num_returns=2)
-    def call(self, arguments: Arguments = NOTHING, *parts: Any) -> tuple[Any, bytes]:
-        """Run one method: payload and header. The task's name says which: `<role>.<method>`."""
-        payload, header = self._host.call(_named_call(arguments), parts)
+    def call_for_batch(self, call: tuple[Any, ...], *parts: Any) -> tuple[Any, bytes]:
+        """Run one method whose payload may go to other workers, without its header."""
+        payload, header = self._host.call(_unpacked(call, returns_batch=True), parts)
         return payload, header.packed()
 
-    def call_silent(self, arguments: Arguments = NOTHING, *parts: Any) -> bytes:
-        """Run one method that returns None: each result that Ray carries has its price."""
-        return self._host.call(_named_call(arguments, silent=True), parts)[1].packed()
-
-    def attend(self, stay: int) -> Any:
-        """Answer small calls at the line until told to leave; what this returns is a result too
-        large for the line.
-        """
-        return self._line.attend(stay)
+    def _call_past_queue(self, request: bytes) -> bytes:
+        payload, header = self._host.call(pickle.loads(request), ())
+        reply: bytes = cloudpickle.dumps(answer_of(payload, header))
+        return reply
 
 
 HostActor = ray.remote(RayHost)
 
 
-def _named_call(arguments: Arguments, silent: bool = False) -> Call:
-    role, _, method = (ray.get_runtime_context().get_task_name() or "").rpartition(".")
-    return Call(role, method, *arguments, silent=silent)
+def _unpacked(call: tuple[Any, ...], returns_batch: bool = False) -> Call:
+    """The call; one without arguments travels as role and method alone."""
+    role, method, args, kwargs = call if len(call) == 4 else (*call, (), {})
+    return Call(role, method, args, kwargs, returns_batch)
 
 
-def prefer_own_packages() -> None:
-    """Move folders with namesakes of our packages behind our own on the import path:
+def own_packages() -> list[str]:
+    """The packages that this process has found in the same folder as ours."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if "." not in name and file and Path(file).parent == Path(ROOT, name):
+            found.append(name)
+    return found
 
-    Ray puts the driver's first.
+
+def prefer_own_packages(names: Iterable[str]) -> None:
+    """Import these from our folder: those that hold namesakes move behind it on the import path.
+
+    Ray puts the driver's folder first.
     """
-    root = str(Path(__file__).resolve().parents[3])
-    others = [
-        p
-        for p in sys.path
-        if p != root and any((Path(p) / f).exists() for n in OWN_PACKAGES for f in (n, f"{n}.py"))
-    ]
+    files = {file for name in names for file in (name, f"{name}.py")}
+    others = [path for path in sys.path if path != ROOT and files & _entries(path)]
     if others:
-        sys.path[:] = [p for p in sys.path if p not in others and p != root] + [root, *others]
+        rest = [path for path in sys.path if path not in others and path != ROOT]
+        sys.path[:] = [*rest, ROOT, *others]
+
+
+def _entries(folder: str) -> set[str]:
+    return set(os.listdir(folder)) if os.path.isdir(folder) else set()

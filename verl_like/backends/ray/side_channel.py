@@ -1,8 +1,10 @@
-"""A process's door: a port at which its driver reaches it past the queue of its calls.
+"""The side channel of a worker process: a socket on which requests pass its queue of calls.
 
-`answer` opens it in the worker and a thread lets in everybody who has the key; `knock` goes there
-and says what for: the process's stacks (`ask_stacks`), a line for small calls, or a call past the
-queue (`verl_like.backends.ray.line`).
+    endpoint = serve(address, {STACKS: answer_stacks, CALL: answer_call})    # in the worker
+    reply = read_reply(send_request(endpoint, CALL, body, seconds))          # on the driver
+
+Every connection carries one request and its reply, both of them bytes. It begins with the server's
+key; whoever does not have it is turned away. A thread of its own answers each request.
 """
 
 from __future__ import annotations
@@ -11,68 +13,103 @@ import contextlib
 import logging
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from verl_like.errors import WorkerError, cannot_travel
+
 logger = logging.getLogger(__name__)
-STACKS, LINE, PAST_QUEUE = b"S", b"L", b"P"
-_KNOCK_S = 5.0
+STACKS, CALL = b"S", b"C"
+"""The kinds of request: the process's Python stacks; a call that runs at once."""
+REQUEST_S = 5.0
+"""How long a client may take to send its request."""
+_SIZE = struct.Struct("<Q")
+_REPLY = struct.Struct("<BQ")
+_ANSWERED, _FAILED = 0, 1
+_CHUNK_BYTES = 1 << 20
+Handler = Callable[[bytes], bytes]
 
 
 @dataclass(frozen=True)
-class Door:
-    """Where to knock, and the key."""
+class Endpoint:
+    """Where a server listens, and its key."""
 
     address: str
     port: int
     key: bytes
 
 
-def answer(address: str, visits: Mapping[bytes, Callable[[socket.socket], None]]) -> Door:
-    """Open a door at this address: a visitor's word says which of the functions gets the socket."""
+def serve(address: str, handlers: Mapping[bytes, Handler]) -> Endpoint:
+    """Listen at this address; the kind of a request says which handler makes its reply."""
     listening = socket.create_server((address, 0))
-    door = Door(address, listening.getsockname()[1], secrets.token_bytes(16))
-
-    def serve() -> None:
-        while True:
-            caller, _ = listening.accept()
-            try:
-                caller.settimeout(_KNOCK_S)
-                said = caller.recv(len(door.key) + 1, socket.MSG_WAITALL)
-                if secrets.compare_digest(said[:-1], door.key):
-                    visits[said[-1:]](caller)
-                    continue
-            except Exception as error:  # noqa: BLE001 - one visit must not close the door to others
-                logger.warning("a visit failed: %s: %s", type(error).__name__, error)
-            caller.close()
-
-    threading.Thread(target=serve, name="door", daemon=True).start()
-    return door
+    endpoint = Endpoint(address, listening.getsockname()[1], secrets.token_bytes(16))
+    work = listening, endpoint.key, handlers
+    threading.Thread(target=_accept, args=work, name="side channel", daemon=True).start()
+    return endpoint
 
 
-def knock(door: Door, word: bytes, seconds: float) -> socket.socket:
-    """A socket to whoever answers to that word. OSError: nobody does."""
-    caller = socket.create_connection((door.address, door.port), seconds)
-    caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    caller.sendall(door.key + word)
-    return caller
+def send_request(endpoint: Endpoint, kind: bytes, body: bytes, seconds: float) -> socket.socket:
+    """The connection on which the reply will come. OSError: no server is there."""
+    connection = socket.create_connection((endpoint.address, endpoint.port), seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(endpoint.key + kind + _SIZE.pack(len(body)) + body)
+    return connection
 
 
-def tell(text: Callable[[], str]) -> Callable[[socket.socket], None]:
-    """A visit at which a text is told."""
+def read_reply(connection: socket.socket) -> bytes:
+    """The reply; waits as long as the connection's timeout says.
 
-    def visit(caller: socket.socket) -> None:
-        with caller:
-            caller.sendall(text().encode())
+    OSError: the process broke off. WorkerError: the handler failed.
+    """
+    with connection:
+        status, size = _REPLY.unpack(_read(connection, _REPLY.size))
+        reply = _read(connection, size)
+    if status == _FAILED:
+        raise WorkerError(cannot_travel(reply.decode()))
+    return reply
 
-    return visit
+
+def ask_stacks(endpoint: Endpoint, seconds: float) -> str | None:
+    """The stacks of a process; None if it does not answer in that time."""
+    with contextlib.suppress(OSError):
+        return read_reply(send_request(endpoint, STACKS, b"", seconds)).decode()
+    return None
 
 
-def ask_stacks(door: Door, seconds: float) -> str | None:
-    """What a process tells at its door; None if it does not in that time."""
-    told = b""
-    with contextlib.suppress(OSError), knock(door, STACKS, seconds) as caller:
-        while chunk := caller.recv(65536):
-            told += chunk
-    return told.decode() or None
+def _accept(listening: socket.socket, key: bytes, handlers: Mapping[bytes, Handler]) -> None:
+    while True:
+        connection, _ = listening.accept()
+        work = connection, key, handlers
+        threading.Thread(target=_serve_one, args=work, name="request", daemon=True).start()
+
+
+def _serve_one(connection: socket.socket, key: bytes, handlers: Mapping[bytes, Handler]) -> None:
+    """Read one request and send its reply; a client that is gone needs none."""
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(REQUEST_S)
+        if not secrets.compare_digest(_read(connection, len(key)), key):
+            logger.warning("a request without the key was turned away")
+            return
+        kind = _read(connection, 1)
+        if kind not in handlers:
+            return
+        body = _read(connection, *_SIZE.unpack(_read(connection, _SIZE.size)))
+        connection.settimeout(None)
+        try:
+            status, reply = _ANSWERED, handlers[kind](body)
+        except Exception as error:  # noqa: BLE001 - whatever a class does when it is (un)pickled
+            status, reply = _FAILED, f"{type(error).__name__}: {error}".encode()
+        connection.sendall(_REPLY.pack(status, len(reply)) + reply)
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    """Exactly so many bytes."""
+    read = bytearray()
+    while len(read) < size:
+        chunk = connection.recv(min(size - len(read), _CHUNK_BYTES))
+        if not chunk:
+            raise ConnectionError("the other end closed the connection")
+        read += chunk
+    return bytes(read)

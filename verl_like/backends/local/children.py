@@ -1,76 +1,49 @@
 """Calls to child processes of this one, over a pipe each.
 
-Used by `local_backend`; the other end is `verl_like.backends.local.child`.
-
-A message may refer to the result of another child: the thread that writes into a child's pipe waits
-for it first, so no worker ever waits inside a call for its arguments.
+The other end of the pipe is `verl_like.backends.local.child`. A message may refer to the result
+of another child: the thread that writes into a child's pipe waits for it first, so no worker ever
+waits inside a call for its arguments.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass
-from multiprocessing import Pipe
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from verl_like.backends.local.child import receive, send
-from verl_like.batch.split import regroup_pieces
+from verl_like.backends.local.references import Done, regroup_here, resolve
 from verl_like.calls import stacks
-from verl_like.calls.transport import Call, Pending, Transport
-from verl_like.calls.waiting import Deadlines, wait_for_calls
+from verl_like.calls.answers import wait_for_calls
+from verl_like.calls.messages import Call, Pending
+from verl_like.calls.transport import Transport
+from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError
+from verl_like.process.child import start_child
 from verl_like.process.environment import ONE_THREAD
-from verl_like.process.host import HostFacts, Recipes
-
-
-@dataclass(frozen=True)
-class Done:
-    """A reference to something that is there already."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+from verl_like.process.facts import ProcessFacts
+from verl_like.process.host import Recipes
 
 
 class _Child:
-    """One child process: a thread that sends (and waits for what a message refers to), a thread
-    that receives.
+    """One child process, with a thread that sends to it and one that receives from it.
+
+    The sending thread waits for what a message refers to.
     """
 
     def __init__(self, name: str, env: Mapping[str, str]):
-        ours, theirs = Pipe()
-        root = str(Path(__file__).resolve().parents[3])
-        path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "verl_like.backends.local.child", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **ONE_THREAD, **env, "PYTHONPATH": path},
-            process_group=0,  # Ctrl-C is for the driver, which ends its children
-        )
-        theirs.close()
-        ours.send(sys.path)
-        self.name, self.connection, self.lock, self.sending = (
-            name,
-            ours,
-            threading.Lock(),
-            threading.Lock(),
-        )
+        program = "verl_like.backends.local.child"
+        self.name = name
+        self.process, self.connection = start_child(program, env={**ONE_THREAD, **env})
+        self.lock, self.sending = threading.Lock(), threading.Lock()
         self.answers: dict[int, tuple[Future[Any], ...]] = {}
         self.outgoing: queue.Queue[tuple[int, str, tuple[Any, ...]] | None] = queue.Queue()
         self.dead: WorkerDiedError | None = None
@@ -104,16 +77,14 @@ class _Child:
 
     def _send_one(self, number: int, method: str, args: tuple[Any, ...]) -> None:
         try:
-            send(self.connection, self.sending, number, method, _resolve(args))
+            send(self.connection, self.sending, number, method, resolve(args))
         except OSError:
             return  # `_receive` finds out why
         except WorkerError as error:
             self._answer(number, error)
         except Exception as error:  # noqa: BLE001 - a value that cannot be sent belongs to the future of its call
-            text = f"{type(error).__name__}: {error}"
-            self._answer(
-                number, WorkerError(f"the arguments cannot be sent to the worker process: {text}")
-            )
+            what = f"the arguments cannot be sent to the worker process: {type(error).__name__}"
+            self._answer(number, WorkerError(f"{what}: {error}"))
 
     def _receive(self) -> None:
         try:
@@ -121,14 +92,7 @@ class _Child:
                 number, method, load = receive(self.connection)
                 self._answer(number, _answer_of(method, load))
         except (EOFError, OSError):
-            code = self.process.wait()
-            how = (
-                f"was killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"exited with status {code}"
-            )
-            if code == -signal.SIGKILL:
-                how += " (by hand, or by the kernel when memory ran out)"
+            how = _how_it_ended(self.process.wait())
             self.dead = WorkerDiedError(f"the worker process (pid {self.process.pid}) {how}.")
             self.outgoing.put(None)
             self._fail_all(self.dead)
@@ -150,15 +114,14 @@ class _Child:
                 future.set_exception(error)
 
 
-def _resolve(value: Any) -> Any:
-    """References anywhere in a message's lists and tuples, as values; waits for them."""
-    if isinstance(value, Future):
-        return value.result()
-    if isinstance(value, Done):
-        return value.value
-    if type(value) in (list, tuple):
-        return type(value)(map(_resolve, value))
-    return value
+def _how_it_ended(code: int) -> str:
+    """A process's exit code in words."""
+    if code >= 0:
+        return f"exited with status {code}"
+    how = f"was killed by {signal.Signals(-code).name}"
+    if code == -signal.SIGKILL:
+        how += " (by hand, or by the kernel when memory ran out)"
+    return how
 
 
 def _answer_of(method: str, load: Callable[[], Any]) -> Any:
@@ -179,14 +142,12 @@ class ChildTransport(Transport):
     def __init__(
         self,
         recipes: Recipes,
-        facts: Sequence[HostFacts],
+        facts: Sequence[ProcessFacts],
         deadlines: Deadlines,
         env: Mapping[str, str],
         master_port: int,
     ):
-        """Starts the processes, lets rank 0 bind the rendezvous,
-        constructs the roles everywhere.
-        """
+        """Starts the processes, lets rank 0 bind the rendezvous, constructs the roles."""
         super().__init__(facts, deadlines)
         pickled = cloudpickle.dumps(recipes)
         self.children = [_Child(f"{f.name} rank {f.rank}", env) for f in facts]
@@ -216,15 +177,16 @@ class ChildTransport(Transport):
 
     def fetch(self, reference: Any) -> Any:
         """The answer."""
-        return _resolve(reference)
+        return resolve(reference)
 
     def stacks(self, seconds: float) -> dict[int, str]:
         """Asked of every child past its queue; of one that cannot answer, by signal."""
         asked = {rank: child.request("stacks")[0] for rank, child in enumerate(self.children)}
         wait_futures(asked.values(), seconds)
-        found = {
-            rank: f.result() for rank, f in asked.items() if f.done() and f.exception() is None
-        }
+        found = {}
+        for rank, answer in asked.items():
+            if answer.done() and answer.exception() is None:
+                found[rank] = answer.result()
         for rank, child in enumerate(self.children):
             path = self.facts[rank].log_path()
             if rank not in found and path and (text := stacks.by_signal(child.process.pid, path)):
@@ -234,10 +196,8 @@ class ChildTransport(Transport):
     def regroup(
         self, pending: Sequence[Pending], num_pieces: int, even: bool = True
     ) -> list[Pending]:
-        """The pieces pass through this process anyway: cut again here, by a thread that waits for
-        them.
-        """
-        return regroup_here(self, pending, num_pieces, even)
+        """The pieces pass through this process anyway: cut again here, once they have come."""
+        return regroup_here(pending, num_pieces, even)
 
     def place(self, rank: int) -> str:
         """The child's process id."""
@@ -254,36 +214,3 @@ class ChildTransport(Transport):
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
-
-
-def regroup_here(
-    transport: Transport, pending: Sequence[Pending], num_pieces: int, even: bool
-) -> list[Pending]:
-    """Pieces cut again in this process: now if they are there, otherwise by a thread that waits for
-    them.
-    """
-    made = [
-        Pending(rank, Future[Any](), Future[Any](), pending[0].role) for rank in range(num_pieces)
-    ]
-
-    def cut() -> None:
-        try:
-            headers = [_resolve(p.header) for p in pending]
-            pieces = regroup_pieces(
-                headers, [_resolve(p.payload) for p in pending], num_pieces, even
-            )
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever reads these futures
-            for piece in made:
-                piece.header.set_exception(error)
-                piece.payload.set_exception(error)
-            return
-        for piece, (payload, header) in zip(made, pieces, strict=True):
-            piece.payload.set_result(payload)
-            piece.header.set_result(header)
-
-    waiting = [p.header for p in pending if isinstance(p.header, Future) and not p.header.done()]
-    if waiting:
-        threading.Thread(target=cut, name="regroup", daemon=True).start()
-    else:
-        cut()
-    return made

@@ -28,7 +28,7 @@ from verl_like.calls.waiting import Deadlines
 from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def batch(rows: int, **meta: object) -> DataProto:

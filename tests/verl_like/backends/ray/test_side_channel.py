@@ -1,12 +1,9 @@
-"""Small awaited calls on Ray go over a line of their own, and nobody can tell but by the time they
-take.
-"""
+"""Calls on Ray, small and large, queued and past the queue: order, errors, deaths, keys."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +13,12 @@ import torch
 
 from tests.verl_like.groups import start
 from verl_like import DataProto, Dispatch, Worker, register
-from verl_like.backends.ray import side_channel as door
+from verl_like.backends.ray import side_channel
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
-LINE, LARGE = "small calls", 300_000
+LARGE = 300_000
 
 
 class UnreadableThere:
@@ -32,18 +29,15 @@ class UnreadableThere:
 
 
 class Witness(Worker):
-    """Tells how its calls came."""
+    """Remembers its calls in their order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[object] = []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def way(self) -> tuple[str | None, bool]:
-        import ray
-
-        in_main = threading.current_thread() is threading.main_thread()
-        return ray.get_runtime_context().get_task_name(), in_main
+    def is_in_main_thread(self) -> bool:
+        return threading.current_thread() is threading.main_thread()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def see(self, value: object) -> None:
@@ -70,6 +64,22 @@ class Witness(Worker):
     def give(self, value: object) -> object:
         return value
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def give_past_queue(self, value: object) -> object:
+        return value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def generator_past_queue(self):
+        return self.generator()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def unreadable_past_queue(self) -> object:
+        return UnreadableThere()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def die_past_queue(self) -> None:
+        self.die()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def unreadable(self) -> object:
         return UnreadableThere()
@@ -91,31 +101,13 @@ class Witness(Worker):
 
 
 @pytest.fixture(scope="module")
-def shared():
-    with start(
-        "ray", {"witness": (Witness, ())}, [2], deadlines=Deadlines(start_s=60, call_s=2, grace_s=2)
-    ) as group:
+def group():
+    deadlines = Deadlines(start_s=60, call_s=2, grace_s=2)
+    with start("ray", {"witness": (Witness, ())}, [2], deadlines=deadlines) as group:
         yield group
 
 
-@pytest.fixture
-def group(shared):
-    """At the line: two small calls in a row."""
-    shared.see_later("task", 0.0).get()
-    shared.way()
-    shared.way()
-    return shared
-
-
-def test_from_the_second_in_a_row_small_calls_come_over_the_line_in_the_main_thread(group) -> None:
-    assert group.way() == [(LINE, True)] * 2
-    group.see_later("task", 0.0).get()
-    assert group.way() == [("witness.way", True)] * 2
-    assert group.way() == [(LINE, True)] * 2
-
-
 def test_calls_run_in_the_order_in_which_they_were_made(group) -> None:
-    group.zeros(0)
     before = len(group.all_seen()[0])
     for number in range(30):
         if number % 7 < 3:
@@ -123,6 +115,7 @@ def test_calls_run_in_the_order_in_which_they_were_made(group) -> None:
         else:
             group.see(number)
     assert [seen[before:] for seen in group.all_seen()] == [list(range(30))] * 2
+    assert group.is_in_main_thread() == [True, True]
 
 
 def test_several_threads_may_call(group) -> None:
@@ -137,7 +130,6 @@ def test_several_threads_may_call(group) -> None:
 
 def test_large_results_and_arguments_come_whole_and_small_calls_go_on(group) -> None:
     assert [len(rank) for rank in group.zeros(LARGE)] == [LARGE] * 2
-    assert group.way() == [(LINE, True)] * 2
     assert group.give("x" * LARGE) == ["x" * LARGE] * 2
     assert group.give(torch.ones(LARGE))[1].sum() == LARGE
 
@@ -163,6 +155,21 @@ def test_what_cannot_travel_is_told_as_for_a_task(group) -> None:
             group.give(UnreadableThere())
         with pytest.raises(TypeError, match="cannot pickle"):
             group.give(threading.Lock())
+        with pytest.raises(
+            WorkerError, match="witness.generator_past_queue.*cannot travel between processes"
+        ):
+            group.generator_past_queue()
+        with pytest.raises(
+            WorkerError, match="witness.unreadable_past_queue.*cannot travel between processes"
+        ):
+            group.unreadable_past_queue()
+        with pytest.raises(
+            WorkerError, match="witness.give_past_queue.*cannot travel between processes"
+        ):
+            group.give_past_queue(UnreadableThere())
+        with pytest.raises(TypeError, match="cannot pickle"):
+            group.give_past_queue(threading.Lock())
+    assert group.give_past_queue("x" * LARGE) == ["x" * LARGE] * 2
     assert group.give(1) == [1, 1]
 
 
@@ -173,37 +180,49 @@ def test_a_call_past_its_deadline_is_shown_and_the_next_ones_run(group) -> None:
         group.sleep_s(3.0)
     assert str(caught.value).count("in sleep_s") == 2
     assert group.give("after") == ["after", "after"]
-    assert group.give("after") == ["after", "after"]
-    assert group.way() == [(LINE, True)] * 2
+    assert group.give_past_queue("after") == ["after", "after"]
 
 
-def test_only_who_has_the_key_is_let_in(group) -> None:
+def test_only_who_has_the_key_is_answered(group) -> None:
     import ray
 
-    home = ray.get(group.transport._homes[0])
-    wrong = door.Door(home.door.address, home.door.port, b"0" * 16)
-    with door.knock(wrong, door.LINE, 5.0) as caller:
-        assert caller.recv(1) == b"", "the door is shut"
-    with socket.create_connection((home.door.address, home.door.port)) as caller:
-        caller.sendall(home.door.key + b"?")
-        assert caller.recv(1) == b""
-    assert "test_only" not in str(door.ask_stacks(home.door, 5.0))
+    endpoint = ray.get(group.transport._locations[0]).endpoint
+    wrong = side_channel.Endpoint(endpoint.address, endpoint.port, b"0" * 16)
+    for kind in (side_channel.STACKS, side_channel.CALL):
+        with pytest.raises(OSError, match=r"closed|reset"):
+            side_channel.read_reply(side_channel.send_request(wrong, kind, b"", 5.0))
+    with pytest.raises(OSError, match=r"closed|reset"):
+        side_channel.read_reply(side_channel.send_request(endpoint, b"?", b"", 5.0))
+    assert side_channel.ask_stacks(wrong, 5.0) is None
+    assert side_channel.ask_stacks(endpoint, 5.0) == "idle: no call is running"
 
 
-def test_a_death_in_a_small_call_is_told_with_its_cause() -> None:
-    with start(
-        "ray",
-        {"witness": (Witness, ())},
-        [2],
-        deadlines=Deadlines(start_s=60, call_s=60, grace_s=2),
-    ) as group:
-        group.way(), group.way()
+def test_the_stacks_of_a_call_that_runs_are_told(group) -> None:
+    import ray
+
+    endpoint = ray.get(group.transport._locations[0]).endpoint
+    running = group.see_later("shown", 1.0)
+    until = time.monotonic() + 10
+    while "in see_later" not in (text := side_channel.ask_stacks(endpoint, 5.0)):
+        assert time.monotonic() < until, text
+    running.get()
+
+
+@pytest.mark.parametrize("method", ["die", "die_past_queue"])
+def test_a_death_in_a_call_is_told_with_its_cause(method: str) -> None:
+    deadlines = Deadlines(start_s=60, call_s=60, grace_s=2)
+    with start("ray", {"witness": (Witness, ())}, [2], deadlines=deadlines) as group:
+        cause = "killed by SIGKILL" if method == "die" else "broke off while it made the call"
         began = time.monotonic()
         with pytest.raises(
-            WorkerDiedError, match=r"witness.die, witness rank 1 of 2 \(pid .*killed by SIGKILL"
+            WorkerDiedError, match=rf"witness.{method}, witness rank 1 of 2 \(pid .*{cause}"
         ):
-            group.die()
+            getattr(group, method)()
         assert time.monotonic() - began < 15
-        with pytest.raises(WorkerDiedError, match="witness.way, witness rank 1 of 2"):
-            group.way()
-        assert group.transport.fetch(group.way.remote().pending[0].header)
+        with pytest.raises(WorkerDiedError, match="witness.give, witness rank 1 of 2"):
+            group.give(0)
+        with pytest.raises(
+            WorkerDiedError, match="witness.give_past_queue, witness rank 1 of 2 .* is gone"
+        ):
+            group.give_past_queue(0)
+        assert group.transport.fetch(group.give.remote(0).pending[0].header)

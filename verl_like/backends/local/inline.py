@@ -1,0 +1,84 @@
+"""Calls in the caller's own process and thread: `breakpoint()` in a worker works.
+
+A call runs when it is made; its future keeps the result or the error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from verl_like.backends.local.references import Done, regroup_here
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.answers import wait_for_calls
+from verl_like.calls.messages import Call, Pending
+from verl_like.calls.transport import Transport
+from verl_like.calls.waiting import Deadlines
+from verl_like.process.facts import ProcessFacts
+from verl_like.process.host import Recipes, WorkerHost
+from verl_like.process.worker import Worker
+
+
+class InlineTransport(Transport):
+    """One process: the caller's, in the caller's thread.
+
+    Values are copied on the way in and out.
+    """
+
+    kind = "local"
+
+    def __init__(
+        self,
+        recipes: Recipes,
+        facts: ProcessFacts,
+        deadlines: Deadlines,
+        neighbours: dict[str, Worker],
+    ):
+        """Constructs the roles at once.
+
+        `neighbours` holds the roles of every inline pool: they are siblings.
+        """
+        super().__init__([facts], deadlines)
+        self.process_key = id(neighbours)
+        self.host = WorkerHost(copy.deepcopy(recipes), facts, neighbours)
+        header = Done(self.host.start(None))
+        self.started = wait_for_calls(
+            self, f"start of {facts.name}", [Pending(0, header, header, facts.name)]
+        )
+
+    def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
+        """Runs the call now."""
+        isolated = copy.deepcopy(call)
+        given = [self.fetch(part) if isinstance(part, Done | Future) else part for part in parts]
+        payload, header = self.host.call(isolated, given)
+        is_batch = isinstance(payload, DataProto)
+        own = payload.writable_copy() if is_batch else copy.deepcopy(payload)
+        return Pending(rank, Done(own), Done(header), call.role)
+
+    def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
+        """Everything is there."""
+        return list(references)
+
+    def fetch(self, reference: Any) -> Any:
+        """The value."""
+        return reference.value if isinstance(reference, Done) else reference.result()
+
+    def stacks(self, seconds: float) -> dict[int, str]:
+        """The caller's own stack is where it waits."""
+        return {0: self.host.stacks()}
+
+    def regroup(
+        self, pending: Sequence[Pending], num_pieces: int, even: bool = True
+    ) -> list[Pending]:
+        """Cut again, here."""
+        return regroup_here(pending, num_pieces, even)
+
+    def place(self, rank: int) -> str:
+        """Here."""
+        return "in the caller's thread"
+
+    def shutdown(self) -> None:
+        """Nothing runs between calls; logs are closed."""
+        self.host.close()

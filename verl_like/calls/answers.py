@@ -1,0 +1,131 @@
+"""Waiting for the answers of a group call: who has answered, who failed, who is late.
+
+Past the deadline the error shows the workers' own Python stacks and the likely cause
+(`verl_like.calls.stacks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from verl_like.calls.messages import Header, Pending
+from verl_like.calls.stacks import likely_cause
+from verl_like.calls.transport import Transport
+from verl_like.calls.waiting import Patience
+from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
+
+NAMED_LATE = 8
+"""Ranks that a message names as late, at most."""
+
+
+def wait_for_calls(
+    transport: Transport,
+    name: str,
+    pending: Sequence[Pending],
+    timeout: float | None = None,
+    setting: str = "call_s",
+    since: float | None = None,
+) -> list[Header]:
+    """The headers of a group call, in rank order; raises the first failure once it is certain.
+
+    When one rank fails, the others get a grace period before the error is raised: they may be stuck
+    in a collective that it left. `setting` names the deadline, unless `timeout` is given; it runs
+    `since` then.
+    """
+    limits = transport.deadlines
+    transport.report_abandoned()
+    limit = getattr(limits, setting) if timeout is None else timeout
+    patience = Patience(name, limit, limits.warn_s, since)
+    calls = _OpenCalls(transport, name, pending)
+    failed_at: float | None = None
+    while True:
+        calls.take(transport.wait(list(calls.open), patience.remaining()))
+        if not calls.open:
+            break
+        calls.give_up(transport.lost(p.rank for p in calls.open.values()))
+        if calls.failures:
+            failed_at = patience.age_s if failed_at is None else failed_at
+            if patience.age_s - failed_at >= limits.grace_s:
+                break
+        elif patience.over():
+            way_out = f"raise watch.{setting}" if timeout is None else "give more time"
+            raise WaitTimeoutError(_diagnosis(transport, patience, calls, way_out))
+        patience.warn_if_old(calls.late())
+    transport.finished.extend(calls.headers.values())
+    if calls.failures:
+        error = _with_others([calls.failures[rank] for rank in sorted(calls.failures)])
+        if calls.open:
+            error.add_note(f"not finished {limits.grace_s:.0f} s after the failure: {calls.late()}")
+        raise error
+    return [calls.headers[p.rank] for p in pending]
+
+
+class _OpenCalls:
+    """The calls of one wait that are not answered, and what the others answered."""
+
+    def __init__(self, transport: Transport, name: str, pending: Sequence[Pending]):
+        self.transport, self.name = transport, name
+        self.open = {p.header: p for p in pending}
+        self.headers: dict[int, Header] = {}
+        self.failures: dict[int, BaseException] = {}
+
+    def take(self, ready: Iterable[object]) -> None:
+        """Read the headers that are there."""
+        for reference in ready:
+            call = self.open.pop(reference)
+            where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
+            try:
+                self.headers[call.rank] = header = self.transport.fetch_header(reference)
+            except WorkerDiedError as died:
+                self.failures[call.rank] = WorkerDiedError(f"{where}: {died}")
+            except WorkerError as error:
+                self.failures[call.rank] = WorkerError(f"{where}: {error}")
+            else:
+                if header.error is not None:
+                    self.failures[call.rank] = header.error.rebuild(where)
+
+    def give_up(self, lost: dict[int, str]) -> None:
+        """Fail the calls on ranks that are gone."""
+        for reference, call in list(self.open.items()):
+            if call.rank in lost:
+                del self.open[reference]
+                where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
+                self.failures[call.rank] = WorkerDiedError(f"{where}: {lost[call.rank]}")
+
+    def late(self) -> str:
+        """Who has not answered; of many the first ones, and how many more."""
+        first = [
+            self.transport.describe(p.rank, p.role) for p in islice(self.open.values(), NAMED_LATE)
+        ]
+        more = len(self.open) - len(first)
+        return ", ".join(first) + (f" and {more} more" if more else "")
+
+
+def _with_others(failures: list[BaseException]) -> BaseException:
+    """The failure that explains most: a death before an exception.
+
+    The others become its notes, unless they are the same.
+    """
+    first = next((f for f in failures if isinstance(f, WorkerDiedError)), failures[0])
+    same = 0
+    for other in failures:
+        if other is not first and (type(other), str(other)) != (type(first), str(first)):
+            first.add_note(f"another rank raised {type(other).__name__}: {other}")
+        else:
+            same += 1
+    if same > 1:
+        first.add_note(f"{same} ranks raised this")
+    return first
+
+
+def _diagnosis(transport: Transport, patience: Patience, calls: _OpenCalls, way_out: str) -> str:
+    stacks = transport.stacks(5.0)
+    lines = [
+        f"{patience.what}: {calls.late()} did not finish within {patience.limit_s:.1f} s.",
+        likely_cause(stacks, [p.rank for p in calls.open.values()]),
+    ]
+    for rank in range(transport.world_size):
+        lines.append(f"--- stack of {transport.describe(rank)}\n{stacks.get(rank, 'no answer')}")
+    lines.append(f"If the work is only slow, {way_out}.")
+    return "\n".join(lines)

@@ -1,0 +1,187 @@
+"""What travels between the driver and a worker process.
+
+A `Call` goes there; a payload and its `Header` come back. The header is small and tells the driver
+what came back without the data. Where the results of other calls are arguments, slots stand for
+them in the call, and their references travel beside it, as parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import pickle
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from verl_like.errors import WorkerError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for the value of part number `part`."""
+
+    part: int
+
+
+@dataclass(frozen=True)
+class PieceSlot:
+    """Stands for one piece of another group's result.
+
+    `payload` is the number of its part, `headers` those of the headers of all pieces.
+    """
+
+    payload: int
+    headers: tuple[int, ...]
+    index: int
+
+
+@dataclass(frozen=True)
+class WholeSlot:
+    """Stands for the whole of another call's result: all its pieces, with their headers.
+
+    `form` says how they become one value: a `batch`, a `list`, or the `first` of them.
+    """
+
+    payloads: tuple[int, ...]
+    headers: tuple[int, ...]
+    form: str
+
+
+@dataclass(frozen=True)
+class LazySlot:
+    """Stands for what `slot` stands for, but reaches the method as a `FutureArgument`.
+
+    Its parts travel as `Held`.
+    """
+
+    slot: PieceSlot | WholeSlot
+
+
+class Held:
+    """A part that is not resolved on the way: the worker gets it when it asks.
+
+    Backends with an object store subclass this.
+    """
+
+    def __init__(self, value: Any) -> None:
+        """A value that is there; or, in a subclass, a reference."""
+        self.value = value
+
+    def get(self) -> Any:
+        """The value."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class Call:
+    """One method call on one worker. Arguments may hold slots, which `parts` fill.
+
+    `returns_batch`: the result may be passed on to other workers, so the payload travels apart
+    from its header. A call that goes `past_queue` runs at once, in a thread of its own beside
+    whatever is running; it has no slots.
+    """
+
+    role: str
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    returns_batch: bool = False
+    past_queue: bool = False
+
+
+@dataclass
+class RemoteError:
+    """An exception as it left a worker: pickled, if it can be, and its traceback as text."""
+
+    pickled: bytes | None
+    type_name: str
+    traceback: str
+
+    def rebuild(self, where: str) -> BaseException:
+        """The exception to raise on the driver, of its own type.
+
+        The worker's place and traceback are in a note.
+        """
+        error: BaseException | None = None
+        if self.pickled is not None:
+            with contextlib.suppress(Exception):  # its class may be importable in the worker only
+                error = pickle.loads(self.pickled)
+        if error is None:
+            error = WorkerError(
+                f"{where} raised {self.type_name}, an exception that cannot be sent to the driver."
+            )
+        error.add_note(f"raised in {where}\n{self.traceback.rstrip()}")
+        return error
+
+
+@dataclass(slots=True)
+class Header:
+    """What the driver learns of a finished call at once: who ran it, when, what came, or why not.
+
+    `rows` counts the real rows of the payload; rows after them are padding. `metrics` are what the
+    method returned beside its batch, or instead of one. `only_padding`: the rank had no real row.
+    """
+
+    role: str
+    method: str
+    rank: int
+    pid: int
+    start: float
+    end: float
+    cpu_s: float
+    rows: int | None = None
+    keys: tuple[str, ...] = ()
+    error: RemoteError | None = None
+    mesh_facts: dict[str, dict[str, tuple[int, bool]]] | None = None
+    metrics: dict[str, Any] | None = None
+    only_padding: bool = False
+
+    def packed(self) -> bytes:
+        """The values alone, by the quickest way there is: a header comes with every call."""
+        error: Any = self.error and (self.error.pickled, self.error.type_name, self.error.traceback)
+        who = self.role, self.method, self.rank, self.pid
+        times = self.start, self.end, self.cpu_s
+        told = self.rows, self.keys, error, self.mesh_facts, self.metrics, self.only_padding
+        return marshal.dumps((*who, *times, *told))
+
+    @staticmethod
+    def read(value: Header | bytes | tuple[bytes, Any]) -> Header:
+        """A header as it arrived: packed, packed with its payload, or as it is."""
+        if isinstance(value, Header):
+            return value
+        header = Header(*marshal.loads(value if isinstance(value, bytes) else value[0]))
+        if header.error is not None:
+            header.error = RemoteError(*cast("tuple[bytes | None, str, str]", header.error))
+        return header
+
+
+Answer = bytes | tuple[bytes, Any]
+"""A packed header and its payload as one value; a payload of None takes no room."""
+
+
+def answer_of(payload: Any, header: Header) -> Answer:
+    """Header and payload as one value."""
+    return header.packed() if payload is None else (header.packed(), payload)
+
+
+def payload_of(answer: Answer) -> Any:
+    """The payload of an answer."""
+    return None if isinstance(answer, bytes) else answer[1]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The references that a submitted call gives at once.
+
+    Where header and payload travel as one `Answer`, both are the same reference.
+    """
+
+    rank: int
+    payload: Any
+    header: Any
+    role: str
+
+    @property
+    def is_one_answer(self) -> bool:
+        """Whether header and payload travel as one value."""
+        return self.payload is self.header

@@ -1,0 +1,113 @@
+"""Pieces of a batch on their way: split per worker, passed on as references, joined again.
+
+A batch, or the future of one, becomes one piece per data-parallel rank; results become one batch. A
+result keeps its pad rows while it stays among workers; its header says how many rows are real, and
+whoever makes one batch of the pieces drops the rest. The cutting of rows is in
+`verl_like.batch.split`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.split import join_pieces, split_rows, view_rows
+from verl_like.calls.future import PartFuture, WorkerFuture
+from verl_like.calls.messages import Header
+from verl_like.calls.metrics import batch_alone
+from verl_like.calls.target import CallTarget
+from verl_like.errors import BatchError, DispatchError
+
+
+@dataclass(frozen=True)
+class FutureShard:
+    """Piece `index` of `count` of a result that is still being made: it travels as references."""
+
+    future: WorkerFuture | PartFuture
+    index: int
+    count: int
+
+
+def split_over(target: CallTarget, value: Any, name: str, num_pieces: int) -> list[Any]:
+    """Pieces of a batch, or of the future of one, for `num_pieces` data-parallel ranks."""
+    if isinstance(value, WorkerFuture | PartFuture):
+        if value.travels_on(target.transport):
+            return [FutureShard(value, i, num_pieces) for i in range(num_pieces)]
+        value = batch_alone(value.get())
+    if not isinstance(value, DataProto):
+        raise DispatchError(
+            f"{target.call_site}: {name} must be a DataProto (or the future of one) to be split "
+            f"over {num_pieces} worker(s), got {type(value).__name__}. Put other values into "
+            "meta_info, or register the method with Dispatch.ONE_TO_ALL."
+        )
+    if len(value) == 0:
+        raise BatchError(
+            f"{target.call_site}: {name} has no rows, nothing to split over {num_pieces} worker(s)."
+        )
+    return split_rows(value, num_pieces)
+
+
+def drop_padding(payload: Any, header: Header) -> Any:
+    """A payload without what the method made of pad rows.
+
+    It shares storage and keeps the shard of its input.
+    """
+    if not isinstance(payload, DataProto) or header.rows in (None, len(payload)):
+        return payload
+    kept = view_rows(payload, 0, header.rows or 0)
+    kept.shard = payload.shard
+    return kept
+
+
+def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
+    """One batch of the workers' batches, in rank order.
+
+    Pieces of ranks that held padding only are left out.
+    """
+    for rank, output in enumerate(outputs):
+        if not isinstance(output, DataProto):
+            raise DispatchError(
+                f"{target.call_site} returned {type(output).__name__} on rank {rank}; a "
+                "data-parallel method must return a DataProto, (DataProto, metrics) or a dict of "
+                "metrics. To collect one value per rank, register it with "
+                "Dispatch.DP_COMPUTE_METRIC."
+            )
+    return join_pieces(outputs)
+
+
+def regroup_pieces(
+    headers: Sequence[Header], payloads: Sequence[Any], num_pieces: int, even: bool
+) -> list[tuple[Any, Header]]:
+    """The rows of some pieces in `num_pieces` pieces, each with a header.
+
+    An error among them goes into every piece. Even pieces are those of `split_rows`, padded;
+    otherwise they are those of `DataProto.chunk`.
+    """
+    failed = next((header for header in headers if header.error is not None), None)
+    if failed is not None:
+        return [(None, failed)] * num_pieces
+
+    kept = []
+    for payload, header in zip(payloads, headers, strict=True):
+        kept.append(drop_padding(require_batch(payload, header), header))
+    whole = join_pieces(kept)
+    cut = split_rows(whole, num_pieces) if even else whole.chunk(num_pieces)
+    return [(piece, _header_of(piece, rank, headers[0])) for rank, piece in enumerate(cut)]
+
+
+def _header_of(piece: DataProto, rank: int, header: Header) -> Header:
+    """A header for a piece that was cut again: metrics and mesh facts stay with the call itself."""
+    return replace(header, rows=piece.num_real_rows, rank=rank, mesh_facts=None, metrics=None)
+
+
+def require_batch(payload: Any, header: Header) -> DataProto:
+    """The payload of a call that had to return a batch."""
+    if not isinstance(payload, DataProto):
+        returned = "metrics alone" if header.metrics is not None else type(payload).__name__
+        raise DispatchError(
+            f"{header.role}.{header.method} returned {returned} on rank {header.rank}; its "
+            "future was passed on as a batch, so it must return a DataProto."
+        )
+    return payload

@@ -1,0 +1,42 @@
+"""What a process is told about itself before it starts: its rank, its host, its log, its ports.
+
+The ground floor of `verl_like`: nothing but the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """One process of a group. `role` and `master` are filled in inside the process."""
+
+    name: str = "worker"
+    """The group: its role, or its roles joined by "+"."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """The process's number among those of the group on its node."""
+    device_kind: str = "cpu"
+    seed: int = 0
+    log_dir: str | None = None
+    rendezvous_s: float = 300.0
+    call_s: float = 7200.0
+    one_node: bool = True
+    role: str = "worker"
+    """The role that an instance plays in this process."""
+    master: tuple[str, int] | None = None
+    """Host and port of the store in which the ranks meet."""
+
+    def log_path(self, role: str | None = None) -> Path | None:
+        """The log of one role (of the first, unless said) in this process."""
+        if self.log_dir is None:
+            return None
+        return Path(self.log_dir) / f"{(role or self.name).split('+')[0]}-{self.rank}.log"
+
+    def log_in_words(self, role: str | None = None) -> str:
+        """The log for a message."""
+        path = self.log_path(role)
+        return f"log {path}" if path else ""
