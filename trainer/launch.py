@@ -14,7 +14,7 @@ import torch
 from trainer.config.schema import PPOConfig
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.data.sizes import batch_table
-from trainer.groups.worker_groups import WorkerGroups, import_dotted
+from trainer.groups.worker_groups import WorkerGroups
 from trainer.ppo.dataflow import describe
 from trainer.ppo.step import PPOTrainer
 from trainer.preflight import preflight
@@ -24,6 +24,7 @@ from trainer.run_folder.folder import open_run_folder
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.placement.pools import Node, Placement
+from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
 from workers.cpu.allocator import keep_freed_memory
 from workers.rewards.pool import make_reward_manager
@@ -88,7 +89,7 @@ def nominal_placement(config: PPOConfig) -> Placement:
 
 def trainer_class(config: PPOConfig) -> type[PPOTrainer]:
     """The class at `trainer.cls`."""
-    cls = import_dotted(config.trainer.cls, "trainer.cls")
+    cls = load_object(config.trainer.cls, "trainer.cls")
     if not (isinstance(cls, type) and issubclass(cls, PPOTrainer)):
         raise ConfigError(
             f"trainer.cls={config.trainer.cls} is not a subclass of trainer.PPOTrainer."
