@@ -6,35 +6,61 @@ The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configu
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trainer.cli.explain import field_docs
-from trainer.config.checks import read
-from trainer.config.compose import config_keys
-from trainer.config.schema import PPOConfig
+from trainer.config.keys import Key, config_keys, read
+from trainer.ppo.config import PPOConfig
 from workers.columns import COLUMNS
 
 DOCS = Path(__file__).resolve().parent
 
 
 def key_table() -> str:
-    """A table for every section: key, default, meaning."""
-    default, docs, kinds = PPOConfig(), field_docs(), dict(config_keys())
-    sections: dict[str, list[str]] = {}
-    for key, kind in kinds.items():
-        if not dataclasses.is_dataclass(kind):
-            section, _, leaf = key.rpartition(".")
-            row = f"| `{leaf}` | {_show(read(default, key))} | {_cell(docs[key])} |"
-            sections.setdefault(section, []).append(row)
+    """A table for every section: key, default, values, when it is read, resume, meaning."""
+    docs, default = field_docs(), PPOConfig()
+    keys = {key.name: key for key in config_keys(PPOConfig)}
+    rows: dict[str, list[str]] = {}
+    for key in keys.values():
+        if not key.is_section:
+            section, _, leaf = key.name.rpartition(".")
+            cells = [f"`{leaf}`", _show(read(default, key.name)), *_rule_cells(key)]
+            meaning = _cell(docs[key.name]) + _name_in_verl(key)
+            rows.setdefault(section, []).append(f"| {' | '.join([*cells, meaning])} |")
+
     parts = []
-    for section, rows in sections.items():
-        intro = f"## `{section}`\n\n{docs[section]}\n" if section else "## Top level\n"
-        parts.append("\n".join([intro, "| key | default | meaning |", "|---|---|---|", *rows]))
+    for section, lines in rows.items():
+        intro = _section_intro(keys[section], docs[section]) if section else "## Top level\n"
+        parts.append("\n".join([intro, *HEAD_OF_KEYS, *lines]))
     return "\n\n".join(parts)
+
+
+HEAD_OF_KEYS = (
+    "| key | default | values | read when | resume | meaning |",
+    "|---|---|---|---|---|---|",
+)
+
+
+def _section_intro(section: Key, doc: str) -> str:
+    """Heading, docstring, and the rules that hold for all of its keys."""
+    values, read_when, resume = _rule_cells(section)
+    rules = f" Read when {read_when}." if read_when else ""
+    rules += " A resumed run may change all of it." if resume else ""
+    return f"## `{section.name}`\n\n{doc}{rules}\n"
+
+
+def _rule_cells(key: Key) -> tuple[str, str, str]:
+    """Values, when it is read, and whether a resumed run may change it."""
+    read_when = " and ".join(condition.says for condition in key.rules.read_when)
+    resume = "may change" if key.rules.may_change_on_resume else ""
+    return _cell(key.allowed), _cell(read_when), resume
+
+
+def _name_in_verl(key: Key) -> str:
+    return f" In verl: `{key.rules.verl}`." if key.rules.verl else ""
 
 
 def column_table() -> str:

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from trainer import load_config, run
-from trainer.config.presets import settle
+from trainer.config.placement import settle
 from trainer.data.sizes import batch_table
 from trainer.launch import nominal_placement
+from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
 
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
@@ -172,7 +173,7 @@ def test_every_partition_of_the_roles_over_pools_is_planned() -> None:
         config.role_mapping = {
             role: f"p{place}" for place, part in enumerate(parts) for role in part
         }
-        settle(config, set(config.resource_pool_spec))
+        settle(PPO, config, set(config.resource_pool_spec))
         pools = nominal_placement(config).pools
         assert {name: sorted(plan.roles) for name, plan in pools.items()} == {
             f"p{place}": sorted(part) for place, part in enumerate(parts)
