@@ -133,9 +133,8 @@ def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe
         raise _our_own(err) or ConfigError(str(err)) from err
     assert isinstance(config, recipe.schema), f"the schema gave a {type(config).__name__}"
 
-    keys, section = override_keys(overrides), "resource_pool_spec."
-    named_pools = {key.removeprefix(section) for key in keys if key.startswith(section)}
-    notices = settle(recipe, config, named_pools)
+    keys = override_keys(overrides)
+    notices = settle(recipe, config, keys)
 
     check_fields(config)
     check_resume(config)

@@ -47,7 +47,7 @@ class Key:
     def allowed(self) -> str:
         """The values that it may have, in words; "" if nobody has said."""
         rules = self.rules
-        words = self.range or ", ".join(rules.choices) or rules.allows or rules.required
+        words = self.range or ", ".join(rules.choices) or rules.allows
         if not words and (self.kind is bool or bool in typing.get_args(self.kind)):
             words = "true, false"
 

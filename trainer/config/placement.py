@@ -7,7 +7,7 @@ configuration alone: `verl_like.placement` then checks the pools against the nod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from trainer.config.recipe import Recipe
@@ -110,17 +110,18 @@ def share(recipe: Recipe[Any], pool: str, preset_pools: Sequence[str], config: A
     return [num_devices] * part if by_node else [part] * num_nodes
 
 
-def settle(recipe: Recipe[Any], config: RunConfig, named_pools: set[str]) -> list[str]:
+def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> list[str]:
     """Drop from `config` what this run does not use, refuse roles that cannot work.
 
-    `named_pools` are the pools that the user wrote: unlike a preset's, they are not dropped.
-    Returns notices to show.
+    `keys` are those that the user set: a pool or a worker class of theirs that nothing uses is
+    refused, one of a preset or of the recipe's YAML is dropped. Returns notices to show.
     """
     inactive = recipe.inactive_roles(config)
-    dropped = _drop_inactive_roles(config, inactive)
+    dropped = _drop_inactive_roles(config, inactive, keys)
     _check_roles(config, roles_of(recipe), inactive)
 
     notices = []
+    named_pools = names_below("resource_pool_spec", keys)
     used = set(config.role_mapping.values())
     for pool in [pool for pool in config.resource_pool_spec if pool not in used]:
         if pool in named_pools:
@@ -137,11 +138,20 @@ def settle(recipe: Recipe[Any], config: RunConfig, named_pools: set[str]) -> lis
     return notices
 
 
-def _drop_inactive_roles(config: RunConfig, inactive: Mapping[str, str]) -> dict[str, str]:
+def names_below(section: str, keys: Collection[str]) -> set[str]:
+    """The names of their own that the user set in a section such as `resource_pool_spec`."""
+    prefix = f"{section}."
+    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+
+
+def _drop_inactive_roles(
+    config: RunConfig, inactive: Mapping[str, str], keys: Collection[str]
+) -> dict[str, str]:
     """Take the roles that this run does not need out of the mapping; returns role -> pool."""
     dropped = {}
+    named_workers = names_below("role_workers", keys)
     for role, why in inactive.items():
-        if config.role_workers.pop(role, None):
+        if config.role_workers.pop(role, None) and role in named_workers:
             raise ConfigError(f"role_workers.{role} is set, but this run has no such role: {why}.")
         if role in config.role_mapping:
             dropped[role] = config.role_mapping.pop(role)

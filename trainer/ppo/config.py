@@ -117,7 +117,7 @@ class AlgorithmConfig:
 class PPOTrainerConfig(TrainerConfig):
     """The run: length, devices, folder."""
 
-    cls: str = key("trainer.ppo.PPOTrainer", required="give the dotted path of the trainer's class")
+    cls: str = key("trainer.ppo.PPOTrainer", allows="a dotted path")
     """Dotted path of the trainer: PPOTrainer, or a subclass that overrides stages or hooks."""
     experiment_name: str = key("ppo", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""

@@ -56,7 +56,9 @@ class FSDPConfig:
 class ModelConfig:
     """A Hugging Face model folder and how it is loaded."""
 
-    path: str = key("", required="give the folder of a model with its tokenizer")
+    path: str = key(
+        "", allows="a folder or a name", required="give the folder of a model with its tokenizer"
+    )
     """Folder of the model and, for the actor, its tokenizer; or its name on the Hugging Face hub.
     """
     enable_gradient_checkpointing: bool = key(False, may_change_on_resume=True)
