@@ -7,7 +7,6 @@ which asks what a resumed run may change.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Iterator
@@ -15,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import KeyRules, rules_of
+
+_keys_of: dict[type, tuple[Key, ...]] = {}
+"""Schema -> its keys, found once."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,11 @@ class Key:
         return ""
 
 
-@functools.cache
 def config_keys(schema: type) -> tuple[Key, ...]:
     """Every key of a schema, sections included, in the order of declaration."""
-    return tuple(_keys_below(schema, ""))
+    if schema not in _keys_of:
+        _keys_of[schema] = tuple(_keys_below(schema, ""))
+    return _keys_of[schema]
 
 
 def _keys_below(schema: type, prefix: str) -> Iterator[Key]:
