@@ -13,12 +13,10 @@ from trainer.ppo.kl import get_kl_controller
 from trainer.run_folder.tracking import TRACKERS
 from verl_like.errors import ConfigError, nearest
 from workers.config import SAVE_CONTENTS
-from workers.losses.losses import (
-    LOSS_AGG_MODES,
-    compute_rollout_importance_weights,
-    get_policy_loss,
-    kl_penalty,
-)
+from workers.losses.aggregate import LOSS_AGG_MODES
+from workers.losses.correction import compute_rollout_importance_weights
+from workers.losses.kl import kl_penalty
+from workers.losses.registry import get_policy_loss
 from workers.parallel.fsdp import STRATEGIES, settle
 from workers.rollout.base import check_sampling_kwargs
 from workers.rollout.build import ENGINES

@@ -31,11 +31,11 @@ def inactive_roles(config: Any) -> dict[str, str]:
 
     Takes a `PPOConfig` or the composed tree.
     """
-    from trainer.ppo.advantages.estimators import ADVANTAGE_ESTIMATORS
+    from trainer.ppo.compute_advantage import get_estimator
 
     inactive = {}
     name = config.algorithm.adv_estimator
-    estimator = ADVANTAGE_ESTIMATORS.look_up(name)
+    estimator = get_estimator(name)
     if "values" not in inspect.signature(estimator).parameters:
         inactive["critic"] = f"algorithm.adv_estimator={name} takes no values"
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):

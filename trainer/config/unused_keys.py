@@ -62,9 +62,9 @@ def _validates(config: PPOConfig) -> bool:
 
 
 def _estimator(config: PPOConfig) -> Callable[..., Any]:
-    from trainer.ppo.advantages.estimators import ADVANTAGE_ESTIMATORS
+    from trainer.ppo.compute_advantage import get_estimator
 
-    return ADVANTAGE_ESTIMATORS.look_up(config.algorithm.adv_estimator)
+    return get_estimator(config.algorithm.adv_estimator)
 
 
 def _optimizer(config: PPOConfig) -> Callable[..., Any]:
@@ -82,8 +82,14 @@ def _takes(
     return lambda config: parameter in inspect.signature(chosen(config)).parameters
 
 
-def _loss_is_none_of(*names: str) -> Callable[[PPOConfig], bool]:
-    return lambda config: config.actor_rollout_ref.actor.policy_loss.loss_mode not in names
+def _policy_loss_reads(key: str) -> Callable[[PPOConfig], bool]:
+    def reads(config: PPOConfig) -> bool:
+        from workers.losses.registry import get_policy_loss, keys_read
+
+        keys = keys_read(get_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode))
+        return keys is None or key in keys
+
+    return reads
 
 
 def _rules_score(config: PPOConfig) -> bool:
@@ -136,13 +142,13 @@ RULES = (
         ACTOR + "clip_ratio",
     ),
     Rule(
-        _loss_is_none_of("reinforce"),
-        "policy_loss.loss_mode=reinforce clips nothing",
+        _policy_loss_reads("clip_ratio"),
+        "the loss of policy_loss.loss_mode clips no ratio",
         *(ACTOR + "clip_ratio", ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high"),
     ),
     Rule(
-        _loss_is_none_of("reinforce", "gspo", "cispo"),
-        "of the built-in losses only policy_loss.loss_mode=vanilla reads it",
+        _policy_loss_reads("clip_ratio_c"),
+        "the loss of policy_loss.loss_mode has no dual clip; vanilla has one",
         ACTOR + "clip_ratio_c",
     ),
     Rule(
