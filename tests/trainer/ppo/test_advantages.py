@@ -307,3 +307,20 @@ def test_an_unknown_estimator_is_refused_with_the_list(columns):
         ConfigError, match=r"unknown advantage estimator 'gra'; there are gae, grpo"
     ):
         compute_advantage(batch_of(rewards, mask), "gra")
+
+
+def test_a_users_estimator_is_found_by_the_name_of_its_decorator(columns, monkeypatch):
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "_entries", dict(ADVANTAGE_ESTIMATORS))
+
+    @ADVANTAGE_ESTIMATORS.register("doubled")
+    def doubled(token_level_rewards):
+        return 2 * token_level_rewards, token_level_rewards
+
+    rewards, _, mask = columns
+    batch = compute_advantage(batch_of(rewards, mask), "doubled")
+    assert torch.equal(batch.batch["advantages"], 2 * rewards)
+
+
+def test_every_estimator_is_a_file_of_its_name():
+    for name, estimator in ADVANTAGE_ESTIMATORS.items():
+        assert estimator.__module__ == f"trainer.ppo.advantages.{name}"

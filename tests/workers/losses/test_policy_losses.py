@@ -17,7 +17,7 @@ from verl_like.errors import ConfigError
 from workers.config import ActorConfig
 from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.losses.importance_ratio import resolve_clip
-from workers.losses.registry import POLICY_LOSSES, get_policy_loss
+from workers.losses.registry import POLICY_LOSSES, get_policy_loss, keys_read
 from workers.losses.vanilla import compute_policy_loss
 
 
@@ -198,3 +198,36 @@ def test_policy_losses_are_found_by_name_or_dotted_path():
     )
     with pytest.raises(ConfigError, match="unknown policy loss 'gpso'.*Did you mean 'gspo'"):
         get_policy_loss("gpso")
+
+
+def test_a_users_loss_is_found_by_the_name_of_its_decorator(monkeypatch):
+    monkeypatch.setattr(POLICY_LOSSES, "_entries", dict(POLICY_LOSSES))
+
+    @POLICY_LOSSES.register("my_loss")
+    def my_loss(**columns):
+        return columns["log_prob"].sum(), {}
+
+    assert get_policy_loss("my_loss") is my_loss
+    assert keys_read(my_loss) is None
+
+
+def test_every_policy_loss_is_a_file_of_its_name():
+    for name, policy_loss in POLICY_LOSSES.items():
+        assert policy_loss.__module__ == f"workers.losses.{name}"
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_loss_reads_the_keys_that_it_says_it_reads(batch, name):
+    class Recorded:
+        """The actor's settings, and which of them were looked at."""
+
+        def __init__(self):
+            self.seen = set()
+
+        def __getattr__(self, key):
+            self.seen.add(key)
+            return getattr(CONFIG, key)
+
+    config = Recorded()
+    POLICY_LOSSES[name](**policy_inputs(batch), config=config)
+    assert config.seen == set(keys_read(POLICY_LOSSES[name]))
