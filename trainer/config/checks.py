@@ -17,6 +17,7 @@ def check_fields(config: RunConfig) -> None:
     for key in leaf_keys(type(config)):
         value = read(config, key.name)
         _check_filled(key, value)
+        _check_registered(key, value)
         _check_choices(key, value)
         _check_range(key, value)
 
@@ -26,8 +27,17 @@ def _check_filled(key: Key, value: Any) -> None:
         raise ConfigError(f"{key.name} is empty: {key.rules.required}.")
 
 
+def _check_registered(key: Key, value: Any) -> None:
+    if key.rules.registry is None:
+        return
+    try:
+        key.rules.registry().look_up(value)
+    except ConfigError as err:
+        raise ConfigError(f"{key.name}={value}: {err}") from err
+
+
 def _check_choices(key: Key, value: Any) -> None:
-    choices = key.rules.choices
+    choices = key.choices
     if not choices or value is None:
         return
 

@@ -46,10 +46,18 @@ class Key:
         return union and type(None) in typing.get_args(self.kind)
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that there are, if they can be listed."""
+        choices = self.rules.choices
+        return choices() if callable(choices) else choices
+
+    @property
     def allowed(self) -> str:
         """The values that it may have, in words; "" if nobody has said."""
         rules = self.rules
-        words = self.range or ", ".join(rules.choices) or rules.allows
+        words = self.range or ", ".join(self.choices) or rules.allows
+        if rules.registry is not None:
+            words = f"{', '.join(rules.registry())}, or a dotted path"
         if not words and (self.kind is bool or bool in typing.get_args(self.kind)):
             words = "true, false"
 

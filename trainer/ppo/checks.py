@@ -10,34 +10,23 @@ import torch
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.kl import get_kl_controller
 from verl_like.errors import ConfigError
-from workers.losses.losses import (
-    compute_rollout_importance_weights,
-    get_policy_loss,
-    kl_penalty,
-)
+from workers.losses.correction import compute_rollout_importance_weights
 from workers.parallel.fsdp import settle
 from workers.rollout.base import check_sampling_kwargs
-from workers.training.optim import OPTIMIZERS
 
 
 def validate(config: PPOConfig) -> None:
     """Refuse, with the numbers and the way out, settings that cannot work together."""
-    _check_kl(config)
+    get_kl_controller(config.algorithm.kl_ctrl)
     _check_rewards(config)
     _check_data(config)
     _check_mini_batches(config)
     _check_token_budgets(config)
-    _check_losses(config)
+    _check_correction(config)
     _check_sharding(config)
     check_sampling_kwargs(
         config.actor_rollout_ref.rollout.sampling_kwargs, config.data.max_response_length
     )
-
-
-def _check_kl(config: PPOConfig) -> None:
-    get_kl_controller(config.algorithm.kl_ctrl)
-    for estimator in (config.algorithm.kl_penalty, config.actor_rollout_ref.actor.kl_loss_type):
-        kl_penalty(torch.zeros(1), torch.zeros(1), estimator)
 
 
 def _check_rewards(config: PPOConfig) -> None:
@@ -105,12 +94,8 @@ def _check_token_budgets(config: PPOConfig) -> None:
             )
 
 
-def _check_losses(config: PPOConfig) -> None:
-    """What the optimizer and the loss would refuse when they are made or at their first step."""
-    actor = config.actor_rollout_ref.actor
-    OPTIMIZERS.look_up(actor.optim.optimizer)
-    get_policy_loss(actor.policy_loss.loss_mode)
-
+def _check_correction(config: PPOConfig) -> None:
+    """What the importance weights would refuse at their first step."""
     correction, zero = config.algorithm.rollout_correction, torch.zeros(1, 1)
     if correction.rollout_is is not None:
         compute_rollout_importance_weights(zero, zero, zero, **vars(correction))

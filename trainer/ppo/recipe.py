@@ -13,7 +13,7 @@ from typing import Any, TypeVar, overload
 from trainer.config import compose
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.ppo.config import PPOConfig
+from trainer.ppo.config import PPOConfig, advantage_estimators
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -66,11 +66,9 @@ KEYS_OF_VERLS_COMMAND = frozenset(
 
 def inactive_roles(config: Any) -> dict[str, str]:
     """Roles of PPO that this run does not need -> why; of a `PPOConfig` or the composed tree."""
-    from trainer.ppo.advantages.estimators import ADVANTAGE_ESTIMATORS
-
     inactive = {}
     name = config.algorithm.adv_estimator
-    estimator = ADVANTAGE_ESTIMATORS.look_up(name)
+    estimator = advantage_estimators().look_up(name)
     if "values" not in inspect.signature(estimator).parameters:
         inactive["critic"] = f"algorithm.adv_estimator={name} takes no values"
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):

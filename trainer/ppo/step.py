@@ -23,8 +23,8 @@ import torch
 from trainer.data.prompts import PromptLoader
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
-from trainer.ppo.advantages.estimators import compute_advantage
 from trainer.ppo.balance import balance_ranks
+from trainer.ppo.compute_advantage import compute_advantage
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import old_log_probs_are_the_updates_own
 from trainer.ppo.dynamic_sampling import collect_groups

@@ -23,7 +23,6 @@ from workers.config.model import (
     OptimConfig,
 )
 from workers.config.policy import (
-    LOSS_AGG_MODES,
     ActorConfig,
     ActorRolloutRefConfig,
     PolicyLossConfig,
@@ -41,7 +40,6 @@ from workers.config.rollout import ENGINES, RolloutConfig, ValidationSamplingCon
 
 __all__ = [
     "ENGINES",
-    "LOSS_AGG_MODES",
     "SAVE_CONTENTS",
     "STRATEGIES",
     "ActorConfig",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_like.config_key import When
+from workers.config.registries import optimizers, policy_losses
 
 
 def _actor(run: Any) -> Any:
@@ -37,18 +38,24 @@ def _rollout_is_apart(_: Any, run: Any) -> bool:
     return pools["actor"] != pools["rollout"]
 
 
-def loss_mode_is_none_of(*names: str) -> Callable[[Any, Any], bool]:
-    """Whether the policy loss is another one, such as the user's own."""
-    return lambda _, run: _actor(run).policy_loss.loss_mode not in names
+def loss_reads(name: str) -> Callable[[Any, Any], bool]:
+    """Whether the policy loss reads that key of the actor's section; one of the user's may."""
+
+    def holds(_: Any, run: Any) -> bool:
+        from workers.losses.registry import keys_read
+
+        keys = keys_read(policy_losses().look_up(_actor(run).policy_loss.loss_mode))
+        return keys is None or name in keys
+
+    return holds
 
 
 def optimizer_takes(name: str) -> When:
     """The optimizer's constructor has a parameter of that name."""
 
     def holds(optim: Any, _: Any) -> bool:
-        from workers.training.optim import OPTIMIZERS
-
-        return name in inspect.signature(OPTIMIZERS.look_up(optim.optimizer)).parameters
+        optimizer = optimizers().look_up(optim.optimizer)
+        return name in inspect.signature(optimizer).parameters
 
     return When(f"the optimizer takes `{name}`", holds, "the optimizer does not take it")
 
@@ -85,14 +92,14 @@ ONE_CLIP_RATIO = When(
     "clip_ratio_low and clip_ratio_high are both set and replace it",
 )
 LOSS_CLIPS = When(
-    "`policy_loss.loss_mode` is not reinforce",
-    loss_mode_is_none_of("reinforce"),
-    "policy_loss.loss_mode=reinforce clips nothing",
+    "the policy loss clips a ratio",
+    loss_reads("clip_ratio"),
+    "the loss of policy_loss.loss_mode clips no ratio",
 )
 LOSS_CLIPS_TWICE = When(
-    "`policy_loss.loss_mode` is vanilla or your own",
-    loss_mode_is_none_of("reinforce", "gspo", "cispo"),
-    "of the built-in losses only policy_loss.loss_mode=vanilla reads it",
+    "the policy loss has a dual clip",
+    loss_reads("clip_ratio_c"),
+    "the loss of policy_loss.loss_mode has no dual clip; vanilla has one",
 )
 LOSS_HAS_DIVISOR = When(
     "`loss_agg_mode` is seq-mean-token-sum-norm",
