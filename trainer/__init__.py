@@ -9,18 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.config.compose import load_config
-    from trainer.config.schema import PPOConfig
     from trainer.groups.worker_groups import WorkerGroups
     from trainer.launch import run
+    from trainer.ppo.config import PPOConfig
+    from trainer.ppo.recipe import load_config
     from trainer.ppo.step import PPOTrainer
 
 __all__ = ["PPOConfig", "PPOTrainer", "WorkerGroups", "load_config", "run"]
 _HOME = {
-    "PPOConfig": "config.schema",
+    "PPOConfig": "ppo.config",
     "PPOTrainer": "ppo.step",
     "WorkerGroups": "groups.worker_groups",
-    "load_config": "config.compose",
+    "load_config": "ppo.recipe",
     "run": "launch",
 }
 

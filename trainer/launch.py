@@ -11,10 +11,10 @@ from contextlib import closing
 
 import torch
 
-from trainer.config.schema import PPOConfig
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.data.sizes import batch_table
 from trainer.groups.worker_groups import WorkerGroups
+from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe
 from trainer.ppo.step import PPOTrainer
 from trainer.preflight import preflight

@@ -1,39 +1,18 @@
-"""Keys that the user set and that nothing chosen reads: an error, or for verl's usual ones a
-notice.
+"""Keys that the user set and that nothing reads in this run: an error, or at least a notice.
 
-`trainer.config.compose` calls `check_unread`. A rule says under which condition a part of the tree
-is read, and otherwise why not; a key without a rule is always read.
+When a key is read stands at its field (`read_when`); a condition of a section covers all of it.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
 
-from trainer.config.schema import PPOConfig
+from trainer.config.keys import Key, config_keys, path_to, read
+from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError
 
-NO_EFFECT_HERE = frozenset(
-    {
-        "actor_rollout_ref.rollout.tensor_model_parallel_size",
-        "actor_rollout_ref.rollout.gpu_memory_utilization",
-        "critic.optim.lr",
-        "critic.model.path",
-        "critic.model.enable_gradient_checkpointing",
-        "critic.model.fsdp_config.param_offload",
-        "critic.model.fsdp_config.optimizer_offload",
-        "critic.ppo_micro_batch_size_per_gpu",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-        "trainer.critic_warmup",
-        "data.val_files",
-        "trainer.total_epochs",
-        "trainer.max_ckpt_to_keep",
-    }
-)
-"""Keys of verl's split-placement command, which must compose whatever else is set."""
 
+<<<<<<< HEAD
 
 class Rule:
     """Its keys are read where `holds`; `why` says what is missing elsewhere.
@@ -302,16 +281,57 @@ def check_unread(config: PPOConfig, keys: Iterable[str]) -> list[str]:
     """Notices on those of the user's `keys` that have no effect here; refuses the others that
     nothing reads.
     """
+=======
+def check_unused(
+    config: RunConfig, keys: Iterable[str], only_noticed: Collection[str] = ()
+) -> list[str]:
+    """Refuse those of the user's `keys` that nothing reads; for `only_noticed` return a notice."""
+>>>>>>> h/rules
     notices = []
     for key in keys:
-        why = next(
-            (rule.why for rule in RULES if rule.covers(key) and not rule.holds(config)), None
-        )
-        if why is None:
+        reason = why_unused(config, key)
+        if reason is None:
             continue
-        if key not in NO_EFFECT_HERE:
+
+        if key not in only_noticed:
             raise ConfigError(
-                f"{key} is set, but nothing reads it in this run: {why}. Drop it, or change that."
+                f"{key} is set, but nothing reads it in this run: {reason}. Drop it, or change "
+                "that."
             )
-        notices.append(f"notice: {key} has no effect here: {why}")
+        notices.append(f"notice: {key} has no effect here: {reason}")
     return notices
+
+
+def why_unused(config: RunConfig, name: str) -> str | None:
+    """What is missing for the key `name` to be read; None if it is read."""
+    for key in path_to(type(config), name):
+        reason = _missing_for(config, key)
+        if reason is not None:
+            return reason
+    return None
+
+
+def unused_keys(config: RunConfig) -> dict[str, list[str]]:
+    """Reason -> the keys and whole sections that nothing reads for it."""
+    found: dict[str, list[str]] = {}
+    unused_sections: tuple[str, ...] = ()
+
+    for key in config_keys(type(config)):
+        if key.name.startswith(unused_sections):
+            continue
+        reason = _missing_for(config, key)
+        if reason is None:
+            continue
+
+        found.setdefault(reason, []).append(key.name)
+        if key.is_section:
+            unused_sections += (f"{key.name}.",)
+    return found
+
+
+def _missing_for(config: RunConfig, key: Key) -> str | None:
+    section = read(config, key.name.rpartition(".")[0])
+    for condition in key.rules.read_when:
+        if not condition.holds(section, config):
+            return condition.otherwise
+    return None

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.config.schema import DataConfig, PPOConfig
+from trainer.data.config import DataConfig
 from trainer.data.files import listing, read_rows
+from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
 from workers.models.folder import model_folder

@@ -12,7 +12,7 @@ import importlib.util
 import sysconfig
 from pathlib import Path
 
-from trainer.config.schema import PPOConfig
+from trainer.ppo.config import PPOConfig
 
 OWN = ("verl_like", "workers", "trainer")
 

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.schema import PPOConfig
 from trainer.groups.user_modules import modules_of_the_user
+from trainer.ppo.config import PPOConfig
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError, PlacementError, nearest

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config.schema import FilterGroupsConfig
+from trainer.ppo.config import FilterGroupsConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from workers.columns import read_columns

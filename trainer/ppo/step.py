@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from trainer.config.schema import PPOConfig
 from trainer.data.prompts import PromptLoader
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
-from trainer.ppo.advantages.estimators import compute_advantage
 from trainer.ppo.balance import balance_ranks
+from trainer.ppo.compute_advantage import compute_advantage
+from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import old_log_probs_are_the_updates_own
 from trainer.ppo.dynamic_sampling import collect_groups
 from trainer.ppo.kl import apply_kl_penalty, clamp_scores, get_kl_controller

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trainer.config.schema import PPOConfig
+from trainer.ppo.config import PPOConfig
 from trainer.run_folder.folder import write_samples
 from trainer.run_folder.metrics import process_validation_metrics
 from verl_like.batch.protocol import DataProto

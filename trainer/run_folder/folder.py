@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -23,8 +22,9 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from trainer.config.schema import PPOConfig
-from trainer.run_folder.checkpoint import FREE, flatten
+from trainer.config.keys import may_change_on_resume
+from trainer.config.schema import RunConfig
+from trainer.run_folder.checkpoint import flatten
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
@@ -32,7 +32,7 @@ from workers.columns import read_columns
 from workers.rewards.pool import decode_responses
 
 
-def open_run_folder(config: PPOConfig) -> Path:
+def open_run_folder(config: RunConfig) -> Path:
     """Make the folder and write `config.yaml`; refuses one that cannot be written or holds another
     run's metrics.
     """
@@ -48,7 +48,7 @@ def open_run_folder(config: PPOConfig) -> Path:
     return folder
 
 
-def _refuse_other_run(folder: Path, config: PPOConfig) -> None:
+def _refuse_other_run(folder: Path, config: RunConfig) -> None:
     """Metrics of another configuration are not overwritten; those with a checkpoint are
     `trainer.run_folder.checkpoint`'s.
     """
@@ -60,7 +60,7 @@ def _refuse_other_run(folder: Path, config: PPOConfig) -> None:
     differs = [
         f"{key} was {before[key]!r}, is {now[key]!r}"
         for key in sorted(before.keys() & now.keys())
-        if before[key] != now[key] and not any(fnmatch.fnmatch(key, free) for free in FREE)
+        if before[key] != now[key] and not may_change_on_resume(type(config), key)
     ]
     if differs:
         more = f"; and {len(differs) - 5} more" if len(differs) > 5 else ""
