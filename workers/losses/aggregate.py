@@ -18,7 +18,7 @@ AGGREGATIONS: Mapping[str, tuple[str, str]] = {
     ),
     "seq-mean-token-sum": (
         "The sum over all tokens, divided by the count of rows that have any.",
-        "REINFORCE with one return a sequence; arXiv 2503.20783 calls it unbiased",
+        "the policy gradient of whole sequences, Williams 1992",
     ),
     "seq-mean-token-mean": (
         "The mean over each row's tokens, then the mean over rows that have any.",
