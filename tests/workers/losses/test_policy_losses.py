@@ -13,6 +13,7 @@ from tests.workers.losses.plain_python import (
     denominators,
     tokens_of,
 )
+from tests.workers.losses.twins import TWINS
 from verl_like.errors import ConfigError
 from workers.config import ActorConfig
 from workers.losses.aggregate import LOSS_AGG_MODES
@@ -21,35 +22,13 @@ from workers.losses.registry import POLICY_LOSSES, get_policy_loss, keys_read
 from workers.losses.vanilla import compute_policy_loss
 
 
-def naive_vanilla(ratio, advantage, low, high, c):
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    objective = min(ratio * advantage, clipped * advantage)
-    return -max(objective, c * advantage) if advantage < 0 else -objective
-
-
-def naive_losses(name, batch, low=0.2, high=0.3, c=1.5):
-    """Token losses of one policy loss, a token at a time."""
-    rows = []
+def naive_losses(name, batch):
+    """Token losses of one policy loss under CONFIG's clip ranges, by its twin."""
     columns = (
         tokens_of(batch[column], batch["response_mask"])
         for column in ("old_log_prob", "log_prob", "advantages")
     )
-    for old, new, advantages in zip(*columns, strict=True):
-        ratios = [math.exp(b - a) for a, b in zip(old, new, strict=True)]
-        if name == "gspo" and ratios:
-            ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
-            c = math.inf
-        if name in ("vanilla", "gspo"):
-            row = [
-                naive_vanilla(r, a, low, high, c) for r, a in zip(ratios, advantages, strict=True)
-            ]
-        elif name == "cispo":
-            weights = [min(max(r, 1 - low), 1 + high) for r in ratios]
-            row = [-w * a * lp for w, a, lp in zip(weights, advantages, new, strict=True)]
-        else:
-            row = [-a * lp for a, lp in zip(advantages, new, strict=True)]
-        rows.append(row)
-    return rows
+    return TWINS[name](list(zip(*columns, strict=True)), low=0.2, high=0.3, c=1.5)
 
 
 def policy_inputs(batch, rows=slice(None)):
@@ -189,6 +168,13 @@ def test_an_extreme_ratio_stays_finite(batch):
     far = policy_inputs(batch | {"log_prob": batch["log_prob"] + 1e4})
     for policy_loss in POLICY_LOSSES.values():
         assert torch.isfinite(policy_loss(**far, config=CONFIG)[0])
+
+
+def test_gspo_counts_the_whole_of_a_token_that_moved_far():
+    old, mask = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4, dtype=torch.int64)
+    new = torch.tensor([[25.0, -24.0, -0.5, 0.0]], dtype=torch.float64)
+    loss, _ = POLICY_LOSSES["gspo"](old, new, torch.ones(1, 4), mask, config=CONFIG)
+    assert loss.item() == pytest.approx(-math.exp(0.5 / 4))
 
 
 def test_policy_losses_are_found_by_name_or_dotted_path():

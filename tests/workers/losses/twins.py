@@ -1,0 +1,53 @@
+"""A twin of every policy loss in plain Python: token losses, one token at a time.
+
+A row is (old log-probs, log-probs, advantages) of the tokens inside its mask.
+"""
+
+import math
+
+
+def ratios_of(old, new):
+    return [math.exp(after - before) for before, after in zip(old, new, strict=True)]
+
+
+def clamp(number, lowest, highest):
+    return min(max(number, lowest), highest)
+
+
+def clipped_surrogate(ratio, advantage, low, high, c=math.inf):
+    objective = min(ratio * advantage, clamp(ratio, 1 - low, 1 + high) * advantage)
+    return -max(objective, c * advantage) if advantage < 0 else -objective
+
+
+def vanilla(rows, low, high, c):
+    return [
+        [
+            clipped_surrogate(r, a, low, high, c)
+            for r, a in zip(ratios_of(old, new), advantages, strict=True)
+        ]
+        for old, new, advantages in rows
+    ]
+
+
+def gspo(rows, low, high, c):
+    losses = []
+    for old, new, advantages in rows:
+        log_ratio = sum(new) - sum(old)
+        ratio = math.exp(log_ratio / max(len(new), 1))
+        losses.append([clipped_surrogate(ratio, a, low, high) for a in advantages])
+    return losses
+
+
+def cispo(rows, low, high, c):
+    losses = []
+    for old, new, advantages in rows:
+        weights = [clamp(ratio, 1 - low, 1 + high) for ratio in ratios_of(old, new)]
+        losses.append([-w * a * lp for w, a, lp in zip(weights, advantages, new, strict=True)])
+    return losses
+
+
+def reinforce(rows, low, high, c):
+    return [[-a * lp for a, lp in zip(advantages, new, strict=True)] for _, new, advantages in rows]
+
+
+TWINS = {"vanilla": vanilla, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
