@@ -322,5 +322,13 @@ def test_a_users_estimator_is_found_by_the_name_of_its_decorator(columns, monkey
 
 
 def test_every_estimator_is_a_file_of_its_name():
+    first_names = {}
     for name, estimator in ADVANTAGE_ESTIMATORS.items():
+        first_names.setdefault(estimator, name)
+    for estimator, name in first_names.items():
         assert estimator.__module__ == f"trainer.ppo.advantages.{name}"
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_verls_vectorized_names_are_the_same_estimators(name):
+    assert ADVANTAGE_ESTIMATORS[f"{name}_vectorized"] is ADVANTAGE_ESTIMATORS[name]

@@ -198,8 +198,15 @@ def test_a_users_loss_is_found_by_the_name_of_its_decorator(monkeypatch):
 
 
 def test_every_policy_loss_is_a_file_of_its_name():
+    first_names = {}
     for name, policy_loss in POLICY_LOSSES.items():
+        first_names.setdefault(policy_loss, name)
+    for policy_loss, name in first_names.items():
         assert policy_loss.__module__ == f"workers.losses.{name}"
+
+
+def test_verls_name_gpg_is_reinforce():
+    assert POLICY_LOSSES["gpg"] is POLICY_LOSSES["reinforce"]
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

@@ -50,4 +50,10 @@ def reinforce(rows, low, high, c):
     return [[-a * lp for a, lp in zip(advantages, new, strict=True)] for _, new, advantages in rows]
 
 
-TWINS = {"vanilla": vanilla, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+TWINS = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "gpg": reinforce,
+}
