@@ -7,6 +7,7 @@ import torch
 
 from tests.trainer.ppo.advantages.plain_python import INDEX, ROWS, naive_groups, spread, whitened
 from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
+from trainer.ppo.advantages.opo import compute_opo_outcome_advantage
 from trainer.ppo.advantages.reinforce_plus_plus_baseline import (
     compute_reinforce_plus_plus_baseline_outcome_advantage,
 )
@@ -53,9 +54,24 @@ def test_reinforce_plus_plus_baseline_equals_centred_scores_whitened(columns):
     torch.testing.assert_close(advantages, whitened(spread(centered, mask), mask))
 
 
+def test_opo_equals_the_loop_over_groups(columns):
+    rewards, _, mask = columns
+    scores, lengths = rewards.sum(-1).tolist(), mask.sum(-1).tolist()
+    expected = []
+    for row in range(ROWS):
+        group = [other for other in range(ROWS) if INDEX[other] == INDEX[row]]
+        weighed = sum(lengths[other] * scores[other] for other in group)
+        baseline = weighed / sum(lengths[other] for other in group) if len(group) > 1 else 0.0
+        expected.append(scores[row] - baseline)
+    advantages, returns = compute_opo_outcome_advantage(rewards, mask, INDEX)
+    torch.testing.assert_close(advantages, spread(expected, mask))
+    torch.testing.assert_close(returns, advantages)
+
+
 GROUPED = [
     compute_grpo_outcome_advantage,
     compute_rloo_outcome_advantage,
+    compute_opo_outcome_advantage,
 ]
 
 
