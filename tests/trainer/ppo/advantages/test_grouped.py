@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.trainer.ppo.advantages.plain_python import INDEX, ROWS, naive_groups, spread, whitened
+from trainer.ppo.advantages.gpg import compute_gpg_outcome_advantage
 from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
 from trainer.ppo.advantages.opo import compute_opo_outcome_advantage
 from trainer.ppo.advantages.reinforce_plus_plus_baseline import (
@@ -68,10 +69,25 @@ def test_opo_equals_the_loop_over_groups(columns):
     torch.testing.assert_close(returns, advantages)
 
 
+def test_gpg_equals_the_loop_over_groups(columns):
+    rewards, _, mask = columns
+    rewards[0] = 0.0
+    scores = rewards.sum(-1)
+    scale = ROWS / sum(score != 0 for score in scores.tolist())
+    assert scale > 1
+    expected = [
+        scale * (score - (statistics.mean(group) if others else 0.0))
+        for score, (group, others) in zip(scores.tolist(), naive_groups(scores), strict=True)
+    ]
+    advantages, _ = compute_gpg_outcome_advantage(rewards, mask, INDEX)
+    torch.testing.assert_close(advantages, spread(expected, mask))
+
+
 GROUPED = [
     compute_grpo_outcome_advantage,
     compute_rloo_outcome_advantage,
     compute_opo_outcome_advantage,
+    compute_gpg_outcome_advantage,
 ]
 
 
