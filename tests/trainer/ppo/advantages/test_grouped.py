@@ -8,6 +8,7 @@ import torch
 from tests.trainer.ppo.advantages.plain_python import INDEX, ROWS, naive_groups, spread, whitened
 from trainer.ppo.advantages.gpg import compute_gpg_outcome_advantage
 from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
+from trainer.ppo.advantages.grpo_passk import compute_grpo_passk_outcome_advantage
 from trainer.ppo.advantages.opo import compute_opo_outcome_advantage
 from trainer.ppo.advantages.reinforce_plus_plus_baseline import (
     compute_reinforce_plus_plus_baseline_outcome_advantage,
@@ -83,8 +84,28 @@ def test_gpg_equals_the_loop_over_groups(columns):
     torch.testing.assert_close(advantages, spread(expected, mask))
 
 
+@pytest.mark.parametrize("normalise", [True, False])
+def test_grpo_passk_equals_the_loop_over_groups(columns, normalise):
+    rewards, _, mask = columns
+    scores = rewards.sum(-1)
+    expected = []
+    for score, (group, others) in zip(scores.tolist(), naive_groups(scores), strict=True):
+        if not others:
+            expected.append(score)
+        elif score < max(group):
+            expected.append(0.0)
+        else:
+            scale = statistics.stdev(group) + 1e-6 if normalise else 1.0
+            expected.append((score - max(others)) / scale)
+    advantages, _ = compute_grpo_passk_outcome_advantage(
+        rewards, mask, INDEX, norm_adv_by_std_in_grpo=normalise
+    )
+    torch.testing.assert_close(advantages, spread(expected, mask))
+
+
 GROUPED = [
     compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
     compute_rloo_outcome_advantage,
     compute_opo_outcome_advantage,
     compute_gpg_outcome_advantage,
