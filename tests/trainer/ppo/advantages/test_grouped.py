@@ -8,6 +8,7 @@ import torch
 from tests.trainer.ppo.advantages.plain_python import INDEX, ROWS, naive_groups, spread, whitened
 from trainer.ppo.advantages.gpg import compute_gpg_outcome_advantage
 from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
+from trainer.ppo.advantages.grpo_batch_std import compute_grpo_batch_std_outcome_advantage
 from trainer.ppo.advantages.grpo_passk import compute_grpo_passk_outcome_advantage
 from trainer.ppo.advantages.opo import compute_opo_outcome_advantage
 from trainer.ppo.advantages.reinforce_plus_plus_baseline import (
@@ -103,8 +104,21 @@ def test_grpo_passk_equals_the_loop_over_groups(columns, normalise):
     torch.testing.assert_close(advantages, spread(expected, mask))
 
 
+def test_grpo_batch_std_equals_the_loop_over_groups(columns):
+    rewards, _, mask = columns
+    scores = rewards.sum(-1)
+    std = statistics.stdev(scores.tolist()) + 1e-6
+    expected = [
+        (score - statistics.mean(group)) / std if others else score
+        for score, (group, others) in zip(scores.tolist(), naive_groups(scores), strict=True)
+    ]
+    advantages, _ = compute_grpo_batch_std_outcome_advantage(rewards, mask, INDEX)
+    torch.testing.assert_close(advantages, spread(expected, mask))
+
+
 GROUPED = [
     compute_grpo_outcome_advantage,
+    compute_grpo_batch_std_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
     compute_rloo_outcome_advantage,
     compute_opo_outcome_advantage,
