@@ -50,10 +50,24 @@ def reinforce(rows, low, high, c):
     return [[-a * lp for a, lp in zip(advantages, new, strict=True)] for _, new, advantages in rows]
 
 
+def geo_mean(rows, low, high, c):
+    losses = []
+    for old, new, advantages in rows:
+        log_ratios = []
+        for before, after, advantage in zip(old, new, advantages, strict=True):
+            moved = after - before
+            log_ratios.append(min(moved, high) if advantage > 0 else max(moved, -low))
+        num_tokens = max(len(old), 1)
+        ratio = math.exp(sum(log_ratios) / num_tokens)
+        losses.append([-sum(advantages) / num_tokens * ratio] * len(old))
+    return losses
+
+
 TWINS = {
     "vanilla": vanilla,
     "gspo": gspo,
     "cispo": cispo,
     "reinforce": reinforce,
     "gpg": reinforce,
+    "geo_mean": geo_mean,
 }
