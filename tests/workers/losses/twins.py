@@ -63,6 +63,17 @@ def geo_mean(rows, low, high, c):
     return losses
 
 
+def sapo(rows, low, high, c):
+    losses = []
+    for old, new, advantages in rows:
+        losses.append([])
+        for ratio, advantage in zip(ratios_of(old, new), advantages, strict=True):
+            tau = 1.0 if advantage > 0 else 1.05
+            gate = 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+            losses[-1].append(-advantage * gate)
+    return losses
+
+
 TWINS = {
     "vanilla": vanilla,
     "gspo": gspo,
@@ -70,4 +81,5 @@ TWINS = {
     "reinforce": reinforce,
     "gpg": reinforce,
     "geo_mean": geo_mean,
+    "sapo": sapo,
 }
