@@ -29,8 +29,8 @@ def compute_policy_loss_geo_mean(
     """-A times the geometric mean of the sequence's token ratios, each clipped on its bad side.
 
     A is the mean of the sequence's advantages. A token's log-ratio is at most clip_ratio_high where
-    its advantage is positive, and at least -clip_ratio_low where it is negative. Every token carries
-    its sequence's loss: seq-mean-token-mean gives the paper's mean over sequences; it clips at 0.4.
+    its advantage is positive, and at least -clip_ratio_low where it is negative. Every token has
+    its sequence's loss: seq-mean-token-mean gives the paper's mean over sequences, clipped at 0.4.
 
     Source: GMPO, arXiv 2507.20673
     """
