@@ -21,6 +21,10 @@ from workers.losses.importance_ratio import resolve_clip
 from workers.losses.registry import POLICY_LOSSES, get_policy_loss, keys_read
 from workers.losses.vanilla import compute_policy_loss
 
+WITHIN_THE_CALL = ("clip_cov", "kl_cov")
+"""They compare the call's tokens with each other; their twins: `test_covariance_losses.py`."""
+BY_TOKEN = [name for name in POLICY_LOSSES if name not in WITHIN_THE_CALL]
+
 
 def naive_losses(name, batch):
     """Token losses of one policy loss under CONFIG's clip ranges, by its twin."""
@@ -37,13 +41,13 @@ def policy_inputs(batch, rows=slice(None)):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", BY_TOKEN)
 def test_policy_losses_equal_their_twins_token_by_token(batch, name, mode):
     loss, _ = POLICY_LOSSES[name](**policy_inputs(batch), loss_agg_mode=mode, config=CONFIG)
     assert loss.item() == pytest.approx(aggregate(naive_losses(name, batch), mode))
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", BY_TOKEN)
 def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch, name):
     weights = tokens_of(batch["weights"], batch["response_mask"])
     weighted = [
@@ -60,7 +64,7 @@ def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch, name):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", BY_TOKEN)
 def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(batch, name, mode):
     def run(cuts):
         leaf = batch["log_prob"].clone().requires_grad_()
@@ -110,7 +114,7 @@ def test_a_batch_that_is_all_masked_has_zero_loss_and_zero_gradient(batch, name,
     assert all(value == 0 for value in metrics.values())
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", BY_TOKEN)
 def test_on_policy_every_loss_has_the_policy_gradient(batch, name):
     mask = batch["response_mask"]
     leaf = batch["old_log_prob"].clone().requires_grad_()
