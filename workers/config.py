@@ -98,7 +98,7 @@ class PolicyLossConfig:
     """Which policy loss."""
 
     loss_mode: str = "vanilla"
-    """vanilla, gspo, cispo, reinforce, or the dotted path of a function of the user's."""
+    """A name of the table of policy losses, or the dotted path of a function of the user's."""
 
 
 @dataclass(kw_only=True)

@@ -88,7 +88,7 @@ class AlgorithmConfig:
     """From scores to advantages."""
 
     adv_estimator: str = "gae"
-    """Advantage estimator; gae is the one that needs the critic."""
+    """A name of the table of advantage estimators, or a dotted path; gae needs the critic."""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 1.0

@@ -128,6 +128,17 @@ def test_on_policy_every_loss_has_the_policy_gradient(batch, name):
     assert metrics["actor/ppo_kl"] == 0
 
 
+@pytest.mark.parametrize("name", ["vanilla", "reinforce", "geo_mean", "sapo", "kl_cov"])
+def test_the_gradient_is_that_of_finite_differences(batch, name):
+    inputs = policy_inputs(batch)
+    log_prob = inputs.pop("log_prob").nan_to_num().requires_grad_()
+
+    def loss_of(log_prob):
+        return POLICY_LOSSES[name](log_prob=log_prob, **inputs, config=CONFIG)[0]
+
+    assert torch.autograd.gradcheck(loss_of, [log_prob])
+
+
 def test_vanilla_reports_verls_metrics(batch):
     _, metrics = POLICY_LOSSES["vanilla"](**policy_inputs(batch), config=CONFIG)
     inside = batch["response_mask"].bool()
