@@ -20,12 +20,8 @@ from trainer.data.sizes import batch_table
 from trainer.launch import nominal_placement
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe
-<<<<<<< HEAD
-from verl_like.placement.roles import expand_roles
-=======
 from trainer.ppo.recipe import load_config
 from verl_like.placement.roles import expand_roles
->>>>>>> h/rules
 from verl_like.terminal import fit, terminal_width
 
 SHOWN_AS_PLACEMENT = ("resource_pool_spec", "role_mapping")

@@ -9,13 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-<<<<<<< HEAD
-from trainer.config.schema import PPOConfig
-from verl_like.placement.roles import expand_roles
-=======
 from trainer.ppo.config import PPOConfig
 from verl_like.placement.roles import expand_roles
->>>>>>> h/rules
 from verl_like.terminal import draw_table
 
 

@@ -1,4 +1,4 @@
-"""The driver's entry to advantages: which columns an estimator reads, and the batch with its result.
+"""The driver's entry to advantages: which columns an estimator reads, and what it makes of them.
 
 An estimator is a registered name or the dotted path of the user's own function, which runs as it
 is. Its parameters are filled by name: `gamma`, `lam` and `norm_adv_by_std_in_grpo` from the

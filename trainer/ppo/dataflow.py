@@ -12,14 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.groups.worker_groups import worker_class
-<<<<<<< HEAD
-from trainer.ppo.advantages.estimators import columns_read
-from verl_like.placement.roles import expand_roles
-=======
 from trainer.ppo.compute_advantage import columns_read
 from trainer.ppo.config import PPOConfig
 from verl_like.placement.roles import expand_roles
->>>>>>> h/rules
 from verl_like.terminal import draw_table
 from workers.columns import reads_of
 

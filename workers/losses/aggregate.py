@@ -16,9 +16,13 @@ AGGREGATIONS: Mapping[str, tuple[str, str]] = {
         "The sum over all tokens of the mini-batch, divided by their count.",
         "DAPO, arXiv 2503.14476",
     ),
+    "token-sum": (
+        "The sum over all tokens, divided by nothing: the step grows with the mini-batch.",
+        "the policy gradient summed up, Williams 1992",
+    ),
     "seq-mean-token-sum": (
         "The sum over all tokens, divided by the count of rows that have any.",
-        "REINFORCE with one return a sequence; arXiv 2503.20783 calls it unbiased",
+        "the policy gradient of whole sequences, Williams 1992",
     ),
     "seq-mean-token-mean": (
         "The mean over each row's tokens, then the mean over rows that have any.",
@@ -64,6 +68,9 @@ def agg_loss(
 
     if loss_agg_mode == "token-mean":
         return masked_sum(loss_mat, inside) / _at_least_one(batch_num_tokens, inside)
+
+    if loss_agg_mode == "token-sum":
+        return masked_sum(loss_mat, inside)
 
     num_rows = _at_least_one(global_batch_size, inside.any(dim=-1))
     if loss_agg_mode == "seq-mean-token-mean":

@@ -1,4 +1,4 @@
-"""Weights for tokens that another engine drew: the rollout's probabilities are not the trainer's."""
+"""Importance weights for tokens that another engine drew, under its own probabilities."""
 
 from __future__ import annotations
 

@@ -10,7 +10,12 @@ from torch import Tensor
 from verl_like.tensor_ops import masked_mean
 from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
-from workers.losses.importance_ratio import clip_range, log_ratio, one_with_gradient
+from workers.losses.importance_ratio import (
+    LARGEST_LOG_RATIO,
+    clip_range,
+    log_ratio,
+    one_with_gradient,
+)
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
@@ -35,16 +40,14 @@ def compute_policy_loss_gspo(
     """
     config = config or ActorConfig()
     inside = response_mask.bool()
-    log_r = log_ratio(log_prob, old_log_prob, inside)
-    sequence = masked_mean(log_r.detach(), inside, axis=-1).unsqueeze(-1)
-    ratio = sequence.exp() * one_with_gradient(log_prob, inside)
+    ratio = _sequence_ratio(log_prob, old_log_prob, inside) * one_with_gradient(log_prob, inside)
 
     advantages = torch.where(inside, advantages, 0)
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
 
     per_token = {
-        "actor/ppo_kl": -log_r,
+        "actor/ppo_kl": -log_ratio(log_prob, old_log_prob, inside),
         "actor/pg_clipfrac": clipped > free,
         "actor/pg_clipfrac_lower": torch.zeros_like(inside),
     }
@@ -52,3 +55,12 @@ def compute_policy_loss_gspo(
     return agg_policy_loss(
         losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
     )
+
+
+def _sequence_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
+    """[rows, 1], without gradient.
+
+    The mean is clamped, not each token: one that moved far keeps its whole part in the mean.
+    """
+    mean = masked_mean((log_prob - old_log_prob).detach(), inside, axis=-1).unsqueeze(-1)
+    return mean.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO).exp()

@@ -1,4 +1,4 @@
-"""How far the policy has moved since a token was drawn, and how far it may: ratio and clip range."""
+"""The ratio of the policy to the old policy, and the range that it is clipped to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The gap between the rollout's and the trainer's log-probs of the same tokens, measured at every
-step.
+"""The gap between the rollout's and the trainer's log-probs of the same tokens.
 
-`trainer.ppo.mismatch` reads it off a batch that has old log-probs; the actor reads it off the
+It is measured at every step: by the driver on a batch that has old log-probs, by the actor on the
 update's own forward pass where that is what finds them. Names are verl's. Everything is a sum or a
 maximum, so that parts of a batch, on several ranks or in several micro-batches, add up to the
 figures of the whole.
@@ -15,24 +14,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SUMS = (
-    *(
-        "tokens",
-        "diff",
-        "diff_square",
-        "p",
-        "q",
-        "p_square",
-        "q_square",
-        "pq",
-        "kl",
-        "k3",
-        "ratio_square",
-    ),
-    *("samples", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl"),
-    *("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "sample_ratio_square"),
+TOKEN_SUMS = (
+    "tokens",
+    "diff",
+    "diff_square",
+    "p",
+    "q",
+    "p_square",
+    "q_square",
+    "pq",
+    "kl",
+    "k3",
+    "ratio_square",
 )
+"""Sums over tokens: p is a token's probability by the rollout, q by the trainer, diff |p - q|."""
+
+SAMPLE_MEANS = (
+    "training_ppl",
+    "training_log_ppl",
+    "rollout_ppl",
+    "rollout_log_ppl",
+    "log_ppl_diff",
+    "log_ppl_abs_diff",
+    "ppl_ratio",
+)
+"""Figures that are means over samples; ppl is a response's perplexity."""
+
+SUMS = (*TOKEN_SUMS, "samples", *SAMPLE_MEANS, "sample_ratio_square")
 MAXIMA = ("diff", "log_ppl_diff", "minus_log_ppl_diff")
+
 LARGEST = 20.0
 """Log-ratios are clamped to this before `exp`."""
 
@@ -42,48 +52,52 @@ class MismatchGauge:
 
     def __init__(self, response_width: int) -> None:
         """Positions are told apart by powers of two: token 0, 1, 2-3, 4-7, ..."""
-        self.num_bins = (response_width - 1).bit_length() + 1
-        self.sums = torch.zeros(len(SUMS) + 2 * self.num_bins, dtype=torch.float64)
+        num_bins = (response_width - 1).bit_length() + 1
+        self.bins = [(1 << b >> 1, 1 << b) for b in range(num_bins)]
+        self.sums = torch.zeros(len(SUMS) + 2 * num_bins, dtype=torch.float64)
         self.maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64)
 
     def add(self, rollout_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -> None:
-        """Take in rows [rows, R]: what the rollout said, what the trainer says, and which tokens
-        count.
+        """Take in rows [rows, R] of the rollout's and the trainer's log-probs.
+
+        `mask` says which tokens count.
         """
         inside = mask.bool().cpu()
         filled = inside.any(dim=1)
         if not bool(filled.any()):
             return
+
         inside = inside[filled]
         rollout = rollout_log_probs.detach().cpu().double()[filled].masked_fill(~inside, 0.0)
         trained = log_probs.detach().cpu().double()[filled].masked_fill(~inside, 0.0)
-        tokens = self._token_sums(rollout, trained, inside)
-        samples, extremes = self._sample_sums(rollout, trained, inside)
+
+        tokens = _token_sums(rollout, trained, inside)
+        samples, extremes = _sample_sums(rollout, trained, inside)
         gaps = (rollout - trained).abs()
-        bins = [(1 << b >> 1, 1 << b) for b in range(self.num_bins)]
-        by_position = [gaps[:, a:b].sum() for a, b in bins] + [
-            inside[:, a:b].sum().double() for a, b in bins
-        ]
-        self.sums += torch.stack([*tokens, *samples, *by_position])
+        gap_of_bin = [gaps[:, start:end].sum() for start, end in self.bins]
+        tokens_of_bin = [inside[:, start:end].sum().double() for start, end in self.bins]
+        self.sums += torch.stack([*tokens, *samples, *gap_of_bin, *tokens_of_bin])
+
         largest = (rollout.exp() - trained.exp()).abs().masked_fill(~inside, 0.0).max()
         self.maxima = torch.maximum(self.maxima, torch.stack([largest, *extremes]))
 
     def all_reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Add up over ranks; collective."""
-        if group is not None:
-            sums, maxima = self.sums.to(device), self.maxima.to(device)
-            dist.all_reduce(sums, group=group)
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-            self.sums, self.maxima = sums.cpu(), maxima.cpu()
+        if group is None:
+            return
+        sums, maxima = self.sums.to(device), self.maxima.to(device)
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        self.sums, self.maxima = sums.cpu(), maxima.cpu()
 
     def metrics(self) -> dict[str, float]:
         """The figures; none of a batch without response tokens."""
-        values = self.sums.tolist()
-        total = dict(zip(SUMS, values, strict=False))
+        total = dict(zip(SUMS, self.sums.tolist(), strict=False))
         largest = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
         tokens, samples = total["tokens"], total["samples"]
         if not tokens:
             return {}
+
         variance = (total["diff_square"] - total["diff"] ** 2 / tokens) / max(tokens - 1, 1)
         found = {
             "training/rollout_probs_diff_max": largest["diff"],
@@ -97,45 +111,59 @@ class MismatchGauge:
             "rollout_corr/log_ppl_diff_max": largest["log_ppl_diff"],
             "rollout_corr/log_ppl_diff_min": -largest["minus_log_ppl_diff"],
         }
-        for name in SUMS[SUMS.index("training_ppl") : -1]:
-            found[f"rollout_corr/{name}"] = total[name] / samples
-        gaps, counts = values[len(SUMS) :][: self.num_bins], values[len(SUMS) + self.num_bins :]
-        for b, (gap, count) in enumerate(zip(gaps, counts, strict=True)):
+        found |= {f"rollout_corr/{name}": total[name] / samples for name in SAMPLE_MEANS}
+        return found | self._gap_by_position()
+
+    def _gap_by_position(self) -> dict[str, float]:
+        """The mean gap of each bin of positions that has tokens."""
+        gaps, counts = self.sums[len(SUMS) :].view(2, len(self.bins)).tolist()
+        found = {}
+        for (start, _), gap, count in zip(self.bins, gaps, counts, strict=True):
             if count:
-                found[f"rollout_corr/gap_from_token_{1 << b >> 1}"] = gap / count
+                found[f"rollout_corr/gap_from_token_{start}"] = gap / count
         return found
 
-    def _token_sums(self, rollout: Tensor, trained: Tensor, inside: Tensor) -> list[Tensor]:
-        p, q = rollout.exp()[inside], trained.exp()[inside]
-        log_ratio = (trained - rollout)[inside].clamp(-LARGEST, LARGEST)
-        diff = (p - q).abs()
-        counted = inside.sum().double()
-        k3 = torch.expm1(log_ratio) - log_ratio
-        columns = (
-            diff,
-            diff.square(),
-            p,
-            q,
-            p.square(),
-            q.square(),
-            p * q,
-            -log_ratio,
-            k3,
-            (2 * log_ratio).exp(),
-        )
-        return [counted, *(column.sum() for column in columns)]
 
-    def _sample_sums(
-        self, rollout: Tensor, trained: Tensor, inside: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        lengths = inside.sum(dim=1)
-        of_rollout, of_trainer = -rollout.sum(dim=1) / lengths, -trained.sum(dim=1) / lengths
-        diff = (of_trainer - of_rollout).clamp(-LARGEST, LARGEST)
-        whole = (trained - rollout).sum(dim=1).clamp(-LARGEST, LARGEST)
-        columns = (of_trainer.exp(), of_trainer, of_rollout.exp(), of_rollout)
-        columns += (diff, diff.abs(), diff.exp(), (2 * whole).exp())
-        count = torch.tensor(float(len(lengths)), dtype=torch.float64)
-        return [count, *(column.sum() for column in columns)], [diff.max(), (-diff).max()]
+def _token_sums(rollout: Tensor, trained: Tensor, inside: Tensor) -> list[Tensor]:
+    """The values of `TOKEN_SUMS`."""
+    p, q = rollout.exp()[inside], trained.exp()[inside]
+    log_ratio = (trained - rollout)[inside].clamp(-LARGEST, LARGEST)
+    diff = (p - q).abs()
+    columns = (
+        diff,
+        diff.square(),
+        p,
+        q,
+        p.square(),
+        q.square(),
+        p * q,
+        -log_ratio,
+        torch.expm1(log_ratio) - log_ratio,
+        (2 * log_ratio).exp(),
+    )
+    return [inside.sum().double(), *(column.sum() for column in columns)]
+
+
+def _sample_sums(
+    rollout: Tensor, trained: Tensor, inside: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The values of "samples", `SAMPLE_MEANS` and "sample_ratio_square", and two of `MAXIMA`."""
+    lengths = inside.sum(dim=1)
+    of_rollout, of_trainer = -rollout.sum(dim=1) / lengths, -trained.sum(dim=1) / lengths
+    diff = (of_trainer - of_rollout).clamp(-LARGEST, LARGEST)
+    whole = (trained - rollout).sum(dim=1).clamp(-LARGEST, LARGEST)
+    columns = (
+        of_trainer.exp(),
+        of_trainer,
+        of_rollout.exp(),
+        of_rollout,
+        diff,
+        diff.abs(),
+        diff.exp(),
+        (2 * whole).exp(),
+    )
+    count = torch.tensor(float(len(lengths)), dtype=torch.float64)
+    return [count, *(column.sum() for column in columns)], [diff.max(), (-diff).max()]
 
 
 def _pearson(total: dict[str, float], tokens: float) -> float:

@@ -13,7 +13,7 @@ from workers.losses.importance_ratio import log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
-@POLICY_LOSSES.register("reinforce")
+@POLICY_LOSSES.register("reinforce", "gpg")
 @reads()
 def compute_policy_loss_reinforce(
     old_log_prob: Tensor,
@@ -27,7 +27,9 @@ def compute_policy_loss_reinforce(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p, with no ratio and nothing to clip.
 
-    Source: Williams, Machine Learning 8, 1992
+    GPG's loss is the same, under its own name.
+
+    Source: Williams, Machine Learning 8, 1992; GPG, arXiv 2504.02546
     """
     inside = response_mask.bool()
     losses = -torch.where(inside, advantages, 0) * torch.where(inside, log_prob, 0)

@@ -11,6 +11,8 @@ def aggregate(rows_of_tokens, mode, scale=WIDTH):
     rows = [tokens for tokens in rows_of_tokens if tokens]
     if mode == "token-mean":
         return sum(map(sum, rows)) / sum(map(len, rows))
+    if mode == "token-sum":
+        return sum(map(sum, rows))
     if mode == "seq-mean-token-mean":
         return sum(sum(tokens) / len(tokens) for tokens in rows) / len(rows)
     return sum(map(sum, rows)) / len(rows) / (scale if mode.endswith("norm") else 1)

@@ -13,6 +13,7 @@ from tests.workers.losses.plain_python import (
     denominators,
     tokens_of,
 )
+from tests.workers.losses.twins import TWINS
 from verl_like.errors import ConfigError
 from workers.config import ActorConfig
 from workers.losses.aggregate import LOSS_AGG_MODES
@@ -20,36 +21,18 @@ from workers.losses.importance_ratio import resolve_clip
 from workers.losses.registry import POLICY_LOSSES, get_policy_loss, keys_read
 from workers.losses.vanilla import compute_policy_loss
 
-
-def naive_vanilla(ratio, advantage, low, high, c):
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    objective = min(ratio * advantage, clipped * advantage)
-    return -max(objective, c * advantage) if advantage < 0 else -objective
+WITHIN_THE_CALL = ("clip_cov", "kl_cov")
+"""They compare the call's tokens with each other; their twins: `test_covariance_losses.py`."""
+BY_TOKEN = [name for name in POLICY_LOSSES if name not in WITHIN_THE_CALL]
 
 
-def naive_losses(name, batch, low=0.2, high=0.3, c=1.5):
-    """Token losses of one policy loss, a token at a time."""
-    rows = []
+def naive_losses(name, batch):
+    """Token losses of one policy loss under CONFIG's clip ranges, by its twin."""
     columns = (
         tokens_of(batch[column], batch["response_mask"])
         for column in ("old_log_prob", "log_prob", "advantages")
     )
-    for old, new, advantages in zip(*columns, strict=True):
-        ratios = [math.exp(b - a) for a, b in zip(old, new, strict=True)]
-        if name == "gspo" and ratios:
-            ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
-            c = math.inf
-        if name in ("vanilla", "gspo"):
-            row = [
-                naive_vanilla(r, a, low, high, c) for r, a in zip(ratios, advantages, strict=True)
-            ]
-        elif name == "cispo":
-            weights = [min(max(r, 1 - low), 1 + high) for r in ratios]
-            row = [-w * a * lp for w, a, lp in zip(weights, advantages, new, strict=True)]
-        else:
-            row = [-a * lp for a, lp in zip(advantages, new, strict=True)]
-        rows.append(row)
-    return rows
+    return TWINS[name](list(zip(*columns, strict=True)), low=0.2, high=0.3, c=1.5)
 
 
 def policy_inputs(batch, rows=slice(None)):
@@ -58,13 +41,13 @@ def policy_inputs(batch, rows=slice(None)):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", BY_TOKEN)
 def test_policy_losses_equal_their_twins_token_by_token(batch, name, mode):
     loss, _ = POLICY_LOSSES[name](**policy_inputs(batch), loss_agg_mode=mode, config=CONFIG)
     assert loss.item() == pytest.approx(aggregate(naive_losses(name, batch), mode))
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", BY_TOKEN)
 def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch, name):
     weights = tokens_of(batch["weights"], batch["response_mask"])
     weighted = [
@@ -81,7 +64,7 @@ def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch, name):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", BY_TOKEN)
 def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(batch, name, mode):
     def run(cuts):
         leaf = batch["log_prob"].clone().requires_grad_()
@@ -131,7 +114,7 @@ def test_a_batch_that_is_all_masked_has_zero_loss_and_zero_gradient(batch, name,
     assert all(value == 0 for value in metrics.values())
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", BY_TOKEN)
 def test_on_policy_every_loss_has_the_policy_gradient(batch, name):
     mask = batch["response_mask"]
     leaf = batch["old_log_prob"].clone().requires_grad_()
@@ -143,6 +126,17 @@ def test_on_policy_every_loss_has_the_policy_gradient(batch, name):
     loss.backward()
     torch.testing.assert_close(leaf.grad, -inputs["advantages"] * mask / mask.sum())
     assert metrics["actor/ppo_kl"] == 0
+
+
+@pytest.mark.parametrize("name", ["vanilla", "reinforce", "geo_mean", "sapo", "kl_cov"])
+def test_the_gradient_is_that_of_finite_differences(batch, name):
+    inputs = policy_inputs(batch)
+    log_prob = inputs.pop("log_prob").nan_to_num().requires_grad_()
+
+    def loss_of(log_prob):
+        return POLICY_LOSSES[name](log_prob=log_prob, **inputs, config=CONFIG)[0]
+
+    assert torch.autograd.gradcheck(loss_of, [log_prob])
 
 
 def test_vanilla_reports_verls_metrics(batch):
@@ -191,6 +185,13 @@ def test_an_extreme_ratio_stays_finite(batch):
         assert torch.isfinite(policy_loss(**far, config=CONFIG)[0])
 
 
+def test_gspo_counts_the_whole_of_a_token_that_moved_far():
+    old, mask = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4, dtype=torch.int64)
+    new = torch.tensor([[25.0, -24.0, -0.5, 0.0]], dtype=torch.float64)
+    loss, _ = POLICY_LOSSES["gspo"](old, new, torch.ones(1, 4), mask, config=CONFIG)
+    assert loss.item() == pytest.approx(-math.exp(0.5 / 4))
+
+
 def test_policy_losses_are_found_by_name_or_dotted_path():
     assert get_policy_loss("gspo") is POLICY_LOSSES["gspo"]
     assert (
@@ -212,8 +213,15 @@ def test_a_users_loss_is_found_by_the_name_of_its_decorator(monkeypatch):
 
 
 def test_every_policy_loss_is_a_file_of_its_name():
+    first_names = {}
     for name, policy_loss in POLICY_LOSSES.items():
+        first_names.setdefault(policy_loss, name)
+    for policy_loss, name in first_names.items():
         assert policy_loss.__module__ == f"workers.losses.{name}"
+
+
+def test_verls_name_gpg_is_reinforce():
+    assert POLICY_LOSSES["gpg"] is POLICY_LOSSES["reinforce"]
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

@@ -38,15 +38,20 @@ class Groups:
         """For each row, how many its group has."""
         return self.size[self.of_row]
 
-    def centered(self, scores: Tensor) -> Tensor:
-        """Scores less their group's mean; the score of a group of one stays as it is.
+    def centered(self, scores: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Scores less their group's mean, weighed by row where there are weights.
 
-        Equal scores give exactly zero: what is summed is the distance from the group's lowest.
+        The score of a group of one stays as it is. Equal scores give exactly zero: what is summed
+        is the distance from the group's lowest.
         """
         lowest = torch.zeros_like(self.size)
         lowest.scatter_reduce_(0, self.of_row, scores, "amin", include_self=False)
         shifted = scores - lowest[self.of_row]
-        mean = self.sum(shifted) / self.size
+        if weights is None:
+            mean = self.sum(shifted) / self.size
+        else:
+            total = self.sum(weights)
+            mean = self.sum(shifted * weights) / torch.where(total > 0, total, 1)
         return torch.where(self.size_of_row() > 1, shifted - mean[self.of_row], scores)
 
     def std(self, centered: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 
 
-@ADVANTAGE_ESTIMATORS.register("rloo")
+@ADVANTAGE_ESTIMATORS.register("rloo", "rloo_vectorized")
 @torch.no_grad()
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index

@@ -1,0 +1,68 @@
+"""The driver's entry: columns and settings by the names of an estimator's parameters."""
+
+import pytest
+import torch
+
+from tests.trainer.ppo.advantages.plain_python import INDEX, ROWS, WIDTH, batch_of
+from trainer.ppo.advantages.gae import compute_gae_advantage_return
+from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from trainer.ppo.compute_advantage import compute_advantage
+from verl_like.errors import ConfigError, MissingColumnError
+
+
+def test_compute_advantage_passes_the_settings_by_name(columns):
+    rewards, values, mask = columns
+    batch = compute_advantage(batch_of(rewards, mask, values=values), "gae", gamma=0.9, lam=0.8)
+    advantages, returns = compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8)
+    assert torch.equal(batch.batch["advantages"], advantages)
+    assert torch.equal(batch.batch["returns"], returns)
+    batch = compute_advantage(batch, "grpo", norm_adv_by_std_in_grpo=False)
+    expected, _ = compute_grpo_outcome_advantage(
+        rewards, mask, INDEX, norm_adv_by_std_in_grpo=False
+    )
+    assert torch.equal(batch.batch["advantages"], expected)
+
+
+def test_a_users_estimator_is_reached_by_its_dotted_path(columns, tmp_path, monkeypatch):
+    (tmp_path / "my_estimators.py").write_text(
+        "def halved(token_level_rewards, response_mask, bonus, scale=0.5, **rest):\n"
+        "    result = token_level_rewards * scale + bonus * response_mask\n"
+        "    return result, result\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards, _, mask = columns
+    batch = batch_of(rewards, mask, bonus=torch.ones(ROWS, WIDTH, dtype=torch.float64))
+    compute_advantage(batch, "my_estimators.halved")
+    assert torch.equal(batch.batch["returns"], rewards / 2 + mask)
+
+
+def test_a_missing_column_is_named_with_its_writer(columns):
+    rewards, _, mask = columns
+    with pytest.raises(MissingColumnError, match=r"'values' \(written by critic"):
+        compute_advantage(batch_of(rewards, mask), "gae")
+    with pytest.raises(MissingColumnError, match="reward_baselines"):
+        compute_advantage(batch_of(rewards, mask), "remax")
+    with pytest.raises(MissingColumnError, match="uid"):
+        compute_advantage(batch_of(rewards, mask).select(non_tensor_batch_keys=[]), "grpo")
+
+
+def test_an_unknown_estimator_is_refused_with_the_list(columns):
+    rewards, _, mask = columns
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown advantage estimator 'gra'; there are gae, gpg, grpo, grpo_batch_std",
+    ):
+        compute_advantage(batch_of(rewards, mask), "gra")
+
+
+def test_a_users_estimator_is_found_by_the_name_of_its_decorator(columns, monkeypatch):
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "_entries", dict(ADVANTAGE_ESTIMATORS))
+
+    @ADVANTAGE_ESTIMATORS.register("doubled")
+    def doubled(token_level_rewards):
+        return 2 * token_level_rewards, token_level_rewards
+
+    rewards, _, mask = columns
+    batch = compute_advantage(batch_of(rewards, mask), "doubled")
+    assert torch.equal(batch.batch["advantages"], 2 * rewards)

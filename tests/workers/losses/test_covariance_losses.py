@@ -1,0 +1,161 @@
+"""Clip-Cov and KL-Cov, which compare tokens with each other, beside loops over all tokens."""
+
+import functools
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+
+from tests.workers.losses.plain_python import CONFIG, aggregate, tokens_of
+from tests.workers.losses.twins import clipped_surrogate, vanilla
+from workers.losses.aggregate import LOSS_AGG_MODES
+from workers.losses.clip_cov import compute_policy_loss_clip_cov
+from workers.losses.kl_cov import compute_policy_loss_kl_cov
+
+NAMES = ("old_log_prob", "log_prob", "advantages")
+WIDE = {"clip_cov_lb": 0.1, "clip_cov_ub": 1.2}
+
+
+def inputs_of(batch):
+    return {name: batch[name] for name in (*NAMES, "response_mask")}
+
+
+def tokens_with_covariance(batch):
+    """(row, old log-prob, log-prob, advantage, covariance) of every token inside the mask."""
+    columns = [tokens_of(batch[name], batch["response_mask"]) for name in NAMES]
+    tokens = [
+        (row, *token)
+        for row, of_row in enumerate(zip(*columns, strict=True))
+        for token in zip(*of_row, strict=True)
+    ]
+    mean_new = statistics.mean(new for _, _, new, _ in tokens)
+    mean_advantage = statistics.mean(advantage for *_, advantage in tokens)
+    return [
+        (row, old, new, advantage, (advantage - mean_advantage) * (new - mean_new))
+        for row, old, new, advantage in tokens
+    ]
+
+
+def by_row(tokens, losses):
+    rows = [[] for _ in range(6)]
+    for (row, *_), loss in zip(tokens, losses, strict=True):
+        rows[row].append(loss)
+    return rows
+
+
+def clip_cov_candidates(tokens, lowest, highest):
+    found = []
+    for place, (_, old, new, advantage, covariance) in enumerate(tokens):
+        ratio = math.exp(new - old)
+        is_clipped = clipped_surrogate(ratio, advantage, 0.2, 0.3) > -ratio * advantage
+        if lowest < covariance < highest and not is_clipped:
+            found.append(place)
+    return found
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_clip_cov_drops_every_candidate_where_the_share_allows_it(batch, mode):
+    tokens = tokens_with_covariance(batch)
+    candidates = clip_cov_candidates(tokens, 0.1, 1.2)
+    assert 2 <= len(candidates) < len(tokens)
+    losses = []
+    for place, (_, old, new, advantage, _) in enumerate(tokens):
+        loss = clipped_surrogate(math.exp(new - old), advantage, 0.2, 0.3)
+        losses.append(0.0 if place in candidates else loss)
+    loss, metrics = compute_policy_loss_clip_cov(
+        **inputs_of(batch), loss_agg_mode=mode, config=CONFIG, clip_cov_ratio=1.0, **WIDE
+    )
+    assert loss.item() == pytest.approx(aggregate(by_row(tokens, losses), mode))
+    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(len(candidates) / len(tokens))
+
+
+@pytest.mark.parametrize("share", [0.0, 2.2 / 15])
+def test_clip_cov_drops_as_many_candidates_as_its_share_and_at_least_one(batch, share):
+    tokens = tokens_with_covariance(batch)
+    count = max(int(share * len(tokens)), 1)
+    whole = [
+        clipped_surrogate(math.exp(new - old), advantage, 0.2, 0.3)
+        for _, old, new, advantage, _ in tokens
+    ]
+    possible = []
+    for dropped in itertools.combinations(clip_cov_candidates(tokens, 0.1, 1.2), count):
+        possible.append(sum(whole) - sum(whole[place] for place in dropped))
+
+    torch.manual_seed(0)
+    drawn = set()
+    for _ in range(20):
+        loss, metrics = compute_policy_loss_clip_cov(
+            **inputs_of(batch),
+            loss_agg_mode="token-sum",
+            config=CONFIG,
+            clip_cov_ratio=share,
+            **WIDE,
+        )
+        assert any(loss.item() == pytest.approx(one) for one in possible)
+        assert metrics["actor/pg_clipfrac"].item() == pytest.approx(count / len(tokens))
+        drawn.add(round(loss.item(), 9))
+    assert len(drawn) > 1
+
+
+def test_clip_cov_without_candidates_is_the_clipped_surrogate(batch):
+    inside = batch["response_mask"].bool()
+    rows = zip(*(tokens_of(batch[name], inside) for name in NAMES), strict=True)
+    expected = aggregate(vanilla(list(rows), 0.2, 0.3, math.inf), "token-mean")
+    loss, metrics = compute_policy_loss_clip_cov(
+        **inputs_of(batch), config=CONFIG, clip_cov_lb=100.0, clip_cov_ub=101.0
+    )
+    assert loss.item() == pytest.approx(expected)
+    assert metrics["actor/pg_clipfrac"] == 0
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(batch, mode, share):
+    tokens = tokens_with_covariance(batch)
+    count = max(int(share * len(tokens)), 1)
+    least = sorted(covariance for *_, covariance in tokens)[-count]
+    losses = []
+    for _, old, new, advantage, covariance in tokens:
+        penalty = 0.5 * abs(new - old) if covariance >= least else 0.0
+        losses.append(-advantage * math.exp(new - old) + penalty)
+    loss, metrics = compute_policy_loss_kl_cov(
+        **inputs_of(batch), loss_agg_mode=mode, config=CONFIG, kl_cov_ratio=share, ppo_kl_coef=0.5
+    )
+    assert loss.item() == pytest.approx(aggregate(by_row(tokens, losses), mode))
+    assert metrics["actor/kl_cov_frac"].item() == pytest.approx(count / len(tokens))
+
+
+@pytest.mark.parametrize(
+    "policy_loss",
+    [functools.partial(compute_policy_loss_clip_cov, **WIDE), compute_policy_loss_kl_cov],
+)
+def test_the_rollout_correction_weighs_every_token(batch, policy_loss):
+    inputs = inputs_of(batch)
+    torch.manual_seed(0)
+    plain, _ = policy_loss(**inputs, loss_agg_mode="token-mean", config=CONFIG)
+    torch.manual_seed(0)
+    twice = torch.full_like(batch["weights"], 2.0)
+    weighed, _ = policy_loss(
+        **inputs, loss_agg_mode="token-mean", config=CONFIG, rollout_is_weights=twice
+    )
+    torch.testing.assert_close(weighed, 2 * plain)
+
+
+def test_a_dropped_token_has_no_gradient_and_the_others_have_theirs(batch):
+    leaf = batch["log_prob"].clone().requires_grad_()
+    inputs = inputs_of(batch | {"log_prob": leaf})
+    loss, _ = compute_policy_loss_clip_cov(
+        **inputs, loss_agg_mode="token-sum", config=CONFIG, clip_cov_ratio=1.0, **WIDE
+    )
+    loss.backward()
+    inside = batch["response_mask"].bool()
+    tokens = tokens_with_covariance(batch)
+    candidates = clip_cov_candidates(tokens, 0.1, 1.2)
+    for place, gradient in enumerate(leaf.grad[inside].tolist()):
+        _, old, new, advantage, _ = tokens[place]
+        ratio = math.exp(new - old)
+        is_clipped = clipped_surrogate(ratio, advantage, 0.2, 0.3) > -ratio * advantage
+        kept = place not in candidates and not is_clipped
+        assert gradient == pytest.approx(-ratio * advantage if kept else 0.0)

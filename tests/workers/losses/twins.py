@@ -1,0 +1,85 @@
+"""A twin of every policy loss in plain Python: token losses, one token at a time.
+
+A row is (old log-probs, log-probs, advantages) of the tokens inside its mask.
+"""
+
+import math
+
+
+def ratios_of(old, new):
+    return [math.exp(after - before) for before, after in zip(old, new, strict=True)]
+
+
+def clamp(number, lowest, highest):
+    return min(max(number, lowest), highest)
+
+
+def clipped_surrogate(ratio, advantage, low, high, c=math.inf):
+    objective = min(ratio * advantage, clamp(ratio, 1 - low, 1 + high) * advantage)
+    return -max(objective, c * advantage) if advantage < 0 else -objective
+
+
+def vanilla(rows, low, high, c):
+    return [
+        [
+            clipped_surrogate(r, a, low, high, c)
+            for r, a in zip(ratios_of(old, new), advantages, strict=True)
+        ]
+        for old, new, advantages in rows
+    ]
+
+
+def gspo(rows, low, high, c):
+    losses = []
+    for old, new, advantages in rows:
+        log_ratio = sum(new) - sum(old)
+        ratio = math.exp(log_ratio / max(len(new), 1))
+        losses.append([clipped_surrogate(ratio, a, low, high) for a in advantages])
+    return losses
+
+
+def cispo(rows, low, high, c):
+    losses = []
+    for old, new, advantages in rows:
+        weights = [clamp(ratio, 1 - low, 1 + high) for ratio in ratios_of(old, new)]
+        losses.append([-w * a * lp for w, a, lp in zip(weights, advantages, new, strict=True)])
+    return losses
+
+
+def reinforce(rows, low, high, c):
+    return [[-a * lp for a, lp in zip(advantages, new, strict=True)] for _, new, advantages in rows]
+
+
+def geo_mean(rows, low, high, c):
+    losses = []
+    for old, new, advantages in rows:
+        log_ratios = []
+        for before, after, advantage in zip(old, new, advantages, strict=True):
+            moved = after - before
+            log_ratios.append(min(moved, high) if advantage > 0 else max(moved, -low))
+        num_tokens = max(len(old), 1)
+        ratio = math.exp(sum(log_ratios) / num_tokens)
+        losses.append([-sum(advantages) / num_tokens * ratio] * len(old))
+    return losses
+
+
+def sapo(rows, low, high, c):
+    losses = []
+    for old, new, advantages in rows:
+        losses.append([])
+        for ratio, advantage in zip(ratios_of(old, new), advantages, strict=True):
+            tau = 1.0 if advantage > 0 else 1.05
+            gate = 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+            losses[-1].append(-advantage * gate)
+    return losses
+
+
+TWINS = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "gpg": reinforce,
+    "geo_mean": geo_mean,
+    "sapo": sapo,
+}

@@ -1,0 +1,28 @@
+"""Group policy gradient (GPG): centered scores, scaled up where many samples teach nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("gpg")
+@torch.no_grad()
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+) -> tuple[Tensor, Tensor]:
+    """The score less its group's mean, times the count of samples over that of nonzero scores.
+
+    The factor is counted as verl counts it: the paper leaves out groups of equal scores, whatever
+    the score is. A group of one keeps its raw score, times the factor.
+
+    Source: arXiv 2504.02546
+    """
+    scores = scores_of(token_level_rewards)
+    centered = Groups.of(index, scores).centered(scores)
+    scale = len(scores) / torch.count_nonzero(scores).clamp(min=1)
+    advantages = on_tokens(centered * scale.to(scores.dtype), response_mask)
+    return advantages, advantages

@@ -1,0 +1,33 @@
+"""GRPO with one scale for the whole batch: the group gives the mean, the batch the spread."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("grpo_batch_std")
+@torch.no_grad()
+def compute_grpo_batch_std_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """The score less its group's mean, over the standard deviation of the batch's scores.
+
+    Prompts that are nearly solved or nearly hopeless are not blown up, as by their group's own
+    spread. A group of one keeps its raw score; equal scores in a group give zero.
+
+    Source: Lite PPO, arXiv 2508.08221, section 4
+    """
+    scores = scores_of(token_level_rewards)
+    groups = Groups.of(index, scores)
+    centered = groups.centered(scores)
+
+    from_mean = scores - scores.mean()
+    variance = from_mean.square().sum() / max(len(scores) - 1, 1)
+    normalised = centered / (variance.sqrt() + epsilon)
+    advantages = torch.where(groups.size_of_row() > 1, normalised, centered)
+    advantages = on_tokens(advantages, response_mask)
+    return advantages, advantages

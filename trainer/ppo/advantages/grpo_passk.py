@@ -1,0 +1,48 @@
+"""GRPO for pass@k: only the best sample of a prompt is rewarded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("grpo_passk")
+@torch.no_grad()
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The best score of a group less the second best, for the best sample; zero for the others.
+
+    It is divided by the group's standard deviation, unless norm_adv_by_std_in_grpo=false. A group
+    of one keeps its raw score; where two are best, all get zero.
+
+    Source: arXiv 2503.19595
+    """
+    scores = scores_of(token_level_rewards)
+    groups = Groups.of(index, scores)
+    best, second = _two_best(scores, groups)
+    lead = scores[best] - scores[second]
+    if norm_adv_by_std_in_grpo:
+        lead = lead / (groups.std(groups.centered(scores))[best] + epsilon)
+
+    is_alone = groups.size_of_row() == 1
+    advantages = torch.where(is_alone, scores, 0)
+    advantages[best] = torch.where(is_alone[best], scores[best], lead)
+    advantages = on_tokens(advantages, response_mask)
+    return advantages, advantages
+
+
+def _two_best(scores: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """For each group, the rows of its best and second-best score; twice one row in one of one."""
+    by_score = scores.argsort(descending=True, stable=True)
+    by_group = by_score[groups.of_row[by_score].argsort(stable=True)]
+    sizes = groups.size.to(torch.int64)
+    start = sizes.cumsum(0) - sizes
+    return by_group[start], by_group[start + (sizes > 1)]

@@ -1,0 +1,28 @@
+"""On-policy RL with the optimal baseline (OPO): long samples count for more in the mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("opo")
+@torch.no_grad()
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+) -> tuple[Tensor, Tensor]:
+    """The score less its group's mean, in which a sample weighs as many times as it has tokens.
+
+    That mean is the baseline of least variance where the gradient's size grows with the length. A
+    group of one keeps its raw score.
+
+    Source: arXiv 2505.23585
+    """
+    scores = scores_of(token_level_rewards)
+    lengths = torch.count_nonzero(response_mask, dim=-1).to(scores.dtype)
+    centered = Groups.of(index, scores).centered(scores, weights=lengths)
+    advantages = on_tokens(centered, response_mask)
+    return advantages, advantages

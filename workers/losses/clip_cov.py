@@ -1,0 +1,65 @@
+"""Clip-Cov: PPO without the gradient of some tokens that would cost the most entropy."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from workers.config import ActorConfig
+from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.covariance import token_covariance
+from workers.losses.importance_ratio import clip_range, log_ratio
+from workers.losses.registry import POLICY_LOSSES, reads
+
+
+@POLICY_LOSSES.register("clip_cov")
+@reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+def compute_policy_loss_clip_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+    **denominators: Unpack[Denominators],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped surrogate, with zero for a few tokens of a high covariance of A and log p.
+
+    They are drawn from those that the clip leaves alone and whose covariance is between 1 and 5:
+    2 in 10000 tokens of the micro-batch, at least one. Means are the micro-batch's too, so unlike
+    other losses this one depends on its size.
+
+    Source: arXiv 2505.22617
+    """
+    config = config or ActorConfig()
+    inside = response_mask.bool()
+    advantages = torch.where(inside, advantages, 0)
+    log_r = log_ratio(log_prob, old_log_prob, inside)
+    ratio = log_r.exp()
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(*clip_range(config))
+
+    covariance = token_covariance(advantages, log_prob, inside)
+    candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & (clipped <= free)
+    dropped = _drawn(candidates, max(int(clip_cov_ratio * inside.sum()), 1))
+    losses = torch.where(dropped, 0, torch.maximum(free, clipped))
+
+    per_token = {"actor/ppo_kl": -log_r, "actor/pg_clipfrac": dropped}
+    return agg_policy_loss(
+        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
+    )
+
+
+def _drawn(candidates: Tensor, count: int) -> Tensor:
+    """At most `count` of the candidates, drawn at random."""
+    places = candidates.flatten().nonzero().squeeze(-1)
+    order = torch.randperm(len(places)).to(places.device)
+    drawn = torch.zeros_like(candidates.flatten())
+    drawn[places[order[:count]]] = True
+    return drawn.view_as(candidates)

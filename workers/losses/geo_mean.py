@@ -1,0 +1,56 @@
+"""Geometric-mean policy optimization (GMPO): clipped by token, averaged in the exponent."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from verl_like.tensor_ops import masked_mean
+from workers.config import ActorConfig
+from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.importance_ratio import log_ratio, resolve_clip
+from workers.losses.registry import POLICY_LOSSES, reads
+
+
+@POLICY_LOSSES.register("geo_mean")
+@reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+def compute_policy_loss_geo_mean(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+    **denominators: Unpack[Denominators],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A times the geometric mean of the sequence's token ratios, each clipped on its bad side.
+
+    A is the mean of the sequence's advantages. A token's log-ratio is at most clip_ratio_high where
+    its advantage is positive, and at least -clip_ratio_low where it is negative. Every token has
+    its sequence's loss: seq-mean-token-mean gives the paper's mean over sequences, clipped at 0.4.
+
+    Source: GMPO, arXiv 2507.20673
+    """
+    config = config or ActorConfig()
+    low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
+    inside = response_mask.bool()
+    advantages = torch.where(inside, advantages, 0)
+    log_r = log_ratio(log_prob, old_log_prob, inside)
+
+    limited = torch.where(advantages > 0, log_r.clamp(max=high), log_r.clamp(min=-low))
+    limited = torch.where(advantages == 0, 0, limited)
+    ratio = masked_mean(limited, inside, axis=-1).exp()
+    of_sequence = -masked_mean(advantages, inside, axis=-1) * ratio
+    losses = of_sequence.unsqueeze(-1).expand_as(inside)
+
+    per_token = {
+        "actor/ppo_kl": -log_r,
+        "actor/pg_clipfrac": (advantages > 0) & (log_r > high),
+        "actor/pg_clipfrac_lower": (advantages < 0) & (log_r < -low),
+    }
+    return agg_policy_loss(
+        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
+    )

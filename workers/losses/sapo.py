@@ -1,0 +1,51 @@
+"""Soft adaptive policy optimization (SAPO): a smooth gate in the place of the clip."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from workers.config import ActorConfig
+from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.importance_ratio import log_ratio
+from workers.losses.registry import POLICY_LOSSES, reads
+
+
+@POLICY_LOSSES.register("sapo")
+@reads()
+def compute_policy_loss_sapo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    **denominators: Unpack[Denominators],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A times sigmoid(tau (r - 1)) 4 / tau, with r = policy / old policy.
+
+    Its gradient is the policy gradient at r = 1 and fades on both sides. tau is 1 where A is
+    positive and 1.05 elsewhere, so that tokens pushed down fade faster. The paper aggregates by
+    seq-mean-token-mean.
+
+    Source: SAPO, arXiv 2511.20347
+    """
+    inside = response_mask.bool()
+    advantages = torch.where(inside, advantages, 0)
+    log_r = log_ratio(log_prob, old_log_prob, inside)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(log_r.dtype)
+    gate = torch.sigmoid(tau * (log_r.exp() - 1.0)) * (4.0 / tau)
+
+    return agg_policy_loss(
+        -advantages * gate,
+        {"actor/ppo_kl": -log_r},
+        response_mask,
+        loss_agg_mode,
+        rollout_is_weights,
+        **denominators,
+    )
