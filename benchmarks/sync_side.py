@@ -66,7 +66,7 @@ class Engine:
 
     def load_weights(self, tensors: Any) -> None:
         """Write and verify."""
-        from workers.weights.checksum import WeightSink
+        from workers.weights.sink import WeightSink
 
         sink = WeightSink(self.module)
         for name, tensor in tensors:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError
 from workers.models.folder import model_folder
-from workers.models.head import Head, ScalarHeadModel, empty_model
+from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
 from workers.models.lora import initial_value, is_adapter
 
 if TYPE_CHECKING:

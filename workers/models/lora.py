@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.errors import ConfigError, nearest
-from workers.models.head import ScalarHeadModel
+from workers.models.causal_lm import ScalarHeadModel
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig

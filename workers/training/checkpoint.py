@@ -104,7 +104,7 @@ def _write(engine: TrainEngine, ranks: Ranks, part: Path, step: int, contents: l
         "num_ranks": ranks.count,
         "contents": list(contents),
         "schedule_step": engine.scheduler.num_steps,
-        "skipped_steps": engine.skips.total,
+        "skipped_steps": engine.guard.total,
         "tensors": {
             name: {"shape": list(t.shape), "dtype": str(t.dtype)} for name, t in tensors.items()
         },
@@ -140,7 +140,7 @@ def load_engine(engine: TrainEngine, folder: Path) -> None:
         )
     if "extra" in manifest["contents"]:
         engine.scheduler.set_step(manifest["schedule_step"])
-        engine.skips.total = manifest["skipped_steps"]
+        engine.guard.total = manifest["skipped_steps"]
         if manifest["num_ranks"] == ranks.count:
             ranks.all_do(lambda: load_random_state(folder / "random" / f"{ranks.mine}.pt"))
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workers.models.head import ScalarHeadModel, body_of
+from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.training.microbatch import Rows, all_reduce
 from workers.training.packing import needed_tokens, response_reads
 

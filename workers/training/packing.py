@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.models.head import ScalarHeadModel, body_of
+from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.training.attention import RowLayout, packed_rows
 from workers.training.microbatch import Columns
 

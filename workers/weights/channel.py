@@ -1,16 +1,16 @@
-"""The wire between processes that do not share weights: private groups of one sender and all
-receivers.
+"""Weights between processes that do not share them: a private group of one sender and receivers.
 
-What is agreed on travels over gloo, and so do the buckets, unless every rank has a card of its own:
-then they go from card to card over nccl, and gloo carries the rest.
+What is agreed on travels over gloo, and so do the buckets, unless every rank has a GPU of its own:
+then they go from GPU to GPU over nccl, and gloo carries the rest. The default process group is not
+touched.
 
-`weight_sync` opens a channel per sync and drops it after: a restarted engine simply joins the next
-one. Only the store that they meet on stays. Tensors travel whole in buckets of at most `bucket_mb`
-(one that is larger alone), as they are: no cast. A bucket's size goes ahead of it, and what it
-holds: its number and of every tensor name, dtype, shape and a 64-bit hash, taken while the bytes
-are copied into the bucket. While one bucket travels, the sender gathers the next and the receivers
-verify and write the one before: each side holds two buckets, and a sync takes hardly longer than
-its slowest part. The default process group is not touched.
+A channel lasts for one sync: a restarted engine simply joins the next one. Only the store that they
+meet on stays. Tensors travel whole in buckets of at most `bucket_mb` (one that is larger alone), as
+they are: no cast. A header goes ahead of each bucket: its size and number, and of every tensor
+name, dtype, shape and a 64-bit hash, taken while the bytes are copied into the bucket.
+
+While one bucket travels, the sender gathers the next and the receivers verify and write the one
+before: each side holds two buckets, and a sync takes hardly longer than its slowest part.
 """
 
 from __future__ import annotations
@@ -70,15 +70,14 @@ class Channel:
         self.num_bytes = 0
         self.hashing = Hashing()
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        size = num_receivers + 1
         own_cards = _meet(store, rank, num_receivers, card_of(device))
         with _explained("the group of sender and receivers did not form"):
-            own = dist.PrefixStore("weights", store)
-            self._group = dist.ProcessGroupGloo(own, rank, num_receivers + 1, FORM_TIMEOUT)
-            self._cards = (
-                group_of_cards(dist.PrefixStore("cards", store), rank, num_receivers + 1)
-                if own_cards
-                else None
-            )
+            own_store = dist.PrefixStore("weights", store)
+            self._group = dist.ProcessGroupGloo(own_store, rank, size, FORM_TIMEOUT)
+            self._cards: Any = None
+            if own_cards:
+                self._cards = group_of_cards(dist.PrefixStore("cards", store), rank, size)
 
     def send(self, tensors: NamedTensors, bucket_mb: float) -> None:
         """Broadcast all tensors; a tensor larger than a bucket travels alone, from where it is."""
@@ -94,8 +93,9 @@ class Channel:
         self._announce(END, {})
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """What the sender broadcasts, tensor by tensor, each valid until the next; damage is noted
-        in `corrupt`.
+        """What the sender broadcasts, tensor by tensor, each valid until the next.
+
+        Damage is noted in `corrupt`.
         """
         number, before = 0, None
         while True:
@@ -121,6 +121,7 @@ class Channel:
             return
         if held["number"] != expected:
             self.corrupt.append(f"bucket {held['number']} in the place of bucket {expected}")
+
         tensors = [
             (name, _dtype(dtype), shape, value) for name, dtype, shape, value in held["tensors"]
         ]
@@ -130,9 +131,9 @@ class Channel:
                 f"bucket {expected} of {payload.numel()} bytes, announced as {sum(sizes)}"
             )
             return
-        for (name, dtype, shape, value), piece in zip(
-            tensors, torch.split(payload, sizes), strict=True
-        ):
+
+        pieces = torch.split(payload, sizes)
+        for (name, dtype, shape, value), piece in zip(tensors, pieces, strict=True):
             if self.hashing.of(piece) != value:
                 self.corrupt.append(name)
             yield name, _aligned(piece, dtype).view(dtype).reshape(shape)
@@ -174,9 +175,7 @@ class Channel:
             yield held, self._room(turn, filled)
 
     def _room(self, which: int, num_bytes: int) -> Tensor:
-        """A buffer of this size; one memory serves many buckets, since fresh pages cost more than
-        the transfer.
-        """
+        """A buffer of this size; it serves many buckets: fresh pages cost more than the transfer."""
         if len(self._buffers[which]) < num_bytes:
             self._buffers[which] = torch.empty(num_bytes, dtype=torch.uint8)
         return self._buffers[which][:num_bytes]
@@ -227,25 +226,23 @@ class Channel:
 
 
 def card_of(device: torch.device) -> str:
-    """A name that no other card has; none on a CPU, or without nccl."""
+    """A name that no other GPU has; none on a CPU, or without nccl."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
 
 
 def group_of_cards(store: dist.Store, rank: int, size: int) -> Any:
-    """The group that buckets travel over where every rank has a card of its own, which nccl asks
-    for.
-    """
+    """The group that buckets travel over where every rank has a GPU of its own, as nccl demands."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TRANSFER_TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def _meet(store: dist.Store, rank: int, num_receivers: int, card: str) -> bool:
-    """Wait until every rank is there; the sender names those that are not.
+    """Wait until every rank is there; returns whether each has a GPU of its own.
 
-    Whether each has a card of its own.
+    The sender's error names the ranks that did not come.
     """
     with _explained("cannot reach the sender's store"):
         store.set(f"joined/{rank}", card or "no card")
@@ -253,6 +250,7 @@ def _meet(store: dist.Store, rank: int, num_receivers: int, card: str) -> bool:
         with _explained("the sender waited in vain for another rollout rank, or is gone itself"):
             store.wait(["complete"], FORM_TIMEOUT)
             return bool(store.get("complete") == b"own cards")
+
     keys = {f"joined/{other}": other for other in range(1, num_receivers + 1)}
     try:
         store.wait(list(keys), FORM_TIMEOUT)
@@ -262,6 +260,7 @@ def _meet(store: dist.Store, rank: int, num_receivers: int, card: str) -> bool:
             f"weight sync: waited {FORM_TIMEOUT.total_seconds():.0f} s for {absent}: not there. "
             "Is that worker alive, and not busy with another call?"
         ) from error
+
     cards = [card, *(store.get(key).decode() for key in keys)]
     own_cards = bool(card) and "no card" not in cards and len(set(cards)) == len(cards)
     store.set("complete", "own cards" if own_cards else "yes")

@@ -6,7 +6,7 @@ from gradients import ACTOR_COLUMNS, FAMILIES, gradients
 from samples import VOCAB, make_batch, started, tiny_config
 
 from verl_like.errors import ConfigError
-from workers.models.head import empty_model
+from workers.models.causal_lm import empty_model
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training import attention
