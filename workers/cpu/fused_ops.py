@@ -253,7 +253,8 @@ def _is_gated_mlp(cls: type[nn.Module], activation: type[nn.Module]) -> bool:
     }
 
     def theirs(x: Tensor) -> Any:
-        return cls.forward(SimpleNamespace(**layers, act_fn=activation()), x)  # type: ignore[arg-type]
+        stand_in: Any = SimpleNamespace(**layers, act_fn=activation())
+        return cls.forward(stand_in, x)
 
     def ours(x: Tensor) -> Tensor:
         return layers["down_proj"](_gated(layers["gate_proj"](x), layers["up_proj"](x)))

@@ -175,7 +175,7 @@ class Channel:
             yield held, self._room(turn, filled)
 
     def _room(self, which: int, num_bytes: int) -> Tensor:
-        """A buffer of this size; it serves many buckets: fresh pages cost more than the transfer."""
+        """A buffer of this size, which serves many buckets: fresh pages are slow."""
         if len(self._buffers[which]) < num_bytes:
             self._buffers[which] = torch.empty(num_bytes, dtype=torch.uint8)
         return self._buffers[which][:num_bytes]

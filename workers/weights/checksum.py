@@ -75,8 +75,8 @@ def digest_of(hashes: Iterable[tuple[str, Iterable[int], int]]) -> str:
 class Fingerprint:
     """Names a set of weights by 64 values of every tensor.
 
-    It is cheap enough to be taken at every sync, of weights that are shared too. Equal weights have equal fingerprints, whatever their order and dtype; an update of the
-    optimizer changes it.
+    It is cheap enough to be taken at every sync, of weights that are shared too. Equal weights have
+    equal fingerprints, whatever their order and dtype; an update of the optimizer changes it.
     """
 
     def __init__(self) -> None:

