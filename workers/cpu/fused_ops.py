@@ -130,10 +130,10 @@ class _Rotated(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         half = states.shape[-1] // 2
-        turned = states * cos
-        turned[..., :half].addcmul_(states[..., half:], sin[..., :half], value=-1)
-        turned[..., half:].addcmul_(states[..., :half], sin[..., half:])
-        return turned
+        rotated = states * cos
+        rotated[..., :half].addcmul_(states[..., half:], sin[..., :half], value=-1)
+        rotated[..., half:].addcmul_(states[..., :half], sin[..., half:])
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

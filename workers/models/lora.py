@@ -86,7 +86,7 @@ def initial_value(name: str, shape: torch.Size) -> Tensor:
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """The layers that carry an adapter, by the name of the layer they stand for."""
+    """The layers that carry an adapter, by the name of the layer that they wrap."""
     return {name: child for name, child in module.named_modules() if hasattr(child, "lora_A")}
 
 
@@ -99,18 +99,19 @@ def merged_tensors(
     `adapter_off`: the base.
     """
     layers = adapted_layers(module)
-    held: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}  # of the layer whose last part has not come yet
     for name, tensor in tensors:
         prefix, kind = _split(name)
         layer = layers.get(prefix)
         if layer is None:
             yield name, tensor
         elif kind == "base_layer.weight":
-            held["base"] = tensor
+            parts["base"] = tensor
         elif kind.startswith("lora_A"):
-            held["A"] = tensor
+            parts["A"] = tensor
         elif kind.startswith("lora_B"):
-            yield f"{prefix}.weight", _merge(layer, held.pop("base"), held.pop("A"), tensor)
+            merged = _merge(layer, parts.pop("base"), parts.pop("A"), tensor)
+            yield f"{prefix}.weight", merged
         else:
             yield f"{prefix}.{kind.removeprefix('base_layer.')}", tensor
 

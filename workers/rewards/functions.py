@@ -17,7 +17,7 @@ from typing import Any
 RewardFunction = Callable[[str, str, Any, Mapping[str, Any] | None], "float | dict[str, Any]"]
 
 GSM8K_TAIL_CHARS = 300
-"""An answer stands at the end; only this many last characters of a solution are searched."""
+"""An answer comes at the end: only this many last characters of a solution are searched."""
 
 _GSM8K_ANSWER = re.compile(r"#### (-?[\d.,]+)")
 _NUMBER = re.compile(r"(?<![\d.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")

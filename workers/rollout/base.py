@@ -232,7 +232,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights as they stand in the engine, under Hugging Face's names."""
+        """The weights as they are in the engine, under Hugging Face's names."""
 
     @abstractmethod
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:

@@ -1,4 +1,4 @@
-"""Attention over rows that stand end to end in one packed row, without padding.
+"""Attention over rows that are laid end to end as one packed row, without padding.
 
 `workers.training.packing` builds a `RowLayout` and passes it to the module's forward under the name
 `row_layout`, which transformers hands on to the attention function.
@@ -40,7 +40,7 @@ class Rectangle:
 
 
 class RowLayout:
-    """Where the rows of a packed row stand: their rectangles."""
+    """Where the rows of a packed row are: their rectangles."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         runs = _runs(lengths)

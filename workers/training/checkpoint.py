@@ -261,7 +261,7 @@ def refuse_other_model(folder: Path, here: dict[str, list[int]], saved: dict[str
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the folder says it holds."""
+    """The folder's manifest: what it holds."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError as error:

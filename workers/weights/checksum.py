@@ -68,8 +68,8 @@ def checksum_of(tensors: NamedTensors) -> str:
 
 def digest_of(hashes: Iterable[tuple[str, Iterable[int], int]]) -> str:
     """One hash of (name, shape, hash) of every tensor, in any order."""
-    lines = sorted(f"{name} {list(shape)} {number:016x}" for name, shape, number in hashes)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    parts = sorted(f"{name} {list(shape)} {number:016x}" for name, shape, number in hashes)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 class Fingerprint:
