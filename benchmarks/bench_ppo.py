@@ -77,6 +77,7 @@ def compare(folder: Path, kind: str, pythons: dict[str, str], rounds: int) -> di
             rewards, long = ask(python, *run, "25", str(seed))
             reward[side].append(statistics.mean(rewards[17:22]))
             seconds[side].append((long - short) / 20)
+
     figures = {f"{side}.step_s": statistics.median(times) for side, times in seconds.items()}
     figures |= {f"{side}.reward_at_20": statistics.mean(of) for side, of in reward.items()}
     if "trl" in pythons:
@@ -131,6 +132,7 @@ def main() -> None:
         "--only", default="grpo,tailed,split,colocate,driver,memory,calls,advantages"
     )
     options = parser.parse_args()
+
     pythons = {"ours": sys.executable} | ({"trl": options.trl_python} if options.trl_python else {})
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:

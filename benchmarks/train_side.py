@@ -158,6 +158,7 @@ def trl_updater(folder: Path, kind: str) -> Callable[[], None]:
 
     stored = torch.load(folder / f"{kind}.pt")
     ids, inside = stored["ids"], stored["response_mask"]
+
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=ROWS,
@@ -171,6 +172,7 @@ def trl_updater(folder: Path, kind: str) -> Callable[[], None]:
         loss_type="bnpo",
         gradient_checkpointing=False,
     )
+
     trainer = GRPOTrainer(
         model=str(folder),
         args=config,
@@ -179,6 +181,7 @@ def trl_updater(folder: Path, kind: str) -> Callable[[], None]:
         processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
     )
     trainer.current_gradient_accumulation_steps = 1
+
     model = trainer.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs = {
@@ -222,14 +225,17 @@ def rate(folder: Path) -> dict[str, float]:
         num_weights = sum(p.numel() for p in update.__self__.engine.parameters())
         flops = 6 * num_weights * ROWS * (PROMPT + WIDTHS["full"])
         update(batch)
+
         for _ in range(REPEATS):
             began = time.perf_counter()
             for _ in range(20):
                 one @ other
             product = 20 * 2 * 10240 * 128 * 512 / (time.perf_counter() - began)
+
             began = time.perf_counter()
             update(batch)
             own = flops / (time.perf_counter() - began)
+
             result.setdefault(f"{name}_product_gflops", []).append(product / 1e9)
             result.setdefault(f"{name}_update_gflops", []).append(own / 1e9)
             result.setdefault(f"{name}_share", []).append(own / product)

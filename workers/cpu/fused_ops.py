@@ -139,10 +139,10 @@ class _Rotated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         half = grad.shape[-1] // 2
-        turned = grad * cos
-        turned[..., :half].addcmul_(grad[..., half:], sin[..., half:])
-        turned[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
-        return turned, None, None
+        rotated = grad * cos
+        rotated[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+        rotated[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
+        return rotated, None, None
 
 
 _linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply

@@ -87,16 +87,16 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
             f"model.path={config.path!r} is not a Hugging Face model folder (no config.json "
             "there); `python examples/tiny/make.py DIR` makes a tiny one in DIR/model."
         )
+
     try:
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        for name, value in hf_config.to_dict().items():
-            if "drop" in name and isinstance(value, float):
-                setattr(hf_config, name, 0.0)
+        _turn_dropout_off(hf_config)
         model_cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
         if model_cls is None:
             raise ValueError(
                 f"model type {hf_config.model_type!r} has no causal LM in this transformers"
             )
+
         attention = resolve_attention(config.attn_implementation, device, dtype, model_cls)
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
@@ -107,9 +107,16 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
         raise ConfigError(
             f"model.path={config.path!r} does not load as a causal LM: {error}"
         ) from error
+
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module.eval()
+
+
+def _turn_dropout_off(hf_config: Any) -> None:
+    for name, value in hf_config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(hf_config, name, 0.0)
 
 
 @contextmanager

@@ -157,6 +157,7 @@ class WeightReceiver:
         except WeightSyncError as problem:
             self._joined_store = None
             return SyncReport(f"rollout rank {self.rank}: {' '.join(problems) or problem}")
+
         error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
         return SyncReport(error, channel.num_bytes, channel.hashing.seconds)
 

@@ -71,6 +71,15 @@ def test_only_what_computes_the_same_is_replaced_and_only_within(tmp_path):
         assert not any("forward" in vars(child) for child in module.modules())
 
 
+def test_an_engine_on_another_device_than_the_cpu_enters_nothing(tiny_dir):
+    engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
+    for device, is_entered in (("cpu", True), ("meta", False)):
+        engine.device = torch.device(device)
+        with engine.running():
+            found = any("forward" in vars(child) for child in engine.module.modules())
+        assert found == is_entered
+
+
 def test_other_types_than_float32_run_as_the_model_has_them(tmp_path):
     module = model_of("Qwen2Config", tmp_path).bfloat16()
     ids = torch.arange(12).view(2, 6)

@@ -68,6 +68,7 @@ class VllmEngine(RolloutEngine):
             settings.device_type, settings.tensor_parallel, limits.kv_cache_gb
         ):
             self.llm = self._start()
+
         methods = self._everywhere("install_sampler")[0]
         quantization = settings.options.get("quantization")
         if quantization and set(methods) <= UNQUANTIZED:
@@ -90,6 +91,7 @@ class VllmEngine(RolloutEngine):
                 "disable_custom_all_reduce": True,
             }
         options |= settings.options
+
         try:
             return LLM(
                 model=settings.model_path,
@@ -139,6 +141,7 @@ class VllmEngine(RolloutEngine):
             raise WeightSyncError(
                 "engine: vLLM takes no weights within a generation; control.abort() it first."
             )
+
         account = self.expected.account()
         self._everywhere("begin_load")
         try:
@@ -147,6 +150,7 @@ class VllmEngine(RolloutEngine):
         finally:
             self.rank_checksums = self._everywhere("finish_load")
             self.llm.llm_engine.reset_prefix_cache()
+
         refuse_problems(
             "engine",
             missing=account.missing,

@@ -63,6 +63,7 @@ def process_environment(
         # vLLM's own children.
         wanted["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
     new = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(new)
     num_threads = torch.get_num_threads()
