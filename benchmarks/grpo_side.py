@@ -1,10 +1,12 @@
 """One side of the GRPO comparison, in a process of its own; `bench_ppo.py` runs both.
 
-    python benchmarks/grpo_side.py make FOLDER                                  the model and prompts, for both sides
-    python benchmarks/grpo_side.py ours|trl FOLDER fixed|tailed STEPS [SEED]    the mean reward of every step
-    python benchmarks/grpo_side.py replay FOLDER fixed|tailed STEPS             how far TRL's weights go from ours
+It prints JSON: `python benchmarks/grpo_side.py` and
 
-prints JSON. `replay` gives the samples of our run to TRL's loss and optimizer; its Python must have
+    make FOLDER                                  the model and prompts, for both sides
+    ours|trl FOLDER fixed|tailed STEPS [SEED]    the mean reward of every step
+    replay FOLDER fixed|tailed STEPS             how far TRL's weights go from ours
+
+`replay` gives the samples of our run to TRL's loss and optimizer; its Python must have
 both sides.
 
 `fixed`: every response runs to 32 tokens, because the end-of-sequence token is none that the model
@@ -28,9 +30,7 @@ TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py"
 
 
 def make(folder: Path) -> None:
-    """Two model folders that differ in their end-of-sequence token, and prompts as parquet and as
-    JSONL.
-    """
+    """Two model folders that differ in their eos token, and prompts as parquet and JSONL."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
@@ -43,15 +43,25 @@ def make(folder: Path) -> None:
             tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
         if kind == "fixed":
             tokenizer.add_special_tokens({"eos_token": "<never>"})
+
         torch.manual_seed(0)
         config = Qwen2Config(
-            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False,
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=None if kind == "fixed" else tokenizer.eos_token_id,
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=None if kind == "fixed" else tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+        )
+
         tokenizer.save_pretrained(folder / kind)
         Qwen2ForCausalLM(config).save_pretrained(folder / kind)
+
     rows = tiny["make_rows"](40 * NUM_PROMPTS, "train")
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     lines = [
@@ -67,16 +77,15 @@ def ours(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
 
     with tempfile.TemporaryDirectory() as run_folder:
         overrides = [
-            *(
-                "trainer.backend=local",
-                "trainer.n_gpus_per_node=1",
-                "trainer.device=cpu",
-                "trainer.logger=[]",
-            ),
+            "trainer.backend=local",
+            "trainer.n_gpus_per_node=1",
+            "trainer.device=cpu",
+            "trainer.logger=[]",
             f"actor_rollout_ref.model.path={folder / kind}",
             f"data.train_files={folder}/train.parquet",
             f"data.train_batch_size={NUM_PROMPTS}",
-            *("data.max_prompt_length=16", f"data.max_response_length={WIDTHS[kind]}"),
+            "data.max_prompt_length=16",
+            f"data.max_response_length={WIDTHS[kind]}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS}",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
             f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
@@ -94,26 +103,39 @@ def ours(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
 def share_of_letter(completions: list[Any], letter: list[str], **_: Any) -> list[float]:
     """The reward of examples/tiny: the share of the response's characters that are the letter."""
     texts = [completion[0]["content"] for completion in completions]
-    return [
-        text.count(wanted) / max(len(text), 1) for text, wanted in zip(texts, letter, strict=True)
-    ]
+    pairs = zip(texts, letter, strict=True)
+    return [text.count(wanted) / max(len(text), 1) for text, wanted in pairs]
 
 
 def trl_trainer(folder: Path, kind: str, steps: int, seed: int, run_folder: str) -> Any:
-    """TRL's trainer at its fastest here: one generation and one forward and backward pass over the
-    whole batch.
-    """
+    """TRL's trainer at its fastest here: one generation and one pass over the whole batch."""
     from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(
-        output_dir=run_folder, max_steps=steps, per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
-        num_generations=NUM_SAMPLES, max_completion_length=WIDTHS[kind], learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant", weight_decay=0.01, max_grad_norm=1.0, beta=0.0, loss_type="bnpo",
-        temperature=1.0, gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
-        logging_steps=1, report_to=[], disable_tqdm=True, seed=seed,
-    )  # fmt: skip
+        output_dir=run_folder,
+        max_steps=steps,
+        per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
+        num_generations=NUM_SAMPLES,
+        max_completion_length=WIDTHS[kind],
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        beta=0.0,
+        loss_type="bnpo",
+        temperature=1.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        seed=seed,
+    )
+
     return GRPOTrainer(
         model=str(folder / kind),
         reward_funcs=share_of_letter,
@@ -131,19 +153,15 @@ def trl(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
     return [line["reward"] for line in trainer.state.log_history if "reward" in line]
 
 
-def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
-    """Our run, then TRL's loss and optimizer on our samples, step by step: how far its weights are
-    from ours.
-
-    A distance is a share of the way that our weights have gone since the first step.
-    """
-    import torch
-
-    from workers.training import engine as fsdp
+def recorded_run(
+    folder: Path, kind: str, steps: int
+) -> tuple[list[float], list[Any], list[list[Any]]]:
+    """Our run: its rewards, the batch of every update, the weights before and after each."""
+    from workers.training import engine as training
 
     batches: list[Any] = []
-    weights: list[list[torch.Tensor]] = []
-    update, guarded_step = fsdp.TrainEngine.update, fsdp.guarded_step
+    weights: list[list[Any]] = []
+    update, guarded_step = training.TrainEngine.update, training.guarded_step
 
     def noting_update(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         batches.append({name: column.clone() for name, column in data.batch.items()})
@@ -156,13 +174,25 @@ def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
         weights.append([parameter.detach().clone() for parameter in parameters])
         return norm
 
-    fsdp.TrainEngine.update, fsdp.guarded_step = noting_update, noting_step  # type: ignore[method-assign]
-    rewards = ours(folder, kind, steps)
+    training.TrainEngine.update = noting_update  # type: ignore[method-assign]
+    training.guarded_step = noting_step
+    return ours(folder, kind, steps), batches, weights
+
+
+def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
+    """Our run, then TRL's loss and optimizer on our samples: how far its weights go from ours.
+
+    A distance is a share of the way that our weights have gone since the first step.
+    """
+    import torch
+
+    rewards, batches, weights = recorded_run(folder, kind, steps)
     with tempfile.TemporaryDirectory() as run_folder:
         trainer = trl_trainer(folder, kind, steps, 1, run_folder)
     trainer.create_optimizer()
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
+
     parameters, distances = list(trainer.model.parameters()), []
     for batch, reached in zip(batches, weights[1:], strict=True):
         prompts = slice(batch["input_ids"].shape[1] - batch["responses"].shape[1])
@@ -174,6 +204,7 @@ def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
             "advantages": batch["advantages"][:, 0],
             "num_items_in_batch": batch["response_mask"].sum(),
         }
+
         trainer._compute_loss(trainer.model, inputs).backward()
         torch.nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
         trainer.optimizer.step()
@@ -184,13 +215,10 @@ def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
 
 def distance(weights: Any, others: Any) -> float:
     """Between two lists of tensors, as vectors."""
-    return (
-        sum(
-            float((one.detach() - other).square().sum())
-            for one, other in zip(weights, others, strict=True)
-        )
-        ** 0.5
-    )
+    squares = 0.0
+    for one, other in zip(weights, others, strict=True):
+        squares += float((one.detach() - other).square().sum())
+    return squares**0.5
 
 
 def main() -> None:

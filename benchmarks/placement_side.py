@@ -1,10 +1,10 @@
-"""One measured run of placements, driver and calls, in a process of its own; `bench_ppo.py` runs
-it.
+"""One measured run of placements, driver and calls, in a process of its own.
 
-    python benchmarks/placement_side.py split|colocate|driver|memory|calls FOLDER      prints its figures as JSON
+    python benchmarks/placement_side.py split|colocate|driver|memory|calls FOLDER
 
-FOLDER is that of `grpo_side.py make`. On two cores: `split` has a pool of one process for the
-policy and one for the critic, `colocate` one pool of two.
+prints its figures as JSON; `bench_ppo.py` runs it. FOLDER is that of `grpo_side.py make`. On two
+cores: `split` has a pool of one process for the policy and one for the critic, `colocate` one pool
+of two.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from verl_like import Dispatch, Worker, register
 
 NUM_PROMPTS = 64
 NUM_STEPS = 20
-"""Of a run whose median step counts: the first ones of new processes take memory that the machine
-has not used yet.
-"""
+"""Of a run whose median step counts: in the first ones new processes touch memory that is new."""
 
 
 def overrides(folder: Path, run_folder: str, *more: str) -> list[str]:
     """PPO with a critic of the policy's size, four samples a prompt."""
     return [
-        *("trainer.device=cpu", "trainer.logger=[]", f"trainer.default_local_dir={run_folder}"),
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        f"trainer.default_local_dir={run_folder}",
         f"actor_rollout_ref.model.path={folder}/fixed",
         f"data.train_files={folder}/train.parquet",
         f"data.train_batch_size={NUM_PROMPTS}",
-        *("data.max_prompt_length=16", "data.max_response_length=32"),
+        "data.max_prompt_length=16",
+        "data.max_response_length=32",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS}",
-        *(
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
-            "critic.ppo_micro_batch_size_per_gpu=64",
-        ),
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
+        "critic.ppo_micro_batch_size_per_gpu=64",
         "actor_rollout_ref.rollout.n=4",
         *more,
     ]
@@ -54,16 +53,12 @@ def steps_of(
     from trainer import load_config, run
 
     with tempfile.TemporaryDirectory() as run_folder:
-        run(
-            load_config(
-                overrides(folder, run_folder, f"trainer.total_training_steps={num_steps}", *more)
-            )
-        )
+        length = f"trainer.total_training_steps={num_steps}"
+        run(load_config(overrides(folder, run_folder, length, *more)))
         lines = (Path(run_folder) / "metrics.jsonl").read_text().splitlines()
         events = json.loads((Path(run_folder) / "timeline.json").read_text())["traceEvents"]
-    return [json.loads(line) for line in lines][2:], [
-        event for event in events if event["ph"] == "X"
-    ]
+    calls = [event for event in events if event["ph"] == "X"]
+    return [json.loads(line) for line in lines][2:], calls
 
 
 def median(lines: list[dict[str, float]], name: str) -> float:
@@ -72,9 +67,7 @@ def median(lines: list[dict[str, float]], name: str) -> float:
 
 
 def split(folder: Path) -> dict[str, float]:
-    """Two pools of one core each: the update phase beside what actor and critic take alone on one
-    core.
-    """
+    """Two pools of one core each: the update phase beside actor and critic alone on one core."""
     lines, _ = steps_of(folder, NUM_STEPS, "placement=split", "trainer.n_gpus_per_node=2")
     alone, _ = steps_of(folder, NUM_STEPS, "placement=colocate", "trainer.n_gpus_per_node=1")
     actor, critic = median(alone, "timing_s/update_actor"), median(alone, "timing_s/update_critic")
@@ -95,9 +88,7 @@ def colocate(folder: Path) -> dict[str, float]:
 
 
 def driver(folder: Path) -> dict[str, float]:
-    """The share of a GRPO step in which no worker is busy: dispatch,
-    rewards, advantages, metrics.
-    """
+    """The share of a GRPO step without a busy worker: dispatch, rewards, advantages, metrics."""
     grpo = ("algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1")
     shares = {}
     for backend in ("local", "ray"):

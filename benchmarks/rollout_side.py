@@ -1,8 +1,8 @@
-"""One side of `bench_rollout.py`, in a process of its own:
+"""One side of `bench_rollout.py`, in a process of its own.
 
-`python benchmarks/rollout_side.py ours|vllm FOLDER`.
+    python benchmarks/rollout_side.py ours|vllm FOLDER
 
-Prints a JSON line: for every engine and workload seconds and tokens of each repetition, engines
+prints a JSON line: for every engine and workload seconds and tokens of each repetition, engines
 taking turns.
 """
 
@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,30 +80,11 @@ def ours(folder: Path) -> dict[str, Any]:
     engine.commit(0)
     start = time.perf_counter() - began
 
-    def hf(max_tokens: int, stop: tuple[int, ...]) -> Run:
-        def run(round_: int) -> int:
-            torch.manual_seed(round_)
-            ids = torch.tensor(prompts(round_))
-            made = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                top_k=0,
-                max_new_tokens=max_tokens,
-                eos_token_id=list(stop) or None,
-                pad_token_id=0,
-            )[:, PROMPT:]
-            ends = torch.isin(made, torch.tensor(stop or (-1,)))
-            before = ends.int().cumsum(1) - ends.int() == 0
-            return int(before.sum())
-
-        return run
-
     runs = {
         "native full": of_engine(engine, FULL, ()),
-        "hf full": hf(FULL, ()),
+        "hf full": partial(generate_by_hf, model, FULL, ()),
         "native tail": of_engine(engine, TAIL, STOP),
-        "hf tail": hf(TAIL, STOP),
+        "hf tail": partial(generate_by_hf, model, TAIL, STOP),
     }
     left, right = torch.randn(2048, 2048), torch.randn(2048, 2048)
     rates = []
@@ -113,10 +95,26 @@ def ours(folder: Path) -> dict[str, Any]:
     return {"runs": timed(runs), "start_s": {"native": start}, "matmul_gflops": max(rates)}
 
 
+def generate_by_hf(model: Any, max_tokens: int, stop: tuple[int, ...], round_: int) -> int:
+    """One `generate` of transformers over all prompts; returns the number of tokens."""
+    torch.manual_seed(round_)
+    ids = torch.tensor(prompts(round_))
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=max_tokens,
+        eos_token_id=list(stop) or None,
+        pad_token_id=0,
+    )[:, PROMPT:]
+    ends = torch.isin(made, torch.tensor(stop or (-1,)))
+    is_before_the_end = ends.int().cumsum(1) - ends.int() == 0
+    return int(is_before_the_end.sum())
+
+
 def vllm(folder: Path) -> dict[str, Any]:
-    """vLLM's CPU engine as it comes, with and without log-probs and
-    seeds, and under our sampler.
-    """
+    """vLLM's CPU engine as it comes, with log-probs and seeds, and under our sampler."""
     from transformers import AutoModelForCausalLM
 
     from workers.rollout.base import EngineLimits
@@ -130,38 +128,34 @@ def vllm(folder: Path) -> dict[str, Any]:
     engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     engine.commit(0)
 
-    def plain(max_tokens: int, stop: tuple[int, ...], reported: bool) -> Run:
-        from vllm import SamplingParams
-
-        def run(round_: int) -> int:
-            params = [
-                SamplingParams(
-                    max_tokens=max_tokens,
-                    stop_token_ids=list(stop),
-                    ignore_eos=True,
-                    detokenize=False,
-                    logprobs=0 if reported else None,
-                    seed=1000 * round_ + i if reported else None,
-                )
-                for i in range(PROMPTS)
-            ]
-            asked = [{"prompt_token_ids": ids} for ids in prompts(round_)]
-            return sum(
-                len(o.outputs[0].token_ids)
-                for o in engine.llm.generate(asked, params, use_tqdm=False)
-            )
-
-        return run
-
+    llm = engine.llm
     runs = {
-        "vllm full": plain(FULL, (), False),
-        "vllm full, log-probs and seeds": plain(FULL, (), True),
-        "vllm tail": plain(TAIL, STOP, False),
-        "vllm tail, log-probs and seeds": plain(TAIL, STOP, True),
+        "vllm full": partial(generate_by_vllm, llm, FULL, (), False),
+        "vllm full, log-probs and seeds": partial(generate_by_vllm, llm, FULL, (), True),
+        "vllm tail": partial(generate_by_vllm, llm, TAIL, STOP, False),
+        "vllm tail, log-probs and seeds": partial(generate_by_vllm, llm, TAIL, STOP, True),
         "vllm full, our sampler": of_engine(engine, FULL, ()),
         "vllm tail, our sampler": of_engine(engine, TAIL, STOP),
     }
     return {"runs": timed(runs), "start_s": {"vllm": start}}
+
+
+def generate_by_vllm(
+    llm: Any, max_tokens: int, stop: tuple[int, ...], with_log_probs: bool, round_: int
+) -> int:
+    """One `generate` of vLLM over all prompts; returns the number of tokens."""
+    from vllm import SamplingParams
+
+    params = []
+    for index in range(PROMPTS):
+        settings: dict[str, Any] = {"max_tokens": max_tokens, "stop_token_ids": list(stop)}
+        if with_log_probs:
+            settings |= {"logprobs": 0, "seed": 1000 * round_ + index}
+        params.append(SamplingParams(ignore_eos=True, detokenize=False, **settings))
+
+    asked = [{"prompt_token_ids": ids} for ids in prompts(round_)]
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Weights(nn.Module):
 
 
 class Trainer:
-    """Stands for a training engine."""
+    """Takes the place of a training engine."""
 
     def __init__(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -59,14 +59,14 @@ class Trainer:
 
 
 class Engine:
-    """Stands for a rollout engine."""
+    """Takes the place of a rollout engine."""
 
     def __init__(self) -> None:
         self.module = Weights()
 
     def load_weights(self, tensors: Any) -> None:
         """Write and verify."""
-        from workers.weights.checksum import WeightSink
+        from workers.weights.sink import WeightSink
 
         sink = WeightSink(self.module)
         for name, tensor in tensors:
@@ -80,10 +80,10 @@ class Engine:
 def seconds_of(
     works: dict[str, Callable[[int], Any]], together: Callable[[], Any]
 ) -> dict[str, list[float]]:
-    """Wall seconds of each work, from all ready to all done; they take turns, and the first round
-    warms up.
+    """Wall seconds of each work, from all ready to all done, round by round.
 
-    Every other round goes backwards, so that none of two works always runs after the other.
+    They take turns, and the first round warms up. Every other round goes backwards, so that none of
+    two works always runs after the other.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for round_ in range(ROUNDS):
@@ -97,9 +97,7 @@ def seconds_of(
 
 
 def hash_shares(seconds: dict[str, list[float]]) -> list[float]:
-    """Which part of a sync its hashes are, against the one without them in the same round: median
-    and quartiles.
-    """
+    """Which part of a sync its hashes are, by the one without them: median and quartiles."""
     pairs = zip(seconds["sync_s"], seconds["sync_without_hashes_s"], strict=True)
     low, median, high = statistics.quantiles([1 - without / whole for whole, without in pairs], n=4)
     return [median, low, high]

@@ -1,11 +1,12 @@
-"""One side of the training comparison, in a process of its own with one thread; `bench_train.py`
-runs them in turn.
+"""One side of the training comparison, in a process of its own with one thread.
 
-    python benchmarks/train_side.py make FOLDER                  the model and the rows, for all sides
-    python benchmarks/train_side.py ours|padded|trl FOLDER KIND   seconds of an update of the rows KIND, as JSON
-    python benchmarks/train_side.py rate FOLDER                   the matrix product's rate and the update's beside it
-    python benchmarks/train_side.py ranks FOLDER STRATEGY         a rank's share under torchrun's environment
-    python benchmarks/train_side.py memory FOLDER                 peak memory of the log-prob path
+`bench_train.py` runs them in turn: `python benchmarks/train_side.py` and
+
+    make FOLDER                   the model and the rows, for all sides
+    ours|padded|trl FOLDER KIND   seconds of an update of the rows KIND, as JSON
+    rate FOLDER                   the matrix product's rate, and the update's beside it
+    ranks FOLDER STRATEGY         a rank's share, under torchrun's environment
+    memory FOLDER                 peak memory of the log-prob path
 
 KIND: `full` (256 rows of 40 tokens), `tailed` (geometric lengths, mean 32, at most 256), `ragged`
 (real tokens are 40 % of the padded width). `padded` is a plain loop over padded rows, as
@@ -26,11 +27,19 @@ from typing import Any
 
 import torch
 
+TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py"
 PROMPT, ROWS, REPEATS = 8, 256, 5
 WIDTHS = {"full": 32, "tailed": 256, "ragged": 192}
-MODEL = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-         "tie_word_embeddings": True}  # fmt: skip
+MODEL = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
 
 
 def make(folder: Path) -> None:
@@ -41,28 +50,24 @@ def make(folder: Path) -> None:
 
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**MODEL, pad_token_id=0)).save_pretrained(folder)
-    tokenizer = runpy.run_path(
-        str(Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py")
-    )["make_tokenizer"]()
+    tiny = runpy.run_path(str(TINY))
+    tokenizer = tiny["make_tokenizer"]()
     while len(tokenizer) < MODEL["vocab_size"]:
         tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
     tokenizer.save_pretrained(folder)
+
+    tailed = torch.distributions.Geometric(1 / 32).sample((ROWS,)).long()
     lengths = {
         "full": torch.full((ROWS,), WIDTHS["full"]),
-        "tailed": torch.distributions.Geometric(1 / 32)
-        .sample((ROWS,))
-        .long()
-        .clamp(1, WIDTHS["tailed"]),
+        "tailed": tailed.clamp(1, WIDTHS["tailed"]),
         "ragged": torch.randint(1, 145, (ROWS,)),
     }
     for kind, own in lengths.items():
         width = WIDTHS[kind]
         mask = (torch.arange(width) < own[:, None]).long()
         ids = torch.randint(1, MODEL["vocab_size"], (ROWS, PROMPT + width))
-        torch.save(
-            {"ids": ids, "response_mask": mask, "advantages": torch.randn(ROWS)},
-            folder / f"{kind}.pt",
-        )
+        rows = {"ids": ids, "response_mask": mask, "advantages": torch.randn(ROWS)}
+        torch.save(rows, folder / f"{kind}.pt")
 
 
 def batch_of(folder: Path, kind: str, rows: int = ROWS) -> Any:
@@ -73,10 +78,14 @@ def batch_of(folder: Path, kind: str, rows: int = ROWS) -> Any:
     ids, inside = stored["ids"][:rows], stored["response_mask"][:rows]
     mask = torch.cat([torch.ones(rows, PROMPT, dtype=torch.long), inside], dim=1)
     columns = {
-        "input_ids": ids * mask, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        "responses": ids[:, PROMPT:] * inside, "response_mask": inside,
-        "old_log_probs": torch.full(inside.shape, -4.2), "advantages": stored["advantages"][:rows, None] * inside,
-    }  # fmt: skip
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "responses": ids[:, PROMPT:] * inside,
+        "response_mask": inside,
+        "old_log_probs": torch.full(inside.shape, -4.2),
+        "advantages": stored["advantages"][:rows, None] * inside,
+    }
     return DataProto.from_dict(columns)
 
 
@@ -93,13 +102,15 @@ def updater(folder: Path, strategy: str = "fsdp", **model: Any) -> Callable[[Any
     from workers.roles.actor import ActorWorker
 
     policy = ActorRolloutRefConfig(model=ModelConfig(path=str(folder), **model))
-    policy.actor.ppo_mini_batch_size, policy.actor.ppo_micro_batch_size_per_gpu = ROWS, 64
-    policy.actor.use_dynamic_bsz, policy.actor.ppo_max_token_len_per_gpu = True, 2560
-    policy.actor.optim.lr, policy.actor.strategy = 1e-4, strategy
+    policy.actor.ppo_mini_batch_size = ROWS
+    policy.actor.ppo_micro_batch_size_per_gpu = 64
+    policy.actor.use_dynamic_bsz = True
+    policy.actor.ppo_max_token_len_per_gpu = 2560
+    policy.actor.optim.lr = 1e-4
+    policy.actor.strategy = strategy
     algorithm = SimpleNamespace(rollout_correction=RolloutCorrectionConfig())
-    worker = ActorWorker(
-        WorkersConfig(actor_rollout_ref=policy, data=None, trainer=None, algorithm=algorithm)
-    )
+    config = WorkersConfig(actor_rollout_ref=policy, data=None, trainer=None, algorithm=algorithm)
+    worker = ActorWorker(config)
     worker.init_model(100)
     return worker.update_actor
 
@@ -114,25 +125,29 @@ def padded_updater(folder: Path, kind: str) -> Callable[[], None]:
 
     def update() -> None:
         for part in batch.split(64):
-            width = part["responses"].shape[1]
-            out = model(part["input_ids"], part["attention_mask"], position_ids=part["position_ids"], use_cache=False,
-                        logits_to_keep=width + 1)  # fmt: skip
-            log_probs = (
-                out.logits[:, :-1]
-                .log_softmax(-1)
-                .gather(-1, part["responses"][..., None])
-                .squeeze(-1)
-            )
-            ratio = (log_probs - part["old_log_probs"]).clamp(-20, 20).exp()
-            losses = -torch.minimum(
-                ratio * part["advantages"], ratio.clamp(0.8, 1.2) * part["advantages"]
-            )
-            ((losses * part["response_mask"]).sum() / batch["response_mask"].sum()).backward()
+            (padded_loss(model, part) / batch["response_mask"].sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
     return update
+
+
+def padded_loss(model: Any, part: Any) -> torch.Tensor:
+    """PPO's clipped loss of some padded rows, added up over their response tokens."""
+    logits = model(
+        part["input_ids"],
+        part["attention_mask"],
+        position_ids=part["position_ids"],
+        use_cache=False,
+        logits_to_keep=part["responses"].shape[1] + 1,
+    ).logits
+    chosen = part["responses"][..., None]
+    log_probs = logits[:, :-1].log_softmax(-1).gather(-1, chosen).squeeze(-1)
+    ratio = (log_probs - part["old_log_probs"]).clamp(-20, 20).exp()
+    advantages = part["advantages"]
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return (losses * part["response_mask"]).sum()
 
 
 def trl_updater(folder: Path, kind: str) -> Callable[[], None]:
@@ -143,24 +158,41 @@ def trl_updater(folder: Path, kind: str) -> Callable[[], None]:
 
     stored = torch.load(folder / f"{kind}.pt")
     ids, inside = stored["ids"], stored["response_mask"]
+
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=ROWS, num_generations=4, beta=0.0,
-        learning_rate=1e-4, max_completion_length=WIDTHS[kind], bf16=False, use_cpu=True, report_to=[],
-        loss_type="bnpo", gradient_checkpointing=False,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=ROWS,
+        num_generations=4,
+        beta=0.0,
+        learning_rate=1e-4,
+        max_completion_length=WIDTHS[kind],
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        loss_type="bnpo",
+        gradient_checkpointing=False,
+    )
+
     trainer = GRPOTrainer(
-        model=str(folder), args=config, reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        model=str(folder),
+        args=config,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=Dataset.from_dict({"prompt": ["a"] * ROWS}),
         processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
-    )  # fmt: skip
+    )
     trainer.current_gradient_accumulation_steps = 1
+
     model = trainer.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs = {
-        "prompt_ids": ids[:, :PROMPT], "prompt_mask": torch.ones(ROWS, PROMPT, dtype=torch.long),
-        "completion_ids": ids[:, PROMPT:] * inside, "completion_mask": inside, "advantages": stored["advantages"],
-        "old_per_token_logps": torch.full(inside.shape, -4.2), "num_items_in_batch": inside.sum(),
-    }  # fmt: skip
+        "prompt_ids": ids[:, :PROMPT],
+        "prompt_mask": torch.ones(ROWS, PROMPT, dtype=torch.long),
+        "completion_ids": ids[:, PROMPT:] * inside,
+        "completion_mask": inside,
+        "advantages": stored["advantages"],
+        "old_per_token_logps": torch.full(inside.shape, -4.2),
+        "num_items_in_batch": inside.sum(),
+    }
 
     def update() -> None:
         trainer.compute_loss(model, inputs).backward()
@@ -183,30 +215,27 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def rate(folder: Path) -> dict[str, float]:
-    """The update's arithmetic, 6 N a token, as a share of a matrix product's rate, both measured in
-    turn.
-    """
+    """The update's arithmetic, 6 N a token, as a share of a matrix product's rate."""
     left, right = torch.randn(10240, 128), torch.randn(128, 512)
     result = {}
     for name, model in (("float32", {}), ("bfloat16", {"dtype": "bfloat16"})):
         update, batch = updater(folder, **model), batch_of(folder, "full")
         dtype = getattr(torch, name)
         one, other = left.to(dtype), right.to(dtype)
-        flops = (
-            6
-            * sum(p.numel() for p in update.__self__.engine.parameters())
-            * ROWS
-            * (PROMPT + WIDTHS["full"])
-        )
+        num_weights = sum(p.numel() for p in update.__self__.engine.parameters())
+        flops = 6 * num_weights * ROWS * (PROMPT + WIDTHS["full"])
         update(batch)
+
         for _ in range(REPEATS):
             began = time.perf_counter()
             for _ in range(20):
                 one @ other
             product = 20 * 2 * 10240 * 128 * 512 / (time.perf_counter() - began)
+
             began = time.perf_counter()
             update(batch)
             own = flops / (time.perf_counter() - began)
+
             result.setdefault(f"{name}_product_gflops", []).append(product / 1e9)
             result.setdefault(f"{name}_update_gflops", []).append(own / 1e9)
             result.setdefault(f"{name}_share", []).append(own / product)
@@ -223,11 +252,10 @@ def ranks(folder: Path, strategy: str) -> dict[str, float]:
     worker = update.__self__
     batch = split_rows(batch_of(folder, "full"), worker.world_size)[worker.rank]
     time_of_update = seconds(lambda: update(batch))
-    engine = worker.engine
-    held = [getattr(t, "_local_tensor", t) for t in engine.parameters()]
-    held += [
-        getattr(t, "_local_tensor", t) for s in engine.optimizer.state.values() for t in s.values()
-    ]
+    held = list(worker.engine.parameters())
+    for state in worker.engine.optimizer.state.values():
+        held += state.values()
+    held = [getattr(tensor, "_local_tensor", tensor) for tensor in held]
     dist.destroy_process_group()
     return {
         "update_s": time_of_update,
@@ -236,9 +264,7 @@ def ranks(folder: Path, strategy: str) -> dict[str, float]:
 
 
 def memory(folder: Path) -> dict[str, float]:
-    """Peak resident memory of log-probs and entropy, forward and backward, over that of the logits
-    alone.
-    """
+    """Peak memory of log-probs and entropy, forward and backward, over that of the logits."""
     from verl_like.tensor_ops import logprobs_and_entropy_from_logits
 
     tokens, vocabulary = 4096, 65536
@@ -246,9 +272,8 @@ def memory(folder: Path) -> dict[str, float]:
     head = torch.randn(vocabulary, 16)
     labels = torch.randint(0, vocabulary, (tokens,))
     with torch.no_grad():
-        (
-            hidden @ head.t()
-        ) @ head  # from here on the process has once held the logits, and what the products need
+        # From here on the process has once held the logits, and what matrix products need.
+        (hidden @ head.t()) @ head
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     log_probs, entropy = logprobs_and_entropy_from_logits(
         hidden @ head.t(), labels, inplace_backward=True

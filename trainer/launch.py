@@ -28,7 +28,7 @@ from verl_like.placement.pools import Node
 from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
 from workers.cpu.allocator import keep_freed_memory
-from workers.rewards.pool import make_reward_manager
+from workers.rewards.manager import make_reward_manager
 
 
 def run(config: PPOConfig, trainer_cls: type[PPOTrainer] | None = None) -> None:

@@ -1,7 +1,6 @@
-"""Models, sharding and rollout engines, and the roles that stand on them; the order of calls is the
-trainer's.
+"""Models, sharding, rollout engines, and the roles that use them, in worker processes.
 
-Names are imported on first use.
+The order in which roles are called is not known here. Names are imported on first use.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from workers.roles.reward_model import RewardModelWorker
     from workers.roles.rollout import RolloutWorker
 
-_HOME = {
+_MODULES = {
     "ActorWorker": "roles.actor",
     "CriticWorker": "roles.critic",
     "ReferenceWorker": "roles.reference",
@@ -37,6 +36,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module on first use."""
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'workers' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"workers.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"workers.{_MODULES[name]}"), name)

@@ -1,6 +1,4 @@
-"""The batch's columns as data: name, shape, dtype, who writes it.
-
-Roles call `require` before they read.
+"""The batch's columns as data: name, shape, dtype, who writes it, which method reads it.
 
 Letters in shapes: P = `data.max_prompt_length`, R = `data.max_response_length`, T = P + R. Prompts
 are padded on the left, responses on the right; masks come from lengths, never from comparing ids
@@ -89,16 +87,13 @@ READS: dict[str, tuple[str, ...]] = {
         *("rollout_log_probs", "rollout_truncated_log_probs"),
     ),
 }
-"""What each method of the built-in workers reads of a batch; some of it only under some
-configurations.
-"""
+"""What each method of the built-in workers reads of a batch, under any configuration."""
 
 
 def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
-    """The columns that a worker's method reads; None where nobody has said so, and it should get
-    them all.
+    """The columns that a worker's method reads; None where that is not known: it gets them all.
 
-    A class of the user's says it in a class attribute `READS`, method name -> columns, which is
+    A class of the user's has it in a class attribute `READS`, method name -> columns, which is
     looked at first.
     """
     own: dict[str, tuple[str, ...]] = getattr(worker_class, "READS", {})
@@ -153,8 +148,6 @@ def has_column(batch: DataProto, name: str) -> bool:
 
 def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:
     """The same batch, with these columns added or replaced."""
-    assert batch.batch is not None, (
-        "columns are only ever written beside those they were computed from"
-    )
+    assert batch.batch is not None, "columns are written beside those they were computed from"
     batch.batch.update(columns)
     return batch

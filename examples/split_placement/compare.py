@@ -1,9 +1,9 @@
-"""Two run folders, split and colocated with as many ranks a role -> what overlapping the updates
-saved.
+"""What overlapping the updates saved, from two run folders: split, and colocated.
 
     python compare.py SPLIT COLOCATE
 
-`run_deepseek7b_llm.sh` calls it with TINY=1. The first step of each run warms up and is left out.
+Both have as many ranks a role; `run_deepseek7b_llm.sh` makes them with TINY=1. The first step of
+each run warms up and is left out.
 """
 
 from __future__ import annotations

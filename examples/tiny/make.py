@@ -1,5 +1,4 @@
-"""Make a tiny language model and a rule-rewarded task that it can learn in some tens of PPO steps,
-in a few seconds.
+"""Make a tiny language model, and a task that it learns in some tens of PPO steps.
 
     python examples/tiny/make.py DIR
 
@@ -7,7 +6,7 @@ writes DIR/model (a Llama of random weights with a character tokenizer), DIR/tra
 DIR/val.parquet. A prompt asks for a letter; the reward (`verl_like/tiny_letters`) is the share of
 the response's characters that are that letter. `--gsm8k` also writes DIR/gsm8k/train.jsonl and
 test.jsonl, made-up sums in the format of GSM8K's own files. The files are the same for the same
-`--seed`. The tests and the quickstart stand on this folder.
+`--seed`. The tests and the quickstart use this folder.
 """
 
 from __future__ import annotations
@@ -92,9 +91,7 @@ def make_rows(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write_gsm8k(folder: Path, num_train: int = 256, num_test: int = 32, seed: int = 0) -> None:
-    """`train.jsonl` and `test.jsonl` as GSM8K has them: a question, and an answer that ends with
-    `#### <number>`.
-    """
+    """`train.jsonl` and `test.jsonl` as GSM8K has them: an answer ends with `#### <number>`."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, num_rows in (("train", num_train), ("test", num_test)):
         rng = random.Random(f"{seed}-gsm8k-{split}")
@@ -102,11 +99,8 @@ def write_gsm8k(folder: Path, num_train: int = 256, num_test: int = 32, seed: in
         for _ in range(num_rows):
             a, b = rng.randint(2, 99), rng.randint(2, 99)
             answer = f"there are {a} and then {b} more.\n#### {a + b}"
-            lines.append(
-                json.dumps(
-                    {"question": f"ann has {a} pens and buys {b}. how many now?", "answer": answer}
-                )
-            )
+            question = f"ann has {a} pens and buys {b}. how many now?"
+            lines.append(json.dumps({"question": question, "answer": answer}))
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

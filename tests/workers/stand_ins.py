@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from verl_like.errors import WeightSyncError
-from workers.weights.checksum import WeightSink, checksum_of
+from workers.weights.checksum import checksum_of
+from workers.weights.sink import WeightSink
 from workers.weights.sync import WeightReceiver, WeightSender, sync_weights
 
 CPU = torch.device("cpu")

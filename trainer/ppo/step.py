@@ -46,7 +46,7 @@ from trainer.run_folder.tracking import make_tracking
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from workers.columns import has_column, read_columns, select_reads, write_columns
-from workers.rewards.pool import RewardManager, SummedScores
+from workers.rewards.manager import RewardManager, SummedScores
 from workers.roles.rollout import generate
 from workers.weights.sync import sync_weights
 

@@ -29,7 +29,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from workers.columns import read_columns
-from workers.rewards.pool import decode_responses
+from workers.rewards.manager import decode_responses
 
 
 def open_run_folder(config: RunConfig) -> Path:

@@ -1,22 +1,23 @@
-"""Linear layers, RMS norms, gated activations and rotary positions with backward passes of their
-own.
+"""Linear layers, RMS norms, gated activations and rotary positions with own backward passes.
 
-`engines/fsdp` enters `lean`. On CPUs linear layers multiply through oneDNN (`products`), both ways.
-Spelled out, each of the others is a chain of small operations, every one a pass over memory
-forwards and several backwards; beside the matrix products of a small model that is a tenth of an
-update. Here each is one function with the fewest passes. They stand in for a model's own code only
-where that computes the same: a class is compared once with the formula, value and gradients, on a
-few numbers. What differs, or is not float32, runs as the model has it.
+A training engine on a CPU enters `fused_ops`. Linear layers multiply through oneDNN, forwards and
+backwards. Spelled out, each of the others is a chain of small operations, every one a pass over
+memory forwards and several backwards; beside the matrix products of a small model that is a tenth
+of an update. Here each is one function with the fewest passes.
+
+They stand in for a model's own code only where that computes the same: a class is compared once
+with the formula, value and gradients, on a few numbers. What differs, or is not float32, runs as
+the model has it. Only instances inside the given module are touched, never a class or a module of
+another package.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,18 +25,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from workers.cpu.onednn import is_product, product, product_with
+from workers.cpu import onednn
 
 ROTARY = "apply_rotary_pos_emb"
-"""What transformers calls the function that turns queries and keys, in every file that has one."""
-
-
-FEW_ROWS = 1024
+"""What transformers calls the function that rotates queries and keys, in every modeling file."""
+GRADIENT_ROWS = 1024
 """Rows that are transposed at a time for a weight's gradient: they stay in the cache."""
-FEWEST_PRODUCTS = 2**24
-"""Multiplications below which a linear layer is left to torch: building a kernel for its rows would
-take longer.
-"""
+MIN_MULTIPLICATIONS = 2**24
+"""A linear layer with fewer is left to torch: building a kernel for its rows would take longer."""
 
 
 class _Linear(torch.autograd.Function):
@@ -49,7 +46,7 @@ class _Linear(torch.autograd.Function):
         flat = states.reshape(-1, states.shape[-1])
         ctx.save_for_backward(flat, weight)
         result: Tensor = torch.ops.aten._unsafe_view(
-            product(flat, weight, bias), [*states.shape[:-1], len(weight)]
+            onednn.linear(flat, weight, bias), [*states.shape[:-1], len(weight)]
         )
         return result  # no view in autograd's eyes: FSDP2 hangs its hooks on it
 
@@ -59,7 +56,7 @@ class _Linear(torch.autograd.Function):
         grad_flat = grad.reshape(-1, grad.shape[-1])
         grad_states = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_states = product(grad_flat, weight.t()).view(*grad.shape[:-1], -1)
+            grad_states = onednn.linear(grad_flat, weight.t()).view(*grad.shape[:-1], -1)
         if ctx.needs_input_grad[1]:
             grad_weight = _outer(grad_flat, flat)
         if ctx.needs_input_grad[2]:
@@ -69,15 +66,19 @@ class _Linear(torch.autograd.Function):
 
 def _outer(grad: Tensor, states: Tensor) -> Tensor:
     """grad.t() @ states, some rows at a time; of the two the narrower is transposed in memory."""
-    narrow, wide = (grad, states) if grad.shape[1] <= states.shape[1] else (states, grad)
+    grad_is_narrow = grad.shape[1] <= states.shape[1]
+    narrow, wide = (grad, states) if grad_is_narrow else (states, grad)
+
     total: Tensor | None = None
-    for few, many in zip(narrow.split(FEW_ROWS), wide.split(FEW_ROWS), strict=True):
+    for few, many in zip(narrow.split(GRADIENT_ROWS), wide.split(GRADIENT_ROWS), strict=True):
         few = few.t().contiguous()
-        total = (
-            product(few, many.t()) if total is None else product_with("add", total, few, many.t())
-        )
-    assert total is not None
-    return total if narrow is grad else total.t().contiguous()
+        if total is None:
+            total = onednn.linear(few, many.t())
+        else:
+            total = onednn.linear_binary("add", total, few, many.t())
+
+    assert total is not None, "a batch has rows"
+    return total if grad_is_narrow else total.t().contiguous()
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -129,86 +130,104 @@ class _Rotated(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         half = states.shape[-1] // 2
-        turned = states * cos
-        turned[..., :half].addcmul_(states[..., half:], sin[..., :half], value=-1)
-        turned[..., half:].addcmul_(states[..., :half], sin[..., half:])
-        return turned
+        rotated = states * cos
+        rotated[..., :half].addcmul_(states[..., half:], sin[..., :half], value=-1)
+        rotated[..., half:].addcmul_(states[..., :half], sin[..., half:])
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         half = grad.shape[-1] // 2
-        turned = grad * cos
-        turned[..., :half].addcmul_(grad[..., half:], sin[..., half:])
-        turned[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
-        return turned, None, None
+        rotated = grad * cos
+        rotated[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+        rotated[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
+        return rotated, None, None
 
 
-_product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
+_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
 _rms_norm: Callable[[Tensor, Tensor, float], Tensor] = _RmsNorm.apply
 _gated: Callable[[Tensor, Tensor], Tensor] = _Gated.apply
 _rotated: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotated.apply
 
 
-def _linear(module: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+@contextmanager
+def fused_ops(module: nn.Module) -> Iterator[None]:
+    """Within, this file computes the parts of `module` that it knows; a backward pass, too.
+
+    Each such part gets a `forward` of its own, which shadows that of its class and goes in the end.
+    """
+    with ExitStack() as stack:
+        for child in module.modules():
+            forward = _forward_for(child)
+            if forward is not None and "forward" not in vars(child):
+                child.forward = MethodType(forward, child)
+                stack.callback(delattr, child, "forward")
+        yield
+
+
+def _forward_for(child: nn.Module) -> Callable[..., Any] | None:
+    """What computes the same as this module's class, faster; None if nothing here does."""
+    if type(child) is nn.Linear:
+        return _linear_forward
+
+    own_weights = [name for name, _ in child.named_parameters(recurse=False)]
+    if hasattr(child, "variance_epsilon") and own_weights == ["weight"]:
+        return _norm_forward if _is_norm(type(child)) else None
+
+    if all(hasattr(child, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        return _mlp_forward if _is_gated_mlp(type(child), type(child.act_fn)) else None
+
+    return _attention_forward(type(child))
+
+
+def _linear_forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
     weight, bias = module.weight, module.bias
     fits = input.dtype == weight.dtype and not torch.is_autocast_enabled(input.device.type)
-    is_plain = is_product(weight) and not isinstance(weight, DTensor)
-    is_worth_it = input.numel() * len(weight) >= FEWEST_PRODUCTS
-    return (_product if fits and is_plain and is_worth_it else functional.linear)(
-        input, weight, bias
-    )
+    is_plain = onednn.supports(weight) and not isinstance(weight, DTensor)
+    is_worth_it = input.numel() * len(weight) >= MIN_MULTIPLICATIONS
+
+    compute = _linear if fits and is_plain and is_worth_it else functional.linear
+    return compute(input, weight, bias)
 
 
-def _norm(module: Any, hidden_states: Tensor) -> Tensor:
+def _norm_forward(module: Any, hidden_states: Tensor) -> Tensor:
     if hidden_states.dtype != torch.float32 or module.weight.dtype != torch.float32:
         result: Tensor = type(module).forward(module, hidden_states)
         return result
     return _rms_norm(hidden_states, module.weight, module.variance_epsilon)
 
 
-def _mlp(module: Any, x: Tensor) -> Tensor:
+def _mlp_forward(module: Any, x: Tensor) -> Tensor:
     gate, up = module.gate_proj(x), module.up_proj(x)
-    plain = not gate.dtype == up.dtype == torch.float32
-    result: Tensor = module.down_proj(module.act_fn(gate) * up if plain else _gated(gate, up))
+    if gate.dtype == up.dtype == torch.float32:
+        active = _gated(gate, up)
+    else:
+        active = module.act_fn(gate) * up
+
+    result: Tensor = module.down_proj(active)
     return result
 
 
-@contextmanager
-def lean(module: nn.Module) -> Iterator[None]:
-    """Within, linear layers, norms, gates and rotary positions of `module` are computed here; a
-    backward pass, too.
+def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
+    """The class's own `forward`, where it rotates by halves, with the rotation of this file.
+
+    It finds that function among its module's globals; so the copy gets globals of its own, and the
+    module is left as it is.
     """
-    with ExitStack() as stack:
-        for child in module.modules():
-            own = _forward_for(child)
-            if own is not None and "forward" not in vars(child):
-                child.forward = functools.partial(own, child)
-                stack.callback(delattr, child, "forward")
-        homes = {
-            sys.modules[cls.__module__]
-            for cls in map(type, module.modules())
-            if cls.__module__ in sys.modules
-        }
-        for home in homes:
-            original = vars(home).get(ROTARY)
-            if original is not None and _is_rotary(original):
-                setattr(home, ROTARY, _lean_rotary(original))
-                stack.callback(setattr, home, ROTARY, original)
-        yield
+    forward = cls.forward
+    if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
+        return None
+    original = forward.__globals__.get(ROTARY)
+    if original is None or not _is_rotary(original):
+        return None
 
-
-def _forward_for(child: nn.Module) -> Callable[..., Tensor] | None:
-    """What computes the same as this module's class, faster; None if nothing here does."""
-    if type(child) is nn.Linear:
-        return _linear
-    if hasattr(child, "variance_epsilon") and list(dict(child.named_parameters(recurse=False))) == [
-        "weight"
-    ]:
-        return _norm if _is_norm(type(child)) else None
-    if all(hasattr(child, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-        return _mlp if _is_gated_mlp(type(child), type(child.act_fn)) else None
-    return None
+    names = {**forward.__globals__, ROTARY: _rotary_in_place_of(original)}
+    copy = FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
 
 
 @functools.cache
@@ -234,7 +253,8 @@ def _is_gated_mlp(cls: type[nn.Module], activation: type[nn.Module]) -> bool:
     }
 
     def theirs(x: Tensor) -> Any:
-        return cls.forward(SimpleNamespace(**layers, act_fn=activation()), x)  # type: ignore[arg-type]
+        stand_in: Any = SimpleNamespace(**layers, act_fn=activation())
+        return cls.forward(stand_in, x)
 
     def ours(x: Tensor) -> Tensor:
         return layers["down_proj"](_gated(layers["gate_proj"](x), layers["up_proj"](x)))
@@ -244,13 +264,14 @@ def _is_gated_mlp(cls: type[nn.Module], activation: type[nn.Module]) -> bool:
 
 @functools.cache
 def _is_rotary(original: Callable[..., Any]) -> bool:
-    """Whether this function turns queries and keys by halves, and takes what transformers' does."""
+    """Whether this function rotates queries and keys by halves, with transformers' parameters."""
     if list(inspect.signature(original).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return False
+
     cos, sin = _numbers(1, 3, 8, start=0.1), _numbers(1, 3, 8, start=0.7)
-    own = _lean_rotary(original)
     states = [_numbers(1, 4, 3, 8), _numbers(1, 2, 3, 8, start=0.5)]
-    return own is not original and _agree(
+    own = _rotary_in_place_of(original)
+    return _agree(
         lambda q, k: torch.cat(original(q, k, cos, sin), dim=1),
         lambda q, k: torch.cat(own(q, k, cos, sin), dim=1),
         states,
@@ -258,14 +279,15 @@ def _is_rotary(original: Callable[..., Any]) -> bool:
     )
 
 
-@functools.cache
-def _lean_rotary(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _rotary_in_place_of(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A function that rotates float32 by this file's formula, and other types by `original`."""
+
     def rotary(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
         if not q.dtype == k.dtype == cos.dtype == torch.float32:
-            found: tuple[Tensor, Tensor] = original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-            return found
+            rotated: tuple[Tensor, Tensor] = original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+            return rotated
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
@@ -275,9 +297,8 @@ def _lean_rotary(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Te
 def _numbers(*shape: int, start: float = 0.0) -> Tensor:
     """Some numbers within ±1, without the process's random state."""
     count = int(torch.Size(shape).numel())
-    return (
-        (torch.arange(count, dtype=torch.float32) * 0.7 + start).sin().view(shape).requires_grad_()
-    )
+    numbers = (torch.arange(count, dtype=torch.float32) * 0.7 + start).sin()
+    return numbers.view(shape).requires_grad_()
 
 
 def _agree(
@@ -286,20 +307,20 @@ def _agree(
     inputs: list[Tensor],
     weights: list[Tensor],
 ) -> bool:
-    """Whether both give the same value and gradients; a class that refuses a stand-in for itself
-    does not.
+    """Whether both give the same value and gradients.
+
+    A class that does not run on a stand-in for itself does not.
     """
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     with torch.enable_grad():
         for function in (theirs, ours):
             try:
                 value = function(*inputs)
-                grads = torch.autograd.grad(
-                    (value * _numbers(*value.shape, start=0.2).detach()).sum(), inputs + weights
-                )
+                loss = (value * _numbers(*value.shape, start=0.2).detach()).sum()
+                grads = torch.autograd.grad(loss, inputs + weights)
             except (AttributeError, TypeError, ValueError, RuntimeError):
                 return False
-            found.append([value, *grads])
-    return all(
-        torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(*found, strict=True)
-    )
+            results.append([value, *grads])
+
+    pairs = zip(*results, strict=True)
+    return all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in pairs)

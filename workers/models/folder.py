@@ -1,5 +1,4 @@
-"""Where a model's files are: its folder, or the cache into which this machine fetches it from the
-Hugging Face hub.
+"""Where a model's files are: its folder, or this machine's cache of the Hugging Face hub.
 
 Whatever reads a `model.path` asks `model_folder`. Every node fetches for itself, and once: no
 folder need be shared.
@@ -20,8 +19,7 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 
 @functools.cache
 def model_folder(path: str, weights: bool = True) -> Path:
-    """The folder of that path; a name like `organisation/model`, where no such folder is, is looked
-    up on the hub.
+    """The folder of that path; where there is none, `organisation/model` is a name on the hub.
 
     Without `weights` only the small files are sure to be there.
     """

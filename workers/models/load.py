@@ -1,9 +1,7 @@
-"""Weights from a Hugging Face folder into a module that has none, each rank its own slices, one
-tensor at a time.
+"""Weights from a Hugging Face folder into a module that has none, one tensor at a time.
 
-`engines/fsdp` calls `load_weights` on its sharded module, the rollout calls `load_model` for a copy
-of its own. Names that the module and the folder spell differently are left to transformers, which
-reads the whole model on each rank.
+Each rank of a sharded module reads its own slices. Names that the module and the folder spell
+differently are left to transformers, which reads the whole model on each rank.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError
+from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
 from workers.models.folder import model_folder
-from workers.models.head import Head, ScalarHeadModel, empty_model
 from workers.models.lora import initial_value, is_adapter
 
 if TYPE_CHECKING:
@@ -40,32 +38,28 @@ def load_model(config: ModelConfig, head: Head, device: torch.device | None = No
 def load_weights(
     module: Any, config: ModelConfig, head: Head, device: torch.device, shard: int = 0
 ) -> None:
-    """Give every parameter its memory on `device` and its values; `shard` is this rank's place on
-    the shard axis.
+    """Give every parameter its memory on `device` and its values.
+
+    `shard` is this rank's place on the mesh's shard axis.
     """
     materialize(module, device)
     source = Folder(model_folder(config.path), module.base_model_prefix)
+    new_head = "score." if isinstance(module, ScalarHeadModel) and head == "scalar" else None
     missing, unfit = [], []
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             origin = name.replace(".base_layer.", ".")
             if is_adapter(name):
                 _copy(parameter, initial_value(name, parameter.shape), shard)
-            elif (
-                isinstance(module, ScalarHeadModel)
-                and head == "scalar"
-                and name.startswith("score.")
-            ):
+            elif new_head is not None and name.startswith(new_head):
                 parameter.zero_()
             elif (stored := source.find(origin)) is None:
                 missing.append(name)
-            elif tuple(stored.get_shape()) != tuple(parameter.shape):
-                unfit.append(
-                    f"{origin} (is {list(stored.get_shape())}, config.json says "
-                    f"{list(parameter.shape)})"
-                )
+            elif (there := list(stored.get_shape())) != (here := list(parameter.shape)):
+                unfit.append(f"{origin} (is {there}, config.json says {here})")
             else:
                 _copy(parameter, stored, shard)
+
     if head == "score" and any(name.startswith("score.") for name in missing):
         raise ConfigError(
             f"model.path={config.path!r} has no score.weight of [1, hidden]: it is no reward "
@@ -80,18 +74,17 @@ def load_weights(
 
 
 def materialize(module: Any, device: torch.device) -> None:
-    """Memory for the parameters, uninitialized; buffers keep their values, tied parameters stay
-    tied.
-    """
+    """Memory for the parameters, uninitialized; buffers keep values, tied parameters stay tied."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     buffers = []
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((child, name))
-        buffers += [
-            (child, name, buffer) for name, buffer in child._buffers.items() if buffer is not None
-        ]
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                buffers.append((child, name, buffer))
+
     module.to_empty(device=device)
     for (first, first_name), *others in owners.values():
         for child, name in others:
@@ -101,9 +94,7 @@ def materialize(module: Any, device: torch.device) -> None:
 
 
 class Folder:
-    """The safetensors of a Hugging Face folder, by tensor name; nothing is read before it is
-    sliced.
-    """
+    """The safetensors of a Hugging Face folder, by tensor name; only slices asked for are read."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         self.path = path
@@ -117,9 +108,7 @@ class Folder:
             self.files = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
 
     def find(self, name: str) -> Any:
-        """The slice of a tensor, stored under its name with or without the base model's prefix, or
-        None.
-        """
+        """The slice of a tensor, with or without the base model's prefix in its name, or None."""
         for spelled in (name, name.removeprefix(self.prefix), self.prefix + name):
             if spelled in self.files:
                 return self._open(self.files[spelled]).get_slice(spelled)
@@ -151,9 +140,7 @@ def _copy(parameter: Tensor, stored: Any, shard: int) -> None:
 def _load_through_transformers(
     module: Any, config: ModelConfig, missing: list[str], shard: int
 ) -> None:
-    """For folders whose names or files only transformers knows: the whole model once in host
-    memory, then slices.
-    """
+    """For folders that only transformers can read: the whole model in host memory, then slices."""
     from transformers import AutoModelForCausalLM
 
     logger.warning(
@@ -173,6 +160,7 @@ def _load_through_transformers(
         raise ConfigError(
             f"model.path={config.path!r} does not load as a causal LM: {error}"
         ) from error
+
     whole, report = loaded
     absent = sorted(set(missing) & set(report["missing_keys"]))
     if absent:

@@ -1,11 +1,9 @@
-"""LoRA by `peft`: adapters inside the engine's module, and the module's weights as if there were
-none.
+"""LoRA by `peft`: adapters inside the engine's module, and weights merged as if there were none.
 
-`TrainEngine.build` calls `add_adapter`; from then on only the adapters (and a critic's head) get
-gradients. What leaves the engine (weight sync, checksums, exports) goes through `merged_tensors`:
-base + adapter under the base's own names, made anew from the base each time, so that nothing
-accumulates over versions. A reference in the actor's process scores with the actor's module inside
-`adapter_off`.
+After `add_adapter` only the adapters (and a critic's head) get gradients. What leaves the engine
+(weight sync, checksums, exports) goes through `merged_tensors`: base + adapter under the base's own
+names, made anew from the base each time, so that nothing accumulates over versions. A reference in
+the actor's process scores with the actor's module inside `adapter_off`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.errors import ConfigError, nearest
-from workers.models.head import ScalarHeadModel
+from workers.models.causal_lm import ScalarHeadModel
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -32,8 +30,9 @@ NAME = "default"
 
 
 def add_adapter(module: Any, config: ModelConfig) -> None:
-    """Put adapters beside the linear layers of `config.target_modules` and freeze everything else
-    but a scalar head.
+    """Put adapters beside the linear layers of `config.target_modules`, and freeze the others.
+
+    A scalar head is trained beside them.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -42,22 +41,18 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
             f"model.lora_rank={config.lora_rank} needs the package peft: pip install "
             "'verl-like[lora]'"
         ) from error
-    scalar = isinstance(module, ScalarHeadModel)
-    target = (
-        config.target_modules
-        if isinstance(config.target_modules, str)
-        else list(config.target_modules)
-    )
+
+    has_scalar_head = isinstance(module, ScalarHeadModel)
+    target: Any = config.target_modules
+    if not isinstance(target, str):
+        target = list(target)
     lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=target)
-    linear = {
-        name.rpartition(".")[2]: None for name, child in module.named_modules() if _is_linear(child)
-    }
+    linear = _linear_layers(module)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="fan_in_fan_out"
-        )  # peft sets it right for GPT-2 and says so
+        # peft sets fan_in_fan_out right for GPT-2, and warns that it did
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")
         try:
-            inject_adapter_in_model(lora, module.body if scalar else module)
+            inject_adapter_in_model(lora, module.body if has_scalar_head else module)
         except ValueError as error:
             hint = nearest(target if isinstance(target, str) else target[0], linear)
             raise ConfigError(
@@ -65,27 +60,24 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
                 f"The model's linear layers: {', '.join(linear)}; all-linear takes all but the "
                 "head."
             ) from error
-    other = [
-        name
-        for name, layer in adapted_layers(module).items()
-        if not _is_linear(layer.get_base_layer())
-    ]
+
+    adapted = adapted_layers(module)
+    other = [name for name in adapted if not _is_linear(adapted[name].get_base_layer())]
     if other:
         raise ConfigError(
             f"model.target_modules: {', '.join(other[:5])} is no linear layer; name linear layers "
             "only."
         )
+
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(is_adapter(name) or (scalar and name.startswith("score.")))
+        is_head = has_scalar_head and name.startswith("score.")
+        parameter.requires_grad_(is_adapter(name) or is_head)
         if is_adapter(name) and not parameter.is_meta:
             parameter.data.copy_(initial_value(name, parameter.shape))
 
 
 def initial_value(name: str, shape: torch.Size) -> Tensor:
-    """What an adapter's tensor starts from:
-
-    A uniform as in a linear layer, B zero; the same on every rank.
-    """
+    """What an adapter's tensor starts from, on every rank: A uniform as a linear layer, B zero."""
     if ".lora_B." in name:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -94,32 +86,32 @@ def initial_value(name: str, shape: torch.Size) -> Tensor:
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """The layers that carry an adapter, by the name of the layer they stand for."""
+    """The layers that carry an adapter, by the name of the layer that they wrap."""
     return {name: child for name, child in module.named_modules() if hasattr(child, "lora_A")}
 
 
 def merged_tensors(
     module: nn.Module, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors by parameter name -> the same with each adapter added to its base, under the
-    base's name.
+    """Full tensors by parameter name -> each adapter added to its base, under the base's name.
 
     The sum is rounded to the base's own type: what a rollout of that type can hold. Inside
     `adapter_off`: the base.
     """
     layers = adapted_layers(module)
-    held: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}  # of the layer whose last part has not come yet
     for name, tensor in tensors:
         prefix, kind = _split(name)
         layer = layers.get(prefix)
         if layer is None:
             yield name, tensor
         elif kind == "base_layer.weight":
-            held["base"] = tensor
+            parts["base"] = tensor
         elif kind.startswith("lora_A"):
-            held["A"] = tensor
+            parts["A"] = tensor
         elif kind.startswith("lora_B"):
-            yield f"{prefix}.weight", _merge(layer, held.pop("base"), held.pop("A"), tensor)
+            merged = _merge(layer, parts.pop("base"), parts.pop("A"), tensor)
+            yield f"{prefix}.weight", merged
         else:
             yield f"{prefix}.{kind.removeprefix('base_layer.')}", tensor
 
@@ -137,9 +129,8 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
     """Within, the module computes what its base computes."""
     layers = list(adapted_layers(module).values())
     for layer in layers:
-        layer._disable_adapters = (
-            True  # peft's own switch would also take requires_grad from the adapters
-        )
+        # peft's own switch would also take requires_grad from the adapters
+        layer._disable_adapters = True
     try:
         yield
     finally:
@@ -155,9 +146,10 @@ def save_adapter(
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    own = {
-        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": t.contiguous() for name, t in tensors
-    }
+    stored = {}
+    for name, tensor in tensors:
+        peft_name = f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
+        stored[peft_name] = tensor.contiguous()
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -166,7 +158,7 @@ def save_adapter(
         base_model_name_or_path=config.path,
         inference_mode=True,
     )
-    save_file(own, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(stored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     lora.save_pretrained(str(folder))
 
 
@@ -182,6 +174,15 @@ def _split(name: str) -> tuple[str, str]:
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is an adapter's."""
     return ".lora_A." in name or ".lora_B." in name
+
+
+def _linear_layers(module: nn.Module) -> list[str]:
+    """The last parts of the names of linear layers, each once."""
+    names = {}
+    for name, child in module.named_modules():
+        if _is_linear(child):
+            names[name.rpartition(".")[2]] = None
+    return list(names)
 
 
 def _is_linear(child: Any) -> bool:

@@ -1,7 +1,4 @@
-"""Memory that is in use, under verl's names: of this process's GPU, and of its machine.
-
-`workers.roles.actor` logs it.
-"""
+"""Memory that is in use, under verl's names: of this process's GPU, and of its machine."""
 
 from __future__ import annotations
 
@@ -11,19 +8,19 @@ from verl_like.process.machine import memory_gb
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:
-    """In GiB: the most since the process started that tensors took and that the allocator kept,
-    where there is a GPU;
+    """Memory in GiB, of the GPU and of the whole machine.
 
-    what the whole machine has in use now, where it tells (Linux).
+    Of a GPU, the most since the process started that tensors took, and that the allocator kept. Of
+    the machine, what is in use now, where it tells (Linux).
     """
+    found = {}
+    if device.type == "cuda":
+        allocated = torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.max_memory_reserved(device)
+        found["perf/max_memory_allocated_gb"] = allocated / 2**30
+        found["perf/max_memory_reserved_gb"] = reserved / 2**30
+
     total, available = memory_gb("MemTotal:"), memory_gb("MemAvailable:")
-    machine = (
-        {} if total is None or available is None else {"perf/cpu_memory_used_gb": total - available}
-    )
-    if device.type != "cuda":
-        return machine
-    return {
-        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / 2**30,
-        "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / 2**30,
-        **machine,
-    }
+    if total is not None and available is not None:
+        found["perf/cpu_memory_used_gb"] = total - available
+    return found

@@ -1,8 +1,4 @@
-"""Stages that all ranks of an engine go through together: an error of one is an error of all, with
-its rank's name.
-
-`engines/checkpoint` runs every stage of a save or a load by one of these.
-"""
+"""Stages that all ranks go through together: an error of one is an error of all, with its rank."""
 
 from __future__ import annotations
 
@@ -17,9 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from verl_like.errors import CheckpointError
 
 CAUGHT = (OSError, RuntimeError, ValueError, LookupError, SafetensorError, CheckpointException)
-"""What reading and writing files of tensors may raise; torch's writer gives RuntimeError for a full
-disk.
-"""
+"""What reading and writing files of tensors may raise; a full disk is torch's RuntimeError."""
 
 
 class Ranks:
@@ -33,25 +27,31 @@ class Ranks:
 
     def all_do(self, work: Callable[[], Any]) -> list[Any]:
         """Run `work` on every rank; the results in rank order."""
-        result, problem = None, None
+        result: Any = None
+        problems: list[str] = []
         try:
             result = work()
         except CAUGHT as error:
-            problem = _describe(error, self.mine)
+            problems = _describe(error, self.mine)
+
+        outcomes = self._gather((result, problems))
+        by_text = {text: None for _, others in outcomes for text in others}  # each once, in order
+        if by_text:
+            raise CheckpointError(f"{self.what}: {'; '.join(by_text)}.")
+        return [result for result, _ in outcomes]
+
+    def _gather(self, outcome: tuple[Any, list[str]]) -> list[tuple[Any, list[str]]]:
+        """Every rank's outcome, in rank order."""
         if self.group is None:
-            everyone = [(result, problem)]
-        else:
-            everyone = [(None, None)] * self.count
-            try:
-                dist.all_gather_object(everyone, (result, problem), group=self.group)
-            except (RuntimeError, dist.DistError) as error:
-                raise CheckpointError(
-                    f"{self.what}: rank {self.mine} lost another rank: {error}"
-                ) from error
-        problems = {line: None for _, lines in everyone if lines for line in lines}
-        if problems:
-            raise CheckpointError(f"{self.what}: {'; '.join(problems)}.")
-        return [result for result, _ in everyone]
+            return [outcome]
+        outcomes: list[Any] = [None] * self.count
+        try:
+            dist.all_gather_object(outcomes, outcome, group=self.group)
+        except (RuntimeError, dist.DistError) as error:
+            raise CheckpointError(
+                f"{self.what}: rank {self.mine} lost another rank: {error}"
+            ) from error
+        return outcomes
 
     def first_does(self, work: Callable[[], None]) -> None:
         """Run `work` on rank 0."""
@@ -60,13 +60,11 @@ class Ranks:
     def share_files(
         self, folder: Path, fact: Callable[[Path], Any], names: list[str] | None = None
     ) -> dict[str, Any]:
-        """`fact` of every file under `folder` (or of those named), each
-        file being one rank's work.
-        """
+        """`fact` of every file under `folder` (or of those named), one rank for each file."""
         if names is None:
-            names = sorted(
-                path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
-            )
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            names = sorted(path.relative_to(folder).as_posix() for path in files)
+
         mine = names[self.mine :: self.count]
         merged: dict[str, Any] = {}
         for facts in self.all_do(lambda: {name: fact(folder / name) for name in mine}):
@@ -75,10 +73,13 @@ class Ranks:
 
 
 def _describe(error: BaseException, rank: int) -> list[str]:
-    """A line for every rank that failed."""
+    """One text for every rank that failed."""
     if isinstance(error, CheckpointException):
-        return [
-            line for other, (cause, _) in error.failures.items() for line in _describe(cause, other)
-        ]
+        texts = []
+        for other, (cause, _) in error.failures.items():
+            texts += _describe(cause, other)
+        return texts
+
     kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-    return [f"rank {rank}: {kind}{str(error).splitlines()[0] if str(error) else ''}".rstrip(".")]
+    first_line = str(error).splitlines()[0] if str(error) else ""
+    return [f"rank {rank}: {kind}{first_line}".rstrip(".")]

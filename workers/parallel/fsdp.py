@@ -1,8 +1,6 @@
-"""How a role's module lies over its ranks: strategies, the mesh and its named axes, FSDP2,
-offloading.
+"""How a role's module lies over its ranks: strategy, mesh with named axes, FSDP2, offloading.
 
-`engines/fsdp` calls these; a recipe's checks call `settle` to refuse a conflict before
-anything starts.
+`settle` refuses conflicts in the configuration, before anything starts.
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ MODEL_AXES = ("tensor", "sequence", "pipe")
 """Axes that have a name and no implementation: a request is refused."""
 BUCKET_ELEMENTS = 16 * 2**20
 SMALL_ELEMENTS = 16 * 2**20
-"""Weights up to which a whole model is one unit of FSDP2:
-
-64 MiB in float32, and as much for their gradients.
-"""
+"""Weights up to which a model is one unit of FSDP2: 64 MiB in float32, and again for gradients."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +43,13 @@ class Sharding:
 
 
 def settle(strategy: str, config: FSDPConfig, section: str = "fsdp_config") -> Sharding:
-    """A strategy is a name for settings of `fsdp_config`; what the user set there beside it must
-    agree.
-    """
+    """The settings of `fsdp_config` that a strategy names; what the user set there must agree."""
     if strategy not in STRATEGIES:
         hint = nearest(strategy, STRATEGIES)
         raise ConfigError(
             f"strategy={strategy!r} is unknown; valid: {', '.join(STRATEGIES)}.{hint}"
         )
+
     whole = strategy in ("single", "ddp")
     if whole and config.fsdp_size not in (-1, 1):
         raise ConfigError(
@@ -63,6 +57,7 @@ def settle(strategy: str, config: FSDPConfig, section: str = "fsdp_config") -> S
             f"{section}.fsdp_size={config.fsdp_size} shards it; set strategy=fsdp, or leave "
             f"{section}.fsdp_size at -1."
         )
+
     offload = {}
     for name in ("param_offload", "optimizer_offload"):
         wanted = getattr(config, name)
@@ -92,10 +87,7 @@ def data_axes(world_size: int, sharding: Sharding) -> dict[str, int]:
 
 
 def build_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
-    """The mesh of one role from its axes' sizes:
-
-    "shard", under "replicate" where that is above 1.
-    """
+    """The mesh of one role from its axes' sizes: "shard", under "replicate" if that is above 1."""
     known = (*DATA_AXES, *MODEL_AXES)
     for axis, size in axes.items():
         if axis not in known:
@@ -113,12 +105,11 @@ def build_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
 
 
 def shard(module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> bool:
-    """FSDP2, one unit per decoder layer and one for the rest, or one for all; gradients are added
-    up, not averaged.
+    """FSDP2 with one unit per decoder layer and one for the rest, or one for all.
 
     Returns whether it is one for all: so in a small model, where a collective's latency is what it
     costs. The unit that is not a layer holds what a pass begins and ends with: it is whole
-    throughout, and stays so until `running` ends.
+    throughout, and stays so until the engine has run. Gradients are added up, not averaged.
     """
     num_elements: int = sum(parameter.numel() for parameter in module.parameters())
     one_unit = num_elements <= SMALL_ELEMENTS
@@ -126,6 +117,7 @@ def shard(module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> b
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+
     for child in module.modules():
         if type(child).__name__ in layers:
             fully_shard(child, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
@@ -138,12 +130,11 @@ def shard(module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> b
 
 
 def begin_pass(module: Any, one_unit: bool, last: bool) -> None:
-    """Before each forward pass of a mini-batch: what its backward pass leaves whole, if it is not
-    the last.
+    """Before each forward pass of a mini-batch: what stays whole after its backward pass.
 
-    Weights that are whole throughout a pass are gathered once a mini-batch. One unit's gradients
-    are added up over the passes first, then over the ranks, once; larger models reduce layer by
-    layer, since no rank may hold all gradients.
+    Nothing does after the last one. Weights that are whole throughout a pass are gathered once a
+    mini-batch. One unit's gradients are added up over the passes first, then over the ranks, once;
+    larger models reduce layer by layer, since no rank may hold all gradients.
     """
     module.set_reshard_after_backward(last, recurse=False)
     if one_unit:
@@ -153,17 +144,26 @@ def begin_pass(module: Any, one_unit: bool, last: bool) -> None:
 def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients of a replicated module over its ranks, in buckets."""
     bucket: list[Tensor] = []
-    for gradient in [p.grad for p in parameters if p.grad is not None] + [None]:
-        if bucket and (
-            gradient is None or sum(g.numel() for g in bucket) + gradient.numel() > BUCKET_ELEMENTS
-        ):
-            flat = torch.cat([g.flatten() for g in bucket])
-            dist.all_reduce(flat, group=group)
-            for own, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                own.copy_(total.view_as(own))
-            bucket = []
-        if gradient is not None:
-            bucket.append(gradient)
+    filled = 0
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if bucket and filled + gradient.numel() > BUCKET_ELEMENTS:
+            _all_reduce_bucket(bucket, group)
+            bucket, filled = [], 0
+        bucket.append(gradient)
+        filled += gradient.numel()
+    if bucket:
+        _all_reduce_bucket(bucket, group)
+
+
+def _all_reduce_bucket(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in bucket])
+    dist.all_reduce(flat, group=group)
+    sizes = [gradient.numel() for gradient in bucket]
+    for own, total in zip(bucket, flat.split(sizes), strict=True):
+        own.copy_(total.view_as(own))
 
 
 def gather_rows(tensor: DTensor) -> Tensor | None:
@@ -180,11 +180,12 @@ def gather_rows(tensor: DTensor) -> Tensor | None:
         if own.numel():
             dist.send(own, 0, group)
         return None
+
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     mine, *others = whole.chunk(group.size())  # as FSDP2 cuts rows; the last ranks may have none
-    arriving = [
-        dist.irecv(rows, group=group, group_src=rank) for rank, rows in enumerate(others, 1)
-    ]
+    arriving = []
+    for rank, rows in enumerate(others, 1):
+        arriving.append(dist.irecv(rows, group=group, group_src=rank))
     mine.copy_(own)
     for work in arriving:
         work.wait()
@@ -205,6 +206,7 @@ def resident(
     if device.type == "cpu":
         yield
         return
+
     if sharding.param_offload:
         module.to(device)
     if sharding.optimizer_offload:

@@ -1,10 +1,10 @@
-"""Rule rewards: pure functions of strings, one per data source, torch-free so that a spawned
-process starts fast.
+"""Rule rewards: pure functions of strings, one per data source.
 
-`default_compute_score` is what the driver calls for every sample when the config names no function
-of the user's own. A reward function takes `(data_source, solution_str, ground_truth, extra_info)`
-and returns a float, or a dict whose `"score"` is the reward and whose other numbers are logged. A
-new rule is one function and one line in `REWARDS`.
+Nothing here imports torch, so that a reward process starts fast. `default_compute_score` scores
+every sample when the config names no function of the user's own. A reward function takes
+`(data_source, solution_str, ground_truth, extra_info)` and returns a float, or a dict whose
+`"score"` is the reward and whose other numbers are logged. A new rule is one function and one line
+in `REWARDS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 RewardFunction = Callable[[str, str, Any, Mapping[str, Any] | None], "float | dict[str, Any]"]
 
 GSM8K_TAIL_CHARS = 300
-"""An answer stands at the end; only this many last characters of a solution are searched."""
+"""An answer comes at the end: only this many last characters of a solution are searched."""
 
 _GSM8K_ANSWER = re.compile(r"#### (-?[\d.,]+)")
 _NUMBER = re.compile(r"(?<![\d.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
@@ -29,9 +29,7 @@ def tiny_letters(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """Share of the solution's characters that equal the ground truth letter; an empty solution
-    scores 0.
-    """
+    """Share of the solution's characters that equal the ground truth letter; 0 without any."""
     return solution_str.count(ground_truth) / len(solution_str) if solution_str else 0.0
 
 
@@ -41,9 +39,7 @@ def gsm8k(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """1 when the last `#### number` of the solution, without commas, is the ground truth to the
-    character.
-    """
+    """1 when the last `#### number`, without commas, is the ground truth to the character."""
     answers = _GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL_CHARS:])
     return float(bool(answers) and answers[-1].replace(",", "") == str(ground_truth))
 
@@ -60,10 +56,10 @@ def gsm8k_flexible(
     custom_reward_function.name=gsm8k_flexible`.
     """
     numbers = _NUMBER.findall(solution_str[-GSM8K_TAIL_CHARS:])
-    return float(
-        bool(numbers)
-        and float(numbers[-1].replace(",", "")) == float(str(ground_truth).replace(",", ""))
-    )
+    if not numbers:
+        return 0.0
+    expected = float(str(ground_truth).replace(",", ""))
+    return float(float(numbers[-1].replace(",", "")) == expected)
 
 
 def math(
@@ -72,9 +68,7 @@ def math(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    r"""1 when math-verify finds an answer in the solution (`\boxed{}` first) that equals the ground
-    truth.
-    """
+    r"""1 when math-verify's answer of the solution (`\boxed{}` first) equals the ground truth."""
     from math_verify import parse, verify
 
     # No timers of its own: the reward process has a deadline, and timers by signal work in main
@@ -109,9 +103,7 @@ def default_compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float | dict[str, Any]:
-    """The score of one solution by the rule of its data source; an unknown source is refused with
-    the known ones.
-    """
+    """The score of one solution by the rule of its data source; an unknown source is refused."""
     if data_source not in REWARDS:
         check_rules([data_source])
     return REWARDS[data_source](data_source, solution_str, ground_truth, extra_info)
@@ -119,10 +111,8 @@ def default_compute_score(
 
 def check_rules(data_sources: Iterable[str]) -> None:
     """Refuse data whose rule there is not, or whose rule lacks its package."""
-    from verl_like.errors import (  # here, so that the rules themselves load without torch
-        ConfigError,
-        nearest,
-    )
+    # Imported here, so that the rules themselves load without torch.
+    from verl_like.errors import ConfigError, nearest
 
     for source in sorted(set(data_sources)):
         if source not in REWARDS:

@@ -22,13 +22,9 @@ from verl_like.errors import ConfigError
 from verl_like.registry import load_from
 
 Outcome = tuple[float | None, dict[str, float | str], str | None]
-"""Score (None: failed), the other numbers that the function returned and its `pred`, what went
-wrong.
-"""
+"""Score (None: failed), the other numbers of the function and its `pred`, what went wrong."""
 VOTE = "pred"
-"""The one text that is kept: the answer that a sample gives, for the majority of a prompt's
-samples.
-"""
+"""The one text that is kept: a sample's answer, for the majority of a prompt's samples."""
 LATE = "passed its deadline"
 MAX_SIDE_BY_SIDE = 64
 """Calls of a coroutine function that run at the same time."""
@@ -52,9 +48,7 @@ class FunctionSpec:
 
 
 def read_outcome(result: Any) -> Outcome:
-    """What the function returned, as an outcome; anything but a finite number or a dict with one is
-    refused.
-    """
+    """What the function returned: a finite number, or a dict with one; all else is refused."""
     extras = dict(result) if isinstance(result, dict) else {"score": result}
     score = extras.pop("score", None)
     if isinstance(score, str) or score is None or not math.isfinite(float(score)):
@@ -62,9 +56,11 @@ def read_outcome(result: Any) -> Outcome:
             f"the reward function returned {result!r}; a finite number, or a dict with one as "
             "'score'"
         )
-    kept: dict[str, float | str] = {
-        str(k): float(v) for k, v in extras.items() if isinstance(v, Real)
-    }
+
+    kept: dict[str, float | str] = {}
+    for name, value in extras.items():
+        if isinstance(value, Real):
+            kept[str(name)] = float(value)
     if VOTE in extras:
         kept[VOTE] = str(extras[VOTE])
     return float(score), kept, None
@@ -76,7 +72,20 @@ def score_sample(
     """One sample's outcome; never raises."""
     try:
         return read_outcome(function(*sample, **kwargs))
-    except Exception as err:  # noqa: BLE001 - the process edge: a user's function may raise anything
+    except Exception as err:  # noqa: BLE001 - a user's function may raise anything
+        return None, {}, f"{type(err).__name__}: {err}"
+
+
+async def await_outcome(
+    function: Callable[..., Any], sample: tuple[Any, ...], spec: FunctionSpec
+) -> Outcome:
+    """One sample's outcome, of a coroutine function; never raises."""
+    try:
+        result = await asyncio.wait_for(function(*sample, **spec.kwargs), spec.deadline)
+        return read_outcome(result)
+    except TimeoutError:
+        return None, {}, LATE
+    except Exception as err:  # noqa: BLE001 - a user's function may raise anything
         return None, {}, f"{type(err).__name__}: {err}"
 
 
@@ -91,14 +100,7 @@ async def score_side_by_side(
 
     async def score(number: int, sample: tuple[Any, ...]) -> None:
         async with places:
-            try:
-                outcome = read_outcome(
-                    await asyncio.wait_for(function(*sample, **spec.kwargs), spec.deadline)
-                )
-            except TimeoutError:
-                outcome = None, {}, LATE
-            except Exception as err:  # noqa: BLE001 - the process edge: a user's function may raise anything
-                outcome = None, {}, f"{type(err).__name__}: {err}"
+            outcome = await await_outcome(function, sample, spec)
         pipe.send((number, outcome))
 
     await asyncio.gather(*(score(number, sample) for number, sample in samples))

@@ -1,6 +1,6 @@
 """The reward model: a sequence classifier that scores samples. The driver calls `compute_rm_score`.
 
-Rule rewards are the driver's own (`workers.rewards.pool`); with both, the driver adds them up.
+Rule rewards are the driver's own (`workers.rewards.manager`); with both, the driver adds them up.
 """
 
 from __future__ import annotations

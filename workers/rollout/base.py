@@ -1,6 +1,6 @@
-"""The interface of a rollout engine, and its data types.
+"""The interface of a rollout engine, and its data types: sampling, requests, outputs, limits.
 
-`RolloutWorker` drives it; `native_rollout`, `hf_rollout` and `vllm_rollout` implement it.
+The engines are `rollout.hf`, `rollout.native.engine` and `rollout.vllm.engine`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from workers.weights.checksum import Fingerprint, checksum_of
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn: bias and minimum length first, then temperature, top-k, top-p of what
-    is left, min-p.
-    """
+    """How tokens are drawn: bias, minimum length, then temperature, top-k, top-p, min-p."""
 
     temperature: float = 1.0
     top_k: int = -1
@@ -38,32 +36,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuse values that draw nothing."""
+        greedy = "for greedy decoding set do_sample=false"
+        in_range = 0 <= self.min_tokens <= self.max_tokens
         checks = (
-            (
-                "temperature",
-                self.temperature,
-                self.temperature > 0,
-                "above 0; for greedy decoding set do_sample=false",
-            ),
-            (
-                "top_k",
-                self.top_k,
-                self.top_k >= 1 or self.top_k == -1,
-                "1 or more, or -1 for all tokens",
-            ),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more"),
-            (
-                "min_tokens",
-                self.min_tokens,
-                0 <= self.min_tokens <= self.max_tokens,
-                "between 0 and max_tokens",
-            ),
-            ("stop_strings", self.stop_strings, all(self.stop_strings), "without empty strings"),
+            ("temperature", self.temperature > 0, f"above 0; {greedy}"),
+            ("top_k", self.top_k >= 1 or self.top_k == -1, "1 or more, or -1 for all tokens"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("min_tokens", in_range, "between 0 and max_tokens"),
+            ("stop_strings", all(self.stop_strings), "without empty strings"),
         )
-        for name, value, valid, rule in checks:
-            if not valid:
+        for name, is_valid, rule in checks:
+            if not is_valid:
+                value = getattr(self, name)
                 raise ConfigError(f"sampling: {name}={value} cannot work; it must be {rule}.")
 
     @property
@@ -73,9 +59,7 @@ class SamplingParams:
 
     @property
     def num_log_probs(self) -> int:
-        """Log-probs per token: the policy's and, with `truncated_log_probs`, those of what was
-        truly drawn from.
-        """
+        """Log-probs per token: the policy's, and with `truncated_log_probs` those drawn from."""
         return 2 if self.truncated_log_probs else 1
 
 
@@ -86,9 +70,7 @@ EXTRA_SAMPLING = ("min_p", "min_tokens", "stop_strings", "logit_bias", "truncate
 def sampling_params(
     settings: dict[str, Any], max_tokens: int, stop_token_ids: tuple[int, ...]
 ) -> SamplingParams:
-    """From settings as configuration and `meta_info` spell them:
-    lists, and a table for the bias.
-    """
+    """From settings as configuration and `meta_info` spell them: lists, a table for the bias."""
     settings = {"max_tokens": max_tokens, "stop_token_ids": stop_token_ids, **settings}
     settings["stop_strings"] = tuple(settings.get("stop_strings", ()))
     bias = dict(settings.get("logit_bias", {}))
@@ -110,8 +92,7 @@ def check_sampling_kwargs(settings: dict[str, Any], max_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """The sample: token ids up to and including the stop token, their log-probs and the version
-    that made each.
+    """A sample: token ids to the stop token and with it, their log-probs, the version of each.
 
     `finish_reason` is "stop", "length", or "abort" for a partial result, which a later `Request`
     can continue. `truncated_log_probs` are those of the distribution that was drawn from, where the
@@ -132,8 +113,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Request:
-    """One sample to generate: prompt token ids without padding, its noise key, and a name for error
-    messages.
+    """One sample to generate: prompt ids without padding, its noise key, its name in errors.
 
     With `partial`, an aborted output of the same prompt and key, it goes on where that one ended.
     """
@@ -146,9 +126,7 @@ class Request:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine is built for: the widths of its columns, and how much it decodes and stores at
-    once.
-    """
+    """What an engine is built for: widths of columns, how much it decodes and stores at once."""
 
     prompt_width: int
     response_width: int
@@ -157,18 +135,18 @@ class EngineLimits:
 
 
 class RolloutEngine(ABC):
-    """Token ids in, token ids and log-probs out. The caller, `RolloutWorker`, drives it so:
+    """Token ids in, token ids and log-probs out.
 
-    for version in count():
-        engine.wake_up()
-        engine.load_weights(named_tensors)   # the engine is stale and refuses to generate ...
-        engine.commit(version)               # ... until every rank has verified what it received
-        outputs = engine.generate(requests, sampling)
-        engine.sleep()                       # training takes the memory
+        for version in count():
+            engine.wake_up()
+            engine.load_weights(named_tensors)  # the engine is stale and refuses to generate ...
+            engine.commit(version)              # ... until every rank has verified its weights
+            outputs = engine.generate(requests, sampling)
+            engine.sleep()                      # training takes the memory
 
-    An engine that shares the trainer's module skips `load_weights`. `version` is the last commit's,
-    None when stale; `weights_id` names the weights themselves. `control` aborts, pauses and resumes
-    `generate` from another thread.
+    An engine that shares the trainer's module needs no `load_weights`. `version` is the last
+    commit's, None when stale; `weights_id` names the weights themselves. `control` aborts, pauses
+    and resumes `generate` from another thread.
     """
 
     version: int | None = None
@@ -190,11 +168,9 @@ class RolloutEngine(ABC):
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
         """One output per request, in the order of the requests."""
         if self.version is None or self.asleep:
-            state = (
-                "is asleep"
-                if self.asleep
-                else "has no verified weights (it is new, was asleep, or a sync failed)"
-            )
+            state = "has no verified weights (it is new, was asleep, or a sync failed)"
+            if self.asleep:
+                state = "is asleep"
             raise RolloutError(
                 f"rollout: this engine {state}; sync_weights(actor_group, rollout_group, version) "
                 "makes it ready."
@@ -202,9 +178,11 @@ class RolloutEngine(ABC):
         self._check_requests(requests, sampling)
         if not requests:
             return []
+
         with self.control.running(len(requests)):
             outputs = self._generate(requests, sampling)
-        if not bool(torch.cat([output.log_probs for output in outputs]).isfinite().all()):
+        log_probs = torch.cat([output.log_probs for output in outputs])
+        if not bool(log_probs.isfinite().all()):
             self._refuse_broken(requests, outputs)
         return outputs
 
@@ -213,7 +191,7 @@ class RolloutEngine(ABC):
 
         Leaves the engine stale.
         """
-        if self.control.in_flight and not self.control.standing:
+        if self.control.in_flight and not self.control.is_paused:
             raise WeightSyncError(
                 f"engine: {self.control.num_running} samples are being generated; control.pause() "
                 "them or control.abort() them first."
@@ -224,9 +202,7 @@ class RolloutEngine(ABC):
         self._load(self._fingerprint.watch(tensors))
 
     def commit(self, version: int) -> None:
-        """Declare the loaded weights verified as `version`: samples
-        are from here on those of it.
-        """
+        """Declare the loaded weights verified: from here on samples are those of `version`."""
         self.version, self.weights_id = version, self._fingerprint.value()
 
     def sleep(self) -> None:
@@ -256,7 +232,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights as they stand in the engine, under Hugging Face's names."""
+        """The weights as they are in the engine, under Hugging Face's names."""
 
     @abstractmethod
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
@@ -291,13 +267,12 @@ class RolloutEngine(ABC):
                 f"sampling: logit_bias names token {outside[0]}, outside the vocabulary of "
                 f"{self.vocab_size}."
             )
+
         for request in requests:
             self._check_prompt(request)
-            if (
-                sampling.truncated_log_probs
-                and request.partial
-                and request.partial.truncated_log_probs is None
-            ):
+            partial = request.partial
+            lacks_log_probs = partial is not None and partial.truncated_log_probs is None
+            if sampling.truncated_log_probs and lacks_log_probs:
                 raise RolloutError(
                     f"rollout: {request.name} was begun without truncated_log_probs; go on without."
                 )
@@ -315,15 +290,17 @@ class RolloutEngine(ABC):
     def _check_prompt(self, request: Request) -> None:
         length = len(request.prompt)
         if not 1 <= length <= self.limits.prompt_width:
-            way_out = (
-                "raise data.max_prompt_length, or set data.truncation=left|right or "
-                "data.filter_overlong_prompts=true"
-            )
+            way_out = "drop it from the data"
+            if length:
+                way_out = (
+                    "raise data.max_prompt_length, or set data.truncation=left|right or "
+                    "data.filter_overlong_prompts=true"
+                )
             raise RolloutError(
                 f"rollout: the prompt of {request.name} has {length} tokens; 1 to "
-                f"{self.limits.prompt_width} fit: "
-                f"{way_out if length else 'drop it from the data'}."
+                f"{self.limits.prompt_width} fit: {way_out}."
             )
+
         low, high = min(request.prompt), max(request.prompt)
         if low < 0 or high >= self.vocab_size:
             raise RolloutError(
@@ -342,8 +319,7 @@ def output_of(tokens: Tensor, log_probs: Tensor, versions: Tensor, finish_reason
 def ends_with_stop_string(
     tokens: Sequence[int], stop_strings: Sequence[str], decode: Callable[[Any], str]
 ) -> bool:
-    """Whether the newest token completes a stop string: one that is in the text now and was not
-    before it.
+    """Whether the newest token completes a stop string: it is in the text now, and was not before.
 
     Only a tail is decoded: every character of a stop string takes at least a byte and at most four
     tokens of it.

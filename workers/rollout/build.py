@@ -1,8 +1,9 @@
-"""From the configuration to this rank's rollout engine; `workers.roles.rollout` calls it.
+"""From the configuration to this rank's rollout engine.
 
-native, hf an engine per rank; native decodes with the actor's own module where that is whole in
-this process vllm an engine per `tensor_model_parallel_size` ranks, in the first of them; the others
-stand by
+native, hf    an engine per rank; native decodes with the actor's own module where that is
+              whole in this process
+vllm          an engine per `tensor_model_parallel_size` ranks, in the first of them; the
+              others are on standby
 """
 
 from __future__ import annotations
@@ -61,11 +62,13 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         kv_cache_gb=rollout.kv_cache_gb,
     )
     decode = _decoder(policy.model.path) if rollout.sampling_kwargs.get("stop_strings") else None
+
     if rollout.name == "vllm":
         devices = _devices_of(worker, ranks)
         if worker.rank % ranks:
             return StandbyEngine(limits)
         return _vllm_engine(config, worker, limits, decode, devices)
+
     shared = shared_module(worker) if rollout.name == "native" else None
     module = load_model(policy.model, "token", worker.device) if shared is None else shared
     if rollout.name == "hf":
@@ -92,9 +95,8 @@ def shared_module(worker: Worker) -> Any:
 def _decoder(path: str) -> Callable[[list[int]], str]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_folder(path, weights=False), local_files_only=True
-    )
+    folder = model_folder(path, weights=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
 
 
@@ -132,9 +134,7 @@ def _devices_of(worker: Worker, ranks: int) -> str | None:
 
 
 class StandbyEngine(RolloutEngine):
-    """On a rank whose devices an engine in another rank's process uses: takes part in syncs,
-    generates nothing.
-    """
+    """Takes part in syncs and generates nothing: another rank's engine uses this rank's device."""
 
     vocab_size = 2**31
 

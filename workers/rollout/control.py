@@ -2,9 +2,11 @@
 
 Rollout engines ask `GenerationControl` between steps.
 
-control.pause() the next step waits ... engine.load_weights(tensors); engine.commit(version) ...
-tokens from here on are the new version's ... control.resume() ... and goes on control.abort()
-`generate` returns what it has; unfinished samples say "abort"
+    control.pause()                 # the generation stops before its next step
+    engine.load_weights(tensors)
+    engine.commit(version)          # tokens from here on are the new version's
+    control.resume()
+    control.abort()                 # `generate` returns; unfinished samples say "abort"
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ class GenerationControl:
         self.num_running = 0
 
     def pause(self, timeout_s: float = 60.0) -> None:
-        """Hold the generation in flight before its next step; returns when it stands still (or none
-        is running).
+        """Stop the generation in flight before its next step; returns when it waits.
+
+        Where none is running, it returns at once.
         """
         with self._changed:
             self._paused = True
@@ -61,14 +64,12 @@ class GenerationControl:
         return self.num_running > 0
 
     @property
-    def standing(self) -> bool:
-        """Whether the generation in flight is held between two steps."""
+    def is_paused(self) -> bool:
+        """Whether the generation in flight waits between two steps."""
         return self._waiting
 
     def checkpoint(self) -> bool:
-        """The engine's side, between two steps: waits while paused; True asks it to stop with what
-        it has.
-        """
+        """The engine's side, between two steps: waits while paused; True asks it to stop."""
         if not self._paused and not self._aborted:
             return False
         with self._changed:

@@ -1,10 +1,8 @@
-"""The oracle engine: transformers' own `generate`, one sample at a time.
+"""The reference engine: transformers' own `generate`, one sample at a time.
 
-For tests and doubts, not for speed.
-
-Nothing of the native engine's loop, cache or attention is used here; only the choice of a token is
-(`sampling`), as a logits processor, so that one seed draws the same noise. `RolloutWorker` builds
-it.
+It is there to compare with, not for speed. Nothing of the native engine's loop, cache or attention
+is used here; only the choice of a token is (`rollout.sampling`), as a logits processor, so that one
+seed draws the same noise.
 """
 
 from __future__ import annotations
@@ -50,9 +48,7 @@ class HFEngine(ModuleEngine):
 
 
 class _Sample:
-    """One call of `generate`: a logits processor that leaves it one token, and a stopping
-    criterion.
-    """
+    """One call of `generate`: a logits processor that leaves it one token, and a stop criterion."""
 
     def __init__(self, engine: HFEngine, request: Request, sampling: SamplingParams) -> None:
         self.engine, self.request, self.sampling = engine, request, sampling
@@ -69,9 +65,8 @@ class _Sample:
         if self.engine.control.checkpoint():
             self.finish_reason = "abort"
         if not self.finish_reason:
-            ids = torch.tensor(
-                [[*self.request.prompt, *self.tokens]], device=self.engine.module.device
-            )
+            device = self.engine.module.device
+            ids = torch.tensor([[*self.request.prompt, *self.tokens]], device=device)
             self.engine.module.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -82,10 +77,9 @@ class _Sample:
                 eos_token_id=None,
                 pad_token_id=0,
             )
-        tokens, versions = (
-            torch.tensor(self.tokens, dtype=torch.long),
-            torch.tensor(self.versions, dtype=torch.int32),
-        )
+
+        tokens = torch.tensor(self.tokens, dtype=torch.long)
+        versions = torch.tensor(self.versions, dtype=torch.int32)
         log_probs = torch.tensor(self.log_probs).view(-1, self.sampling.num_log_probs)
         return output_of(tokens, log_probs, versions, self.finish_reason)
 
@@ -102,18 +96,16 @@ class _Sample:
         return torch.full_like(scores, -torch.inf).index_fill_(1, token, 0.0)
 
     def _finished(self, ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        strings = self.sampling.stop_strings
-        stopped = self.tokens[-1] in self.sampling.stop_token_ids
-        if (
-            strings
-            and self.engine.decode is not None
-            and len(self.tokens) >= self.sampling.min_tokens
-        ):
-            stopped = stopped or ends_with_stop_string(self.tokens, strings, self.engine.decode)
-        if stopped:
+        if self.tokens[-1] in self.sampling.stop_token_ids or self._ends_with_stop_string():
             self.finish_reason = "stop"
         elif len(self.tokens) == self.sampling.max_tokens:
             self.finish_reason = "length"
         elif self.engine.control.checkpoint():
             self.finish_reason = "abort"
         return torch.tensor([bool(self.finish_reason)], device=ids.device)
+
+    def _ends_with_stop_string(self) -> bool:
+        strings, decode = self.sampling.stop_strings, self.engine.decode
+        if not strings or decode is None or len(self.tokens) < self.sampling.min_tokens:
+            return False
+        return ends_with_stop_string(self.tokens, strings, decode)

@@ -1,7 +1,4 @@
-"""What engines that decode with a torch module have in common: its weights.
-
-For `native_rollout` and `hf_rollout`.
-"""
+"""What the engines that decode with a torch module have in common: its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.rollout.base import EngineLimits, RolloutEngine
-from workers.weights.checksum import WeightSink
+from workers.weights.sink import WeightSink
 
 
 class ModuleEngine(RolloutEngine):

@@ -1,7 +1,5 @@
 """Drawing tokens so that a sample never depends on what else is in the batch.
 
-Rollout engines call this at every step.
-
 The noise is counter-based: a 64-bit key per sample (`noise_key`) and one uniform number per (key,
 token position) (`uniforms`), so placement, ranks, neighbours and restarts cannot change it. A token
 is the inverse of the cumulative distribution, in float64, at that number (`choose_tokens`).
@@ -26,17 +24,16 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 def noise_key(
     seed: int, uid: str, sample_index: int, attempt: int = 0, stream: str = "train"
 ) -> int:
-    """The 64-bit key of a sample's noise; `attempt` counts refills of the sample, `stream` parts
-    validation off.
+    """The 64-bit key of a sample's noise.
+
+    `attempt` counts refills of the sample, `stream` keeps validation apart.
     """
     name = repr((int(seed), str(uid), int(sample_index), int(attempt), stream))
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in [0, 1) per (key, token position): output `position` of the splitmix64 generator
-    seeded by `key`.
-    """
+    """One number in [0, 1) per (key, position): that output of splitmix64, seeded by the key."""
     state = keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
@@ -48,17 +45,17 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 def choose_tokens(
     logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [rows] and their log-probs [rows, kinds] from logits [rows, vocabulary] and one
-    uniform number per row.
+    """Tokens [rows] and their log-probs [rows, kinds], from logits and a uniform number per row.
 
-    The first log-prob is the policy's: of the whole distribution at the temperature, before bias,
-    minimum length, top-k, top-p and min-p. The second, if asked for, is that of the distribution
-    after all of them; greedy decoding draws from one token. `positions` [rows] are those of the
-    tokens in their responses, which a minimum length reads.
+    The logits are [rows, vocabulary]. The first log-prob is the policy's: of the whole distribution
+    at the temperature, before bias, minimum length, top-k, top-p and min-p. The second, if asked
+    for, is that of the distribution after all of them; greedy decoding draws from one token.
+    `positions` [rows] are those of the tokens in their responses, which a minimum length reads.
     """
     logits, temperature = logits.float(), sampling.log_prob_temperature
     log_probs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
     drawn = constrained(log_probs, sampling, positions)
+
     kept: Tensor | None = None
     if not sampling.do_sample:
         tokens = logits.argmax(dim=-1) if drawn is log_probs else drawn.argmax(dim=-1)
@@ -67,10 +64,12 @@ def choose_tokens(
     else:
         kept = filtered_probs(drawn, sampling)
         tokens = _inverse(kept, noise)
+
     chosen = tokens.unsqueeze(1)
     policy = log_probs.gather(1, chosen)
     if not sampling.truncated_log_probs:
         return tokens, policy
+
     if kept is not None:
         truncated = (kept.gather(1, chosen) / kept.sum(dim=-1, keepdim=True)).log().float()
     else:
@@ -79,21 +78,20 @@ def choose_tokens(
 
 
 def constrained(log_probs: Tensor, sampling: SamplingParams, positions: Tensor | None) -> Tensor:
-    """Log-probs with the bias added and, before the minimum length, no stop token; not normalised
-    again.
-    """
+    """Log-probs with the bias added and, before the minimum length, without stop tokens."""
     drawn = log_probs
     if sampling.logit_bias:
         tokens, values = zip(*sampling.logit_bias, strict=True)
         bias = torch.tensor(values, device=drawn.device) / sampling.log_prob_temperature
-        drawn = drawn.index_add(
-            1, torch.tensor(tokens, device=drawn.device), bias.expand(len(drawn), -1)
-        )
+        index = torch.tensor(tokens, device=drawn.device)
+        drawn = drawn.index_add(1, index, bias.expand(len(drawn), -1))
+
     if sampling.min_tokens and positions is not None:
         early = (positions < sampling.min_tokens).to(drawn.device)
         stops = torch.zeros(drawn.shape[1], dtype=torch.bool, device=drawn.device)
         stops[[token for token in sampling.stop_token_ids if 0 <= token < len(stops)]] = True
         drawn = drawn.masked_fill(early[:, None] & stops, -torch.inf)
+
     if drawn is log_probs:
         return drawn
     return torch.log_softmax(drawn, dim=-1)
@@ -108,17 +106,17 @@ def _inverse(probs: Tensor, noise: Tensor) -> Tensor:
     """The token at which the cumulative distribution passes the noise."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     target = noise.to(cumulative).unsqueeze(1) * cumulative[:, -1:]
-    return (
-        torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=probs.shape[1] - 1)
-    )
+    index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return index.clamp(max=probs.shape[1] - 1)
 
 
 _BLOCK = 256
 
 
 def _inverse_of_blocks(probs: Tensor, noise: Tensor) -> Tensor:
-    """`_inverse` in two stages, blocks of tokens and then tokens of one block: a large vocabulary
-    is read once.
+    """`_inverse` in two stages, blocks of tokens and then tokens of one block.
+
+    So a large vocabulary is read once.
     """
     rows, vocabulary = probs.shape
     if vocabulary <= 2 * _BLOCK:
@@ -128,21 +126,20 @@ def _inverse_of_blocks(probs: Tensor, noise: Tensor) -> Tensor:
     target = noise.to(ends).unsqueeze(1) * ends[:, -1:]
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)
     start = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = (
-        blocks[torch.arange(rows, device=probs.device), block.squeeze(1)].double().cumsum(dim=-1)
-    )
-    last = (inside < inside[:, -1:]).sum(
-        dim=-1, keepdim=True
-    )  # rounding never runs past the last likely token
+
+    chosen = blocks[torch.arange(rows, device=probs.device), block.squeeze(1)]
+    inside = chosen.double().cumsum(dim=-1)
+    # Rounding must not run past the last token that has any probability.
+    last = (inside < inside[:, -1:]).sum(dim=-1, keepdim=True)
     offset = torch.searchsorted(inside, target - start, right=True).minimum(last)
     return (block * _BLOCK + offset).squeeze(1)
 
 
 def filtered_probs(log_probs: Tensor, sampling: SamplingParams) -> Tensor:
-    """Probabilities [rows, vocabulary] in float64, zero outside top-k, top-p and min-p; not
-    normalised again.
+    """Probabilities [rows, vocabulary] in float64, zero outside top-k, top-p and min-p.
 
-    Ties with the k-th likeliest token stay; top-p keeps the fewest likeliest tokens that reach it.
+    They are not normalised again. Ties with the k-th likeliest token stay; top-p keeps the fewest
+    likeliest tokens that reach it.
     """
     probs = log_probs.double().exp()
     if 1 <= sampling.top_k < probs.shape[1]:
@@ -154,7 +151,6 @@ def filtered_probs(log_probs: Tensor, sampling: SamplingParams) -> Tensor:
         beyond = before >= sampling.top_p * probs.sum(dim=-1, keepdim=True)
         probs = torch.zeros_like(probs).scatter(1, order, ordered.masked_fill(beyond, 0.0))
     if sampling.min_p > 0:
-        probs = probs.masked_fill(
-            probs < sampling.min_p * probs.max(dim=-1, keepdim=True).values, 0.0
-        )
+        least = sampling.min_p * probs.max(dim=-1, keepdim=True).values
+        probs = probs.masked_fill(probs < least, 0.0)
     return probs

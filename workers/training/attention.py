@@ -1,104 +1,56 @@
-"""Which attention a model runs, decided in one place, and attention over rows that stand end to end
-without padding.
+"""Attention over rows that are laid end to end as one packed row, without padding.
 
-`engines/model` asks `resolve_attention` when it loads a module; `engines/packing` builds a
-`RowLayout` and passes it to the module's forward under the name `row_layout`, which transformers
-hands on to the attention function.
+`workers.training.packing` builds a `RowLayout` and passes it to the module's forward under the name
+`row_layout`, which transformers hands on to the attention function.
 
 A packed row needs a mask that keeps its rows apart. A dense one costs the square of all tokens.
-Here rows of like length are laid as the lines of a rectangle, padded on the right: causal attention
-needs no mask then, since what pads a line comes after all that is real in it. So time follows the
+Here rows of like length are laid as the rows of a rectangle, padded on the right: causal attention
+needs no mask then, since the padding comes after all that is real in its row. So time follows the
 real tokens, on every device.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from verl_like.errors import ConfigError, nearest
-
-logger = logging.getLogger(__name__)
-
-ATTENTIONS = ("auto", "flash_attention_2", "sdpa", "eager")
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in transformers' interface."""
-SHORT = 80
-"""Longest lines, in tokens, for which plain matrix products beat the fused kernel of the CPU."""
-
-
-def resolve_attention(wanted: str, device: torch.device, dtype: torch.dtype, model_cls: Any) -> str:
-    """`wanted`, or what comes after it in flash_attention_2, sdpa, eager when this device or model
-    cannot run it.
-
-    auto takes the first that runs, and flash-attn is looked for on a CUDA device only.
-    """
-    if wanted not in ATTENTIONS:
-        raise ConfigError(
-            f"model.attn_implementation={wanted!r} is unknown; valid: {', '.join(ATTENTIONS)}."
-            f"{nearest(wanted, ATTENTIONS)}"
-        )
-    chosen, reason = wanted, ""
-    if chosen in ("auto", "flash_attention_2"):
-        reason = _why_no_flash(device, dtype)
-        chosen = "sdpa" if reason else "flash_attention_2"
-    if chosen == "sdpa" and not getattr(model_cls, "_supports_sdpa", False):
-        chosen, reason = "eager", f"{model_cls.__name__} has no sdpa attention"
-    if chosen != wanted and (wanted != "auto" or device.type == "cuda"):
-        _warn_once(f"attention: {chosen} in place of {wanted}: {reason}.")
-    return chosen
-
-
-def _why_no_flash(device: torch.device, dtype: torch.dtype) -> str:
-    if device.type != "cuda":
-        return f"flash-attn runs on CUDA devices, not on {device.type}"
-    if dtype == torch.float32:
-        return "flash-attn takes 16-bit types, the model's is float32 (model.dtype)"
-    if importlib.util.find_spec("flash_attn") is None:
-        return "flash-attn is not installed (pip install 'verl-like[flash-attn]')"
-    return ""
-
-
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
+MAX_SHORT = 80
+"""Widest rectangle, in tokens, for which matrix products beat the fused kernel of the CPU."""
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Neighbouring rows of a packed row, `num_tokens` together, as lines of `width` tokens."""
+    """Neighbouring rows of a packed row, `num_tokens` together, padded to `width` tokens."""
 
     num_tokens: int
     num_rows: int
     width: int
     gather: Tensor | None
-    """Token at each place of the rectangle, counted from its first; None where every line is full.
-    """
+    """Token at each place of the rectangle, counted from its first; None without padding."""
     scatter: Tensor | None
-    """Place in the rectangle of each token."""
+    """Place in the rectangle of each token; None without padding."""
 
 
 class RowLayout:
-    """Where the rows of a packed row stand: their rectangles."""
+    """Where the rows of a packed row are: their rectangles."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.rectangles = [
-            _rectangle(lengths[first:last], device) for first, last in _runs(lengths)
-        ]
+        runs = _runs(lengths)
+        self.rectangles = [_rectangle(lengths[first:last], device) for first, last in runs]
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbouring rows that share a rectangle: at most a fifth of a line, or 8 tokens,
-    is padding.
+    """Ranges of neighbouring rows that share a rectangle.
+
+    At most a fifth of its width, or 8 tokens, is padding.
     """
     first, shortest, longest = 0, lengths[0], lengths[0]
     for row, length in enumerate(lengths):
@@ -115,10 +67,10 @@ def _rectangle(lengths: Sequence[int], device: torch.device) -> Rectangle:
     width, num_tokens = int(own.max()), int(own.sum())
     if num_tokens == width * len(own):
         return Rectangle(num_tokens, len(own), width, None, None)
+
     real = torch.arange(width) < own[:, None]
-    gather = torch.zeros(real.shape, dtype=torch.long).masked_scatter_(
-        real, torch.arange(num_tokens)
-    )
+    gather = torch.zeros(real.shape, dtype=torch.long)
+    gather.masked_scatter_(real, torch.arange(num_tokens))
     scatter = real.flatten().nonzero().squeeze(1)
     return Rectangle(num_tokens, len(own), width, gather.flatten().to(device), scatter.to(device))
 
@@ -134,11 +86,13 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: [1, heads, tokens, size] -> [1, tokens, heads, size], each
-    row by itself.
+    """transformers' attention function, each row by itself.
+
+    [1, heads, tokens, size] -> [1, tokens, heads, size].
     """
     if row_layout is None:
         raise TypeError(f"{type(module).__name__} was not given the packed row's layout")
+
     rectangles = row_layout.rectangles
     sizes = [rectangle.num_tokens for rectangle in rectangles]
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
@@ -158,12 +112,11 @@ def _attend(
     """[tokens, heads, size] of the rectangle's rows."""
     width = rectangle.width
     windowed = window is not None and window < width
-    q, k, v = (_lines(states, rectangle) for states in (query, key, value))
-    if query.device.type == "cpu" and width <= SHORT:
-        filled = -(-width // 8) * 8
-        output = _attend_short(
-            q, k, v, _causal_mask(filled, window or filled, query.device), scaling
-        )
+    q, k, v = (_to_rectangle(states, rectangle) for states in (query, key, value))
+    if query.device.type == "cpu" and width <= MAX_SHORT:
+        padded = -(-width // 8) * 8
+        mask = _causal_mask(padded, window or padded, query.device)
+        output = _attend_short(q, k, v, mask, scaling)
     else:
         output = scaled_dot_product_attention(
             q,
@@ -174,6 +127,7 @@ def _attend(
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+
     flat = output.transpose(1, 2).reshape(-1, *output.shape[1::2])
     return flat if rectangle.scatter is None else flat.index_select(0, rectangle.scatter)
 
@@ -181,12 +135,12 @@ def _attend(
 def _attend_short(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
-    """Causal attention of short lines, [rows, heads, width, size]; `mask` is that of a line, filled
-    up to eights.
+    """Causal attention of short rows, [rows, heads, width, size].
+
+    `mask` is that of one row, as wide as the next multiple of eight.
     """
-    if (
-        query.dtype != value.dtype
-    ):  # autocast casts products only: queries and keys come from rotations
+    if query.dtype != value.dtype:
+        # autocast casts matrix products only, and queries and keys come from rotations
         query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output: Tensor = _ShortAttention.apply(query, key, value, mask, scale)
@@ -194,53 +148,49 @@ def _attend_short(
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Attention as plain matrix products; the query heads that share a key stand as rows of one
-    matrix.
+    """Attention as matrix products; the query heads that share a key are rows of one matrix.
 
-    Lines are filled up with zeros to a multiple of eight, which the products of odd sizes take a
-    third longer without.
+    Rows are padded with zeros to a multiple of eight: products of odd sizes take a third longer.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     ) -> Tensor:
-        (num_rows, heads, width, _), groups = query.shape, key.shape[1]
-        filled = mask.shape[0]
-        queries = _filled(query, filled).view(num_rows * groups, -1, query.shape[-1])
-        keys, values = (_filled(states, filled).flatten(0, 1) for states in (key, value))
-        bias = (
-            query.new_zeros(mask.shape)
-            .masked_fill_(~mask, float("-inf"))
-            .repeat(heads // groups, 1)
-        )
+        num_rows, heads, width, size = query.shape
+        groups, padded = key.shape[1], mask.shape[0]
+        queries = _padded(query, padded).view(num_rows * groups, -1, size)
+        keys, values = (_padded(states, padded).flatten(0, 1) for states in (key, value))
+        bias = query.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
+        bias = bias.repeat(heads // groups, 1)
+
         with torch.autocast(query.device.type, enabled=False):
             probs = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scale).softmax(dim=-1)
             output = torch.bmm(probs, values)
+
         ctx.save_for_backward(queries, keys, values, probs)
         ctx.scale, ctx.shapes = scale, (query.shape, key.shape, value.shape)
-        return output.view(num_rows, heads, filled, -1)[:, :, :width]
+        return output.view(num_rows, heads, padded, -1)[:, :, :width]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         queries, keys, values, probs = ctx.saved_tensors
-        filled, unread = keys.shape[1], grad.new_empty(())
-        own = _filled(grad, filled).view(queries.shape[0], -1, values.shape[-1])
-        grad_scores = torch._softmax_backward_data(
-            torch.bmm(own, values.transpose(1, 2)), probs, -1, probs.dtype
-        )
+        padded = keys.shape[1]
+        own = _padded(grad, padded).view(queries.shape[0], -1, values.shape[-1])
+        grad_probs = torch.bmm(own, values.transpose(1, 2))
+        scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+
+        unused = grad.new_empty(())  # as beta=0, the first argument is not read
         grads = (
-            torch.baddbmm(
-                unread, grad_scores, keys, beta=0, alpha=ctx.scale
-            ),  # beta=0: the first argument is not read
-            torch.baddbmm(unread, grad_scores.transpose(1, 2), queries, beta=0, alpha=ctx.scale),
+            torch.baddbmm(unused, scores, keys, beta=0, alpha=ctx.scale),
+            torch.baddbmm(unused, scores.transpose(1, 2), queries, beta=0, alpha=ctx.scale),
             torch.bmm(probs.transpose(1, 2), own),
         )
         pairs = zip(grads, ctx.shapes, strict=True)
-        return *(g.view(*shape[:2], filled, -1)[:, :, : shape[2]] for g, shape in pairs), None, None
+        return *(g.view(*shape[:2], padded, -1)[:, :, : shape[2]] for g, shape in pairs), None, None
 
 
-def _filled(states: Tensor, width: int) -> Tensor:
+def _padded(states: Tensor, width: int) -> Tensor:
     """[rows, heads, own width, size] in memory of its own, with zeros up to `width`."""
     rows, heads, own, size = states.shape
     result = states.new_empty(rows, heads, width, size)
@@ -249,7 +199,7 @@ def _filled(states: Tensor, width: int) -> Tensor:
     return result
 
 
-def _lines(states: Tensor, rectangle: Rectangle) -> Tensor:
+def _to_rectangle(states: Tensor, rectangle: Rectangle) -> Tensor:
     """[tokens, heads, size] of the rectangle's rows -> [rows, heads, width, size]."""
     own = states if rectangle.gather is None else states.index_select(0, rectangle.gather)
     return own.reshape(rectangle.num_rows, rectangle.width, *own.shape[1:]).transpose(1, 2)
@@ -262,13 +212,14 @@ def _causal_mask(width: int, window: int, device: torch.device) -> Tensor:
 
 
 def _no_mask(**_: Any) -> None:
-    """transformers' mask function: the layout stands for the mask."""
+    """transformers' mask function: the layout takes the place of the mask."""
 
 
 @contextmanager
 def packed_rows(module: Any) -> Iterator[None]:
-    """Within, a module that attends by sdpa attends by `packed_attention`; a backward pass belongs
-    inside, too.
+    """Within, a module that attends by sdpa attends by `packed_attention`.
+
+    A backward pass belongs inside, too.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

@@ -1,11 +1,11 @@
 """One role's part of a checkpoint: a folder, complete or absent.
 
-`Checkpointed` gives actor and critic its methods.
-
-    manifest.json       step, schedule, every tensor's shape, every file's size and checksum; written last
-    shards/             weights and optimizer state by `torch.distributed.checkpoint`, each rank's own pieces
+    manifest.json       step, schedule, shape of every tensor, size and checksum of every file;
+                        written last
+    shards/             weights and optimizer state by `torch.distributed.checkpoint`,
+                        each rank's own pieces
     random/<rank>.pt    each rank's random state
-    huggingface/        with hf_model: what plain `from_pretrained` loads (`engines/hf_export`)
+    huggingface/        with hf_model: what plain `from_pretrained` loads (`training.hf_export`)
     lora_adapter/       with LoRA: the adapter as peft loads it
 
 Everything is first written beside the folder (`<folder>.part`), then renamed. Tensors are stored by
@@ -44,8 +44,9 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointed:
-    """Mixed into a worker with a `TrainEngine` in `self.engine` and `checkpoint.save_contents` in
-    `self.config`.
+    """Adds saving and loading to a worker with a `TrainEngine`, `self.engine`.
+
+    `self.config` is its section, with `checkpoint.save_contents`.
     """
 
     engine: TrainEngine
@@ -58,8 +59,9 @@ class Checkpointed:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Take over the folder `path`, written by any number of ranks; a damaged or foreign one is
-        refused.
+        """Load the folder `path`, written by any number of ranks.
+
+        One that is damaged, or of another model, is refused.
         """
         load_engine(self.engine, Path(path))
 
@@ -88,29 +90,36 @@ def _write(engine: TrainEngine, ranks: Ranks, part: Path, step: int, contents: l
     if "extra" in contents:
         ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.pt"))
     if engine.model_config.lora_rank > 0:
-        with engine.running():
-            adapter = [
-                (n, full_tensor(p)) for n, p in engine.module.named_parameters() if is_adapter(n)
-            ]
+        adapter = _adapter_tensors(engine)
         ranks.first_does(
             lambda: save_adapter(part / "lora_adapter", engine.module, engine.model_config, adapter)
         )
     if "hf_model" in contents:
-        ranks.all_do(
-            lambda: export_huggingface(engine, part / "huggingface", writes=ranks.mine == 0)
-        )
+        folder, is_first = part / "huggingface", ranks.mine == 0
+        ranks.all_do(lambda: export_huggingface(engine, folder, writes=is_first))
+
     manifest = {
         "step": step,
         "num_ranks": ranks.count,
         "contents": list(contents),
         "schedule_step": engine.scheduler.num_steps,
-        "skipped_steps": engine.skips.total,
+        "skipped_steps": engine.guard.total,
         "tensors": {
             name: {"shape": list(t.shape), "dtype": str(t.dtype)} for name, t in tensors.items()
         },
         "files": ranks.share_files(part, fingerprint),
     }
     ranks.first_does(lambda: write_whole(part / MANIFEST, json.dumps(manifest, indent=1)))
+
+
+def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:
+    """The adapter's weights, whole; collective."""
+    found = []
+    with engine.running():
+        for name, parameter in engine.module.named_parameters():
+            if is_adapter(name):
+                found.append((name, full_tensor(parameter)))
+    return found
 
 
 def load_engine(engine: TrainEngine, folder: Path) -> None:
@@ -126,66 +135,73 @@ def load_engine(engine: TrainEngine, folder: Path) -> None:
             f"the checkpoint {folder} is damaged: {'; '.join(bad)}. Go on from another one with "
             "trainer.resume_mode=resume_path trainer.resume_from_path=<.../global_step_N>."
         )
+
     saved = manifest["tensors"]
-    refuse_other_model(
-        folder, {name: list(tensor.shape) for name, tensor in weights(engine).items()}, saved
-    )
+    shapes = {name: list(tensor.shape) for name, tensor in weights(engine).items()}
+    refuse_other_model(folder, shapes, saved)
     with engine.running(engine.optimizer):
         state = empty_optimizer_state(engine, saved)
         ranks.all_do(lambda: dcp.load(weights(engine) | state, checkpoint_id=folder / "shards"))
         put_optimizer_state(engine, state)
+
     if "optimizer" not in manifest["contents"]:
         logger.warning(
             "%s holds no optimizer state (save_contents): the moments start from zero.", folder
         )
     if "extra" in manifest["contents"]:
         engine.scheduler.set_step(manifest["schedule_step"])
-        engine.skips.total = manifest["skipped_steps"]
+        engine.guard.total = manifest["skipped_steps"]
         if manifest["num_ranks"] == ranks.count:
             ranks.all_do(lambda: load_random_state(folder / "random" / f"{ranks.mine}.pt"))
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
-    """This rank's shards of what is trained, and of buffers that belong to the model, as
-    `model.<name>`.
-    """
-    stored = engine.module.state_dict()
-    tensors = {name: p.detach() for name, p in engine.module.named_parameters() if p.requires_grad}
+    """This rank's shards of what is trained, and of the model's buffers, as `model.<name>`."""
+    tensors = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            tensors[f"model.{name}"] = parameter.detach()
+
     if engine.model_config.lora_rank == 0:
-        tensors |= {
-            name: buffer for name, buffer in engine.module.named_buffers() if name in stored
-        }
-    return {f"model.{name}": tensor for name, tensor in tensors.items()}
+        stored = engine.module.state_dict()
+        for name, buffer in engine.module.named_buffers():
+            if name in stored:
+                tensors[f"model.{name}"] = buffer
+    return tensors
 
 
 def optimizer_state(engine: TrainEngine) -> dict[str, Tensor]:
-    """This rank's shards of the optimizer's tensors, as `optimizer.<key>.<name>`; none before its
-    first step.
+    """This rank's shards of the optimizer's tensors, as `optimizer.<key>.<name>`.
+
+    There are none before its first step.
     """
-    state = engine.optimizer.state
-    named = [(name, p) for name, p in engine.module.named_parameters() if p in state]
-    found = {
-        f"optimizer.{key}.{name}": (value, p)
-        for name, p in named
-        for key, value in state[p].items()
-    }
-    for name, (value, parameter) in found.items():
-        if not isinstance(value, Tensor) or value.shape not in (torch.Size(), parameter.shape):
-            what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise CheckpointError(
-                f"{name} of {type(engine.optimizer).__name__} is {what}; only state that is a "
-                "scalar tensor or has its weight's shape can be resharded. Leave optimizer out "
-                "of checkpoint.save_contents."
-            )
-    return {name: value for name, (value, _) in found.items()}
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            full_name = f"optimizer.{key}.{name}"
+            _check_reshardable(engine, full_name, value, parameter)
+            found[full_name] = value
+    return found
+
+
+def _check_reshardable(engine: TrainEngine, name: str, value: Any, parameter: Tensor) -> None:
+    if isinstance(value, Tensor) and value.shape in (torch.Size(), parameter.shape):
+        return
+    what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    raise CheckpointError(
+        f"{name} of {type(engine.optimizer).__name__} is {what}; only state that is a scalar "
+        "tensor or has its weight's shape can be resharded. Leave optimizer out of "
+        "checkpoint.save_contents."
+    )
 
 
 def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[str, Tensor]:
     """Tensors for the saved state to be read into, with their weights' sharding."""
     parameters = dict(engine.module.named_parameters())
-    beside_weights = any(
-        group.get("fused") or group.get("capturable") for group in engine.optimizer.param_groups
-    )
+    groups = engine.optimizer.param_groups
+    # Fused optimizers keep their scalars where the weights are, others on the CPU.
+    beside_weights = any(group.get("fused") or group.get("capturable") for group in groups)
+
     state: dict[str, Tensor] = {}
     for name, facts in saved.items():
         if not name.startswith("optimizer."):
@@ -195,9 +211,8 @@ def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[st
         if facts["shape"]:
             state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
-            state[name] = torch.zeros(
-                (), dtype=dtype, device=parameter.device if beside_weights else "cpu"
-            )
+            device = parameter.device if beside_weights else "cpu"
+            state[name] = torch.zeros((), dtype=dtype, device=device)
     return state
 
 
@@ -211,8 +226,9 @@ def put_optimizer_state(engine: TrainEngine, state: dict[str, Tensor]) -> None:
 
 
 def refuse_other_model(folder: Path, here: dict[str, list[int]], saved: dict[str, Any]) -> None:
-    """Raise one error that lists what the checkpoint lacks, has too
-    much, or has in another shape.
+    """Refuse a checkpoint that lacks tensors, has others, or has them in another shape.
+
+    One error lists them all. `here` maps names to the shapes of this model.
     """
     there = {name: facts["shape"] for name, facts in saved.items() if name.startswith("model.")}
     if not there:
@@ -220,21 +236,22 @@ def refuse_other_model(folder: Path, here: dict[str, list[int]], saved: dict[str
             f"the checkpoint {folder} holds no weights to go on from: checkpoint.save_contents "
             "lacked 'model'."
         )
-    odd = [
-        f"{n} (there {there[n]}, here {shape})"
-        for n, shape in here.items()
-        if n in there and there[n] != shape
-    ]
+
+    other_shape = []
+    for name, shape in here.items():
+        if name in there and there[name] != shape:
+            other_shape.append(f"{name} (there {there[name]}, here {shape})")
     problems = {
-        "missing in it": [n for n in here if n not in there],
-        "unknown here": [n for n in there if n not in here],
-        "of another shape": odd,
+        "missing in it": [name for name in here if name not in there],
+        "unknown here": [name for name in there if name not in here],
+        "of another shape": other_shape,
     }
-    found = [
-        f"{len(names)} {kind}: {', '.join(n.removeprefix('model.') for n in names[:20])}"
-        for kind, names in problems.items()
-        if names
-    ]
+
+    found = []
+    for kind, names in problems.items():
+        if names:
+            listed = ", ".join(name.removeprefix("model.") for name in names[:20])
+            found.append(f"{len(names)} {kind}: {listed}")
     if found:
         raise CheckpointError(
             f"the checkpoint {folder} is of another model; tensors {'; '.join(found)}. Set "
@@ -244,15 +261,13 @@ def refuse_other_model(folder: Path, here: dict[str, list[int]], saved: dict[str
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the folder says it holds."""
+    """The folder's manifest: what it holds."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        what = (
-            "it has no manifest.json, so it was never completed"
-            if folder.is_dir()
-            else "there is no such folder"
-        )
+        what = "there is no such folder"
+        if folder.is_dir():
+            what = "it has no manifest.json, so it was never completed"
         raise CheckpointError(f"no checkpoint at {folder}: {what}") from error
     except ValueError as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error

@@ -1,29 +1,30 @@
-"""The one training engine: a Hugging Face causal LM, laid over its ranks, that scores rows and
-takes optimizer steps.
+"""The one training engine: a causal LM over its ranks that scores rows and takes optimizer steps.
 
 Every role that has a model (actor, critic, reference, reward model) owns one `TrainEngine` and adds
 what is its own: a loss.
 
-    engine = TrainEngine(model_config, fsdp_config, strategy="fsdp", head="token", optim_config=optim, grad_clip=1.0)
-    engine.build(worker, total_steps)                               # opens the process group, shards, loads
-    columns = engine.forward_rows(data, Budget(tokens=16384))       # {"log_probs": [rows, R]}
-    metrics = engine.update(data, names, mini_batch_size=64, budget=Budget(rows=8), epochs=1, loss_fn=loss_fn)
+    engine = TrainEngine(model_config, fsdp_config, head="token", optim_config=optim)
+    engine.build(worker, total_steps)           # opens the process group, shards, loads
+    columns = engine.forward_rows(data, Budget(tokens=16384))    # {"log_probs": [rows, R]}
+    metrics = engine.update(
+        data, names, mini_batch_size=64, budget=Budget(rows=8), epochs=1, loss_fn=loss_fn
+    )
 
 The loss function gets what the model says about a micro-batch, its columns, and the counts of the
 whole mini-batch. It returns its share of the loss and of every metric: shares are added over
 micro-batches and ranks. So neither the cut nor the number of ranks changes a result beyond float
 rounding.
 
-Rows run without their padding (`packing`) where the model can. `sharding` has the strategies and
-the mesh. On one rank, and under strategy ddp, the module is a plain one, so that an engine in the
-same process can read it by reference.
+Rows run without their padding (`workers.training.packing`) where the model can. The strategies and
+the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp, the module is a plain
+one, so that a rollout engine in the same process can read it by reference.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from verl_like.tensor_ops import logprobs_and_entropy_from_logits, logprobs_from_logits
-from workers.cpu.allocator import keep_freed_memory
-from workers.cpu.fused_ops import lean
-from workers.models.head import Head, dtype_of, empty_model
+from workers.models.causal_lm import Head, dtype_of, empty_model
 from workers.models.load import load_weights
 from workers.models.lora import add_adapter, merged_tensors
 from workers.parallel.fsdp import (
@@ -59,7 +58,7 @@ from workers.training.microbatch import (
     mini_batch,
     passes,
 )
-from workers.training.nonfinite_guard import SkippedSteps
+from workers.training.nonfinite_guard import NonfiniteGuard
 from workers.training.optim import Schedule, build_optimizer, guarded_step
 from workers.training.packing import (
     can_pack,
@@ -111,16 +110,19 @@ class TrainEngine:
         self.optimizer: torch.optim.Optimizer | None = None
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
-        """Shard and load the model on the worker's device; `total_steps` update calls make the
-        schedule.
+        """Shard and load the model on the worker's device.
+
+        The learning rate's schedule spans `total_steps` update calls.
         """
         worker.open_process_group()
         self.device, self.world_size = worker.device, worker.world_size
         if self.device.type == "cpu":
-            keep_freed_memory()
+            _prepare_cpu_process()
+
         self.group = dist.group.WORLD if self.world_size > 1 else None
         self.mesh = build_mesh(self.device, data_axes(self.world_size, self.sharding))
         self.is_sharded = self.world_size > 1 and self.sharding.strategy != "ddp"
+
         trained = self.optim_config is not None
         self.module: Any = empty_model(self.model_config, self.head, self.device)
         self.module.requires_grad_(trained)
@@ -135,10 +137,12 @@ class TrainEngine:
             self.device,
             self.mesh.get_local_rank("shard"),
         )
+
         if self.optim_config is not None:
             self.optimizer = build_optimizer(self.parameters(), self.optim_config)
-            self.skips = SkippedSteps(self.optim_config.max_skipped_steps, self.group)
+            self.guard = NonfiniteGuard(self.optim_config.max_skipped_steps, self.group)
             self.scheduler = Schedule(self.optimizer, self.optim_config, total_steps)
+
         self.packs = False
         with self.running():
             self.packs = self.model_config.use_remove_padding and can_pack(self.module, self.device)
@@ -151,8 +155,9 @@ class TrainEngine:
         temperature: float = 1.0,
         want_entropy: bool = False,
     ) -> Columns:
-        """For every row `log_probs` (and `entropys`), or `values`: [rows, R], zero outside the
-        response mask.
+        """For every row `log_probs` (and `entropys`), or `values`.
+
+        Each is [rows, R], zero outside the response mask.
         """
         rows = self._take(data, INPUTS)
         return self._each_pass(
@@ -160,8 +165,9 @@ class TrainEngine:
         )
 
     def score_rows(self, data: DataProto, budget: Budget) -> Tensor:
-        """The scalar head's number at the last real token of every row: [rows]; zero for a row
-        without tokens.
+        """The scalar head's number at the last real token of every row: [rows].
+
+        It is zero for a row without tokens.
         """
         rows = self._take(data, TOKENS)
         found = self._each_pass(
@@ -173,9 +179,7 @@ class TrainEngine:
     def _each_pass(
         self, rows: Rows, budget: Budget, reads: Reads, compute: Callable[[Columns], Columns]
     ) -> Columns:
-        """Run `compute` over the micro-batches of these rows, and put what it says back in their
-        places.
-        """
+        """Run `compute` over micro-batches of these rows; its columns in the rows' own order."""
         cuts = self._cut(rows.columns, budget, reads)
         pieces: dict[str, list[Tensor]] = {}
         self.module.eval()
@@ -197,13 +201,15 @@ class TrainEngine:
         temperature: float = 1.0,
         want_entropy: bool = False,
     ) -> dict[str, float]:
-        """One optimizer step per mini-batch and epoch; the metrics are means over those that were
-        not skipped.
+        """One optimizer step per mini-batch and epoch.
+
+        The metrics are means over the steps that were not skipped.
         """
+        assert self.optimizer is not None, "a frozen engine was asked for an update"
         rows = self._take(data, (*INPUTS, *names))
         count = count_mini_batches(rows.total, mini_batch_size)
-        assert self.optimizer is not None, "a frozen engine was asked for an update"
         self.module.train(self.model_config.enable_gradient_checkpointing)
+
         steps: list[dict[str, float]] = []
         with self.running(self.optimizer):
             for index in list(range(count)) * epochs:
@@ -211,21 +217,16 @@ class TrainEngine:
                 try:
                     metrics = self.accumulate(batch, budget, loss_fn, temperature, want_entropy)
                 except BaseException:
-                    self.optimizer.zero_grad(
-                        set_to_none=True
-                    )  # a part of a mini-batch must not reach the next update
+                    # a part of a mini-batch must not reach the next update
+                    self.optimizer.zero_grad(set_to_none=True)
                     raise
-                metrics["grad_norm"] = guarded_step(
-                    self.optimizer, self.parameters(), self.grad_clip
-                )
-                self.skips.note(metrics["grad_norm"], batch.names)
-                steps.append(metrics)
+                norm = guarded_step(self.optimizer, self.parameters(), self.grad_clip)
+                self.guard.note(norm, batch.names)
+                steps.append({**metrics, "grad_norm": norm})
         self.module.eval()
+
         taken = [step for step in steps if math.isfinite(step["grad_norm"])]
-        result = {
-            name: sum(step[name] for step in taken or steps) / len(taken or steps)
-            for name in steps[0]
-        }
+        result = _mean_metrics(taken or steps)
         result["lr"] = self.scheduler.lr
         result["skipped_steps"] = float(len(steps) - len(taken))
         self.scheduler.step()
@@ -242,20 +243,21 @@ class TrainEngine:
         """Add the gradients of one mini-batch; its metrics, added over micro-batches and ranks."""
         totals: dict[str, Tensor] = {}
         cuts = self._cut(batch.columns, budget, response_reads)
-        for columns, real, last in passes(batch.columns, cuts, self.group, self.device):
+        for columns, num_real, last in passes(batch.columns, cuts, self.group, self.device):
             if self.is_sharded:
                 begin_pass(self.module, self.is_one_unit, last)
             outputs = self.outputs(columns, temperature, want_entropy)
-            own = {
-                name: column.to(self.device, non_blocking=True) for name, column in columns.items()
-            }
-            loss, shares = loss_fn(outputs, own, batch)
+            moved = {name: c.to(self.device, non_blocking=True) for name, c in columns.items()}
+            loss, shares = loss_fn(outputs, moved, batch)
             loss.backward()
+
             for name, share in shares.items():
-                share = (
-                    share.detach().float() if real else torch.zeros((), device=self.device)
-                )  # a dummy adds nothing
+                if num_real:
+                    share = share.detach().float()
+                else:  # a dummy adds nothing
+                    share = torch.zeros((), device=self.device)
                 totals[name] = totals[name] + share if name in totals else share
+
         if self.group is not None and not self.is_sharded:
             add_up_gradients(self.parameters(), self.group)
         summed = all_reduce(torch.stack(list(totals.values())), self.group)
@@ -264,33 +266,21 @@ class TrainEngine:
     def outputs(
         self, columns: Columns, temperature: float = 1.0, want_entropy: bool = False
     ) -> Columns:
-        """One forward pass: [rows, R] columns for the response positions, zero where the response
-        mask is.
+        """One forward pass: [rows, R] columns for the response positions.
+
+        They are zero where the response mask is.
         """
         inside = columns["response_mask"] != 0
         flat = self._read(columns, response_reads(columns))
-        names: tuple[str, ...]
-        found: tuple[Tensor, ...]
-        if self.head != "token":
-            names, found = ("values",), (flat[:, 0].float(),)
+        if self.head == "token":
+            labels = columns["responses"][inside].to(self.device)
+            found = _token_columns(flat, labels, temperature, want_entropy)
         else:
-            names, labels = ("log_probs", "entropys"), columns["responses"][inside].to(self.device)
-            if want_entropy:
-                found = logprobs_and_entropy_from_logits(
-                    flat, labels, temperature=temperature, inplace_backward=True
-                )
-            else:
-                found = (
-                    logprobs_from_logits(
-                        flat, labels, temperature=temperature, inplace_backward=True
-                    ),
-                )
+            found = {"values": flat[:, 0].float()}
+
         inside = inside.to(self.device)
-        zeros = found[0].new_zeros(inside.shape)
-        return {
-            name: zeros.masked_scatter(inside, column)
-            for name, column in zip(names, found, strict=False)
-        }
+        zeros = next(iter(found.values())).new_zeros(inside.shape)
+        return {name: zeros.masked_scatter(inside, column) for name, column in found.items()}
 
     def _take(self, data: DataProto, names: Sequence[str]) -> Rows:
         rows = Rows.take(data, names, self.world_size)
@@ -310,16 +300,17 @@ class TrainEngine:
 
     @contextmanager
     def running(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Within, the module (and the optimizer's state) is on the device, and packed rows attend
-        row by row.
+        """Within, the module (and the optimizer's state) is ready to compute on the device.
 
-        What forward passes left whole of a sharded module is a shard again in the end.
+        Packed rows attend row by row, and on a CPU the parts that `fused_ops` knows run as written
+        there. What forward passes left whole of a sharded module is a shard again in the end.
         """
         with ExitStack() as stack:
             stack.enter_context(resident(self.module, optimizer, self.sharding, self.device))
             if self.is_sharded:
                 stack.callback(self.module.reshard)
-            stack.enter_context(lean(self.module))
+            if self.device.type == "cpu":
+                stack.enter_context(_cpu_kernels(self.module))
             if self.packs:
                 stack.enter_context(packed_rows(self.module))
             yield
@@ -329,12 +320,11 @@ class TrainEngine:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def named_full_tensors(self, on_all_ranks: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, in its own dtype, whole, on the CPU, one at a
-        time; collective.
+        """Every weight under its Hugging Face name, whole, on the CPU, one at a time; collective.
 
-        LoRA adapters are merged into the weights they stand beside. Every rank must run the
-        iterator to its end; unless the tensors are wanted `on_all_ranks`, it is empty on all but
-        rank 0. On one CPU rank the tensors are the live weights: do not write.
+        Each has its own dtype. LoRA adapters are merged into the weights they stand beside. Every
+        rank must run the iterator to its end; unless the tensors are wanted `on_all_ranks`, it is
+        empty on all but rank 0. On one CPU rank the tensors are the live weights: do not write.
         """
         with resident(self.module, None, self.sharding, self.device):
             whole = full_tensor if on_all_ranks else tensor_on_first
@@ -348,6 +338,41 @@ class TrainEngine:
         return checksum_of(self.named_full_tensors())
 
 
+def _prepare_cpu_process() -> None:
+    """Settings of a process that trains on the CPU, where alone `workers.cpu` is imported."""
+    from workers.cpu.allocator import keep_freed_memory
+    from workers.cpu.onednn import limit_kernel_caches
+
+    keep_freed_memory()
+    limit_kernel_caches()
+
+
+def _cpu_kernels(module: nn.Module) -> AbstractContextManager[None]:
+    from workers.cpu.fused_ops import fused_ops
+
+    return fused_ops(module)
+
+
+def _token_columns(
+    logits: Tensor, labels: Tensor, temperature: float, want_entropy: bool
+) -> Columns:
+    """The labels' log-probs, and the entropys if wanted; the backward pass writes over `logits`."""
+    if not want_entropy:
+        log_probs = logprobs_from_logits(
+            logits, labels, temperature=temperature, inplace_backward=True
+        )
+        return {"log_probs": log_probs}
+
+    log_probs, entropys = logprobs_and_entropy_from_logits(
+        logits, labels, temperature=temperature, inplace_backward=True
+    )
+    return {"log_probs": log_probs, "entropys": entropys}
+
+
+def _mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+
+
 def full_tensor(parameter: Tensor) -> Tensor:
     """A weight as one CPU tensor of its own dtype; collective where it is sharded."""
     tensor = parameter.detach()
@@ -359,11 +384,8 @@ def full_tensor(parameter: Tensor) -> Tensor:
 def tensor_on_first(parameter: Tensor) -> Tensor | None:
     """A weight as one CPU tensor on rank 0, None elsewhere; collective where it is sharded."""
     tensor = parameter.detach()
-    if (
-        isinstance(tensor, DTensor)
-        and tensor.device.type == "cpu"
-        and tensor.placements[-1] == Shard(0)
-    ):
-        return gather_rows(tensor)
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.cpu() if dist.get_rank() == 0 else None
+    if isinstance(tensor, DTensor):
+        if tensor.device.type == "cpu" and tensor.placements[-1] == Shard(0):
+            return gather_rows(tensor)
+        tensor = tensor.full_tensor()
+    return tensor.cpu() if dist.get_rank() == 0 else None

@@ -1,7 +1,5 @@
 """A trained model as a Hugging Face folder that plain `from_pretrained` loads.
 
-`engines/checkpoint` calls this.
-
 An actor becomes what it was loaded from: same configuration, tokenizer and type, new weights, LoRA
 merged. A critic becomes a sequence classifier with one label: body under the body's names and head
 as `score.weight`, so that `AutoModelForSequenceClassification`, or `AutoModel` for the body alone,
@@ -13,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +26,13 @@ if TYPE_CHECKING:
 SHARD_BYTES = 5 * 10**9
 """Weights above this are cut into several safetensors files."""
 KEPT = (".json", ".jinja", ".txt", ".model", ".py")
-"""Endings of the files that are taken over from the model's folder: configuration, tokenizer,
-templates, code.
-"""
+"""Endings of the files that are copied: configuration, tokenizer, templates, code."""
 
 
 def export_huggingface(
     engine: TrainEngine, folder: Path, writes: bool, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Gather the weights on all ranks, tensor by tensor; the rank that `writes` puts them into
-    `folder`.
-    """
+    """Gather the weights on all ranks, by tensors; the one that `writes` puts them in `folder`."""
     tensors = engine.named_full_tensors()
     try:
         if writes:
@@ -50,9 +44,8 @@ def export_huggingface(
             name = config.get("dtype") or config.get("torch_dtype") or engine.model_config.dtype
             _write_weights(tensors, folder, getattr(torch, name), shard_bytes)
     finally:
-        deque(
-            tensors, maxlen=0
-        )  # the other ranks are in the same collectives: go through them to the end
+        # The other ranks are in the same collectives: go through them to the end.
+        deque(tensors, maxlen=0)
 
 
 def _copy_files(source: Path, folder: Path) -> dict[str, Any]:
@@ -77,40 +70,48 @@ def _as_classifier(config: dict[str, Any]) -> dict[str, Any]:
 def _write_weights(
     tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, shard_bytes: int
 ) -> None:
-    """One `model.safetensors`, or numbered ones with their index; never more than a shard in
-    memory.
-    """
+    """One `model.safetensors`, or numbered ones with their index; one shard in memory at a time."""
     from safetensors.torch import save_file
 
-    metadata = {"format": "pt"}
     drafts: list[tuple[Path, list[str]]] = []
     total = 0
-
-    def write(shard: dict[str, Tensor]) -> None:
+    for shard in _shards(tensors, dtype, shard_bytes):
         path = folder / f"draft-{len(drafts)}"
-        save_file(shard, path, metadata=metadata)
+        save_file(shard, path, metadata={"format": "pt"})
         drafts.append((path, list(shard)))
+        total += sum(_num_bytes(tensor) for tensor in shard.values())
 
-    shard: dict[str, Tensor] = {}
-    filled = 0
-    for name, tensor in tensors:
-        stored = tensor.to(dtype).contiguous()
-        size = stored.numel() * stored.element_size()
-        if shard and filled + size > shard_bytes:
-            write(shard)
-            shard, filled = {}, 0
-        shard[name] = stored
-        filled, total = filled + size, total + size
-    write(shard)
     if len(drafts) == 1:
         drafts[0][0].replace(folder / "model.safetensors")
         return
+
     weight_map = {}
     for number, (path, names) in enumerate(drafts, 1):
         file_name = f"model-{number:05d}-of-{len(drafts):05d}.safetensors"
         path.replace(folder / file_name)
         weight_map |= dict.fromkeys(names, file_name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps(index, indent=2), encoding="utf-8"
-    )
+    text = json.dumps(index, indent=2)
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _shards(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors by name, as many together as fit into a shard; a larger one alone."""
+    shard: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in tensors:
+        stored = tensor.to(dtype).contiguous()
+        size = _num_bytes(stored)
+        if shard and filled + size > shard_bytes:
+            yield shard
+            shard.clear()  # the same dict, so that the caller's does not keep the tensors alive
+            filled = 0
+        shard[name] = stored
+        filled += size
+    yield shard
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

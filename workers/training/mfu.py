@@ -1,6 +1,4 @@
-"""How much of its device's arithmetic an engine uses: verl's `perf/mfu/…`.
-
-`workers.roles.actor` and `workers.roles.critic` ask.
+"""How much of its device's arithmetic an engine uses (MFU): verl's `perf/mfu/…`.
 
     with utilization("actor", engine, data, passes=epochs) as mfu:
         metrics = engine.update(data, ...)
@@ -24,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workers.models.head import ScalarHeadModel, body_of
+from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.training.microbatch import Rows, all_reduce
 from workers.training.packing import needed_tokens, response_reads
 
@@ -33,25 +31,32 @@ if TYPE_CHECKING:
     from workers.training.engine import TrainEngine
 
 PEAKS = {
-    **{
-        "GB200": 2500e12,
-        "B200": 2250e12,
-        "GH200": 989e12,
-        "H200": 989e12,
-        "H200 NVL": 835e12,
-        "H100": 989e12,
-    },
-    **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H800": 989e12, "H800 PCIe": 756e12, "H20": 148e12},
-    **{"A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10": 125e12},
-    **{"L40S": 362e12, "L40": 181e12, "L20": 119.5e12, "L4": 121e12},
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H800": 989e12,
+    "H800 PCIe": 756e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L20": 119.5e12,
+    "L4": 121e12,
 }
 """Words of a GPU's name -> operations a second in dense bfloat16 products, by its data sheet."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's peak by its name, of the longest entry of `PEAKS` that fits; nan for another
-    GPU, None for a CPU.
-    """
+    """The device's peak, by the longest name of `PEAKS` that fits; nan if none, None on a CPU."""
     if device.type != "cuda":
         return None
     name = " ".join(re.split(r"[\s-]+", torch.cuda.get_device_name(device)))
@@ -63,10 +68,10 @@ def peak_flops(device: torch.device) -> float | None:
 def utilization(
     name: str, engine: TrainEngine, data: DataProto, *, passes: int = 1, trains: bool = True
 ) -> Iterator[dict[str, float]]:
-    """Within, the engine goes over these rows so often; the dict then has `perf/mfu/<name>`, over
-    all ranks.
+    """Within, the engine goes over these rows `passes` times; then the dict has `perf/mfu/<name>`.
 
-    It stays empty where a device's peak is not known: on a CPU nobody has promised one.
+    The ratio is over all ranks. The dict stays empty where a device's peak is not known: nobody has
+    promised one of a CPU.
     """
     found: dict[str, float] = {}
     began = time.perf_counter()
@@ -74,39 +79,48 @@ def utilization(
     peak = peak_flops(engine.device)
     if peak is None:
         return
-    sums = [passes * needed_flops(engine, data, trains), peak * (time.perf_counter() - began)]
-    done, possible = all_reduce(
-        torch.tensor(sums, dtype=torch.float64, device=engine.device), engine.group
-    ).tolist()
+
+    seconds = time.perf_counter() - began
+    own = [passes * needed_flops(engine, data, trains), peak * seconds]
+    sums = torch.tensor(own, dtype=torch.float64, device=engine.device)
+    done, possible = all_reduce(sums, engine.group).tolist()
     if isfinite(possible):
         found[f"perf/mfu/{name}"] = done / possible
 
 
 def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     """Operations of one pass over this rank's real rows, with the gradients where it `trains`."""
-    columns = Rows.take(
-        data, ("input_ids", "attention_mask", "response_mask"), engine.world_size
-    ).columns
+    names = ("input_ids", "attention_mask", "response_mask")
+    columns = Rows.take(data, names, engine.world_size).columns
     reads = response_reads(columns)
     lengths = needed_tokens(columns, reads).sum(dim=1).double()
+
     body, head = body_of(engine.module), _head(engine.module)
     config = body.config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    tables = {
-        id(p)
-        for layer in body.modules()
-        if isinstance(layer, nn.Embedding)
-        for p in layer.parameters()
-    }
-    weights = [
-        (name, p) for name, p in body.named_parameters() if p.dim() > 1 and id(p) not in tables
-    ]
-    per_token = sum(_factor(p, trains) * p.numel() * _share(name, config) for name, p in weights)
+    per_token = 0.0
+    for name, weight in _multiplied_weights(body):
+        per_token += _factor(weight, trains) * weight.numel() * _share(name, config)
     per_read = _factor(head, trains) * head.numel()
-    per_pair = (12 if trains else 4) * config.num_hidden_layers * config.num_attention_heads * width
-    return float(
-        per_token * lengths.sum() + per_read * reads.sum() + per_pair * lengths.square().sum()
-    )
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    per_pair = (12 if trains else 4) * config.num_hidden_layers * heads * width
+
+    pairs = lengths.square().sum()
+    return float(per_token * lengths.sum() + per_read * reads.sum() + per_pair * pairs)
+
+
+def _multiplied_weights(body: Any) -> list[tuple[str, nn.Parameter]]:
+    """The weights that multiply every token: matrices, but not embeddings, which are looked up."""
+    tables: set[int] = set()
+    for layer in body.modules():
+        if isinstance(layer, nn.Embedding):
+            tables |= {id(table) for table in layer.parameters()}
+
+    found = []
+    for name, weight in body.named_parameters():
+        if weight.dim() > 1 and id(weight) not in tables:
+            found.append((name, weight))
+    return found
 
 
 def _head(module: Any) -> nn.Parameter:
@@ -116,9 +130,7 @@ def _head(module: Any) -> nn.Parameter:
 
 
 def _factor(weight: nn.Parameter, trains: bool) -> int:
-    """Operations for each number of a weight and token: forward, the gradient of what comes in,
-    that of the weight.
-    """
+    """Operations for each number of a weight and token: forward, gradient of input, of weight."""
     return 2 + (2 + 2 * weight.requires_grad if trains else 0)
 
 
@@ -126,9 +138,8 @@ def _share(name: str, config: Any) -> float:
     """The part of a weight that a token meets: of experts those it is sent to."""
     if ".experts." not in name:
         return 1.0
-    counts = (
-        getattr(config, key, None)
-        for key in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
-    count = next((count for count in counts if count), None)
-    return config.num_experts_per_tok / count if count else 1.0
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        count = getattr(config, key, None)
+        if count:
+            return float(config.num_experts_per_tok / count)
+    return 1.0

@@ -1,16 +1,15 @@
 """Cutting a rank's piece of a batch into mini- and micro-batches so that the cut never shows.
 
-Engines call this.
-
-- The real rows of the piece are kept, pad rows of the dispatch are dropped (`Rows.take`), results are put back in place
-  with zeros for the pad rows (`Rows.restore`).
-- Mini-batch k of K is the set of global rows `g % K == k`: the same samples at every number of ranks (`mini_batch`).
-- Micro-batches are cut by rows or by tokens (`Budget`), longest rows first, so that one pass has rows of like length;
-  rows of which nothing is asked are in none (`cut`).
-- Every rank runs the same number of forward and backward passes: a rank with fewer runs passes over a dummy row of
-  which nothing is asked (`passes`), so that collectives match.
-- Denominators are counts over the whole mini-batch, all ranks (`MiniBatch.num_rows`, `num_tokens`): losses divided by
-  them are added up over micro-batches and ranks, never averaged.
+- The real rows of the piece are kept, pad rows of the dispatch are dropped (`Rows.take`), results
+  are put back in place with zeros for the pad rows (`Rows.restore`).
+- Mini-batch k of K is the set of global rows `g % K == k`: the same samples at every number of
+  ranks (`mini_batch`).
+- Micro-batches are cut by rows or by tokens (`Budget`), longest rows first, so that one pass has
+  rows of like length; rows of which nothing is asked are in none (`cut`).
+- Every rank runs the same number of forward and backward passes: a rank with fewer runs passes over
+  a dummy row of which nothing is asked (`passes`), so that collectives match.
+- Denominators are counts over the whole mini-batch, all ranks (`MiniBatch.num_rows`,
+  `num_tokens`): losses divided by them are added up over micro-batches and ranks, never averaged.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Budget:
-    """What one forward pass may hold on one rank: so many rows, or rows of so many real tokens
-    together.
-    """
+    """What one forward pass may hold on one rank: a number of rows, or of their real tokens."""
 
     rows: int | None = None
     tokens: int | None = None
@@ -50,9 +47,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Rows:
-    """The real rows of one rank's piece: the columns asked for, on the CPU, and their place in the
-    whole batch.
-    """
+    """The real rows of one rank's piece, on the CPU, and their place in the whole batch."""
 
     columns: Columns
     start: int
@@ -62,9 +57,7 @@ class Rows:
 
     @classmethod
     def take(cls, data: DataProto, names: Sequence[str], world_size: int = 1) -> Rows:
-        """Columns of the real rows; a piece that no dispatch cut is
-        refused on more than one rank.
-        """
+        """Columns of the real rows; on several ranks a piece that no dispatch cut is refused."""
         require(data, *names)
         if data.shard is None and world_size > 1:
             raise BatchError(
@@ -72,6 +65,7 @@ class Rows:
                 "in the whole batch; call the method through its worker group, which splits the "
                 "batch."
             )
+
         real = data.num_real_rows
         columns = {name: data.batch[name][:real].cpu() for name in names}
         start, total = (0, real) if data.shard is None else (data.shard.start, data.shard.total)
@@ -81,8 +75,9 @@ class Rows:
         return len(next(iter(self.columns.values())))
 
     def restore(self, pieces: Sequence[Tensor], order: Sequence[Sequence[int]]) -> Tensor:
-        """Results of the micro-batches `order` as one float32 CPU column of the piece; rows in none
-        are zero.
+        """Results of the micro-batches `order` as one float32 CPU column of the piece.
+
+        Rows that are in no micro-batch are zero.
         """
         result = torch.zeros((self.padded, *pieces[0].shape[1:]), dtype=torch.float32)
         for piece, numbers in zip(pieces, order, strict=False):
@@ -91,16 +86,13 @@ class Rows:
 
 
 def sample_names(data: DataProto, start: int) -> list[str]:
-    """What messages call the rows: uid and sample index where the batch has them, else the row's
-    number.
-    """
+    """What messages call the rows: uid and sample index if the batch has them, or a number."""
     uids, index = data.non_tensor_batch.get("uid"), data.batch.get("sample_index")
     if uids is None:
         return [f"row {start + row}" for row in range(len(data))]
-    return [
-        str(uid) if index is None else f"{uid} sample {int(index[row])}"
-        for row, uid in enumerate(uids)
-    ]
+    if index is None:
+        return [str(uid) for uid in uids]
+    return [f"{uid} sample {int(index[row])}" for row, uid in enumerate(uids)]
 
 
 @dataclass(frozen=True)
@@ -119,11 +111,10 @@ class MiniBatch:
 
 
 def count_mini_batches(total: int, mini_batch_size: int) -> int:
-    """How many mini-batches a batch of `total` samples has; sizes that do not divide it are
-    refused.
-    """
+    """How many mini-batches a batch of `total` samples has; the size must divide it."""
     if total > 0 and 0 < mini_batch_size <= total and total % mini_batch_size == 0:
         return total // mini_batch_size
+
     valid = [size for size in range(1, total + 1) if total % size == 0]
     below = max((size for size in valid if size < mini_batch_size), default=None)
     above = min((size for size in valid if size > mini_batch_size), default=None)
@@ -142,15 +133,17 @@ def mini_batch(
     group: dist.ProcessGroup | None,
     device: torch.device | None = None,
 ) -> MiniBatch:
-    """Mini-batch `index` of `count` on this rank; collective over `group`, which shares the counts
-    through `device`.
+    """Mini-batch `index` of `count` on this rank.
+
+    Collective over `group`, whose ranks add up their counts on `device`.
     """
     numbers = torch.arange(rows.start, rows.start + len(rows))
     mine = (numbers % count == index).nonzero().squeeze(1)
     columns = {name: column[mine] for name, column in rows.columns.items()}
+
     mask = columns["response_mask"] != 0
-    counts = all_reduce(torch.stack([mask.any(dim=-1).sum(), mask.sum()]).to(device), group)
-    num_rows, num_tokens = counts.tolist()
+    own_counts = torch.stack([mask.any(dim=-1).sum(), mask.sum()])
+    num_rows, num_tokens = all_reduce(own_counts.to(device), group).tolist()
     return MiniBatch(columns, num_rows, num_tokens, [rows.names[row] for row in mine.tolist()])
 
 
@@ -161,17 +154,19 @@ def cut(lengths: Sequence[int], budget: Budget, *, rectangles: bool = False) -> 
     """
     if (budget.rows or budget.tokens or 0) < 1:
         raise ConfigError(f"{budget}: a micro-batch holds 1 row or token at least; raise its size.")
-    order = sorted(
-        (row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]
-    )
+
+    asked = [row for row, length in enumerate(lengths) if length]
+    order = sorted(asked, key=lambda row: -lengths[row])
     if budget.rows is not None:
         return [order[start : start + budget.rows] for start in range(0, len(order), budget.rows)]
+
     limit = budget.tokens or 0
     if order and lengths[order[0]] > limit:
         raise ConfigError(
             f"a row of {lengths[order[0]]} tokens exceeds the budget of {limit} tokens per "
             "micro-batch; raise ppo_max_token_len_per_gpu to the longest prompt plus response."
         )
+
     cuts: list[list[int]] = []
     room = 0
     for row in order:
@@ -190,26 +185,23 @@ def passes(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Iterator[tuple[Columns, int, bool]]:
-    """(columns, real rows, is the last) for every micro-batch, then dummies until the busiest rank
-    is through.
+    """(columns, number of real rows, is the last) for every micro-batch, and for dummies after.
 
-    There is one pass at least. Collective over `group`, by way of `device`. A dummy is one row of
-    one token, which no loss counts: its response mask is zero.
+    Every rank runs as many passes as the one with the most, and one at least. Collective over
+    `group`, by way of `device`. A dummy is one row of one token, which no loss counts: its response
+    mask is zero.
     """
-    busiest = int(
-        all_reduce(torch.tensor([max(1, len(cuts))], device=device), group, dist.ReduceOp.MAX)
-    )
+    own_count = torch.tensor([max(1, len(cuts))], device=device)
+    count = int(all_reduce(own_count, group, dist.ReduceOp.MAX))
     for number, rows in enumerate(cuts, 1):
-        picked = torch.tensor(rows)
-        yield (
-            {name: column[picked] for name, column in columns.items()},
-            len(rows),
-            number == busiest,
-        )
-    for number in range(len(cuts) + 1, busiest + 1):
+        index = torch.tensor(rows)
+        picked = {name: column[index] for name, column in columns.items()}
+        yield picked, len(rows), number == count
+
+    for number in range(len(cuts) + 1, count + 1):
         dummy = {name: column.new_zeros((1, *column.shape[1:])) for name, column in columns.items()}
         dummy["attention_mask"][:, 0] = 1
-        yield dummy, 0, number == busiest
+        yield dummy, 0, number == count
 
 
 def all_reduce(

@@ -1,7 +1,4 @@
-"""What happens after a step with a non-finite gradient, which `guarded_step` skipped.
-
-`engines/fsdp` asks this.
-"""
+"""What happens after a step with a non-finite gradient, which `guarded_step` skipped."""
 
 from __future__ import annotations
 
@@ -15,10 +12,8 @@ from verl_like.errors import WorkerError
 logger = logging.getLogger(__name__)
 
 
-class SkippedSteps:
-    """Counts skipped steps, names the samples of each, and ends the run after more than `limit` in
-    a row.
-    """
+class NonfiniteGuard:
+    """Counts skipped steps, names their samples, and ends the run if too many come in a row."""
 
     def __init__(self, limit: int, group: dist.ProcessGroup | None) -> None:
         self.limit = limit
@@ -27,19 +22,22 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def note(self, grad_norm: float, names: list[str]) -> None:
-        """Take in the norm of a step over the samples `names` of this rank; every rank calls it
-        with the same norm.
+        """Take in the norm of a step over the samples `names` of this rank.
+
+        Every rank calls it with the same norm.
         """
         if math.isfinite(grad_norm):
             self.in_a_row = 0
             return
+
         self.total += 1
         self.in_a_row += 1
-        everyone = [names]
+        names_by_rank = [names]
         if self.group is not None:
-            everyone = [[] for _ in range(self.group.size())]
-            dist.all_gather_object(everyone, names, group=self.group)
-        samples = ", ".join(sorted(name for rank in everyone for name in rank))
+            names_by_rank = [[] for _ in range(self.group.size())]
+            dist.all_gather_object(names_by_rank, names, group=self.group)
+        samples = ", ".join(sorted(name for own in names_by_rank for name in own))
+
         what = (
             f"the gradient's norm is {grad_norm}: step skipped. Samples of the mini-batch: "
             f"{samples}."

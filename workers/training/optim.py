@@ -1,7 +1,4 @@
-"""The optimizer, its learning-rate schedule, one guarded optimizer step.
-
-`engines/fsdp` builds and steps these.
-"""
+"""The optimizer, its learning-rate schedule, one guarded optimizer step."""
 
 from __future__ import annotations
 
@@ -28,31 +25,30 @@ SCHEDULES = ("constant", "cosine", "linear")
 def build_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimConfig
 ) -> torch.optim.Optimizer:
-    """The optimizer over all parameters, with what its constructor knows of the config; Adam in one
-    pass.
-    """
+    """The optimizer over all parameters, with what its constructor takes of the config."""
     cls = OPTIMIZERS.look_up(config.optimizer)
     known = inspect.signature(cls).parameters
-    settings: dict[str, Any] = {
-        name: getattr(config, name) for name in ("lr", "eps", "weight_decay") if name in known
-    }
+    names = [name for name in ("lr", "eps", "weight_decay") if name in known]
+    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
     if "betas" in known:
         settings["betas"] = (config.betas[0], config.betas[1])
-    if isinstance(cls, type) and issubclass(
-        cls, torch.optim.Adam
-    ):  # others' fused steps know no sharded weights
-        settings["fused"] = True  # one pass over memory, and the same bits wherever a shard begins
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Adam):
+        # One pass over memory, and the same bits wherever a shard begins. Fused steps of other
+        # optimizers know no sharded weights.
+        settings["fused"] = True
     optimizer: torch.optim.Optimizer = cls(list(parameters), **settings)
     return optimizer
 
 
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
-    """Share of the peak rate in update call `step` (from 0): linear warm-up that never sits at 0,
-    then the schedule.
+    """Share of the peak rate in update call `step` (from 0): a linear warm-up, then the schedule.
+
+    The warm-up is above 0 from the first call on.
     """
     warmup = config.lr_warmup_steps
     if step < warmup:
         return (step + 1) / (warmup + 1)
+
     if config.lr_scheduler_type == "constant":
         return 1.0
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
@@ -64,9 +60,7 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
 
 
 class Schedule:
-    """Sets the optimizer's rate for each of `total_steps` update calls; the first call's is set at
-    once.
-    """
+    """Sets the optimizer's rate for each of `total_steps` update calls, the first's at once."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int

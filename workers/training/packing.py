@@ -1,7 +1,5 @@
 """What goes into a forward pass and what is read from it: rows without their padding.
 
-`engines/fsdp` calls this.
-
     feed = packed_feed(columns, reads)      # one row of all tokens end to end, and its layout
     feed = padded_feed(columns, reads)      # a rectangle, for models that cannot be packed
     numbers = read(module, feed)            # [positions read, vocabulary or 1]
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.models.head import ScalarHeadModel, body_of
+from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.training.attention import RowLayout, packed_rows
 from workers.training.microbatch import Columns
 
@@ -46,9 +44,7 @@ def last_token_reads(columns: Columns) -> Tensor:
 
 
 def needed_tokens(columns: Columns, reads: Tensor) -> Tensor:
-    """[rows, T]: real tokens up to the last position that is read; a
-    row without reads needs none.
-    """
+    """[rows, T]: real tokens up to the last position that is read, none in a row without reads."""
     ahead = reads.flip(1).cumsum(dim=1).flip(1) > 0
     return ((columns["attention_mask"] != 0) & ahead) | reads
 
@@ -89,31 +85,30 @@ def padded_feed(columns: Columns, reads: Tensor, device: torch.device) -> Feed:
     names = ("input_ids", "position_ids")
     inputs = {name: columns[name][:, window].to(device) for name in names}
     inputs["attention_mask"] = needed[:, window].long().to(device)
+
     mask = reads[:, window]
-    at = mask.any(dim=0).nonzero()
-    return Feed(inputs, mask.to(device), int(at[0]) if len(at) else mask.shape[1] - 1, packed=False)
+    read_columns = mask.any(dim=0).nonzero()
+    first = int(read_columns[0]) if len(read_columns) else mask.shape[1] - 1
+    return Feed(inputs, mask.to(device), first, packed=False)
 
 
 def read(module: Any, feed: Feed) -> Tensor:
-    """The head's output, row by row, at the positions that are read:
-    [positions, vocabulary or 1].
-    """
+    """The head's output where it is read, row by row: [positions, vocabulary or 1]."""
+    body = body_of(module)
     inputs = {**feed.inputs, "use_cache": False}
-    if feed.packed and body_of(module).config.get_text_config()._attn_implementation in (
-        "eager",
-        "flash_attention_2",
-    ):
+    attention = body.config.get_text_config()._attn_implementation
+    if feed.packed and attention in ("eager", "flash_attention_2"):
         del inputs["row_layout"]  # they read the rows' bounds from the position ids
-    if "position_ids" not in inspect.signature(body_of(module).forward).parameters:
+    if "position_ids" not in inspect.signature(body.forward).parameters:
         del inputs["position_ids"]
-    if (
-        isinstance(module, ScalarHeadModel)
-        or "logits_to_keep" not in inspect.signature(module.forward).parameters
-    ):
-        output = module(**inputs)
-        output = output if isinstance(module, ScalarHeadModel) else output.logits
-        kept: Tensor = output[0].index_select(0, feed.reads) if feed.packed else output[feed.reads]
-    elif feed.packed:
+
+    if isinstance(module, ScalarHeadModel):
+        return _picked(module(**inputs), feed)
+    if "logits_to_keep" not in inspect.signature(module.forward).parameters:
+        return _picked(module(**inputs).logits, feed)
+
+    kept: Tensor
+    if feed.packed:
         kept = module(**inputs, logits_to_keep=feed.reads).logits[0]
     else:
         width = feed.reads.shape[1] - feed.first
@@ -121,29 +116,18 @@ def read(module: Any, feed: Feed) -> Tensor:
     return kept
 
 
+def _picked(output: Tensor, feed: Feed) -> Tensor:
+    """The output of a head that was computed everywhere, where it is read."""
+    return output[0].index_select(0, feed.reads) if feed.packed else output[feed.reads]
+
+
 def can_pack(module: Any, device: torch.device) -> bool:
-    """Whether two short rows come out alike packed and padded; a model that says no is named in one
-    warning.
+    """Whether two short rows come out alike packed and padded; a warning names a model that fails.
 
     Every rank of a sharded module calls it.
     """
     body = body_of(module)
-    columns = _proof_rows(body.get_input_embeddings().num_embeddings)
-    reads = columns["attention_mask"] != 0
-    try:
-        with packed_rows(module):
-            packed = _before_scalar_head(module, packed_feed(columns, reads, device))
-        padded = _before_scalar_head(module, padded_feed(columns, reads, device))
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = f"it refuses a packed row: {error}"
-    else:
-        limit = 1e-4 if packed.dtype == torch.float32 else 3e-2
-        error_norm = float((packed - padded).float().norm() / padded.float().norm())
-        reason = (
-            ""
-            if error_norm <= limit
-            else f"relative error {error_norm:.1e} over a limit of {limit:.0e}"
-        )
+    reason = _why_not_packed(module, device)
     if reason:
         logger.warning(
             "model type %s is not computed right from packed rows (%s); it runs on padded rows, "
@@ -154,11 +138,26 @@ def can_pack(module: Any, device: torch.device) -> bool:
     return not reason
 
 
+def _why_not_packed(module: Any, device: torch.device) -> str:
+    columns = _probe_rows(body_of(module).get_input_embeddings().num_embeddings)
+    reads = columns["attention_mask"] != 0
+    try:
+        with packed_rows(module):
+            packed = _before_scalar_head(module, packed_feed(columns, reads, device))
+        padded = _before_scalar_head(module, padded_feed(columns, reads, device))
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"it refuses a packed row: {error}"
+
+    limit = 1e-4 if packed.dtype == torch.float32 else 3e-2
+    error_norm = float((packed - padded).float().norm() / padded.float().norm())
+    if error_norm <= limit:
+        return ""
+    return f"relative error {error_norm:.1e} over a limit of {limit:.0e}"
+
+
 @torch.no_grad()
 def _before_scalar_head(module: Any, feed: Feed) -> Tensor:
-    """Logits at every position; under a scalar head, which may be all zeros, the hidden states
-    instead.
-    """
+    """Logits at every position; under a scalar head, which may be all zeros, the hidden states."""
     if not isinstance(module, ScalarHeadModel):
         return read(module, feed)
     states: list[Tensor] = []
@@ -170,7 +169,7 @@ def _before_scalar_head(module: Any, feed: Feed) -> Tensor:
     return states[0][0] if feed.packed else states[0][feed.reads]
 
 
-def _proof_rows(vocabulary: int) -> Columns:
+def _probe_rows(vocabulary: int) -> Columns:
     """Rows of 7 and 5 tokens, padded on the left."""
     mask = torch.tensor([[1] * 7, [0, 0] + [1] * 5])
     tokens = torch.arange(14).view(2, 7) * 7 % max(vocabulary, 1)
@@ -182,20 +181,22 @@ def _proof_rows(vocabulary: int) -> Columns:
 
 
 def check_rows(module: Any, columns: Columns) -> None:
-    """Refuse rows that are longer than the model has positions, or tokens that it has no embedding
-    for.
-    """
+    """Refuse rows longer than the model has positions, and tokens that it has no embedding for."""
     config = body_of(module).config.get_text_config()
     if not columns["input_ids"].numel():
         return
+
     real = columns["attention_mask"] != 0
-    limit, longest = getattr(config, "max_position_embeddings", None), int(real.sum(dim=1).max())
+    limit = getattr(config, "max_position_embeddings", None)
+    longest = int(real.sum(dim=1).max())
     if limit is not None and longest > limit:
         raise ConfigError(
             f"a row of {longest} tokens is longer than the model's {limit} positions; "
             "lower data.max_prompt_length or data.max_response_length."
         )
-    vocabulary, highest = config.vocab_size, int((columns["input_ids"] * real).max())
+
+    vocabulary = config.vocab_size
+    highest = int((columns["input_ids"] * real).max())
     if highest >= vocabulary:
         raise ConfigError(
             f"token id {highest} is outside the model's vocabulary of {vocabulary}; the tokenizer "

@@ -1,16 +1,16 @@
-"""The wire between processes that do not share weights: private groups of one sender and all
-receivers.
+"""Weights between processes that do not share them: a private group of one sender and receivers.
 
-What is agreed on travels over gloo, and so do the buckets, unless every rank has a card of its own:
-then they go from card to card over nccl, and gloo carries the rest.
+What is agreed on travels over gloo, and so do the buckets, unless every rank has a GPU of its own:
+then they go from GPU to GPU over nccl, and gloo carries the rest. The default process group is not
+touched.
 
-`weight_sync` opens a channel per sync and drops it after: a restarted engine simply joins the next
-one. Only the store that they meet on stays. Tensors travel whole in buckets of at most `bucket_mb`
-(one that is larger alone), as they are: no cast. A bucket's size goes ahead of it, and what it
-holds: its number and of every tensor name, dtype, shape and a 64-bit hash, taken while the bytes
-are copied into the bucket. While one bucket travels, the sender gathers the next and the receivers
-verify and write the one before: each side holds two buckets, and a sync takes hardly longer than
-its slowest part. The default process group is not touched.
+A channel lasts for one sync: a restarted engine simply joins the next one. Only the store that they
+meet on stays. Tensors travel whole in buckets of at most `bucket_mb` (one that is larger alone), as
+they are: no cast. A header goes ahead of each bucket: its size and number, and of every tensor
+name, dtype, shape and a 64-bit hash, taken while the bytes are copied into the bucket.
+
+While one bucket travels, the sender gathers the next and the receivers verify and write the one
+before: each side holds two buckets, and a sync takes hardly longer than its slowest part.
 """
 
 from __future__ import annotations
@@ -70,59 +70,61 @@ class Channel:
         self.num_bytes = 0
         self.hashing = Hashing()
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-        own_cards = _meet(store, rank, num_receivers, card_of(device))
+        size = num_receivers + 1
+        has_own_gpus = _meet(store, rank, num_receivers, gpu_of(device))
         with _explained("the group of sender and receivers did not form"):
-            own = dist.PrefixStore("weights", store)
-            self._group = dist.ProcessGroupGloo(own, rank, num_receivers + 1, FORM_TIMEOUT)
-            self._cards = (
-                group_of_cards(dist.PrefixStore("cards", store), rank, num_receivers + 1)
-                if own_cards
-                else None
-            )
+            own_store = dist.PrefixStore("weights", store)
+            self._group = dist.ProcessGroupGloo(own_store, rank, size, FORM_TIMEOUT)
+            self._gpu_group: Any = None
+            if has_own_gpus:
+                self._gpu_group = group_of_gpus(dist.PrefixStore("gpus", store), rank, size)
 
     def send(self, tensors: NamedTensors, bucket_mb: float) -> None:
         """Broadcast all tensors; a tensor larger than a bucket travels alone, from where it is."""
-        travelling = None
-        for number, (held, payload) in enumerate(self._buckets(tensors, int(bucket_mb * 2**20))):
-            if travelling is not None:
-                travelling()
-            self._announce(payload.numel(), {"number": number, "tensors": held})
-            travelling = self._start_bucket(payload)
+        finish = None
+        buckets = self._buckets(tensors, int(bucket_mb * 2**20))
+        for number, (sent, payload) in enumerate(buckets):
+            if finish is not None:
+                finish()
+            self._send_header(payload.numel(), {"number": number, "tensors": sent})
+            finish = self._start_bucket(payload)
             self.num_bytes += payload.numel()
-        if travelling is not None:
-            travelling()
-        self._announce(END, {})
+        if finish is not None:
+            finish()
+        self._send_header(END, {})
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """What the sender broadcasts, tensor by tensor, each valid until the next; damage is noted
-        in `corrupt`.
+        """What the sender broadcasts, tensor by tensor, each valid until the next.
+
+        Damage is noted in `corrupt`.
         """
         number, before = 0, None
         while True:
-            size, held = self._next_announcement()
-            payload, travelling = None, None
+            size, header = self._receive_header()
+            payload, finish = None, None
             if size != END:
                 payload = self._room(number % 2, size)
-                travelling = self._start_bucket(payload)
+                finish = self._start_bucket(payload)
             if before is not None:
                 yield from self._verified(*before)
-            if payload is None or travelling is None:
+            if payload is None or finish is None:
                 return
-            travelling()
+            finish()
             self.num_bytes += size
-            number, before = number + 1, (number, payload, held)
+            number, before = number + 1, (number, payload, header)
 
     def _verified(
-        self, expected: int, payload: Tensor, held: dict[str, Any]
+        self, expected: int, payload: Tensor, header: dict[str, Any]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one bucket, from its bytes and what the sender says of them."""
-        if not held:
+        """The tensors of one bucket, from its bytes and its header."""
+        if not header:
             self.corrupt.append(f"what bucket {expected} is said to hold")
             return
-        if held["number"] != expected:
-            self.corrupt.append(f"bucket {held['number']} in the place of bucket {expected}")
+        if header["number"] != expected:
+            self.corrupt.append(f"bucket {header['number']} in the place of bucket {expected}")
+
         tensors = [
-            (name, _dtype(dtype), shape, value) for name, dtype, shape, value in held["tensors"]
+            (name, _dtype(dtype), shape, value) for name, dtype, shape, value in header["tensors"]
         ]
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape, _ in tensors]
         if sum(sizes) != payload.numel():
@@ -130,9 +132,9 @@ class Channel:
                 f"bucket {expected} of {payload.numel()} bytes, announced as {sum(sizes)}"
             )
             return
-        for (name, dtype, shape, value), piece in zip(
-            tensors, torch.split(payload, sizes), strict=True
-        ):
+
+        pieces = torch.split(payload, sizes)
+        for (name, dtype, shape, value), piece in zip(tensors, pieces, strict=True):
             if self.hashing.of(piece) != value:
                 self.corrupt.append(name)
             yield name, _aligned(piece, dtype).view(dtype).reshape(shape)
@@ -140,7 +142,9 @@ class Channel:
     def close(self) -> None:
         """Let go of the groups, in a thread of its own: gloo takes 20 ms to stop its threads."""
         own = vars(self)
-        threading.Thread(target=lambda: (own.pop("_cards", None), own.pop("_group", None))).start()
+        threading.Thread(
+            target=lambda: (own.pop("_gpu_group", None), own.pop("_group", None))
+        ).start()
 
     def all_agree(self, ok: bool) -> bool:
         """Whether every rank, the sender included, says ok."""
@@ -152,66 +156,65 @@ class Channel:
         return int(votes) == 0
 
     def _buckets(self, tensors: NamedTensors, limit: int) -> Iterator[tuple[list[Sent], Tensor]]:
-        """One bucket after the other: what it holds, and the bytes of all.
+        """One bucket after the other: its tensors' names, types, shapes and hashes, and its bytes.
 
         The two buffers take turns: one may travel while the other is being filled.
         """
-        held: list[Sent] = []
+        sent: list[Sent] = []
         turn = filled = 0
         for name, tensor in tensors:
             own = byte_view(tensor.detach().cpu().contiguous())
             fact = name, str(tensor.dtype), list(tensor.shape)
-            if held and filled + len(own) > limit:
-                yield held, self._room(turn, filled)
-                held, turn, filled = [], 1 - turn, 0
+            if sent and filled + len(own) > limit:
+                yield sent, self._room(turn, filled)
+                sent, turn, filled = [], 1 - turn, 0
             if len(own) > limit:
                 yield [(*fact, self.hashing.of(own))], own
                 continue
+
             place = self._room(turn, limit)[filled : filled + len(own)]
-            held.append((*fact, self.hashing.of_copied(place, own)))
+            sent.append((*fact, self.hashing.of_copied(place, own)))
             filled += len(own)
-        if held:
-            yield held, self._room(turn, filled)
+        if sent:
+            yield sent, self._room(turn, filled)
 
     def _room(self, which: int, num_bytes: int) -> Tensor:
-        """A buffer of this size; one memory serves many buckets, since fresh pages cost more than
-        the transfer.
-        """
+        """A buffer of this size, which serves many buckets: fresh pages are slow."""
         if len(self._buffers[which]) < num_bytes:
             self._buffers[which] = torch.empty(num_bytes, dtype=torch.uint8)
         return self._buffers[which][:num_bytes]
 
-    def _announce(self, size: int, held: dict[str, Any]) -> None:
-        """Say how large the next bucket is, and what it holds."""
-        text = torch.frombuffer(bytearray(json.dumps(held).encode()), dtype=torch.uint8)
+    def _send_header(self, size: int, header: dict[str, Any]) -> None:
+        """Send the size of the next bucket, and what it holds, with a hash of that."""
+        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
         check = torch.frombuffer(bytearray(hash_of(text).to_bytes(8, "little")), dtype=torch.int64)
         self._broadcast(torch.cat([torch.tensor([size, text.numel()]), check]))
         self._broadcast(text)
 
-    def _next_announcement(self) -> tuple[int, dict[str, Any]]:
-        """The next bucket's size, and what it holds: nothing if a bit of that is not as it was."""
+    def _receive_header(self) -> tuple[int, dict[str, Any]]:
+        """The next bucket's size and header; an empty one if a bit of it has changed on the way."""
         numbers = torch.zeros(3, dtype=torch.long)
         self._broadcast(numbers)
         size, length, check = numbers.tolist()
         text = torch.empty(length, dtype=torch.uint8)
         self._broadcast(text)
         whole = hash_of(text) == check % 2**64
-        held: dict[str, Any] = json.loads(text.numpy().tobytes()) if whole else {}
-        return size, held
+        header: dict[str, Any] = json.loads(text.numpy().tobytes()) if whole else {}
+        return size, header
 
     def _start_bucket(self, payload: Tensor) -> Callable[[], None]:
         """Begin to broadcast these bytes; what is returned waits until they are there."""
-        if self._cards is None:
+        if self._gpu_group is None:
             return partial(_wait, self._start_broadcast(payload))
-        on_card = torch.empty_like(payload, device=self.device)
+        on_gpu = torch.empty_like(payload, device=self.device)
         if self.rank == 0:
-            on_card.copy_(payload)
-        work = self._start_broadcast(on_card, self._cards)
+            on_gpu.copy_(payload)
+        work = self._start_broadcast(on_gpu, self._gpu_group)
 
         def finish() -> None:
             _wait(work)
             if self.rank != 0:
-                payload.copy_(on_card)
+                payload.copy_(on_gpu)
 
         return finish
 
@@ -226,33 +229,32 @@ class Channel:
             return work
 
 
-def card_of(device: torch.device) -> str:
-    """A name that no other card has; none on a CPU, or without nccl."""
+def gpu_of(device: torch.device) -> str:
+    """A name that no other GPU has; none on a CPU, or without nccl."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
 
 
-def group_of_cards(store: dist.Store, rank: int, size: int) -> Any:
-    """The group that buckets travel over where every rank has a card of its own, which nccl asks
-    for.
-    """
+def group_of_gpus(store: dist.Store, rank: int, size: int) -> Any:
+    """The group that buckets travel over where every rank has a GPU of its own, as nccl demands."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TRANSFER_TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _meet(store: dist.Store, rank: int, num_receivers: int, card: str) -> bool:
-    """Wait until every rank is there; the sender names those that are not.
+def _meet(store: dist.Store, rank: int, num_receivers: int, gpu: str) -> bool:
+    """Wait until every rank is there; returns whether each has a GPU of its own.
 
-    Whether each has a card of its own.
+    The sender's error names the ranks that did not come.
     """
     with _explained("cannot reach the sender's store"):
-        store.set(f"joined/{rank}", card or "no card")
+        store.set(f"joined/{rank}", gpu or "no GPU")
     if rank != 0:
         with _explained("the sender waited in vain for another rollout rank, or is gone itself"):
             store.wait(["complete"], FORM_TIMEOUT)
-            return bool(store.get("complete") == b"own cards")
+            return bool(store.get("complete") == b"own GPUs")
+
     keys = {f"joined/{other}": other for other in range(1, num_receivers + 1)}
     try:
         store.wait(list(keys), FORM_TIMEOUT)
@@ -262,10 +264,11 @@ def _meet(store: dist.Store, rank: int, num_receivers: int, card: str) -> bool:
             f"weight sync: waited {FORM_TIMEOUT.total_seconds():.0f} s for {absent}: not there. "
             "Is that worker alive, and not busy with another call?"
         ) from error
-    cards = [card, *(store.get(key).decode() for key in keys)]
-    own_cards = bool(card) and "no card" not in cards and len(set(cards)) == len(cards)
-    store.set("complete", "own cards" if own_cards else "yes")
-    return own_cards
+
+    gpus = [gpu, *(store.get(key).decode() for key in keys)]
+    has_own_gpus = bool(gpu) and "no GPU" not in gpus and len(set(gpus)) == len(gpus)
+    store.set("complete", "own GPUs" if has_own_gpus else "yes")
+    return has_own_gpus
 
 
 def _wait(work: dist.Work) -> None:

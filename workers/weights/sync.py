@@ -1,9 +1,11 @@
 """Weights from the trainer to the rollout engines: versioned, verified, two-phase.
 
-The driver calls `sync_weights`.
+`sync_weights` goes one of two ways:
 
-    same processes       rollout.update_weights       by reference at world size 1, else one full copy, tensor by tensor
-    other processes      actor.open_weight_channel -> actor.send_weights ‖ rollout.receive_weights
+    same processes     rollout.update_weights: by reference at world size 1,
+                       else one full copy, tensor by tensor
+    other processes    actor.open_weight_channel, then
+                       actor.send_weights ‖ rollout.receive_weights
 
 Either way a rank first loads and verifies (names, shapes, bytes), then all ranks vote, and only a
 unanimous vote flips the version. Where it is not unanimous the engines stay stale: they refuse to
@@ -27,16 +29,17 @@ from torch import Tensor
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.future import gather
 from verl_like.errors import WeightSyncError
-from workers.rollout.base import RolloutEngine
 from workers.weights.channel import Channel, join_store, open_store
-from workers.weights.checksum import account_of
+from workers.weights.checksum import NamedTensors
+from workers.weights.sink import describe_problems
 
 
 def sync_weights(
     actor_group: Any, rollout_group: Any, version: int, bucket_mb: float = 16.0
 ) -> dict[str, float]:
-    """Bring every rollout engine to the actor's weights as `version`, proven equal, or raise
-    `WeightSyncError`.
+    """Bring every rollout engine to the actor's weights, proven equal, as `version`.
+
+    Raises `WeightSyncError` where that fails on any rank.
     """
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
@@ -45,14 +48,12 @@ def sync_weights(
         address = actor_group.open_weight_channel()[0]
         receive = partial(rollout_group.receive_weights.remote, address, version)
         send = partial(actor_group.send_weights.remote, rollout_group.world_size, bucket_mb)
-        # A group of one may run in this very thread, when it is called: the larger group is called
+        # A group of one may run in this very thread when it is called, so the larger group comes
         # first.
-        calls = (
-            (send, receive)
-            if actor_group.world_size > rollout_group.world_size
-            else (receive, send)
-        )
+        sender_first = actor_group.world_size > rollout_group.world_size
+        calls = (send, receive) if sender_first else (receive, send)
         reports = [report for side in gather(*(call() for call in calls)) for report in side]
+
     errors = [report.error for report in reports if report.error]
     if errors:
         raise WeightSyncError(f"version {version} was not taken over: " + "; ".join(errors))
@@ -66,17 +67,21 @@ def sync_weights(
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one rank says after a sync: why it refused, the bytes it sent or copied, and the time of
-    their hashes.
-    """
+    """One rank's part of a sync: why it refused, the bytes it moved, the time of their hashes."""
 
     error: str | None = None
     num_bytes: int = 0
     hash_s: float = 0.0
 
 
-class _HasFullTensors(Protocol):
+class _SendingEngine(Protocol):
     def named_full_tensors(self, on_all_ranks: bool) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class _ReceivingEngine(Protocol):
+    def load_weights(self, tensors: NamedTensors) -> None: ...
+
+    def commit(self, version: int) -> None: ...
 
 
 class WeightSender:
@@ -87,7 +92,7 @@ class WeightSender:
 
     rank: int
     device: torch.device
-    engine: _HasFullTensors
+    engine: _SendingEngine
     _weight_store: tuple[dist.TCPStore, str] | None = None
     _num_channels = 0
 
@@ -114,9 +119,8 @@ class WeightSender:
         except WeightSyncError as error:
             return SyncReport(f"actor rank {self.rank}: {error}")
         finally:
-            deque(
-                tensors, maxlen=0
-            )  # the other actor ranks are in the same collectives: go through them to the end
+            # The other actor ranks are in the same collectives: go through them to the end.
+            deque(tensors, maxlen=0)
         problem = None if agreed else "a rollout rank refused the weights"
         return SyncReport(problem, channel.num_bytes, channel.hashing.seconds)
 
@@ -130,7 +134,7 @@ class WeightReceiver:
     rank: int
     world_size: int
     device: torch.device
-    engine: RolloutEngine
+    engine: _ReceivingEngine
     _joined_store: tuple[dist.TCPStore, str] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -146,19 +150,21 @@ class WeightReceiver:
                 except WeightSyncError as problem:
                     problems.append(str(problem))
                     deque(tensors, maxlen=0)  # what is still coming, ahead of the vote
-                if account := account_of("transfer", corrupt=channel.corrupt):
-                    problems.append(account)
+                if channel.corrupt:
+                    problems.append(describe_problems("transfer", corrupt=channel.corrupt))
                 if channel.all_agree(not problems):
                     self.engine.commit(version)
         except WeightSyncError as problem:
             self._joined_store = None
             return SyncReport(f"rollout rank {self.rank}: {' '.join(problems) or problem}")
+
         error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
         return SyncReport(error, channel.num_bytes, channel.hashing.seconds)
 
     def _store_of(self, address: str) -> dist.Store:
-        """The sender's store, joined once: torch asks for the name of every peer, which a slow
-        resolver makes long.
+        """The sender's store, joined once.
+
+        Torch asks for the name of every peer, which a slow resolver makes long.
         """
         place, _, number = address.rpartition("/")
         if self._joined_store is None or self._joined_store[1] != place:

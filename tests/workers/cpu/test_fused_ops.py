@@ -8,11 +8,10 @@ from distributed import run
 from gradients import ACTOR_COLUMNS, gradients
 from samples import VOCAB, make_batch, started, tiny_config
 
-from workers.cpu import fused_ops as lean_module
+from workers.cpu import fused_ops as fused_ops_module
 from workers.cpu.allocator import keep_freed_memory
-from workers.cpu.fused_ops import lean
+from workers.cpu.fused_ops import fused_ops
 from workers.roles.actor import ActorWorker
-from workers.training import engine as fsdp
 from workers.training.microbatch import Budget
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -34,19 +33,19 @@ def model_of(config_name, folder):
 
 
 @pytest.mark.parametrize("family", ["Qwen2Config", "Qwen3Config", "LlamaConfig", "GemmaConfig"])
-@pytest.mark.parametrize("fewest_products", [1, 2**40])
+@pytest.mark.parametrize("min_multiplications", [1, 2**40])
 def test_an_update_in_few_passes_has_the_gradients_of_the_models_own_code(
-    tmp_path, monkeypatch, family, fewest_products
+    tmp_path, monkeypatch, family, min_multiplications
 ):
     model_of(family, tmp_path)
     config = tiny_config(tmp_path, entropy_coeff=0.01, use_kl_loss=True)
     found = []
     for own in (True, False):
         if own:
-            monkeypatch.setattr(fsdp, "lean", lambda module: nullcontext())
+            monkeypatch.setattr(fused_ops_module, "fused_ops", lambda module: nullcontext())
         else:
             monkeypatch.undo()
-            monkeypatch.setattr(lean_module, "FEWEST_PRODUCTS", fewest_products)
+            monkeypatch.setattr(fused_ops_module, "MIN_MULTIPLICATIONS", min_multiplications)
         found.append(
             gradients(started(ActorWorker, config, 1), make_batch(8), ACTOR_COLUMNS, Budget(rows=3))
         )
@@ -58,29 +57,41 @@ def test_only_what_computes_the_same_is_replaced_and_only_within(tmp_path):
     from transformers.models.gemma import modeling_gemma
     from transformers.models.qwen2 import modeling_qwen2
 
-    for family, home, count in (
-        ("Qwen2Config", modeling_qwen2, 15 + 5 + 2),
-        ("GemmaConfig", modeling_gemma, 15),
+    for family, modeling, count in (
+        ("Qwen2Config", modeling_qwen2, 15 + 5 + 2 + 2),  # linear layers, norms, MLPs, attentions
+        ("GemmaConfig", modeling_gemma, 15 + 2),
     ):
-        module, rotary = model_of(family, tmp_path), home.apply_rotary_pos_emb
-        with lean(module), lean(module):  # a second time it finds the first
+        module, rotary = model_of(family, tmp_path), modeling.apply_rotary_pos_emb
+        with fused_ops(module), fused_ops(module):  # a second time it finds the first
             assert sum("forward" in vars(child) for child in module.modules()) == count
-            assert home.apply_rotary_pos_emb is not rotary
+            for layer in module.model.layers:
+                names = layer.self_attn.forward.__func__.__globals__
+                assert names["apply_rotary_pos_emb"] is not rotary
+            assert modeling.apply_rotary_pos_emb is rotary  # the model's module is left as it is
         assert not any("forward" in vars(child) for child in module.modules())
-        assert home.apply_rotary_pos_emb is rotary
+
+
+def test_an_engine_on_another_device_than_the_cpu_enters_nothing(tiny_dir):
+    engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
+    for device, is_entered in (("cpu", True), ("meta", False)):
+        engine.device = torch.device(device)
+        with engine.running():
+            found = any("forward" in vars(child) for child in engine.module.modules())
+        assert found == is_entered
 
 
 def test_other_types_than_float32_run_as_the_model_has_them(tmp_path):
     module = model_of("Qwen2Config", tmp_path).bfloat16()
     ids = torch.arange(12).view(2, 6)
     plain = module(ids).logits
-    with lean(module):
+    with fused_ops(module):
         assert torch.equal(module(ids).logits, plain)
 
 
 def page_faults_of_a_tensor(tiny_dir):
-    """Of one of 64 MiB, made for the twentieth time in a process that trains: the heap finds its
-    layout before.
+    """Of one of 64 MiB, made for the twentieth time in a process that trains.
+
+    By then the heap has found its layout.
     """
     started(ActorWorker, tiny_config(tiny_dir), 1)
     for _ in range(20):

@@ -1,45 +1,44 @@
-"""oneDNN's products against torch's own, and that the bits of a row do not depend on its
-neighbours.
-"""
+"""oneDNN's linear layers against torch's own; a row's bits do not depend on its neighbours."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn import functional
 
-from workers.cpu import onednn as products
-from workers.cpu.onednn import is_product, product, product_silu, product_with
+from workers.cpu import onednn
+from workers.cpu.onednn import linear, linear_binary, linear_silu, supports
 
 SIZES = [(64, 128), (80, 48), (512, 64), (33, 70)]
 
 
 @pytest.mark.parametrize(("width", "out"), SIZES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_are_those_of_torch(width, out, bias):
+def test_linear_layers_are_those_of_torch(width, out, bias):
     states, weight, other = torch.randn(37, width), torch.randn(out, width), torch.randn(37, out)
     bias = torch.randn(out) if bias else None
-    plain = linear(states, weight, bias)
+    plain = functional.linear(states, weight, bias)
     for found, expected in (
-        (product(states, weight, bias), plain),
-        (product(states, weight.t().contiguous().t(), bias), plain),
-        (product_silu(states, weight, bias), silu(plain)),
-        (product_with("add", other, states, weight, bias), other + plain),
-        (product_with("mul", other, states, weight, bias), other * plain),
+        (linear(states, weight, bias), plain),
+        (linear(states, weight.t().contiguous().t(), bias), plain),
+        (linear_silu(states, weight, bias), functional.silu(plain)),
+        (linear_binary("add", other, states, weight, bias), other + plain),
+        (linear_binary("mul", other, states, weight, bias), other * plain),
     ):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(not is_product(torch.ones(2, 2)), reason="torch without oneDNN's operation")
+@pytest.mark.skipif(not supports(torch.ones(2, 2)), reason="torch without oneDNN's operation")
 @pytest.mark.parametrize(("width", "out"), SIZES)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(width, out):
     states, weight, other = torch.randn(300, width), torch.randn(out, width), torch.randn(300, out)
     for compute in (
-        lambda rows: product(states[rows], weight),
-        lambda rows: product_silu(states[rows], weight),
-        lambda rows: product_with("mul", other[rows], states[rows], weight),
-        lambda rows: product_with("add", other[rows], states[rows], weight),
+        lambda rows: linear(states[rows], weight),
+        lambda rows: linear_silu(states[rows], weight),
+        lambda rows: linear_binary("mul", other[rows], states[rows], weight),
+        lambda rows: linear_binary("add", other[rows], states[rows], weight),
     ):
         whole = compute(slice(None))
         for first, count in ((0, 2), (3, 5), (10, 64), (298, 2), (7, 131)):
@@ -48,25 +47,27 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(width, out):
 
 
 def test_other_types_devices_and_builds_of_torch_are_left_to_torch(monkeypatch):
-    assert not is_product(torch.ones(2, 2, dtype=torch.bfloat16))
-    assert not is_product(torch.ones(2, 2, device="meta"))
-    products._works.cache_clear()
+    assert not supports(torch.ones(2, 2, dtype=torch.bfloat16))
+    assert not supports(torch.ones(2, 2, device="meta"))
+    onednn._works.cache_clear()
     try:
         monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *_: torch.zeros(4, 3))
-        assert not is_product(torch.ones(2, 2))
+        assert not supports(torch.ones(2, 2))
     finally:
-        products._works.cache_clear()
+        onednn._works.cache_clear()
 
 
-@pytest.mark.skipif(not is_product(torch.ones(2, 2)), reason="torch without oneDNN's operation")
+@pytest.mark.skipif(not supports(torch.ones(2, 2)), reason="torch without oneDNN's operation")
 def test_kernels_that_are_not_used_again_are_forgotten():
-    """In a process of its own, as it looks at the whole heap:
+    """In a process of its own, as it looks at the whole heap.
 
     900 kernels take 200 MiB where torch keeps them.
     """
     code = """
 import ctypes, torch
-from workers.cpu.onednn import KERNELS_KEPT, product
+from workers.cpu.onednn import KERNELS_KEPT, limit_kernel_caches, linear
+
+limit_kernel_caches()
 
 class Heap(ctypes.Structure):  # glibc's mallinfo2
     _fields_ = [(name, ctypes.c_size_t) for name in "arena b c d mmapped f g used free keepcost".split()]
@@ -78,8 +79,17 @@ states, weight = torch.ones(KERNELS_KEPT + 700, 32), torch.ones(32, 32)
 for rows in range(1, KERNELS_KEPT + 701):
     if rows == KERNELS_KEPT:
         before = heap().used
-    product(states[:rows], weight)
+    linear(states[:rows], weight)
 print((heap().used - before) / 2**20)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 40
+
+
+def test_a_limit_that_the_user_set_for_the_kernel_caches_stays(monkeypatch):
+    for name in onednn.CACHE_LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    onednn.limit_kernel_caches()
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(onednn.KERNELS_KEPT)

@@ -18,7 +18,7 @@ from workers.roles.reference import ReferenceWorker
 from workers.roles.rollout import RolloutWorker
 from workers.training.engine import TrainEngine, full_tensor
 from workers.training.microbatch import Budget
-from workers.weights.checksum import WeightSink
+from workers.weights.sink import WeightSink
 
 ROWS = 4
 

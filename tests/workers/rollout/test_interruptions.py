@@ -40,7 +40,7 @@ class Doomed(RolloutWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def is_standing(self):
-        return self.engine.control.standing
+        return self.engine.control.is_paused
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def be_doomed(self):

@@ -9,7 +9,7 @@ from samples import RESPONSE, VOCAB, learned, make_batch, own_piece, started, ti
 
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
-from workers.cpu import fused_ops as lean
+from workers.cpu import fused_ops
 from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.parallel import fsdp as sharding
 from workers.roles.actor import ActorWorker
@@ -34,7 +34,7 @@ def on_ranks(tiny_dir, num_rows, fsdp_size=-1, is_large=False):
     if is_large:
         sharding.SMALL_ELEMENTS = 0
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        lean.FEWEST_PRODUCTS = 1
+        fused_ops.MIN_MULTIPLICATIONS = 1
     config = tiny_config(
         tiny_dir,
         entropy_coeff=0.01,
@@ -195,7 +195,7 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted(tiny_dir):
     batch.batch["advantages"][1, 0] = math.inf
     metrics = actor.update_actor(batch).meta_info["metrics"]
     assert metrics["actor/skipped_steps"] == 1.0
-    assert actor.engine.skips.total == 1
+    assert actor.engine.guard.total == 1
     assert actor.weights_checksum() == before
 
 

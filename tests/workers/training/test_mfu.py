@@ -12,7 +12,7 @@ import torch
 from samples import make_batch, started, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
-from workers.cpu import fused_ops as lean
+from workers.cpu import fused_ops
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training import mfu as utilization
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def torch_counts_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's counter knows its own products, not oneDNN's, of which there are as many."""
-    monkeypatch.setattr(lean, "FEWEST_PRODUCTS", 2**60)
+    """Torch's counter knows its own matrix products, not oneDNN's, of which there are as many."""
+    monkeypatch.setattr(fused_ops, "MIN_MULTIPLICATIONS", 2**60)
 
 
 def worker(cls: type, tiny_dir: Any, **model: Any) -> Any:

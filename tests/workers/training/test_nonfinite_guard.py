@@ -34,7 +34,7 @@ def update_twice(tiny_dir):
         counts.append(
             (
                 metrics["actor/skipped_steps"],
-                actor.engine.skips.total,
+                actor.engine.guard.total,
                 math.isfinite(metrics["actor/pg_loss"]),
             )
         )

@@ -6,11 +6,11 @@ from gradients import ACTOR_COLUMNS, FAMILIES, gradients
 from samples import VOCAB, make_batch, started, tiny_config
 
 from verl_like.errors import ConfigError
-from workers.models.head import empty_model
+from workers.models.causal_lm import empty_model
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training import attention
-from workers.training.attention import RowLayout, packed_attention, resolve_attention
+from workers.training.attention import RowLayout, packed_attention
 from workers.training.microbatch import Budget
 from workers.training.packing import can_pack, last_token_reads, needed_tokens, response_reads
 
@@ -165,31 +165,6 @@ def test_packed_attention_is_attention_of_each_row_alone(lengths, window):
             packed[0, start : start + length], expected.transpose(0, 1), atol=1e-5, rtol=0
         )
         start += length
-
-
-def test_attention_falls_back_to_what_runs_with_one_warning(caplog):
-    class Old:
-        _supports_sdpa = False
-
-    attention._warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            assert (
-                resolve_attention(
-                    "flash_attention_2",
-                    CPU,
-                    torch.float32,
-                    type("New", (), {"_supports_sdpa": True}),
-                )
-                == "sdpa"
-            )
-    assert [r.message for r in caplog.records] == [
-        "attention: sdpa in place of flash_attention_2: flash-attn runs on CUDA devices, not on "
-        "cpu."
-    ]
-    assert resolve_attention("auto", CPU, torch.float32, Old) == "eager"
-    with pytest.raises(ConfigError, match="Did you mean 'sdpa'"):
-        resolve_attention("sdp", CPU, torch.float32, Old)
 
 
 def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir):

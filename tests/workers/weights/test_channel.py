@@ -47,8 +47,8 @@ def cards_of(monkeypatch, cards):
                 sizes.append(tensors[0].numel())
             return self.gloo.broadcast(tensors, options)
 
-    monkeypatch.setattr(weight_channel, "card_of", lambda device: next(cards))
-    monkeypatch.setattr(weight_channel, "group_of_cards", Cards)
+    monkeypatch.setattr(weight_channel, "gpu_of", lambda device: next(cards))
+    monkeypatch.setattr(weight_channel, "group_of_gpus", Cards)
     return sizes
 
 
@@ -93,10 +93,10 @@ def test_a_dropped_bucket_is_caught(actor, rollout, monkeypatch):
 
 def announced(monkeypatch, change):
     """What the sender says that a bucket holds is `change` of it."""
-    announce = weight_channel.Channel._announce
+    announce = weight_channel.Channel._send_header
     monkeypatch.setattr(
         weight_channel.Channel,
-        "_announce",
+        "_send_header",
         lambda channel, size, held: announce(channel, size, change(held) if held else held),
     )
 
@@ -107,7 +107,7 @@ def test_a_repeated_bucket_is_caught(actor, rollout, monkeypatch):
     refused(actor, rollout, "bucket 0 in the place of bucket 1")
 
 
-def test_a_bucket_of_another_size_than_announced_is_caught(actor, rollout, monkeypatch):
+def test_a_bucket_of_another_size_than_send_headerd_is_caught(actor, rollout, monkeypatch):
     def longer(kept):
         held, payload = kept[0]
         return [(held, torch.cat([payload, payload])), *kept[1:]]

@@ -1,13 +1,12 @@
 """The embedded rollout engine: a decode loop over any full-attention Hugging Face causal LM.
 
-`RolloutWorker` builds it.
-
-    waiting prompts --prefill, in groups--> slots --decode, a token a pass--> finished ones leave, waiting ones enter
+    waiting prompts --prefill, in groups--> slots of the KV cache
+    slots           --decode, one token a pass--> finished samples leave, waiting prompts enter
 
 A sample's tokens and log-probs are the same bits whatever else is in the batch: at least `MIN_ROWS`
 rows are always computed (fewer change the bits of a linear layer), on one CPU thread (several share
-the rows out by their number); attention runs over whole blocks of columns (`slot_cache`), and the
-noise is keyed by the sample (`sampling`).
+the rows out by their number); attention runs over whole blocks of columns (`native.kv_cache`), and
+the noise is keyed by the sample (`rollout.sampling`).
 """
 
 from __future__ import annotations
@@ -52,18 +51,17 @@ from workers.weights.checksum import Fingerprint
 
 MIN_ROWS = 4
 """Fewest rows of a forward pass: a linear layer's bits change at 1 to 3 rows."""
-FEW_ROWS = 16
-"""Rows of a pass are whole multiples of this from here on: oneDNN builds kernels for every number
-of them.
+ROWS_STEP = 16
+"""Passes over more rows than this compute whole multiples of it.
+
+oneDNN builds kernels for every number of rows, so there should be few different ones.
 """
 PREFILL_PROMPTS = 64
 """Most distinct prompts of one prefill pass, to bound its memory."""
 
 
 class NativeEngine(ModuleEngine):
-    """Generates with a module it shares with the trainer
-    (`owns_weights=False`) or has for itself.
-    """
+    """Generates with a module of its own, or with the trainer's (`owns_weights=False`)."""
 
     def __init__(
         self,
@@ -77,21 +75,27 @@ class NativeEngine(ModuleEngine):
         self.config = module.config.get_text_config()
         _check_model(self.config, limits.prompt_width + limits.response_width)
         self.owns_weights = owns_weights
-        self.is_proven: bool | None = None
-        self.cache_memory = CacheMemory()
+        self.direct_agrees: bool | None = None
+        """Whether the direct pass computes what the module does; None while that is not known."""
+
+        first_weight = next(module.parameters())
+        if first_weight.device.type == "cpu":
+            _limit_kernel_caches()
         width = slot_width(self.config, limits.prompt_width, limits.response_width)
-        fit = slots_that_fit(
-            self.config, width, next(module.parameters()).dtype, limits.kv_cache_gb, MIN_ROWS
+        num_slots = slots_that_fit(
+            self.config, width, first_weight.dtype, limits.kv_cache_gb, MIN_ROWS
         )
-        self.max_active = min(limits.max_num_seqs, fit)
+        self.max_active = min(limits.max_num_seqs, num_slots)
+        self.cache_memory = CacheMemory()
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """The module's parameters, LoRA merged."""
         return merged_tensors(self.module, self.module.named_parameters())
 
     def commit(self, version: int) -> None:
-        """From here on samples are those of `version`; a generation held between two steps goes on
-        with it.
+        """From here on samples are those of `version`.
+
+        A generation that is paused between two steps goes on with it.
         """
         if not self.owns_weights:
             self._fingerprint = Fingerprint()
@@ -107,38 +111,36 @@ class NativeEngine(ModuleEngine):
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
         memory, self.cache_memory = self.cache_memory, CacheMemory()
         with _inference(self.module):
-            direct = self._may_be_direct()
-            generation = _Generation(
-                self, requests, sampling, DirectForward if direct else ModuleForward, memory
-            )
-            with torch.inference_mode() if direct else nullcontext():
+            is_direct = self._can_be_direct()
+            forward_class = DirectForward if is_direct else ModuleForward
+            generation = _Generation(self, requests, sampling, forward_class, memory)
+            with torch.inference_mode() if is_direct else nullcontext():
                 finish = generation.run()
+
+        # Memory that holds numbers which are not finite is not used again: see `CacheMemory`.
         if np.isfinite(generation.log_probs).all():
             memory.end()
             self.cache_memory = memory
         return [generation.output(request, finish) for request in range(len(requests))]
 
-    def _may_be_direct(self) -> bool:
-        """Whether the direct pass may stand for the module as it is now: not where it was seen to
-        differ.
-        """
+    def _can_be_direct(self) -> bool:
+        """Whether the direct pass may run in place of the module's; they are compared once."""
         if not is_llama_shaped(self.module):
             return False
-        if self.is_proven is None:
-            self.is_proven = agrees(self.module)
-            if not self.is_proven:
+        if self.direct_agrees is None:
+            self.direct_agrees = agrees(self.module)
+            if not self.direct_agrees:
                 warnings.warn(
                     "rollout.name=native: the direct pass differs from "
                     f"{type(self.module).__name__} as transformers {transformers.__version__} "
                     "computes it; decoding through the module instead, which is slower.",
                     stacklevel=2,
                 )
-        return self.is_proven
+        return self.direct_agrees
 
 
 class _Generation:
-    """One call of `generate`: what every request has produced, and which request sits in which
-    slot.
+    """One call of `generate`: what every request has produced, and which one fills which slot.
 
     Requests in flight fill slots 0..num_active-1; the last ones move into freed slots, so a pass
     runs over a prefix. A request that begins with tokens already made (`forced`) is fed them one by
@@ -154,16 +156,13 @@ class _Generation:
         forward_class: type[DirectForward] | type[ModuleForward],
         memory: CacheMemory,
     ) -> None:
-        self.engine, self.sampling, self.requests, self.forward_class = (
-            engine,
-            sampling,
-            requests,
-            forward_class,
-        )
+        self.engine, self.sampling, self.requests = engine, sampling, requests
+        self.forward_class = forward_class
         self.device = next(engine.module.parameters()).device
         self.keys = np.array([request.key for request in requests], dtype=np.uint64)
         self.prompts = [tuple(request.prompt) for request in requests]
         self.prompt_lengths = np.array([len(prompt) for prompt in self.prompts])
+
         shape = (len(requests), sampling.max_tokens)
         self.tokens = np.zeros(shape, dtype=np.int64)
         self.log_probs = np.zeros((*shape, sampling.num_log_probs), dtype=np.float32)
@@ -171,11 +170,11 @@ class _Generation:
         self.lengths = np.zeros(len(requests), dtype=np.int64)
         self.forced = np.zeros(len(requests), dtype=np.int64)
         self.stopped = np.zeros(len(requests), dtype=bool)
+        stops = [token for token in sampling.stop_token_ids if 0 <= token < engine.vocab_size]
         self.is_stop = np.zeros(engine.vocab_size, dtype=bool)
-        self.is_stop[
-            [token for token in sampling.stop_token_ids if 0 <= token < engine.vocab_size]
-        ] = True
+        self.is_stop[stops] = True
         self._take_partial()
+
         self.waiting = deque(range(len(requests)))
         self.max_active = min(engine.max_active, len(requests))
         self.num_active = self.longest = 0
@@ -198,7 +197,7 @@ class _Generation:
             if self.engine.version != version:
                 version = self.engine.version
                 self._start_over()
-            group = self._entering()
+            group = self._next_group()
             if group:
                 self._prefill(group)
             else:
@@ -208,18 +207,16 @@ class _Generation:
     def output(self, request: int, finish: str) -> Output:
         """What a request has produced."""
         length = max(int(self.lengths[request]), int(self.forced[request]))
-        reason = (
-            "stop"
-            if self.stopped[request]
-            else "length"
-            if length == self.sampling.max_tokens
-            else finish
-        )
+        if self.stopped[request]:
+            finish = "stop"
+        elif length == self.sampling.max_tokens:
+            finish = "length"
+
         tokens, log_probs, versions = (
             torch.from_numpy(column[request, :length])
             for column in (self.tokens, self.log_probs, self.versions)
         )
-        return output_of(tokens, log_probs, versions, reason)
+        return output_of(tokens, log_probs, versions, finish)
 
     def _take_partial(self) -> None:
         for index, request in enumerate(self.requests):
@@ -230,9 +227,7 @@ class _Generation:
                 self.versions[index, :length] = request.partial.versions
 
     def _start_over(self) -> None:
-        """The weights are new: what is in flight is read again with
-        them, and goes on where it was.
-        """
+        """The weights are new: what is in flight is read again with them, and goes on."""
         active = self.request_of_slot[: self.num_active]
         self.forced[active] = np.maximum(self.forced[active], self.lengths[active])
         self.lengths[active] = 0
@@ -240,13 +235,12 @@ class _Generation:
         self.num_active = 0
         self.forward = self.forward_class(self.engine.module, self.cache)
 
-    def _entering(self) -> list[int]:
-        """The next requests to prefill: none while fewer than `MIN_ROWS` of those waiting would
-        fit.
-        """
+    def _next_group(self) -> list[int]:
+        """The next requests to prefill; none while fewer than `MIN_ROWS` of them would fit."""
         count = min(len(self.waiting), self.max_active - self.num_active)
         if count < min(MIN_ROWS, len(self.waiting), self.max_active):
             return []
+
         group: list[int] = []
         distinct: set[tuple[int, ...]] = set()
         while self.waiting and len(group) < count:
@@ -258,32 +252,36 @@ class _Generation:
 
     def _prefill(self, group: list[int]) -> None:
         """One pass over the distinct prompts of the group; samples of one prompt share it."""
-        index = {
-            prompt: i for i, prompt in enumerate(dict.fromkeys(self.prompts[r] for r in group))
-        }
-        sources = torch.tensor([index[self.prompts[r]] for r in group], device=self.device)
-        prompts = [*index, *[(0,)] * (rows_of_pass(len(index)) - len(index))]
+        distinct = list(dict.fromkeys(self.prompts[request] for request in group))
+        row_of = {prompt: row for row, prompt in enumerate(distinct)}
+        rows = [row_of[self.prompts[request]] for request in group]
+        sources = torch.tensor(rows, device=self.device)
+
+        prompts = [*distinct, *[(0,)] * (rows_of_pass(len(distinct)) - len(distinct))]
         width = prefill_width(max(map(len, prompts)), self.engine.limits.prompt_width)
         self.cache.fit(max(1 + width, self.longest + 2), self.num_active)
         logits = self.forward.prefill(prompts, width, sources, self.num_active)
+
         slots = np.arange(self.num_active, self.num_active + len(group))
         self.request_of_slot[slots] = group
         self.num_active += len(group)
         self._append(slots, logits[sources])
 
     def _decode(self) -> None:
-        """One more token for slots 0..num_active-1; those beyond, up to a round number, compute
-        what nobody reads.
+        """One more token for slots 0..num_active-1.
+
+        Slots beyond, up to the number of rows of a pass, are computed and not read.
         """
         requests = self.request_of_slot[: rows_of_pass(self.num_active)]
         steps = np.maximum(self.lengths[requests] - 1, 0)
         positions = self.prompt_lengths[requests] + steps
         self.longest = int(positions[: self.num_active].max())
         positions = np.minimum(positions, self.longest)
-        self.cache.fit(self.longest + 2, self.num_active)
         ids = self.tokens[requests, steps]
+
+        self.cache.fit(self.longest + 2, self.num_active)
         logits = self.forward.decode(
-            *(torch.from_numpy(numbers).to(self.device) for numbers in (ids, positions))
+            torch.from_numpy(ids).to(self.device), torch.from_numpy(positions).to(self.device)
         )
         self._append(np.arange(self.num_active), logits[: self.num_active])
 
@@ -294,6 +292,8 @@ class _Generation:
         noise = torch.from_numpy(uniforms(self.keys[requests], steps)).to(self.device)
         drawn = choose_tokens(logits, noise, self.sampling, torch.from_numpy(steps))
         tokens, log_probs = (column.cpu().numpy() for column in drawn)
+
+        # A request that is fed tokens made before keeps them, with their log-probs and versions.
         new = steps >= self.forced[requests]
         if not new.all():
             tokens = np.where(new, tokens, self.tokens[requests, steps])
@@ -302,32 +302,33 @@ class _Generation:
         self.log_probs[requests, steps] = log_probs
         self.versions[requests[new], steps[new]] = int(self.engine.version or 0)
         self.lengths[requests] = steps + 1
+
         stopped = self.is_stop[tokens]
         if self.sampling.stop_strings:
-            stopped |= self._said(requests, steps)
+            stopped |= self._ends_with_stop_string(requests, steps)
         self.stopped[requests] = stopped
         finished = stopped | (steps + 1 == self.sampling.max_tokens)
         if finished.any():
-            self._leave(slots[finished])
+            self._free_slots(slots[finished])
 
-    def _said(self, requests: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _ends_with_stop_string(
+        self, requests: NDArray[np.int64], steps: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
         """Which of these requests have just completed a stop string."""
-        said = np.zeros(len(requests), dtype=bool)
+        found = np.zeros(len(requests), dtype=bool)
         strings, decode = self.sampling.stop_strings, self.engine.decode
-        if decode is not None:
-            for row, (request, step) in enumerate(
-                zip(requests.tolist(), steps.tolist(), strict=True)
-            ):
-                if step + 1 >= self.sampling.min_tokens:
-                    said[row] = ends_with_stop_string(
-                        self.tokens[request, : step + 1].tolist(), strings, decode
-                    )
-        return said
+        if decode is None:
+            return found
 
-    def _leave(self, finished: NDArray[np.int64]) -> None:
-        """Empty these slots; those in use beyond the new number of
-        active ones move into the gaps.
-        """
+        pairs = zip(requests.tolist(), steps.tolist(), strict=True)
+        for row, (request, step) in enumerate(pairs):
+            if step + 1 >= self.sampling.min_tokens:
+                tokens = self.tokens[request, : step + 1].tolist()
+                found[row] = ends_with_stop_string(tokens, strings, decode)
+        return found
+
+    def _free_slots(self, finished: NDArray[np.int64]) -> None:
+        """Empty these slots, and move active ones from the end into the gaps."""
         left = self.num_active - len(finished)
         gaps = finished[finished < left]
         stays = np.ones(self.num_active, dtype=bool)
@@ -340,36 +341,36 @@ class _Generation:
 
 
 def rows_of_pass(count: int) -> int:
-    """The round number of rows, at least `MIN_ROWS`, that a pass over `count` of them computes: few
-    different ones.
-    """
-    if count <= FEW_ROWS:
+    """How many rows a pass over `count` of them computes: at least `MIN_ROWS`, see `ROWS_STEP`."""
+    if count <= ROWS_STEP:
         return max(MIN_ROWS, 1 << (count - 1).bit_length())
-    return -(-count // FEW_ROWS) * FEW_ROWS
+    return -(-count // ROWS_STEP) * ROWS_STEP
 
 
 def _check_model(config: Any, width: int) -> None:
-    """Refuse models whose cache is not one key and value per token, and windows that the model does
-    not have.
-    """
+    """Refuse models that keep no key and value of every token, and rows longer than a model's."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and width > limit:
         raise ConfigError(
             f"data.max_prompt_length + data.max_response_length = {width} tokens, but the model "
             f"has {limit} positions; lower one of them."
         )
+
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = (
-        getattr(config, "sliding_window", None)
-        if getattr(config, "use_sliding_window", True)
-        else None
-    )
+    has_window = getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None) if has_window else None
     if kinds - {"full_attention", "sliding_attention"} or (window is not None and window < width):
         raise ConfigError(
             f"rollout.name=native decodes full attention only; model type {config.model_type!r} "
             f"has layers {', '.join(sorted(kinds))} and a sliding window of {window} (this run is "
             f"{width} tokens wide)."
         )
+
+
+def _limit_kernel_caches() -> None:
+    from workers.cpu import onednn
+
+    onednn.limit_kernel_caches()
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Attention for decode steps: one query per head against the slots' keys.
 
-`native_rollout` switches it on.
-
 transformers repeats the whole cache once per query head at every token, which costs more than the
 arithmetic. A decode step has one query per head, so the heads of a group can stand as rows of one
 query instead, and nothing is copied; two batched products are then faster than the general kernel.
@@ -20,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "grouped_sdpa"
+"""Of `grouped_attention` in transformers' interface."""
 
 
 def grouped_attention(
@@ -31,21 +30,25 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[rows, heads, queries, size] attends to [rows, groups, columns, size]; more than one query:
-    as "sdpa" does it.
+    """[rows, heads, queries, size] attends to [rows, groups, columns, size].
+
+    More than one query attends as transformers' "sdpa" does it.
     """
-    (rows, heads, num_queries, size), groups, columns = query.shape, key.shape[1], key.shape[2]
+    rows, heads, num_queries, size = query.shape
+    groups, columns = key.shape[1], key.shape[2]
     if num_queries > 1:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return output, None
+
     grouped = query.reshape(rows * groups, heads // groups, size)
+    keys = key.flatten(0, 1).transpose(1, 2)
     scale = size**-0.5 if scaling is None else scaling
-    scores = torch.baddbmm(
-        grouped.new_empty(()), grouped, key.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale
-    )  # beta=0: the first argument is not read
+    unused = grouped.new_empty(())  # as beta=0, the first argument is not read
+    scores = torch.baddbmm(unused, grouped, keys, beta=0, alpha=scale)
     scores.view(rows, heads, columns).add_(attention_mask[:, 0])
+
     probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     output = torch.bmm(probs, value.flatten(0, 1))
     return output.view(rows, 1, heads, value.shape[3]), None
@@ -59,23 +62,19 @@ def grouped_mask(*args: Any, q_length: int, **kwargs: Any) -> Tensor | None:
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
-AttentionInterface.register(NAME, grouped_attention)
-AttentionMaskInterface.register(NAME, grouped_mask)
-
-
 @contextmanager
 def grouped_decoding(module: Any) -> Iterator[None]:
-    """Within, a model that attends by "sdpa" through transformers' interface decodes by
-    `grouped_attention`.
-    """
+    """Within, a module that attends by transformers' "sdpa" decodes by `grouped_attention`."""
     config = module.config.get_text_config()
-    switch = config._attn_implementation == "sdpa" and getattr(
-        module, "_supports_attention_backend", False
-    )
-    if switch:
-        config._attn_implementation = NAME
+    has_interface = getattr(module, "_supports_attention_backend", False)
+    if config._attn_implementation != "sdpa" or not has_interface:
+        yield
+        return
+
+    AttentionInterface.register(NAME, grouped_attention)
+    AttentionMaskInterface.register(NAME, grouped_mask)
+    config._attn_implementation = NAME
     try:
         yield
     finally:
-        if switch:
-            config._attn_implementation = "sdpa"
+        config._attn_implementation = "sdpa"

@@ -1,13 +1,14 @@
-"""The key-value cache of the native engine: one slot per sample, filled from the left.
+"""The KV cache of the native engine: one slot per sample, filled from the left.
 
 Column 0 of a slot is never attended to, columns 1..n hold the n tokens so far; samples of different
 lengths decode together, each writing its own next column. Slots are as wide as the longest sample
 in flight needs, and are copied when that changes: a step then reads memory in one stream, twice as
-fast as skipping unused ends. Three facts keep the bits of a row independent of its neighbours: a
-pass looks at a number of columns that is a multiple of `BLOCK` (the sums over columns then group
-alike; masked columns add zeros), prompts are padded to multiples of it too, and the never-attended
-column 0 keeps transformers from dropping a mask that happens to be all ones in one batch and not in
-another. `native_rollout` is the caller.
+fast as skipping unused ends.
+
+Three facts keep the bits of a row independent of its neighbours: a pass looks at a number of
+columns that is a multiple of `BLOCK` (the sums over columns then group alike; masked columns add
+zeros), prompts are padded to multiples of it too, and the never-attended column 0 keeps
+transformers from dropping a mask that happens to be all ones in one batch and not in another.
 """
 
 from __future__ import annotations
@@ -26,13 +27,9 @@ from verl_like.errors import RolloutError
 BLOCK = 16
 """Widths are multiples of this many columns: the lanes of the widest vector instructions."""
 MOST_KEPT = 2**28
-"""Bytes of a cache that is kept between generations; where it is larger, its pages are a small part
-of the time.
-"""
-SMALL_PRODUCT = 400
-"""Below this many multiplications torch takes another kernel for a batch of products, with other
-bits.
-"""
+"""Bytes of a cache that is kept between generations; a larger one is cheap to make anew."""
+MIN_MULTIPLICATIONS = 400
+"""With fewer torch takes another kernel for a batch of matrix products, with other bits."""
 
 
 def whole_blocks(count: int) -> int:
@@ -50,7 +47,7 @@ def heads_of(config: Any) -> tuple[int, int, int]:
 def least_window(config: Any) -> int:
     """Fewest columns that a decode step looks at."""
     heads, groups, size = heads_of(config)
-    return whole_blocks(-(-SMALL_PRODUCT * groups // (heads * size)))
+    return whole_blocks(-(-MIN_MULTIPLICATIONS * groups // (heads * size)))
 
 
 def slot_width(config: Any, prompt_width: int, response_width: int) -> int:
@@ -59,16 +56,12 @@ def slot_width(config: Any, prompt_width: int, response_width: int) -> int:
 
 
 def prefill_width(longest: int, prompt_width: int) -> int:
-    """Columns that a group of prompts is padded to: never different
-    ones that are not whole blocks.
-    """
+    """Columns that a group of prompts is padded to: whole blocks, or always the same few."""
     return prompt_width if prompt_width <= BLOCK else whole_blocks(longest)
 
 
 def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float, least: int) -> int:
-    """How many slots of `width` columns the limit allows; refused where not even the least number
-    fits.
-    """
+    """How many slots of `width` columns the limit allows; fewer than `least` are refused."""
     _, groups, size = heads_of(config)
     slot_bytes = 2 * config.num_hidden_layers * groups * size * width * dtype.itemsize
     fit = int(limit_gb * 2**30 / slot_bytes)
@@ -84,11 +77,11 @@ def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float,
 
 
 def zeros(count: int, like: Tensor) -> Tensor:
-    """Memory that reads as zeros: on a CPU new pages, which become real on use, and huge where the
-    system has such.
-    """
+    """Memory that reads as zeros; on a CPU new pages, huge ones where the system has such."""
     if like.device.type != "cpu":
         return like.new_zeros(count)
+
+    # The pages become real when they are first written to.
     memory = mmap.mmap(-1, count * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them
@@ -98,11 +91,10 @@ def zeros(count: int, like: Tensor) -> Tensor:
 
 
 class CacheMemory:
-    """Where slots get their memory; on a CPU it serves the next generation too, since fresh pages
-    are slow.
+    """Where slots get their memory; on a CPU it serves the next generation, too.
 
-    What masked columns hold must be finite, so an engine lets go of the memory of a generation that
-    was not.
+    Fresh pages are slow. What masked columns hold must be finite, so an engine lets go of the
+    memory of a generation that was not.
     """
 
     def __init__(self) -> None:
@@ -111,20 +103,24 @@ class CacheMemory:
 
     def take(self, count: int, like: Tensor) -> Tensor:
         """Room for so many numbers such as these; it holds zeros or old states."""
-        fitting = (
-            i for i, old in enumerate(self._free) if len(old) >= count and old.dtype == like.dtype
-        )
-        index = next(fitting, None)
-        whole = zeros(count, like) if index is None else self._free.pop(index)
+        whole = self._pop_free(count, like.dtype)
+        if whole is None:
+            whole = zeros(count, like)
         self._taken.append(whole)
         return whole[:count]
 
+    def _pop_free(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        for index, old in enumerate(self._free):
+            if len(old) >= count and old.dtype == dtype:
+                return self._free.pop(index)
+        return None
+
     def end(self) -> None:
-        """A generation has ended well: keep what it took, if that is little, and drop what it had
-        no use for.
-        """
-        little = sum(whole.nbytes for whole in self._taken) <= MOST_KEPT
-        self._free = [whole for whole in self._taken if little and whole.device.type == "cpu"]
+        """A generation has ended well: keep what it took, if that is little, and nothing else."""
+        is_little = sum(whole.nbytes for whole in self._taken) <= MOST_KEPT
+        self._free = []
+        if is_little:
+            self._free = [whole for whole in self._taken if whole.device.type == "cpu"]
         self._taken = []
 
 
@@ -141,13 +137,15 @@ class Slots:
     ) -> None:
         self.num_slots, self.memory = num_slots, memory or CacheMemory()
         self.width = self.least_width = least
-        self.is_prefill = True
-        self.window = 0
-        self.first = 0
         self.columns = torch.arange(widest, device=device)
         self.order = torch.where(self.columns > 0, self.columns, widest)
         """The columns, with column 0 beyond them all."""
         self.spare: Tensor | None = None
+        """Memory of the slots before their last change of width."""
+
+        self.is_prefill = True
+        self.window = 0
+        self.first = 0
         self.targets = self.sources = torch.empty(0, dtype=torch.long, device=device)
         self.gather = torch.empty(0, dtype=torch.long, device=device)
 
@@ -157,18 +155,16 @@ class Slots:
         return self._slots_in(self.memory.take(count, like), like)
 
     def copied(self, old: Tensor, num_used: int) -> Tensor:
-        """The same slots at the present width; their memory serves the next copy, since fresh pages
-        are slow.
+        """The same slots at the present width; their memory serves the next copy.
 
-        The rest of the memory holds zeros or old states: finite, which is all that masked columns
-        need.
+        Fresh pages are slow. The rest of the memory holds zeros or old states: finite, which is all
+        that masked columns need.
         """
-        whole = old.as_strided(
-            (self.num_slots * old.shape[1] * len(self.columns) * old.shape[3],), (1,)
-        )
-        new = self._slots_in(
-            self.memory.take(len(whole), old) if self.spare is None else self.spare, old
-        )
+        count = self.num_slots * old.shape[1] * len(self.columns) * old.shape[3]
+        whole = old.as_strided((count,), (1,))
+        memory = self.memory.take(count, old) if self.spare is None else self.spare
+        new = self._slots_in(memory, old)
+
         kept = min(self.width, old.shape[2])
         new[:num_used, :, :kept] = old[:num_used, :, :kept]
         self.spare = whole
@@ -178,22 +174,22 @@ class Slots:
         shape = (self.num_slots, like.shape[1], self.width, like.shape[3])
         return memory[: torch.Size(shape).numel()].view(shape)
 
-    def aim_prefill(self, lengths: Tensor, width: int, sources: Tensor, first: int) -> Tensor:
-        """Slots from `first` on will hold prompts `sources` of a batch padded on the left; returns
-        its mask.
+    def target_prefill(self, lengths: Tensor, width: int, sources: Tensor, first: int) -> Tensor:
+        """The next pass fills slots from `first` on with prompts `sources`; returns its mask.
+
+        The prompts come padded on the left.
         """
-        self.is_prefill, self.sources, self.first, self.window = True, sources, first, 1 + width
+        self.is_prefill, self.window = True, 1 + width
+        self.sources, self.first = sources, first
         self.gather = (self.columns[:width] + (width - lengths)[:, None]).clamp(max=width - 1)
         mask = self.columns[:width] >= (width - lengths)[:, None]
         return pad(mask.long(), (1, 0))
 
-    def aim_decode(self, positions: Tensor) -> Tensor:
-        """Slots 0, 1, ... each write the token of this position; returns their mask."""
+    def target_decode(self, positions: Tensor) -> Tensor:
+        """In the next pass slots 0, 1, ... write the token of this position; returns their mask."""
         self.is_prefill, self.window = False, self.width
-        self.sources, self.targets = (
-            self.columns.new_ones(len(positions)).cumsum(0) - 1,
-            positions + 1,
-        )
+        self.sources = self.columns.new_ones(len(positions)).cumsum(0) - 1
+        self.targets = positions + 1
         return (self.order[: self.window] <= self.targets[:, None]).long()
 
 
@@ -217,9 +213,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values; returns all those that the
-        queries of this pass look at.
-        """
+        """Store the new keys and values; returns all that the queries of this pass look at."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._store(self.keys, key_states), self._store(self.values, value_states)
@@ -227,17 +221,17 @@ class SlotLayer(CacheLayerMixin):
     def _store(self, stored: Tensor, new: Tensor) -> Tensor:
         slots = self.slots
         if slots.is_prefill:
-            left = new.transpose(1, 2)[slots.sources[:, None], slots.gather[slots.sources]]
-            stored[slots.first : slots.first + len(left), :, 1 : slots.window] = left.transpose(
-                1, 2
-            )
+            by_column = new.transpose(1, 2)
+            left = by_column[slots.sources[:, None], slots.gather[slots.sources]].transpose(1, 2)
+            stored[slots.first : slots.first + len(left), :, 1 : slots.window] = left
             return pad(new, (0, 0, 1, 0))
         stored[slots.sources, :, slots.targets] = new.squeeze(2)
         return stored[: len(slots.sources)]
 
     def put_prompts(self, keys: Tensor, values: Tensor, sources: Tensor, first: int) -> None:
-        """Copy the states of these prompts, [prompts, heads, columns, size], into the slots from
-        `first` on.
+        """Copy the states of prompts `sources` into the slots from `first` on.
+
+        Keys and values are [prompts, heads, columns, size].
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -249,9 +243,9 @@ class SlotLayer(CacheLayerMixin):
         return self.slots.window, 0
 
     def get_seq_length(self) -> int:
-        """The first query's column:
+        """The first query's column: 1 in prefill, the last one when decoding.
 
-        1 in prefill; the last one when decoding, so that the mask alone decides.
+        At the last one the mask alone decides what is attended to.
         """
         return 1 if self.slots.is_prefill else self.slots.window - 1
 
@@ -270,7 +264,8 @@ class SlotCache(Cache):
     """What a Hugging Face model takes as `past_key_values`."""
 
     def __init__(self, num_layers: int, slots: Slots) -> None:
-        self.slots, self.slot_layers = slots, [SlotLayer(slots) for _ in range(num_layers)]
+        self.slots = slots
+        self.slot_layers = [SlotLayer(slots) for _ in range(num_layers)]
         super().__init__(layers=list(self.slot_layers))
 
     def fit(self, num_columns: int, num_used: int) -> None:
@@ -278,7 +273,8 @@ class SlotCache(Cache):
 
         Only the first `num_used` slots keep what they hold.
         """
-        slots, needed = self.slots, max(self.slots.least_width, whole_blocks(num_columns))
+        slots = self.slots
+        needed = max(slots.least_width, whole_blocks(num_columns))
         if slots.width < needed or needed <= slots.width // 2:
             slots.width = needed
             for layer in self.slot_layers:

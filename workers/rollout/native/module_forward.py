@@ -1,7 +1,4 @@
-"""The forward pass of any full-attention Hugging Face causal LM, through the module itself.
-
-For `native_rollout`.
-"""
+"""The forward pass of any full-attention Hugging Face causal LM, through the module itself."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from workers.rollout.native.kv_cache import SlotCache
 
 
 class ModuleForward:
-    """Reads tokens into a slot cache and says the next token's logits."""
+    """Reads tokens into a slot cache and returns the next token's logits."""
 
     def __init__(self, module: Any, cache: SlotCache) -> None:
         self.module, self.cache, self.slots = module, cache, cache.slots
@@ -27,22 +24,25 @@ class ModuleForward:
     def prefill(
         self, prompts: Sequence[tuple[int, ...]], width: int, sources: Tensor, first: int
     ) -> Tensor:
-        """Slots from `first` on get prompts `sources`; the logits after each prompt: [prompts,
-        vocabulary].
+        """Slots from `first` on get prompts `sources`; returns the logits after each prompt.
+
+        The logits are [prompts, vocabulary].
         """
         device = self.slots.columns.device
+        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        ids = torch.tensor(padded, device=device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        ids = torch.tensor(
-            [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
-        )
         positions = (self.slots.columns[:width] - (width - lengths)[:, None]).clamp(min=0)
-        return self._logits(ids, positions, self.slots.aim_prefill(lengths, width, sources, first))
+        mask = self.slots.target_prefill(lengths, width, sources, first)
+        return self._logits(ids, positions, mask)
 
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Slots 0, 1, ... each read the token of this position; the logits after it: [rows,
-        vocabulary].
+        """Slots 0, 1, ... each read the token of this position; returns the logits after it.
+
+        The logits are [rows, vocabulary].
         """
-        return self._logits(ids[:, None], positions[:, None], self.slots.aim_decode(positions))
+        mask = self.slots.target_decode(positions)
+        return self._logits(ids[:, None], positions[:, None], mask)
 
     def _logits(self, ids: Tensor, positions: Tensor, attention_mask: Tensor) -> Tensor:
         inputs: dict[str, Any] = {

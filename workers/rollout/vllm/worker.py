@@ -1,11 +1,10 @@
-"""What runs inside vLLM's worker processes: loading weights layer by layer, and our own choice of
-tokens.
+"""What runs inside vLLM's worker processes: loading weights by layers, and our choice of tokens.
 
-`vllm_rollout` names `WorkerExtension` to vLLM as `worker_extension_cls` and calls its methods by
+vLLM gets `WorkerExtension` as its `worker_extension_cls`, and the engine calls its methods by
 `collective_rpc`. The sampler of the model runner is replaced by `Sampler`, so that tokens are drawn
 as the native engine draws them: by a noise keyed by the sample, vectorised over the batch, with
-log-probs at the temperature and before any truncation (DECISIONS of vLLM's own: a generator per
-request, which is ten times slower, and log-probs after truncation).
+log-probs at the temperature and before any truncation. (vLLM's own has a generator per request,
+which is ten times slower, and log-probs after truncation.)
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from workers.weights.checksum import byte_view, digest_of, hash_of
 
 
 class Sampler(nn.Module):
-    """Stands in for vLLM's sampler; `extra_args` of a request hold its index, noise key and number
-    of tokens before.
+    """Stands in for vLLM's sampler.
+
+    `extra_args` of a request hold its index, its noise key and its number of tokens made before.
     """
 
     def __init__(self, runner: Any, original: nn.Module) -> None:
@@ -40,9 +40,7 @@ class Sampler(nn.Module):
         self.log_probs = torch.zeros((num_requests, sampling.max_tokens, sampling.num_log_probs))
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        """The next token of every row of the runner's batch; vLLM's own sampler outside our
-        generations.
-        """
+        """The next token of every row of the runner's batch; outside our generations vLLM's own."""
         if self.sampling is None:
             return self.original(logits, sampling_metadata, *args, **kwargs)
         from vllm.v1.outputs import SamplerOutput
@@ -53,9 +51,8 @@ class Sampler(nn.Module):
             self.runner.requests[name].sampling_params.extra_args for name in batch.req_ids[:count]
         ]
         made = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
-        positions = made.astype(np.int64) + np.array(
-            [fact["made"] for fact in facts], dtype=np.int64
-        )
+        made_before = np.array([fact["made"] for fact in facts], dtype=np.int64)
+        positions = made.astype(np.int64) + made_before
         keys = np.array([fact["key"] for fact in facts], dtype=np.uint64)
         noise = torch.from_numpy(uniforms(keys, positions)).to(logits.device)
         steps = torch.from_numpy(positions)
@@ -74,19 +71,15 @@ class WorkerExtension:
     _hashes: dict[str, tuple[list[int], int]]
 
     def install_sampler(self) -> list[str]:
-        """Replace the sampler; returns the classes of the linear layers' methods, which tell a
-        quantization.
-        """
+        """Replace the sampler; returns the classes of the layers' methods: which quantization."""
         if not isinstance(self.model_runner.sampler, Sampler):
             self.model_runner.sampler = Sampler(self.model_runner, self.model_runner.sampler)
-        modules = self.model_runner.model.modules()
-        return sorted(
-            {
-                type(m.quant_method).__name__
-                for m in modules
-                if getattr(m, "quant_method", None) is not None
-            }
-        )
+        methods = set()
+        for module in self.model_runner.model.modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None:
+                methods.add(type(method).__name__)
+        return sorted(methods)
 
     def begin_generation(self, sampling: SamplingParams, num_requests: int) -> None:
         """Before the requests of one `generate` are added."""
@@ -100,9 +93,7 @@ class WorkerExtension:
         return log_probs
 
     def begin_load(self) -> None:
-        """Take the kernels' own layout back to the checkpoint's, layer
-        by layer, as weights arrive.
-        """
+        """Take the kernels' own layout back to the checkpoint's, by layers, as weights arrive."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 

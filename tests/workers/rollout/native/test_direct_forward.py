@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from workers.cpu import onednn
 from workers.rollout.base import EngineLimits, Request, SamplingParams
-from workers.rollout.native import direct_forward
 from workers.rollout.native import engine as native_rollout
 from workers.rollout.native.direct_forward import DirectForward, agrees, is_llama_shaped
 from workers.rollout.native.engine import NativeEngine
@@ -97,13 +97,13 @@ def hooked(model):
 
 
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
-def products(request, monkeypatch):
-    """With oneDNN's products, where torch has them, and with torch's own."""
+def both_kernels(request, monkeypatch):
+    """With oneDNN's linear layers, where torch has them, and with torch's own."""
     if not request.param:
-        monkeypatch.setattr(direct_forward, "is_product", lambda weight: False)
+        monkeypatch.setattr(onednn, "supports", lambda weight: False)
 
 
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
 def test_both_passes_draw_the_same_tokens_with_the_same_log_probs(family, changes, prompts, passes):
     model = make_model(family, **changes)
@@ -130,7 +130,7 @@ def test_in_bfloat16_log_probs_are_those_of_the_full_forward_up_to_rounding(prom
         torch.testing.assert_close(output.log_probs, expected, atol=0.1, rtol=0)
 
 
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize(
     ("change", "inner", "dtype"),
     [

@@ -1,8 +1,7 @@
-"""A Hugging Face causal LM for training, with its token head or a scalar one, before it has
-weights.
+"""Building a Hugging Face causal LM, with its token head or a scalar one, before it has weights.
 
-`engines/fsdp` makes one by `empty_model`, shards it, and has `engines/loading` fill it: no rank
-ever holds the whole. Dropout is off for good: with it the log-probs of one policy would differ
+A training engine makes one by `empty_model`, shards it, and has `workers.models.load` fill it: no
+rank ever holds the whole. Dropout is off for good: with it the log-probs of one policy would differ
 between two passes, and PPO's ratio would be noise before the first step.
 """
 
@@ -17,22 +16,23 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from verl_like.errors import ConfigError, nearest
+from workers.models.attention import resolve_attention
 from workers.models.folder import model_folder
-from workers.training.attention import resolve_attention
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
 
 Head = Literal["token", "scalar", "score"]
-"""token: the model's own. scalar: a number a position, from zero. score: the same, from the
-folder's `score.weight`.
+"""Which head stands on the body.
+
+token: the model's own. scalar: one number a position, from weights of zero. score: the same, from
+the folder's `score.weight`.
 """
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ScalarHeadModel(nn.Module):
-    """A causal LM's body under a `Linear(hidden, 1)` that starts at zero, so that training starts
-    from values of zero.
+    """A causal LM's body under a `Linear(hidden, 1)` that starts at zero, and so do its values.
 
     Parameter names are those of Hugging Face's sequence classifiers (`model.…`, `score.weight`).
     """
@@ -74,8 +74,9 @@ def dtype_of(name: str, key: str = "model.dtype") -> torch.dtype:
 
 
 def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
-    """The module that `config.path` describes, in evaluation mode: parameters on the meta device,
-    buffers real.
+    """The module that `config.path` describes, in evaluation mode.
+
+    Its parameters are on the meta device, its buffers real.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -86,16 +87,16 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
             f"model.path={config.path!r} is not a Hugging Face model folder (no config.json "
             "there); `python examples/tiny/make.py DIR` makes a tiny one in DIR/model."
         )
+
     try:
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        for name, value in hf_config.to_dict().items():
-            if "drop" in name and isinstance(value, float):
-                setattr(hf_config, name, 0.0)
+        _turn_dropout_off(hf_config)
         model_cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
         if model_cls is None:
             raise ValueError(
                 f"model type {hf_config.model_type!r} has no causal LM in this transformers"
             )
+
         attention = resolve_attention(config.attn_implementation, device, dtype, model_cls)
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
@@ -106,16 +107,21 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
         raise ConfigError(
             f"model.path={config.path!r} does not load as a causal LM: {error}"
         ) from error
+
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module.eval()
 
 
+def _turn_dropout_off(hf_config: Any) -> None:
+    for name, value in hf_config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(hf_config, name, 0.0)
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Within, a module's parameters are made without memory; its buffers (rotary tables) are
-    computed as ever.
-    """
+    """Within, parameters are made without memory; buffers (rotary tables) are computed as ever."""
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:

@@ -20,8 +20,8 @@ from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.config import OverlongBufferConfig, RewardFunctionConfig, RewardModelConfig
-from workers.rewards import pool as reward
-from workers.rewards.pool import (
+from workers.rewards import scorer
+from workers.rewards.manager import (
     RewardFuture,
     RewardManager,
     SummedScores,
@@ -236,8 +236,8 @@ def test_data_without_a_rule_are_refused(make_manager: Any) -> None:
 def test_a_batch_that_takes_long_gets_more_processes(
     managers: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward, "SLOW_S", 0.2)
-    monkeypatch.setattr(reward, "usable_cores", lambda: 4)
+    monkeypatch.setattr(scorer, "SLOW_S", 0.2)
+    monkeypatch.setattr(scorer, "usable_cores", lambda: 4)
     manager = managers(deadline=2.0)
     quick = manager.remote(make_batch(tokenizer, ["a"] * 20, [""] * 20)).get()
     assert quick.batch["token_level_scores"].sum() == 20
@@ -258,8 +258,8 @@ def test_a_batch_that_takes_long_gets_more_processes(
 def test_a_process_that_does_not_start_leaves_its_samples_to_the_others(
     managers: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reward, "SLOW_S", 0.1)
-    monkeypatch.setattr(reward, "usable_cores", lambda: 2)
+    monkeypatch.setattr(scorer, "SLOW_S", 0.1)
+    monkeypatch.setattr(scorer, "usable_cores", lambda: 2)
     manager = managers(deadline=3.0)
     manager.remote(make_batch(tokenizer, ["a"], [""])).get()
     monkeypatch.setattr(sys, "executable", "/bin/false")

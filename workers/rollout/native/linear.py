@@ -1,0 +1,78 @@
+"""Linear layers of the direct forward pass: through torch, or oneDNN on a CPU in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+SIMD_WIDTH = 32
+"""Numbers that an exponential takes at a time; the rest of a tensor is computed in another way."""
+
+
+class TorchLinear:
+    """A linear layer on states [rows, in], and what a decoder layer does with its result.
+
+    Its bits for a row do not depend on the other rows, from `MIN_ROWS` rows on.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.weight: Tensor = layer.weight.detach()
+        self.bias: Tensor | None = None if layer.bias is None else layer.bias.detach()
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """The layer's result."""
+        return linear(states, self.weight, self.bias)
+
+    def silu(self, states: Tensor) -> Tensor:
+        """silu of the layer's result."""
+        # In whole vectors, so that every number of a row is computed in the same way.
+        width = len(self.weight)
+        padded = states.new_zeros(len(states), -(-width // SIMD_WIDTH) * SIMD_WIDTH)
+        padded[:, :width] = self(states)
+        return silu(padded, inplace=True)[:, :width]
+
+    def times(self, other: Tensor, states: Tensor) -> Tensor:
+        """The layer's result times `other`, which may be written over."""
+        return other.mul_(self(states))
+
+    def added_to(self, other: Tensor, states: Tensor) -> Tensor:
+        """The layer's result plus `other`, which may be written over."""
+        other.addmm_(states, self.weight.t())
+        return other if self.bias is None else other.add_(self.bias)
+
+
+class OnednnLinear(TorchLinear):
+    """The same through oneDNN, each method in one pass over memory."""
+
+    def __init__(self, layer: Any) -> None:
+        from workers.cpu import onednn
+
+        super().__init__(layer)
+        self.onednn = onednn
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """The layer's result."""
+        return self.onednn.linear(states, self.weight, self.bias)
+
+    def silu(self, states: Tensor) -> Tensor:
+        """silu of the layer's result."""
+        return self.onednn.linear_silu(states, self.weight, self.bias)
+
+    def times(self, other: Tensor, states: Tensor) -> Tensor:
+        """The layer's result times `other`."""
+        return self.onednn.linear_binary("mul", other, states, self.weight, self.bias)
+
+    def added_to(self, other: Tensor, states: Tensor) -> Tensor:
+        """The layer's result plus `other`."""
+        return self.onednn.linear_binary("add", other, states, self.weight, self.bias)
+
+
+def build_linear(layer: Any) -> TorchLinear:
+    """The fastest of the two that computes this layer."""
+    if layer.weight.device.type != "cpu":
+        return TorchLinear(layer)  # workers.cpu is not even imported on a GPU
+    from workers.cpu import onednn
+
+    return OnednnLinear(layer) if onednn.supports(layer.weight) else TorchLinear(layer)

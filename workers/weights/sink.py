@@ -1,0 +1,72 @@
+"""Writing full (unsharded) weights into a module, with an account of those that do not fit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from verl_like.errors import WeightSyncError
+
+
+class WeightSink:
+    """Writes tensors into a module's weights, and notes what is missing, unknown or does not fit.
+
+    A tensor may arrive in another dtype than the weight's if no bit is lost (float32 that came from
+    bfloat16); tied weights arrive under one of their names.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.weights = dict(module.named_parameters())
+        self.targets: dict[str, Tensor] = module.state_dict(keep_vars=True)
+        self.received: set[int] = set()
+        self.extra: list[str] = []
+        self.unfit: list[str] = []
+        self.changed: list[str] = []
+
+    def write_tensor(self, name: str, tensor: Tensor) -> None:
+        """Copy one full tensor; into another dtype, compare what was written."""
+        target = self.targets.get(name)
+        if target is None:
+            self.extra.append(name)
+            return
+        self.received.add(id(target))
+        if target.shape != tensor.shape:
+            self.unfit.append(f"{name} (is {list(target.shape)}, was sent {list(tensor.shape)})")
+            return
+
+        weight = target.detach()
+        weight.copy_(tensor)
+        if weight.dtype == tensor.dtype:
+            return
+
+        sent = tensor.to(weight.device).contiguous()
+        if not same_bits(weight.to(sent.dtype), sent):
+            self.changed.append(f"{name} (is {weight.dtype}, was sent {sent.dtype})")
+
+    def verify(self, who: str) -> None:
+        """Raise one error that lists everything wrong."""
+        missing = [name for name, weight in self.weights.items() if id(weight) not in self.received]
+        other = {"of another shape": self.unfit, "that lost bits": self.changed}
+        refuse_problems(who, missing=missing, unknown=self.extra, **other)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one dtype are equal bit for bit, NaN and signed zeros included."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
+    return left.view(words).equal(right.view(words))
+
+
+def describe_problems(who: str, **problems: list[str]) -> str:
+    """What is wrong in words: the tensors of each kind of problem; nothing where all is well."""
+    parts = []
+    for kind, names in problems.items():
+        if names:
+            parts.append(f"{len(names)} {kind}: {', '.join(names[:20])}")
+    return f"{who}: {'; '.join(parts)}." if parts else ""
+
+
+def refuse_problems(who: str, **problems: list[str]) -> None:
+    """Raise a `WeightSyncError` that describes these problems, if there are any."""
+    text = describe_problems(who, **problems)
+    if text:
+        raise WeightSyncError(text)
