@@ -1,6 +1,6 @@
 import pytest
-from samples import make_batch
 
+from tests.workers.samples import make_batch
 from verl_like.errors import MissingColumnError
 from workers.columns import COLUMNS, READS, reads_of, require, select_reads
 from workers.roles.actor import ActorWorker

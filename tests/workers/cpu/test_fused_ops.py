@@ -4,10 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from distributed import run
-from gradients import ACTOR_COLUMNS, gradients
-from samples import VOCAB, make_batch, started, tiny_config
 
+from tests.workers.distributed import run
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.samples import VOCAB, make_batch, started, tiny_config
 from workers.cpu import fused_ops as lean_module
 from workers.cpu.allocator import keep_freed_memory
 from workers.cpu.fused_ops import lean

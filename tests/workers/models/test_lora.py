@@ -4,10 +4,10 @@ base.
 
 import pytest
 import torch
-from distributed import run
-from prompts import prompt_batch
-from samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
 
+from tests.workers.distributed import run
+from tests.workers.prompts import prompt_batch
+from tests.workers.samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
 from workers.models.load import load_model

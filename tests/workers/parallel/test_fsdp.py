@@ -2,11 +2,11 @@ import logging
 
 import pytest
 import torch
-from distributed import run
-from gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
-from samples import make_batch, own_piece, started, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.workers.distributed import run
+from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
+from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, OptimConfig
 from workers.models.load import load_model

@@ -1,8 +1,8 @@
 import math
 
 import pytest
-from samples import make_batch, started, tiny_config
 
+from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.errors import MissingColumnError
 from workers.config import PolicyLossConfig, RolloutConfig, RolloutCorrectionConfig
 from workers.roles.actor import ActorWorker, log_prob_temperature

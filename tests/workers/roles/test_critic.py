@@ -1,7 +1,7 @@
 import pytest
 import torch
-from samples import PROMPT, make_batch, started, tiny_config
 
+from tests.workers.samples import PROMPT, make_batch, started, tiny_config
 from verl_like.errors import MissingColumnError
 from workers.roles.critic import CriticWorker
 

@@ -3,9 +3,9 @@ import json
 from pathlib import Path
 
 import pytest
-from distributed import run
-from samples import make_batch, own_piece, started, tiny_config
 
+from tests.workers.distributed import run
+from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from trainer.config.compose import load_config
 from trainer.launch import run as run_ppo
 

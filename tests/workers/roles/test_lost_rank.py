@@ -7,8 +7,8 @@ import signal
 import time
 
 import pytest
-from samples import make_batch, tiny_config
 
+from tests.workers.samples import make_batch, tiny_config
 from verl_like.backends.local.group import LocalWorkerGroup
 from verl_like.calls.group import ClassWithInitArgs
 from verl_like.calls.waiting import Deadlines

@@ -1,6 +1,6 @@
 import torch
-from samples import make_batch, started, tiny_config
 
+from tests.workers.samples import make_batch, started, tiny_config
 from workers.roles.actor import ActorWorker
 from workers.roles.reference import ReferenceWorker
 

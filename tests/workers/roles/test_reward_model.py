@@ -1,7 +1,7 @@
 import pytest
 import torch
-from samples import make_batch, started, tiny_config
 
+from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import RewardModelConfig, ScoringModelConfig
 from workers.roles.critic import CriticWorker

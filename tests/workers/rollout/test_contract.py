@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollout_engines import (
+
+from tests.workers.rollout_engines import (
     PROMPT,
     RESPONSE,
     STOP,
@@ -23,7 +24,6 @@ from rollout_engines import (
     requests_of,
     settings,
 )
-
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.base import Output, Request
 from workers.rollout.sampling import filtered_probs

@@ -5,12 +5,12 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-from prompts import META, prompt_batch
-from rollout_engines import (
+
+from tests.workers.prompts import META, prompt_batch
+from tests.workers.rollout_engines import (
     full_logits,
     load,
     make_engine,
@@ -19,8 +19,7 @@ from rollout_engines import (
     requests_of,
     settings,
 )
-from samples import started, tiny_config
-
+from tests.workers.samples import started, tiny_config
 from verl_like import RayResourcePool, RayWorkerGroup
 from verl_like.backends.local.group import LocalWorkerGroup
 from verl_like.calls.dispatch import Dispatch, register
@@ -57,7 +56,7 @@ def engines(config, backend, count):
         group.shutdown()
         return
     pool = RayResourcePool([count], cpus_per_process=0.5)
-    group = RayWorkerGroup(pool, recipe, worker_env={"PYTHONPATH": str(Path(__file__).parents[1])})
+    group = RayWorkerGroup(pool, recipe)
     yield group
     group.shutdown()
     pool.release()

@@ -8,9 +8,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from distributed import run
-from samples import learned, make_batch, own_piece, started, tiny_config
 
+from tests.workers.distributed import run
+from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from verl_like.errors import CheckpointError
 from workers.config import OptimConfig
 from workers.roles.actor import ActorWorker

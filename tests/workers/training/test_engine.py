@@ -3,10 +3,18 @@ import os
 
 import pytest
 import torch
-from distributed import run
-from gradients import ACTOR_COLUMNS, FAMILIES, assert_equal_gradients, gradients
-from samples import RESPONSE, VOCAB, learned, make_batch, own_piece, started, tiny_config
 
+from tests.workers.distributed import run
+from tests.workers.gradients import ACTOR_COLUMNS, FAMILIES, assert_equal_gradients, gradients
+from tests.workers.samples import (
+    RESPONSE,
+    VOCAB,
+    learned,
+    make_batch,
+    own_piece,
+    started,
+    tiny_config,
+)
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
 from workers.cpu import fused_ops as lean

@@ -7,9 +7,9 @@ import importlib.util
 
 import pytest
 import torch
-from gradients import ACTOR_COLUMNS, gradients
-from samples import make_batch, started, tiny_config
 
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.samples import make_batch, started, tiny_config
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
 

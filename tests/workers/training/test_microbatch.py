@@ -1,7 +1,7 @@
 import pytest
 import torch
-from samples import make_batch
 
+from tests.workers.samples import make_batch
 from verl_like.batch.split import split_rows
 from verl_like.errors import BatchError, ConfigError, MissingColumnError
 from workers.training.microbatch import Budget, Rows, count_mini_batches, cut, mini_batch, passes

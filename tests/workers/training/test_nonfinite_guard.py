@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 import pytest
-from distributed import run
-from samples import make_batch, own_piece, started, tiny_config
 
+from tests.workers.distributed import run
+from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.errors import WorkerError
 from workers.config import OptimConfig
 from workers.roles.actor import ActorWorker

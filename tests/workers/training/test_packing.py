@@ -2,9 +2,9 @@ import logging
 
 import pytest
 import torch
-from gradients import ACTOR_COLUMNS, FAMILIES, gradients
-from samples import VOCAB, make_batch, started, tiny_config
 
+from tests.workers.gradients import ACTOR_COLUMNS, FAMILIES, gradients
+from tests.workers.samples import VOCAB, make_batch, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.models.head import empty_model
 from workers.roles.actor import ActorWorker

@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from stand_ins import checksums, refused, train, versions
 
+from tests.workers.stand_ins import checksums, refused, train, versions
 from workers.weights import channel as weight_channel
 from workers.weights.checksum import Hashing, hash_of
 from workers.weights.sync import sync_weights

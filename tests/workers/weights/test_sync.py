@@ -7,10 +7,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run
-from prompts import prompt_batch
-from samples import make_batch, own_piece, started, tiny_config
-from stand_ins import (
+
+import workers.weights.channel as weight_channel
+import workers.weights.sync as weight_sync
+from tests.workers.distributed import run
+from tests.workers.prompts import prompt_batch
+from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from tests.workers.stand_ins import (
     Group,
     InlineGroup,
     Receiver,
@@ -21,9 +24,6 @@ from stand_ins import (
     train,
     versions,
 )
-
-import workers.weights.channel as weight_channel
-import workers.weights.sync as weight_sync
 from verl_like.backends.local.group import LocalWorkerGroup
 from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.errors import RolloutError, WeightSyncError

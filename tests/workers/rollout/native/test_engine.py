@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from prompts import META, prompt_batch
-from samples import tiny_config
 
+from tests.workers.prompts import META, prompt_batch
+from tests.workers.samples import tiny_config
 from verl_like.batch.protocol import Shard
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.roles.rollout import RolloutWorker

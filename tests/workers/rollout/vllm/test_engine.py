@@ -7,8 +7,16 @@ from importlib import metadata
 
 import pytest
 import torch
-from rollout_engines import PROMPT, RESPONSE, load, make_model, make_prompts, requests_of, settings
 
+from tests.workers.rollout_engines import (
+    PROMPT,
+    RESPONSE,
+    load,
+    make_model,
+    make_prompts,
+    requests_of,
+    settings,
+)
 from verl_like.errors import ConfigError
 from workers.rollout.base import EngineLimits
 from workers.rollout.vllm import setup as vllm_setup
