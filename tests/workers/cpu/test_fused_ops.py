@@ -1,6 +1,10 @@
+from __future__ import annotations
+
 import ctypes
 import resource
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +23,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
          "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0}  # fmt: skip
 
 
-def model_of(config_name, folder):
+def model_of(config_name: str, folder: Path) -> Any:
     import transformers
 
     torch.manual_seed(0)
@@ -36,8 +40,8 @@ def model_of(config_name, folder):
 @pytest.mark.parametrize("family", ["Qwen2Config", "Qwen3Config", "LlamaConfig", "GemmaConfig"])
 @pytest.mark.parametrize("fewest_products", [1, 2**40])
 def test_an_update_in_few_passes_has_the_gradients_of_the_models_own_code(
-    tmp_path, monkeypatch, family, fewest_products
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, fewest_products: Any
+) -> None:
     model_of(family, tmp_path)
     config = tiny_config(tmp_path, entropy_coeff=0.01, use_kl_loss=True)
     found = []
@@ -54,7 +58,7 @@ def test_an_update_in_few_passes_has_the_gradients_of_the_models_own_code(
         assert (found[1][name] - gradient).norm() <= 2e-6 * gradient.norm(), name
 
 
-def test_only_what_computes_the_same_is_replaced_and_only_within(tmp_path):
+def test_only_what_computes_the_same_is_replaced_and_only_within(tmp_path: Path) -> None:
     from transformers.models.gemma import modeling_gemma
     from transformers.models.qwen2 import modeling_qwen2
 
@@ -70,7 +74,7 @@ def test_only_what_computes_the_same_is_replaced_and_only_within(tmp_path):
         assert home.apply_rotary_pos_emb is rotary
 
 
-def test_other_types_than_float32_run_as_the_model_has_them(tmp_path):
+def test_other_types_than_float32_run_as_the_model_has_them(tmp_path: Path) -> None:
     module = model_of("Qwen2Config", tmp_path).bfloat16()
     ids = torch.arange(12).view(2, 6)
     plain = module(ids).logits
@@ -78,7 +82,7 @@ def test_other_types_than_float32_run_as_the_model_has_them(tmp_path):
         assert torch.equal(module(ids).logits, plain)
 
 
-def page_faults_of_a_tensor(tiny_dir):
+def page_faults_of_a_tensor(tiny_dir: Path) -> int:
     """Of one of 64 MiB, made for the twentieth time in a process that trains: the heap finds its
     layout before.
     """
@@ -93,7 +97,9 @@ def page_faults_of_a_tensor(tiny_dir):
 @pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallopt"), reason="the allocator is not glibc's"
 )
-def test_a_training_process_keeps_the_memory_of_freed_tensors(tiny_dir, monkeypatch):
+def test_a_training_process_keeps_the_memory_of_freed_tensors(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (faults,) = run(1, page_faults_of_a_tensor, tiny_dir)
     assert faults < 64 * 2**20 / resource.getpagesize() / 10
     monkeypatch.setenv("MALLOC_ARENA_MAX", "4")

@@ -2,6 +2,8 @@
 neighbours.
 """
 
+from __future__ import annotations
+
 import subprocess
 import sys
 
@@ -17,7 +19,7 @@ SIZES = [(64, 128), (80, 48), (512, 64), (33, 70)]
 
 @pytest.mark.parametrize(("width", "out"), SIZES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_are_those_of_torch(width, out, bias):
+def test_products_are_those_of_torch(width: int, out: int, bias: bool) -> None:
     states, weight, other = torch.randn(37, width), torch.randn(out, width), torch.randn(37, out)
     bias = torch.randn(out) if bias else None
     plain = linear(states, weight, bias)
@@ -33,7 +35,7 @@ def test_products_are_those_of_torch(width, out, bias):
 
 @pytest.mark.skipif(not is_product(torch.ones(2, 2)), reason="torch without oneDNN's operation")
 @pytest.mark.parametrize(("width", "out"), SIZES)
-def test_the_bits_of_a_row_do_not_depend_on_the_others(width, out):
+def test_the_bits_of_a_row_do_not_depend_on_the_others(width: int, out: int) -> None:
     states, weight, other = torch.randn(300, width), torch.randn(out, width), torch.randn(300, out)
     for compute in (
         lambda rows: product(states[rows], weight),
@@ -47,7 +49,9 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(width, out):
             assert torch.equal(compute(rows), whole[rows])
 
 
-def test_other_types_devices_and_builds_of_torch_are_left_to_torch(monkeypatch):
+def test_other_types_devices_and_builds_of_torch_are_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert not is_product(torch.ones(2, 2, dtype=torch.bfloat16))
     assert not is_product(torch.ones(2, 2, device="meta"))
     products._works.cache_clear()
@@ -59,7 +63,7 @@ def test_other_types_devices_and_builds_of_torch_are_left_to_torch(monkeypatch):
 
 
 @pytest.mark.skipif(not is_product(torch.ones(2, 2)), reason="torch without oneDNN's operation")
-def test_kernels_that_are_not_used_again_are_forgotten():
+def test_kernels_that_are_not_used_again_are_forgotten() -> None:
     """In a process of its own, as it looks at the whole heap:
 
     900 kernels take 200 MiB where torch keeps them.

@@ -1,10 +1,15 @@
 """A rollout process that dies within a generation, and weights that change within one."""
 
+from __future__ import annotations
+
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +27,12 @@ from tests.workers.rollout_engines import (
 from tests.workers.samples import started, tiny_config
 from verl_like import RayResourcePool, RayWorkerGroup
 from verl_like.backends.local.group import LocalWorkerGroup
+from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.group import ClassWithInitArgs
 from verl_like.errors import RolloutError
 from verl_like.placement.pools import ResourcePool
+from workers.config import WorkersConfig
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker, generate
 
@@ -34,21 +41,21 @@ class Doomed(RolloutWorker):
     """Its second rank is killed when it generates, once that is said."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def be_current(self):
+    def be_current(self) -> None:
         self.engine.commit(0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def is_standing(self):
+    def is_standing(self) -> bool:
         return self.engine.control.standing
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def be_doomed(self):
+    def be_doomed(self) -> None:
         if self.rank == 1:
             self.engine.generate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
-def engines(config, backend, count):
+def engines(config: WorkersConfig, backend: str, count: int) -> Iterator[Any]:
     recipe = ClassWithInitArgs(Doomed, config)
     if backend == "local":
         group = LocalWorkerGroup(ResourcePool([count]), recipe)
@@ -62,7 +69,7 @@ def engines(config, backend, count):
     pool.release()
 
 
-def standing_still(group):
+def standing_still(group: Any) -> Any:
     """A generation that `pause` holds, from the driver, while the workers are busy with it."""
     group.pause()
     future = group.generate_sequences.remote(prompt_batch(10, meta=META | {"do_sample": False}))
@@ -72,13 +79,13 @@ def standing_still(group):
     return future
 
 
-def held_for_a_while(group):
+def held_for_a_while(group: Any) -> DataProto:
     future = standing_still(group)
     group.resume()
     return future.get()
 
 
-def aborted(group):
+def aborted(group: Any) -> DataProto:
     future = standing_still(group)
     group.abort()
     return future.get()
@@ -86,8 +93,8 @@ def aborted(group):
 
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_reported_by_uid(
-    tiny_dir, backend, request
-):
+    tiny_dir: Path, backend: str, request: pytest.FixtureRequest
+) -> None:
     if backend == "ray":
         request.getfixturevalue("ray_session")
     config, samples = tiny_config(tiny_dir), []
@@ -105,7 +112,10 @@ def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_repo
                 )
                 assert set(aborted(group).non_tensor_batch["finish_reason"]) == {"abort"}
                 group.be_doomed()
-                words = r"Of 10 samples 5 \(uid/index\) were not finished: 2-0/1, 3-0/0, 3-0/1, 4-0/0, 4-0/1"
+                words = (
+                    r"Of 10 samples 5 \(uid/index\) were not finished: "
+                    "2-0/1, 3-0/0, 3-0/1, 4-0/0, 4-0/1"
+                )
                 with pytest.raises(RolloutError, match=words):
                     generate(group, prompt_batch(10))
     for one, two in zip(samples[:2], samples[2:], strict=True):
@@ -113,7 +123,9 @@ def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_repo
     assert not torch.equal(samples[0].batch["responses"], samples[1].batch["responses"])
 
 
-def test_tokens_after_a_sync_within_a_paused_generation_are_the_new_versions(tmp_path):
+def test_tokens_after_a_sync_within_a_paused_generation_are_the_new_versions(
+    tmp_path: Path,
+) -> None:
     old, new = make_model(tmp_path / "old", 0), make_model(tmp_path / "new", 1)
     engine = make_engine("native", old, tmp_path, max_num_seqs=6)
     load(engine, old, 1)
@@ -125,7 +137,7 @@ def test_tokens_after_a_sync_within_a_paused_generation_are_the_new_versions(tmp
         [],
     )
 
-    def watched():
+    def watched() -> Any:
         steps.append(0)
         if len(steps) == 6:
             reached.set()
@@ -158,7 +170,7 @@ def test_tokens_after_a_sync_within_a_paused_generation_are_the_new_versions(tmp
     assert mixed == 6
 
 
-def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir):
+def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir: Path) -> None:
     config = tiny_config(tiny_dir)
     config.actor_rollout_ref.rollout.kv_cache_gb = 1e-6
     with pytest.raises(
@@ -170,7 +182,7 @@ def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir):
     assert 4 <= started(RolloutWorker, config).engine.max_active < 20
 
 
-def test_a_bfloat16_actor_sends_bfloat16_and_the_gap_is_its_rounding(tiny_dir):
+def test_a_bfloat16_actor_sends_bfloat16_and_the_gap_is_its_rounding(tiny_dir: Path) -> None:
     config = tiny_config(tiny_dir)
     config.actor_rollout_ref.model.dtype = "bfloat16"
     actor, rollout = started(ActorWorker, config, 1), started(RolloutWorker, config)

@@ -1,5 +1,7 @@
 """Writing weights into a module, and their checksum."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from verl_like.errors import WeightSyncError
 from workers.weights.checksum import Hashing, WeightSink, byte_view, checksum_of, hash_of
 
 
-def test_tied_weights_arrive_under_either_name():
+def test_tied_weights_arrive_under_either_name() -> None:
     source, target = TiedModel(0), TiedModel(1)
     sink = WeightSink(target)
     for name, tensor in source.named_parameters():
@@ -17,7 +19,7 @@ def test_tied_weights_arrive_under_either_name():
     assert torch.equal(target.embed.weight, source.embed.weight)
 
 
-def test_a_dtype_that_loses_no_bit_is_taken_and_one_that_does_is_refused():
+def test_a_dtype_that_loses_no_bit_is_taken_and_one_that_does_is_refused() -> None:
     source = TiedModel(0)
     sink = WeightSink(TiedModel(1))
     for name, tensor in source.named_parameters():
@@ -28,7 +30,7 @@ def test_a_dtype_that_loses_no_bit_is_taken_and_one_that_does_is_refused():
         sink.verify("sink")
 
 
-def test_a_checksum_depends_on_names_shapes_and_bits_alone():
+def test_a_checksum_depends_on_names_shapes_and_bits_alone() -> None:
     tensors = dict(TiedModel(0).named_parameters())
     checksum = checksum_of(tensors.items())
     assert checksum == checksum_of(reversed(tensors.items()))
@@ -42,7 +44,7 @@ def test_a_checksum_depends_on_names_shapes_and_bits_alone():
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 7, 1000, Hashing.CHUNK, 2 * Hashing.CHUNK + 5])
-def test_bytes_hashed_as_they_are_copied_have_the_hash_of_the_whole(num_bytes):
+def test_bytes_hashed_as_they_are_copied_have_the_hash_of_the_whole(num_bytes: int) -> None:
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     target, hashing = torch.zeros_like(source), Hashing()
     value = hashing.of_copied(target, source)
@@ -51,7 +53,7 @@ def test_bytes_hashed_as_they_are_copied_have_the_hash_of_the_whole(num_bytes):
     assert hashing.seconds > 0 or not num_bytes
 
 
-def test_a_flipped_bit_or_two_values_that_changed_places_change_the_hash():
+def test_a_flipped_bit_or_two_values_that_changed_places_change_the_hash() -> None:
     source = torch.arange(5000, dtype=torch.float32)
     swapped, flipped = source.clone(), source.clone()
     swapped[[7, 4000]] = source[[4000, 7]]
