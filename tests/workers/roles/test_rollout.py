@@ -1,10 +1,9 @@
-"""A rollout process that dies within a generation, and weights that change within one."""
+"""The rollout role: processes that die within a generation, pauses, aborts, weights by dtype."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +14,6 @@ import pytest
 import torch
 
 from tests.workers.prompts import META, prompt_batch
-from tests.workers.rollout_engines import (
-    full_logits,
-    load,
-    make_engine,
-    make_model,
-    make_prompts,
-    requests_of,
-    settings,
-)
 from tests.workers.samples import started, tiny_config
 from verl_like import RayResourcePool, RayWorkerGroup
 from verl_like.backends.local.group import LocalWorkerGroup
@@ -121,65 +111,6 @@ def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_repo
     for one, two in zip(samples[:2], samples[2:], strict=True):
         assert all(torch.equal(one.batch[name], column) for name, column in two.batch.items())
     assert not torch.equal(samples[0].batch["responses"], samples[1].batch["responses"])
-
-
-def test_tokens_after_a_sync_within_a_paused_generation_are_the_new_versions(
-    tmp_path: Path,
-) -> None:
-    old, new = make_model(tmp_path / "old", 0), make_model(tmp_path / "new", 1)
-    engine = make_engine("native", old, tmp_path, max_num_seqs=6)
-    load(engine, old, 1)
-    plain = settings(do_sample=False, stop_token_ids=(63,))
-    reached, go_on, checkpoint, steps = (
-        threading.Event(),
-        threading.Event(),
-        engine.control.checkpoint,
-        [],
-    )
-
-    def watched() -> Any:
-        steps.append(0)
-        if len(steps) == 6:
-            reached.set()
-            assert go_on.wait(30)
-        return checkpoint()
-
-    engine.control.checkpoint = watched
-    results = []
-    thread = threading.Thread(
-        target=lambda: results.extend(engine.generate(requests_of(make_prompts()), plain))
-    )
-    thread.start()
-    assert reached.wait(30)
-    threading.Timer(0.2, go_on.set).start()
-    engine.control.pause()
-    load(engine, new, 2)
-    engine.control.resume()
-    thread.join(60)
-    mixed = 0
-    for request, output in zip(requests_of(make_prompts()), results, strict=True):
-        versions = output.versions.tolist()
-        assert versions == sorted(versions)
-        mixed += len(set(versions)) == 2
-        for model, version in ((old, 1), (new, 2)):
-            made = output.versions == version
-            logits = full_logits(model, list(request.prompt), output.tokens)
-            assert torch.equal(logits.argmax(-1)[made], output.tokens[made])
-            expected = torch.log_softmax(logits, -1).gather(1, output.tokens[:, None])[:, 0]
-            torch.testing.assert_close(output.log_probs[made], expected[made], atol=1e-4, rtol=0)
-    assert mixed == 6
-
-
-def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir: Path) -> None:
-    config = tiny_config(tiny_dir)
-    config.actor_rollout_ref.rollout.kv_cache_gb = 1e-6
-    with pytest.raises(
-        RolloutError,
-        match=r"kv_cache_gb=1e-06 is too small.*takes .* GiB.*kv_cache_gb to .* or more",
-    ):
-        started(RolloutWorker, config)
-    config.actor_rollout_ref.rollout.kv_cache_gb = 3e-4
-    assert 4 <= started(RolloutWorker, config).engine.max_active < 20
 
 
 def test_a_bfloat16_actor_sends_bfloat16_and_the_gap_is_its_rounding(tiny_dir: Path) -> None:
