@@ -17,11 +17,18 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
 # Processes that tests fork have these loaded, instead of some seconds each; the first of them
-# starts the server.
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["trainer.launch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
-    + [f"workers.{role}" for role in ("actor", "critic", "reference", "reward", "rollout")]
-)
+# starts the server, which passes over a name that it cannot import without a word.
+PRELOADED = [
+    "trainer.launch",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "workers.roles.actor",
+    "workers.roles.critic",
+    "workers.roles.reference",
+    "workers.roles.reward_model",
+    "workers.roles.rollout",
+]
+multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 
 def load(path: str) -> ModuleType:

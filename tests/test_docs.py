@@ -1,15 +1,19 @@
-"""Every ```python block of the README and the docs runs; the blocks
-of one file share their names.
+"""The README and the docs hold: their Python runs, their commands compose, their quotes are true.
+
+The ```python blocks of one page share their names.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from trainer.config.compose import load_config, prepare_overrides
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
@@ -76,3 +80,22 @@ def test_the_python_blocks_run(
         if "no-run" not in match["info"]:
             line = text.count("\n", 0, match.start("code"))
             exec(compile("\n" * line + match["code"], str(path), "exec"), space)
+
+
+def commands() -> Iterator[object]:
+    """The settings of every command that starts a run; `...` stands for further ones."""
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        for command in re.findall(r"(?:verl-like ppo|-m trainer\.main_ppo) ([^`#\n]+)", text):
+            settings = [part for part in shlex.split(command) if part != "..."]
+            if settings != ["key=value"] and not settings[0].startswith("-"):
+                yield pytest.param(settings, id=f"{path.name}: {settings[0]}")
+
+
+@pytest.mark.parametrize("settings", list(commands()))
+def test_a_command_composes(settings: list[str]) -> None:
+    needed = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": "model"}
+    given = {setting.partition("=")[0] for setting in settings}
+    missing = [f"{key}={value}" for key, value in needed.items() if key not in given]
+    config = load_config(prepare_overrides([*missing, *settings]))
+    assert config.data.train_files

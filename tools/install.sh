@@ -1,4 +1,5 @@
-# Sourced by tests/run.sh and examples/quickstart/run.sh, from the repository's root: makes or repairs .venv and installs into it.
+# Sourced by tests/run.sh and examples/quickstart/run.sh, from the repository's root: makes or
+# repairs .venv and installs into it.
 #   install_project            what a run needs
 #   install_project dev        and the extra `dev`
 py=.venv/bin/python

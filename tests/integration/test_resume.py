@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -20,6 +21,7 @@ from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
 from verl_like.errors import CheckpointError
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 SETTINGS = (
     "data.train_batch_size=4",
@@ -156,3 +158,24 @@ def test_a_split_run_on_ray_killed_and_started_again_agrees(
     finish(start(settings))
     assert numbers(tmp_path) == numbers(whole)
     assert json.loads((tmp_path / "global_step_6" / "commit.json").read_text())["step"] == STEPS
+
+
+def listed_in_the_docs() -> tuple[set[str], set[str]]:
+    """What docs/checkpoints.md lists in a checkpoint, and in the folder of a role that learns."""
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    (listing,) = re.findall(r"^```text\n.*?^  global_step_\d+/\n(.*?)^```", page, re.M | re.S)
+    found: dict[int, set[str]] = {4: set(), 6: set()}
+    for line in listing.splitlines():
+        names, meaning = line.strip().rsplit("  ", 1)
+        if not meaning.startswith(("with LoRA", "if asked for")):
+            indent = len(line) - len(line.lstrip())
+            found[indent] |= {name.partition("/")[0] for name in names.replace(",", " ").split()}
+    return found[4], found[6]
+
+
+def test_a_checkpoint_holds_what_the_docs_list(whole: Path) -> None:
+    in_step, in_role = listed_in_the_docs()
+    step = whole / f"global_step_{STEPS}"
+    assert {path.name for path in step.iterdir()} == in_step
+    for role in ("actor", "critic"):
+        assert {path.name for path in (step / role).iterdir()} == in_role

@@ -1,15 +1,17 @@
-"""The four code listings of verl's split-placement README, run after their import lines are
-changed.
-"""
+"""The four listings of verl's split-placement README run once their import lines are changed."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from trainer.config.compose import load_config, prepare_overrides
 from verl_like import (
     ClassWithInitArgs,
     DataProto,
@@ -18,6 +20,7 @@ from verl_like import (
     create_colocated_worker_cls,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
 from verl_like import DataProto, Dispatch, Role, Worker, register
 """
@@ -95,5 +98,38 @@ def test_the_listings_run(
         group.shutdown()
 
 
-def test_the_last_listing_is_a_command_of_the_example() -> None:
-    assert STEP_4.split() == ["bash", "run_deepseek7b_llm.sh"]
+def machine_of_eight_gpus(folder: Path) -> dict[str, str]:
+    """Environment with what the example looks for; its Python prints its arguments, one a line."""
+    programs = {
+        "nvidia-smi": "seq 8",
+        "python": 'case "$*" in -P*) exit 0 ;; esac\nprintf "%s\\n" "$@"',
+    }
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    (folder / "train.parquet").touch()
+    path = f"{folder}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "PYTHON": f"{folder}/python", "DATA": str(folder)}
+
+
+def test_the_last_listing_starts_a_run_on_the_pools_of_the_first(tmp_path: Path) -> None:
+    done = subprocess.run(
+        STEP_4.split(),
+        cwd=ROOT / "examples" / "split_placement",
+        env=machine_of_eight_gpus(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    option, program, *overrides = done.stdout.splitlines()
+    assert (option, program) == ("-m", "trainer.main_ppo")
+
+    config = load_config(prepare_overrides(overrides))
+    space = {"config": config}
+    exec(IMPORTS + STEP_1, space)
+    assert config.resource_pool_spec == space["resource_pool_spec"]
+    roles, pools = space["Role"], space["mapping"]
+    assert config.role_mapping["actor_rollout"] == pools[roles.ActorRollout]
+    assert config.role_mapping["critic"] == pools[roles.Critic]
+    assert config.role_mapping["ref"] == pools[roles.RefPolicy]

@@ -1,25 +1,18 @@
-"""Makes `distributed` and `samples` of this folder importable by its tests; two groups whose ranks
-are threads.
-"""
+"""Two groups whose ranks are threads, and whose weights are synced."""
 
-import sys
-from pathlib import Path
+from __future__ import annotations
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from tests.workers.stand_ins import Group, Receiver, Sender
 
 
 @pytest.fixture
-def actor(monkeypatch):
+def actor(monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    from stand_ins import Group, Sender
-
     return Group([Sender(0), Sender(1)])
 
 
 @pytest.fixture
-def rollout():
-    from stand_ins import Group, Receiver
-
+def rollout() -> Group:
     return Group([Receiver(0, 2), Receiver(1, 2)])

@@ -1,20 +1,18 @@
-"""Run a function on several ranks from a test: processes forked from a server, which has loaded
-what conftest.py names.
+"""Run a function on several ranks from a test.
 
     results = run(2, function, *args)      # function(*args) in each process, results in rank order
 
-The function must stand at the top of its test file; arguments and results are pickled. In it, a
-`Worker` finds its rank, its world size and the rendezvous store in the environment, as under
+The ranks are processes forked from a server, which has loaded the modules that `tests/conftest.py`
+names. The function must stand at the top of its test file; arguments and results are pickled. In
+it, a `Worker` finds its rank, its world size and the rendezvous store in the environment, as under
 torchrun.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 import pickle
-import sys
 import time
 import traceback
 import warnings
@@ -26,14 +24,12 @@ from typing import Any
 def run(
     world: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0
 ) -> list[Any]:
-    """The results of `function(*args)` on `world` ranks; a rank that fails or is late ends them
-    all.
-    """
+    """The results of `function(*args)` by rank; a rank that fails or is late ends them all."""
     import torch.distributed as dist
 
     context = multiprocessing.get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    call = (function.__code__.co_filename, function.__name__, pickle.dumps(args))
+    call = pickle.dumps((function, args))
     pipes, processes = [], []
     try:
         for rank in range(world):
@@ -75,9 +71,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _child(
-    rank: int, world: int, port: int, call: tuple[str, str, bytes], pipe: Connection
-) -> None:
+def _child(rank: int, world: int, port: int, call: bytes, pipe: Connection) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -92,13 +86,9 @@ def _child(
     torch.set_num_threads(1)
     warnings.filterwarnings("error", message="FSDP2")
     try:
-        path, name, arguments = call
-        sys.path.insert(0, os.path.dirname(path))
-        spec = importlib.util.spec_from_file_location("function_of_a_test", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        result = True, getattr(module, name)(*pickle.loads(arguments))
-    except BaseException:  # noqa: BLE001 - the edge of the process: whatever it is goes to the test as text
+        function, args = pickle.loads(call)
+        result = True, function(*args)
+    except BaseException:  # noqa: BLE001 - the edge of the process: the test gets it as text
         result = False, traceback.format_exc()
     pipe.send_bytes(pickle.dumps(result))
     if dist.is_initialized():

@@ -1,10 +1,17 @@
 """Gradients of a worker's mini-batch, and the families of models on which tests compare them."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
+from verl_like.batch.protocol import DataProto
 from workers.training.engine import INPUTS
 from workers.training.microbatch import Budget, Rows, mini_batch
 
+Gradients = dict[str, torch.Tensor]
 THREE_ROWS = Budget(rows=3)
 ACTOR_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob")
 FAMILIES = {
@@ -16,7 +23,9 @@ FAMILIES = {
 }
 
 
-def gradients(worker, data, names, budget=THREE_ROWS):
+def gradients(
+    worker: Any, data: DataProto, names: Sequence[str], budget: Budget = THREE_ROWS
+) -> Gradients:
     """Full gradients of one mini-batch of all rows, by name."""
     engine = worker.engine
     rows = Rows.take(data, (*INPUTS, *names), engine.world_size)
@@ -35,7 +44,7 @@ def gradients(worker, data, names, budget=THREE_ROWS):
     return full
 
 
-def assert_equal_gradients(grads, expected):
+def assert_equal_gradients(grads: Gradients, expected: Gradients) -> None:
     assert grads.keys() == expected.keys()
     for name, grad in expected.items():
         assert (grads[name] - grad).norm() <= 1e-6 * grad.norm(), name

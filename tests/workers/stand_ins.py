@@ -2,7 +2,11 @@
 rank's process.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +23,7 @@ CPU = torch.device("cpu")
 class TiedModel(nn.Module):
     """Weights of several shapes and dtypes, one of them tied, one of them a scalar."""
 
-    def __init__(self, seed, hidden=6):
+    def __init__(self, seed: int, hidden: int = 6) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.embed = nn.Embedding(11, hidden)
@@ -35,37 +39,37 @@ class TiedModel(nn.Module):
 class PlainTrainer:
     """Stands for a training engine."""
 
-    def __init__(self, seed):
+    def __init__(self, seed: int) -> None:
         self.module = TiedModel(seed)
 
-    def named_full_tensors(self, on_all_ranks=True):
+    def named_full_tensors(self, on_all_ranks: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.module.named_parameters()
 
 
 class PlainEngine:
     """Stands for a rollout engine that has the weights for itself."""
 
-    def __init__(self, seed):
+    def __init__(self, seed: int) -> None:
         self.module, self.version = TiedModel(seed), None
 
-    def load_weights(self, tensors):
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.version = None
         sink = WeightSink(self.module)
         for name, tensor in tensors:
             sink.write_tensor(name, tensor)
         sink.verify("engine")
 
-    def commit(self, version):
+    def commit(self, version: int) -> None:
         self.version = version
 
 
 class Sender(WeightSender):
-    def __init__(self, rank=0):
+    def __init__(self, rank: int = 0) -> None:
         self.rank, self.device, self.engine = rank, CPU, PlainTrainer(0)
 
 
 class Receiver(WeightReceiver):
-    def __init__(self, rank=0, world_size=1):
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size, self.device = rank, world_size, CPU
         self.engine = PlainEngine(10 + rank)
 
@@ -73,14 +77,14 @@ class Receiver(WeightReceiver):
 class Group:
     """A worker group whose ranks are threads of this process."""
 
-    def __init__(self, workers):
+    def __init__(self, workers: Sequence[Any]) -> None:
         self.workers, self.world_size = workers, len(workers)
         self.pool = ThreadPoolExecutor(len(workers))
 
-    def shares_processes_with(self, other):
+    def shares_processes_with(self, other: Any) -> bool:
         return self is other
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Method:
         return Method(self, name)
 
 
@@ -89,54 +93,54 @@ class InlineGroup(Group):
     thread.
     """
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Method:
         return InlineMethod(self, name)
 
 
 class Method:
-    def __init__(self, group, name):
+    def __init__(self, group: Group, name: str) -> None:
         self.group, self.name = group, name
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> list[Any]:
         return self.remote(*args).get()
 
-    def remote(self, *args):
+    def remote(self, *args: Any) -> Results:
         return Results(
             [self.group.pool.submit(getattr(w, self.name), *args) for w in self.group.workers]
         )
 
 
 class InlineMethod(Method):
-    def remote(self, *args):
+    def remote(self, *args: Any) -> Results:
         results = super().remote(*args)
         results.get()
         return results
 
 
 class Results:
-    def __init__(self, futures):
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
         self.futures = futures
 
-    def get(self, timeout=None):
+    def get(self, timeout: float | None = None) -> list[Any]:
         return [future.result(timeout) for future in self.futures]
 
 
-def checksums(group):
+def checksums(group: Group) -> list[str]:
     return [checksum_of(worker.engine.module.named_parameters()) for worker in group.workers]
 
 
-def versions(group):
+def versions(group: Group) -> list[int | None]:
     return [worker.engine.version for worker in group.workers]
 
 
-def train(actor):
+def train(actor: Group) -> None:
     with torch.no_grad():
         for worker in actor.workers:
             for i, parameter in enumerate(worker.engine.module.parameters()):
                 parameter += 1 + i
 
 
-def refused(actor, rollout, words):
+def refused(actor: Group, rollout: Group, words: str) -> None:
     """A sync is, with these words, and flips no version."""
     with pytest.raises(WeightSyncError, match=words):
         sync_weights(actor, rollout, 5)

@@ -48,14 +48,17 @@ SETTINGS = [
         "data.tran_batch_size=3",
         ["There is no key 'data.tran_batch_size'", "Did you mean 'data.train_batch_size'"],
     ),
-    ("data.train_batch_size=many", ["'many'", "Integer", "train_batch_size"]),
-    ("data.train_batch_size=0", ["data.train_batch_size=0", "above 0"]),
+    (
+        "data.train_batch_size=many",
+        ["'many'", "could not be converted to Integer", "train_batch_size"],
+    ),
+    ("data.train_batch_size=0", ["data.train_batch_size=0", "must be above 0"]),
     ("colocate_all=true placement=split", ["colocate_all and placement=split", "keep one"]),
     ("colocate_all=perhaps", ["colocate_all=perhaps", "true or false"]),
     ("trainer.resume_from_path=x", ["resume_mode=auto", "resume_from_path=x", "both or neither"]),
     (
         "resource_pool_spec.spare=[1]",
-        ["pool 'spare'", "drop the override resource_pool_spec.spare=[1]"],
+        ["No role uses the pool 'spare'", "drop the override resource_pool_spec.spare=[1]"],
     ),
     (
         "resource_pool_spec.rm=[1] role_mapping.reward_model=rm",
@@ -70,23 +73,34 @@ SETTINGS = [
         ["'critic_poll', which does not exist", "Pools: global_pool"],
     ),
     ("role_mapping.judge=global_pool", ["role_mapping.judge", "+role_workers.judge=<dotted path"]),
+    ("+role_mapping.critc=global_pool", ["Did you mean 'critic'"]),
+    ("+role_mapping.actor=global_pool", ["mapped twice"]),
+    ("+role_workers.judge=my_package.Judge", ["role_mapping has no 'judge'"]),
+    ("+role_workers.ref=my_package.Reference", ["this run has no such role"]),
     (
         "resource_pool_spec.global_pool=[9]",
         ["'global_pool' needs 1 node(s), one with 9 processes", "1 of 1 CPU slots"],
     ),
     (
         "placement=split",
-        ["trainer.nnodes=1 x trainer.n_gpus_per_node=1", "n_gpus_per_node=2 or more"],
+        [
+            "trainer.nnodes=1 x trainer.n_gpus_per_node=1 leaves no device for 'critic_pool'",
+            "n_gpus_per_node=2 or more",
+        ],
     ),
     ("placement=diagonal", ["diagonal", "colocate"]),
     (
         "actor_rollout_ref.actor.ppo_mini_batch_size=3",
-        ["=3 prompts", "train_batch_size=8", "2 and 4"],
+        ["=3 prompts", "train_batch_size=8", "the nearest values that do are 2 and 4"],
     ),
+    ("critic.ppo_mini_batch_size=0", ["does not divide data.train_batch_size=8"]),
+    ("trainer.backend=rai", ["Did you mean 'ray'"]),
+    ("trainer.total_training_steps=0", ["null for epochs x batches"]),
     (
         "data.max_response_length=600",
         ["16 + data.max_response_length=600 = 616 tokens", "512 positions", "by 104"],
     ),
+    ("data.train_files=", ["data.train_files is empty"]),
     (
         "data.train_files=nowhere.parquet",
         ["data.train_files: there is no file nowhere.parquet", "holds"],
@@ -105,6 +119,10 @@ SETTINGS = [
         ["300 prompts; 300 were dropped", "longest has 10", "0 remain", "train_batch_size=8"],
     ),
     ("algorithm.adv_estimator=gea", ["'gea'", "there are gae", "Did you mean 'gae'"]),
+    ("algorithm.score_clip=0", ["null to leave scores as they are"]),
+    ("algorithm.filter_groups.max_num_gen_batches=0", ["must be above 0"]),
+    ("algorithm.kl_penalty=kll", ["Did you mean 'kl'"]),
+    ("algorithm.kl_ctrl.type=fix", ["fixed or adaptive"]),
     (
         "actor_rollout_ref.actor.policy_loss.loss_mode=vanila",
         ["'vanila'", "Did you mean 'vanilla'"],
@@ -119,7 +137,12 @@ SETTINGS = [
     ("actor_rollout_ref.rollout.name=natve", ["rollout.name=natve", "Did you mean 'native'"]),
     (
         "trainer.logger=[wandbb]",
-        ["'wandbb'", "console, tensorboard, wandb", "Did you mean 'wandb'"],
+        [
+            "'wandbb'",
+            "console, tensorboard, wandb",
+            "Did you mean 'wandb'",
+            "metrics.jsonl is always written",
+        ],
     ),
     (
         "algorithm.kl_ctrl.kl_coef=0.1",

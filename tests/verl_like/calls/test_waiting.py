@@ -37,9 +37,7 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path):
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def groups(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """One pair of processes for the hangs that end by themselves and, last in this file's order,
-    one that does not.
-    """
+    """One pair of processes for the hangs that end by themselves."""
     yield from spawn(request, request.param, tmp_path_factory.mktemp("logs"))
 
 
@@ -81,11 +79,12 @@ def test_a_rank_that_never_comes_is_named(fresh) -> None:
         fresh["faulty"].one_never_comes().get(timeout=2.0)
 
 
-def test_a_rendezvous_that_fails_names_the_missing_rank(groups) -> None:
+@pytest.mark.parametrize("fresh", BACKENDS, indirect=True)
+def test_a_rendezvous_that_fails_names_the_missing_rank(fresh) -> None:
     with pytest.raises(
         WorkerError, match=r"faulty rank 0 of 2 waited 2 s \(watch.rendezvous_s\) .* for rank 1"
     ):
-        groups["faulty"].meets_alone()
+        fresh["faulty"].meets_alone()
 
 
 def test_a_timeout_may_be_followed_by_another_try(groups) -> None:
@@ -103,10 +102,11 @@ def test_native_code_that_holds_the_interpreter_is_asked_by_signal(groups) -> No
     hanging.get()
 
 
-def test_ranks_in_different_collectives_are_shown(groups, caplog: pytest.LogCaptureFixture) -> None:
-    groups["adder"].allreduce()
+@pytest.mark.parametrize("fresh", BACKENDS, indirect=True)
+def test_ranks_in_different_collectives_are_shown(fresh, caplog: pytest.LogCaptureFixture) -> None:
+    fresh["adder"].allreduce()
     with caplog.at_level(logging.WARNING), pytest.raises(WaitTimeoutError) as caught:
-        groups["faulty"].different_collectives().get(timeout=2.0)
+        fresh["faulty"].different_collectives().get(timeout=2.0)
     text = str(caught.value)
     assert "faulty.different_collectives: faulty rank 0 of 2" in text
     assert (

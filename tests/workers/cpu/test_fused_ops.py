@@ -1,13 +1,17 @@
+from __future__ import annotations
+
 import ctypes
 import resource
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from distributed import run
-from gradients import ACTOR_COLUMNS, gradients
-from samples import VOCAB, make_batch, started, tiny_config
 
+from tests.workers.distributed import run
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.samples import VOCAB, make_batch, started, tiny_config
 from workers.cpu import fused_ops as fused_ops_module
 from workers.cpu.allocator import keep_freed_memory
 from workers.cpu.fused_ops import fused_ops
@@ -18,7 +22,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
          "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0}  # fmt: skip
 
 
-def model_of(config_name, folder):
+def model_of(config_name: str, folder: Path) -> Any:
     import transformers
 
     torch.manual_seed(0)
@@ -35,8 +39,8 @@ def model_of(config_name, folder):
 @pytest.mark.parametrize("family", ["Qwen2Config", "Qwen3Config", "LlamaConfig", "GemmaConfig"])
 @pytest.mark.parametrize("min_multiplications", [1, 2**40])
 def test_an_update_in_few_passes_has_the_gradients_of_the_models_own_code(
-    tmp_path, monkeypatch, family, min_multiplications
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, min_multiplications: int
+) -> None:
     model_of(family, tmp_path)
     config = tiny_config(tmp_path, entropy_coeff=0.01, use_kl_loss=True)
     found = []
@@ -53,7 +57,7 @@ def test_an_update_in_few_passes_has_the_gradients_of_the_models_own_code(
         assert (found[1][name] - gradient).norm() <= 2e-6 * gradient.norm(), name
 
 
-def test_only_what_computes_the_same_is_replaced_and_only_within(tmp_path):
+def test_only_what_computes_the_same_is_replaced_and_only_within(tmp_path: Path) -> None:
     from transformers.models.gemma import modeling_gemma
     from transformers.models.qwen2 import modeling_qwen2
 
@@ -80,7 +84,7 @@ def test_an_engine_on_another_device_than_the_cpu_enters_nothing(tiny_dir):
         assert found == is_entered
 
 
-def test_other_types_than_float32_run_as_the_model_has_them(tmp_path):
+def test_other_types_than_float32_run_as_the_model_has_them(tmp_path: Path) -> None:
     module = model_of("Qwen2Config", tmp_path).bfloat16()
     ids = torch.arange(12).view(2, 6)
     plain = module(ids).logits
@@ -88,7 +92,7 @@ def test_other_types_than_float32_run_as_the_model_has_them(tmp_path):
         assert torch.equal(module(ids).logits, plain)
 
 
-def page_faults_of_a_tensor(tiny_dir):
+def page_faults_of_a_tensor(tiny_dir: Path) -> int:
     """Of one of 64 MiB, made for the twentieth time in a process that trains.
 
     By then the heap has found its layout.
@@ -104,7 +108,9 @@ def page_faults_of_a_tensor(tiny_dir):
 @pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallopt"), reason="the allocator is not glibc's"
 )
-def test_a_training_process_keeps_the_memory_of_freed_tensors(tiny_dir, monkeypatch):
+def test_a_training_process_keeps_the_memory_of_freed_tensors(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (faults,) = run(1, page_faults_of_a_tensor, tiny_dir)
     assert faults < 64 * 2**20 / resource.getpagesize() / 10
     monkeypatch.setenv("MALLOC_ARENA_MAX", "4")

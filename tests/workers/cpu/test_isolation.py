@@ -52,8 +52,8 @@ print(changed(before), dict(os.environ) == environment)
 
 RUN_AN_ENGINE = """
 sys.path.insert(0, "tests/workers")
-from gradients import ACTOR_COLUMNS, gradients
-from samples import make_batch, started, tiny_config
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.samples import make_batch, started, tiny_config
 from workers.cpu import fused_ops, onednn
 from workers.roles.actor import ActorWorker
 from workers.rollout.base import EngineLimits, Request, SamplingParams

@@ -1,5 +1,7 @@
 """oneDNN's linear layers against torch's own; a row's bits do not depend on its neighbours."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
@@ -16,7 +18,7 @@ SIZES = [(64, 128), (80, 48), (512, 64), (33, 70)]
 
 @pytest.mark.parametrize(("width", "out"), SIZES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_layers_are_those_of_torch(width, out, bias):
+def test_linear_layers_are_those_of_torch(width: int, out: int, bias: bool) -> None:
     states, weight, other = torch.randn(37, width), torch.randn(out, width), torch.randn(37, out)
     bias = torch.randn(out) if bias else None
     plain = functional.linear(states, weight, bias)
@@ -32,7 +34,7 @@ def test_linear_layers_are_those_of_torch(width, out, bias):
 
 @pytest.mark.skipif(not supports(torch.ones(2, 2)), reason="torch without oneDNN's operation")
 @pytest.mark.parametrize(("width", "out"), SIZES)
-def test_the_bits_of_a_row_do_not_depend_on_the_others(width, out):
+def test_the_bits_of_a_row_do_not_depend_on_the_others(width: int, out: int) -> None:
     states, weight, other = torch.randn(300, width), torch.randn(out, width), torch.randn(300, out)
     for compute in (
         lambda rows: linear(states[rows], weight),
@@ -46,7 +48,9 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(width, out):
             assert torch.equal(compute(rows), whole[rows])
 
 
-def test_other_types_devices_and_builds_of_torch_are_left_to_torch(monkeypatch):
+def test_other_types_devices_and_builds_of_torch_are_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert not supports(torch.ones(2, 2, dtype=torch.bfloat16))
     assert not supports(torch.ones(2, 2, device="meta"))
     onednn._works.cache_clear()
@@ -58,8 +62,8 @@ def test_other_types_devices_and_builds_of_torch_are_left_to_torch(monkeypatch):
 
 
 @pytest.mark.skipif(not supports(torch.ones(2, 2)), reason="torch without oneDNN's operation")
-def test_kernels_that_are_not_used_again_are_forgotten():
-    """In a process of its own, as it looks at the whole heap.
+def test_kernels_that_are_not_used_again_are_forgotten() -> None:
+    """In a process of its own, as it looks at the whole heap:
 
     900 kernels take 200 MiB where torch keeps them.
     """

@@ -1,12 +1,17 @@
+from __future__ import annotations
+
 import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from distributed import run
-from gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
-from samples import make_batch, own_piece, started, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.workers.distributed import run
+from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
+from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, OptimConfig
 from workers.models.load import load_model
@@ -18,17 +23,17 @@ from workers.training.microbatch import Budget
 class Collectives(TorchDispatchMode):
     """Within, counts FSDP2's collectives by name."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.counts = {"_allgather_base_": 0, "_reduce_scatter_base_": 0}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func.overloadpacket.__name__ in self.counts:
             self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
-def under(tiny_dir, strategy, **model):
+def under(tiny_dir: Path, strategy: str, **model: Any) -> dict[str, Any]:
     config = tiny_config(tiny_dir, strategy=strategy, ppo_mini_batch_size=6)
     for name, value in model.items():
         setattr(config.actor_rollout_ref.model, name, value)
@@ -49,7 +54,9 @@ def under(tiny_dir, strategy, **model):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_offload"])
-def test_a_strategy_changes_where_weights_lie_and_nothing_else(tiny_dir, strategy):
+def test_a_strategy_changes_where_weights_lie_and_nothing_else(
+    tiny_dir: Path, strategy: str
+) -> None:
     alone = under(tiny_dir, "single")
     results = run(2, under, tiny_dir, strategy)
     for result in results:
@@ -61,11 +68,11 @@ def test_a_strategy_changes_where_weights_lie_and_nothing_else(tiny_dir, strateg
     assert set(results[0]["collectives"].values()) == {once_a_mini_batch}
 
 
-def test_offloading_on_the_cpu_is_bit_equal_to_none(tiny_dir):
+def test_offloading_on_the_cpu_is_bit_equal_to_none(tiny_dir: Path) -> None:
     assert under(tiny_dir, "fsdp_offload")["checksum"] == under(tiny_dir, "fsdp")["checksum"]
 
 
-def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tiny_dir):
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tiny_dir: Path) -> None:
     alone = under(tiny_dir, "single")
     for result in (
         under(tiny_dir, "single", compute_dtype="bfloat16"),
@@ -76,13 +83,13 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tiny_dir
             assert 1e-5 < (result["gradients"][name] - grad).norm() / grad.norm() < 0.1, name
 
 
-def bfloat16(tiny_dir):
+def bfloat16(tiny_dir: Path) -> dict[str, Any]:
     return under(tiny_dir, "fsdp", compute_dtype="bfloat16")
 
 
 def test_weights_in_another_spelling_are_read_through_transformers_with_a_warning(
-    tiny_dir, tmp_path, caplog
-):
+    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = load_model(tiny_config(tiny_dir).actor_rollout_ref.model, "token")
     model.save_pretrained(tmp_path / "model")
     torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
@@ -95,7 +102,9 @@ def test_weights_in_another_spelling_are_read_through_transformers_with_a_warnin
     )
 
 
-def test_a_folder_whose_weights_do_not_fit_its_config_names_them(tiny_dir, tmp_path):
+def test_a_folder_whose_weights_do_not_fit_its_config_names_them(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     model = load_model(tiny_config(tiny_dir).actor_rollout_ref.model, "token")
     model.save_pretrained(tmp_path / "model")
     config = (tmp_path / "model" / "config.json").read_text()
@@ -117,12 +126,14 @@ def test_a_folder_whose_weights_do_not_fit_its_config_names_them(tiny_dir, tmp_p
         ("fdsp", FSDPConfig(), "Did you mean 'fsdp'"),
     ],
 )
-def test_a_strategy_that_its_fsdp_config_contradicts_is_refused(strategy, config, answer):
+def test_a_strategy_that_its_fsdp_config_contradicts_is_refused(
+    strategy: str, config: FSDPConfig, answer: str
+) -> None:
     with pytest.raises(ConfigError, match=answer):
         settle(strategy, config)
 
 
-def test_axes_of_the_mesh_follow_from_the_ranks():
+def test_axes_of_the_mesh_follow_from_the_ranks() -> None:
     sharding = Sharding("fsdp", 2, False, False)
     assert data_axes(4, sharding) == {"replicate": 2, "shard": 2}
     with pytest.raises(
@@ -134,7 +145,7 @@ def test_axes_of_the_mesh_follow_from_the_ranks():
 
 
 @pytest.mark.parametrize("axis", ["tensor", "sequence", "pipe"])
-def test_an_axis_that_is_not_built_is_refused_by_name(axis):
+def test_an_axis_that_is_not_built_is_refused_by_name(axis: str) -> None:
     with pytest.raises(
         ConfigError, match=f"mesh axis {axis}=2: this engine splits models along no {axis} axis"
     ):
@@ -150,7 +161,7 @@ OPTIMIZERS = [
 ]
 
 
-def weights_after(tiny_dir, optimizers):
+def weights_after(tiny_dir: Path, optimizers: Sequence[str]) -> list[dict[str, torch.Tensor]]:
     """The actor's weights after two updates, for each optimizer."""
     found = []
     for optimizer in optimizers:
@@ -163,7 +174,7 @@ def weights_after(tiny_dir, optimizers):
     return found
 
 
-def test_any_optimizer_of_torch_steps_sharded_weights(tiny_dir):
+def test_any_optimizer_of_torch_steps_sharded_weights(tiny_dir: Path) -> None:
     sharded = run(2, weights_after, tiny_dir, OPTIMIZERS)[0]
     for optimizer, ours, alone in zip(
         OPTIMIZERS, sharded, weights_after(tiny_dir, OPTIMIZERS), strict=True

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import subprocess
 import sys
 
@@ -10,7 +12,7 @@ from workers.rewards.functions import check_rules, default_compute_score, gsm8k_
 @pytest.mark.parametrize(
     ("text", "score"), [("aaaa", 1.0), ("ab", 0.5), ("b a ", 0.25), ("", 0.0), ("xyz", 0.0)]
 )
-def test_tiny_letters_scores_the_share_of_right_characters(text, score):
+def test_tiny_letters_scores_the_share_of_right_characters(text: str, score: float) -> None:
     assert default_compute_score("verl_like/tiny_letters", text, "a") == score
 
 
@@ -29,7 +31,7 @@ def test_tiny_letters_scores_the_share_of_right_characters(text, score):
         ("", "42", 0.0),
     ],
 )
-def test_gsm8k_reads_the_last_marked_number_strictly(text, truth, score):
+def test_gsm8k_reads_the_last_marked_number_strictly(text: str, truth: str, score: float) -> None:
     assert default_compute_score("openai/gsm8k", text, truth) == score
 
 
@@ -44,7 +46,9 @@ def test_gsm8k_reads_the_last_marked_number_strictly(text, truth, score):
         ("no number", "42", 0.0),
     ],
 )
-def test_flexible_gsm8k_takes_the_value_of_the_last_number(text, truth, score):
+def test_flexible_gsm8k_takes_the_value_of_the_last_number(
+    text: str, truth: str, score: float
+) -> None:
     assert gsm8k_flexible("openai/gsm8k", text, truth) == score
 
 
@@ -57,18 +61,18 @@ def test_flexible_gsm8k_takes_the_value_of_the_last_number(text, truth, score):
         ("I do not know", "3", 0.0),
     ],
 )
-def test_math_compares_values_not_characters(text, truth, score):
+def test_math_compares_values_not_characters(text: str, truth: str, score: float) -> None:
     pytest.importorskip("math_verify")
     assert default_compute_score("lighteval/MATH", text, truth) == score
 
 
-def test_math_without_its_package_says_how_to_get_it(monkeypatch):
+def test_math_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.rewards.functions.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'verl-like\[math\]'"):
         check_rules(["openai/gsm8k", "lighteval/MATH"])
 
 
-def test_an_unknown_data_source_is_refused_with_the_known_ones():
+def test_an_unknown_data_source_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ConfigError,
         match=r"'openai/gsm8'.*known: .*openai/gsm8k, verl_like/tiny_letters.*Did you mean",
@@ -76,6 +80,6 @@ def test_an_unknown_data_source_is_refused_with_the_known_ones():
         default_compute_score("openai/gsm8", "", "")
 
 
-def test_the_rules_load_without_torch():
+def test_the_rules_load_without_torch() -> None:
     code = "import sys, workers.rewards.functions; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -288,7 +288,8 @@ def test_overlong_responses_are_punished_softly(make_manager: Any, tokenizer: An
 
 
 def test_rules_and_a_reward_model_add_up_by_weight() -> None:
-    rules, model = Future(), Future()
+    rules: Future[Any] = Future()
+    model: Future[Any] = Future()
     joined = SummedScores(RewardFuture(rules), RewardFuture(model), rule_weight=0.5)
     assert not joined.done()
     scores = {"token_level_scores": torch.tensor([[0.0, 2.0], [4.0, 0.0]])}

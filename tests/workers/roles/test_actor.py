@@ -1,8 +1,13 @@
+from __future__ import annotations
+
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
-from samples import make_batch, started, tiny_config
 
+from tests.workers.samples import make_batch, started, tiny_config
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import MissingColumnError
 from workers.config import PolicyLossConfig, RolloutConfig, RolloutCorrectionConfig
 from workers.roles.actor import ActorWorker, log_prob_temperature
@@ -19,28 +24,34 @@ METRICS = {
 
 
 @pytest.fixture
-def batch():
+def batch() -> DataProto:
     return make_batch(8)
 
 
-def actor_of(tiny_dir, **actor):
+def actor_of(tiny_dir: Path, **actor: Any) -> ActorWorker:
     return started(ActorWorker, tiny_config(tiny_dir, **{"ppo_mini_batch_size": 8, **actor}), 10)
 
 
-def test_an_update_reports_plain_floats_under_verl_s_names(tiny_dir, batch):
+def test_an_update_reports_plain_floats_under_verl_s_names(
+    tiny_dir: Path, batch: DataProto
+) -> None:
     metrics = actor_of(tiny_dir).update_actor(batch).meta_info["metrics"]
     assert metrics.keys() == {*(f"actor/{name}" for name in METRICS), "perf/cpu_memory_used_gb"}
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_entropy_and_kl_are_reported_when_they_are_in_the_loss(tiny_dir, batch):
+def test_entropy_and_kl_are_reported_when_they_are_in_the_loss(
+    tiny_dir: Path, batch: DataProto
+) -> None:
     actor = actor_of(tiny_dir, entropy_coeff=0.01, use_kl_loss=True)
     metrics = actor.update_actor(batch).meta_info["metrics"]
     assert metrics["actor/entropy"] == pytest.approx(math.log(50), abs=0.05)
     assert metrics["actor/kl_loss"] > 0
 
 
-def test_updates_raise_the_probability_of_tokens_with_positive_advantage(tiny_dir, batch):
+def test_updates_raise_the_probability_of_tokens_with_positive_advantage(
+    tiny_dir: Path, batch: DataProto
+) -> None:
     actor = actor_of(tiny_dir, ppo_epochs=4)
     before = actor.compute_log_prob(batch).batch["old_log_probs"]
     batch.batch["old_log_probs"] = before
@@ -51,7 +62,9 @@ def test_updates_raise_the_probability_of_tokens_with_positive_advantage(tiny_di
     assert agrees.float().mean() > 0.8
 
 
-def test_the_first_step_sees_no_divergence_from_its_own_log_probs(tiny_dir, batch):
+def test_the_first_step_sees_no_divergence_from_its_own_log_probs(
+    tiny_dir: Path, batch: DataProto
+) -> None:
     actor = actor_of(tiny_dir)
     batch.batch["old_log_probs"] = actor.compute_log_prob(batch).batch["old_log_probs"]
     metrics = actor.update_actor(batch).meta_info["metrics"]
@@ -59,14 +72,14 @@ def test_the_first_step_sees_no_divergence_from_its_own_log_probs(tiny_dir, batc
     assert metrics["actor/pg_clipfrac"] == 0.0
 
 
-def test_the_kl_loss_needs_the_reference_s_column(tiny_dir, batch):
+def test_the_kl_loss_needs_the_reference_s_column(tiny_dir: Path, batch: DataProto) -> None:
     actor = actor_of(tiny_dir, use_kl_loss=True)
     batch.pop(batch_keys=["ref_log_prob"])
     with pytest.raises(MissingColumnError, match="is the ref role configured"):
         actor.update_actor(batch)
 
 
-def test_a_mini_batch_counts_prompts_each_with_n_samples(tiny_dir, batch):
+def test_a_mini_batch_counts_prompts_each_with_n_samples(tiny_dir: Path, batch: DataProto) -> None:
     config = tiny_config(tiny_dir, ppo_mini_batch_size=2)
     config.actor_rollout_ref.rollout.n = 4
     actor = started(ActorWorker, config, 10)
@@ -76,14 +89,14 @@ def test_a_mini_batch_counts_prompts_each_with_n_samples(tiny_dir, batch):
     assert len(steps) == 1
 
 
-def test_greedy_rollouts_count_as_temperature_one():
+def test_greedy_rollouts_count_as_temperature_one() -> None:
     assert log_prob_temperature(RolloutConfig(temperature=0.7)) == 0.7
     assert log_prob_temperature(RolloutConfig(temperature=0.7, do_sample=False)) == 1.0
     assert log_prob_temperature(RolloutConfig(temperature=0.0)) == 1.0
 
 
 @pytest.mark.parametrize("mode", ["gspo", "cispo", "reinforce"])
-def test_the_loss_mode_chooses_the_policy_loss(tiny_dir, mode):
+def test_the_loss_mode_chooses_the_policy_loss(tiny_dir: Path, mode: str) -> None:
     plain, other = (
         gradient_norm(tiny_dir, policy_loss=PolicyLossConfig(loss_mode=m))
         for m in ("vanilla", mode)
@@ -92,7 +105,7 @@ def test_the_loss_mode_chooses_the_policy_loss(tiny_dir, mode):
     assert other != pytest.approx(plain, rel=1e-3)
 
 
-def test_a_scale_factor_divides_the_summed_loss(tiny_dir):
+def test_a_scale_factor_divides_the_summed_loss(tiny_dir: Path) -> None:
     norms = [
         gradient_norm(tiny_dir, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=f)
         for f in (None, 5, 10)
@@ -101,7 +114,7 @@ def test_a_scale_factor_divides_the_summed_loss(tiny_dir):
     assert norms[2] == pytest.approx(norms[1] / 2, rel=1e-4)
 
 
-def test_importance_weights_of_the_rollout_s_log_probs_weigh_the_loss(tiny_dir):
+def test_importance_weights_of_the_rollout_s_log_probs_weigh_the_loss(tiny_dir: Path) -> None:
     batch = make_batch(4)
     for shift, weight in ((0.0, 1.0), (0.5, math.exp(0.5)), (3.0, 2.0), (-0.5, math.exp(-0.5))):
         batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] - shift
@@ -120,12 +133,12 @@ def test_importance_weights_of_the_rollout_s_log_probs_weigh_the_loss(tiny_dir):
     assert truncated["actor/rollout_is_weight"] == pytest.approx(math.exp(-0.25), rel=1e-5)
 
 
-def corrected(tiny_dir, batch, **correction):
+def corrected(tiny_dir: Path, batch: DataProto, **correction: Any) -> dict[str, Any]:
     config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
     config.algorithm.rollout_correction = RolloutCorrectionConfig(**correction)
     return started(ActorWorker, config, 1).update_actor(batch).meta_info["metrics"]
 
 
-def gradient_norm(tiny_dir, **actor):
+def gradient_norm(tiny_dir: Path, **actor: Any) -> float:
     worker = started(ActorWorker, tiny_config(tiny_dir, ppo_mini_batch_size=4, **actor), 1)
     return worker.update_actor(make_batch(4)).meta_info["metrics"]["actor/grad_norm"]

@@ -1,22 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from samples import PROMPT, make_batch, started, tiny_config
 
+from tests.workers.samples import PROMPT, make_batch, started, tiny_config
 from verl_like.errors import MissingColumnError
 from workers.roles.critic import CriticWorker
 
 
-def critic_of(tiny_dir, **actor):
+def critic_of(tiny_dir: Path, **actor: Any) -> CriticWorker:
     return started(CriticWorker, tiny_config(tiny_dir, **{"ppo_mini_batch_size": 8, **actor}), 20)
 
 
-def test_values_start_at_zero(tiny_dir):
+def test_values_start_at_zero(tiny_dir: Path) -> None:
     values = critic_of(tiny_dir).compute_values(make_batch(5)).batch["values"]
     assert values.shape == (5, 5)
     assert values.abs().max() == 0
 
 
-def test_a_value_is_read_before_its_token(tiny_dir):
+def test_a_value_is_read_before_its_token(tiny_dir: Path) -> None:
     critic = critic_of(tiny_dir)
     torch.nn.init.ones_(critic.engine.module.score.weight)
     batch = make_batch(6)
@@ -28,7 +33,7 @@ def test_a_value_is_read_before_its_token(tiny_dir):
     assert moved.tolist() == [False, False, False, True, True]
 
 
-def test_values_are_zero_outside_the_response(tiny_dir):
+def test_values_are_zero_outside_the_response(tiny_dir: Path) -> None:
     critic = critic_of(tiny_dir)
     torch.nn.init.ones_(critic.engine.module.score.weight)
     batch = make_batch(6)
@@ -36,7 +41,7 @@ def test_values_are_zero_outside_the_response(tiny_dir):
     assert torch.equal(values != 0, batch.batch["response_mask"] != 0)
 
 
-def test_updates_bring_values_to_the_returns(tiny_dir):
+def test_updates_bring_values_to_the_returns(tiny_dir: Path) -> None:
     critic, batch = critic_of(tiny_dir), make_batch(8)
     batch.batch["returns"].fill_(1.0)
     losses = []
@@ -51,19 +56,19 @@ def test_updates_bring_values_to_the_returns(tiny_dir):
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_mini_batch_and_epochs_default_to_the_actor_s(tiny_dir):
+def test_mini_batch_and_epochs_default_to_the_actor_s(tiny_dir: Path) -> None:
     critic = CriticWorker(tiny_config(tiny_dir, ppo_mini_batch_size=6, ppo_epochs=3))
     assert (critic.mini_batch_size, critic.epochs) == (6, 3)
 
 
-def test_an_update_without_returns_names_their_writer(tiny_dir):
+def test_an_update_without_returns_names_their_writer(tiny_dir: Path) -> None:
     batch = make_batch(8)
     batch.pop(batch_keys=["returns"])
     with pytest.raises(MissingColumnError, match="written by the driver's compute_advantage"):
         critic_of(tiny_dir).update_critic(batch)
 
 
-def test_the_body_s_weights_load_as_a_sequence_classifier_s(tiny_dir):
+def test_the_body_s_weights_load_as_a_sequence_classifier_s(tiny_dir: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(tiny_dir / "model", num_labels=1)

@@ -1,18 +1,21 @@
+from __future__ import annotations
+
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-from distributed import run
-from samples import make_batch, own_piece, started, tiny_config
+import torch
 
+from tests.workers.distributed import run
+from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from trainer import load_config
 from trainer.launch import run as run_ppo
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "custom_role"
 
 
-def learn(tiny_dir, steps=4):
+def learn(tiny_dir: Path, steps: int = 4) -> tuple[list[float], torch.Tensor]:
     """The metrics of some updates of the example's role on the same six rows."""
     spec = importlib.util.spec_from_file_location("verifier", FOLDER / "verifier.py")
     module = importlib.util.module_from_spec(spec)
@@ -29,7 +32,7 @@ def learn(tiny_dir, steps=4):
     ]
 
 
-def test_a_role_of_the_user_s_learns_the_same_on_one_rank_and_on_two(tiny_dir):
+def test_a_role_of_the_user_s_learns_the_same_on_one_rank_and_on_two(tiny_dir: Path) -> None:
     losses, verdicts = learn(tiny_dir)
     assert losses[-1] < losses[0] - 0.01
     assert ((verdicts > 0) & (verdicts < 1)).all()
@@ -37,7 +40,9 @@ def test_a_role_of_the_user_s_learns_the_same_on_one_rank_and_on_two(tiny_dir):
         assert others == pytest.approx(losses, abs=1e-4)
 
 
-def test_the_example_runs_from_the_command_line_s_config(tiny_dir, tmp_path, monkeypatch):
+def test_the_example_runs_from_the_command_line_s_config(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     config = load_config(
         [

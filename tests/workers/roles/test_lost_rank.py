@@ -2,18 +2,23 @@
 not waited for.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
-from samples import make_batch, tiny_config
 
+from tests.workers.samples import make_batch, tiny_config
 from verl_like.backends.local.group import LocalWorkerGroup
 from verl_like.calls.group import ClassWithInitArgs
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError
 from verl_like.placement.pools import ResourcePool
+from workers.config import WorkersConfig
 from workers.roles.actor import ActorWorker
 
 
@@ -22,11 +27,11 @@ class Doomed(ActorWorker):
     update and others.
     """
 
-    def __init__(self, config, how):
+    def __init__(self, config: WorkersConfig, how: str) -> None:
         super().__init__(config)
         self.how, self.num_passes = how, 0
 
-    def loss(self, *args):
+    def loss(self, *args: Any) -> Any:
         self.num_passes += 1
         if self.rank == 1 and self.num_passes == 2:
             if self.how == "is killed":
@@ -46,7 +51,9 @@ class Doomed(ActorWorker):
         ("leaves", ValueError, "this rank has had enough"),
     ],
 )
-def test_a_rank_that_is_lost_in_an_update_is_named_within_seconds(tiny_dir, how, error, words):
+def test_a_rank_that_is_lost_in_an_update_is_named_within_seconds(
+    tiny_dir: Path, how: str, error: type[Exception], words: str
+) -> None:
     config = tiny_config(tiny_dir, ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=1)
     recipe, deadlines = ClassWithInitArgs(Doomed, config, how), Deadlines(grace_s=2.0)
     group = LocalWorkerGroup(ResourcePool([2]), recipe, deadlines=deadlines)

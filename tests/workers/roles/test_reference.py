@@ -1,11 +1,15 @@
-import torch
-from samples import make_batch, started, tiny_config
+from __future__ import annotations
 
+from pathlib import Path
+
+import torch
+
+from tests.workers.samples import make_batch, started, tiny_config
 from workers.roles.actor import ActorWorker
 from workers.roles.reference import ReferenceWorker
 
 
-def test_the_reference_scores_as_the_actor_did_before_training(tiny_dir):
+def test_the_reference_scores_as_the_actor_did_before_training(tiny_dir: Path) -> None:
     config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
     config.actor_rollout_ref.rollout.temperature = 0.8
     actor, reference = started(ActorWorker, config, 10), started(ReferenceWorker, config)
@@ -18,13 +22,13 @@ def test_the_reference_scores_as_the_actor_did_before_training(tiny_dir):
     assert set(scores.batch.keys()) == {"ref_log_prob"}
 
 
-def test_the_reference_holds_no_optimizer_and_no_gradient(tiny_dir):
+def test_the_reference_holds_no_optimizer_and_no_gradient(tiny_dir: Path) -> None:
     reference = started(ReferenceWorker, tiny_config(tiny_dir))
     assert reference.engine.optimizer is None
     assert not any(parameter.requires_grad for parameter in reference.engine.parameters())
 
 
-def test_equal_weights_have_equal_checksums_across_roles(tiny_dir):
+def test_equal_weights_have_equal_checksums_across_roles(tiny_dir: Path) -> None:
     config = tiny_config(tiny_dir)
     assert (
         started(ReferenceWorker, config).weights_checksum()

@@ -1,14 +1,18 @@
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 import torch
-from samples import make_batch, started, tiny_config
 
+from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import RewardModelConfig, ScoringModelConfig
 from workers.roles.critic import CriticWorker
 from workers.roles.reward_model import RewardModelWorker, check_same_tokenizer
 
 
-def scorer(tiny_dir, path):
+def scorer(tiny_dir: Path, path: Path) -> RewardModelWorker:
     config = tiny_config(tiny_dir)
     config.reward_model = RewardModelConfig(
         model=ScoringModelConfig(path=str(path)), micro_batch_size_per_gpu=2
@@ -16,7 +20,9 @@ def scorer(tiny_dir, path):
     return started(RewardModelWorker, config)
 
 
-def test_scores_are_the_classifier_s_at_the_last_real_token(tiny_dir, classifier):
+def test_scores_are_the_classifier_s_at_the_last_real_token(
+    tiny_dir: Path, classifier: Path
+) -> None:
     from transformers import LlamaForSequenceClassification
 
     batch = make_batch(5)
@@ -31,7 +37,7 @@ def test_scores_are_the_classifier_s_at_the_last_real_token(tiny_dir, classifier
         torch.testing.assert_close(scores[row], expected, atol=1e-6, rtol=0)
 
 
-def test_more_padding_does_not_change_a_score(tiny_dir, classifier):
+def test_more_padding_does_not_change_a_score(tiny_dir: Path, classifier: Path) -> None:
     worker, batch = scorer(tiny_dir, classifier), make_batch(5)
     wider = make_batch(5)
     names = ("input_ids", "attention_mask", "position_ids")
@@ -43,14 +49,16 @@ def test_more_padding_does_not_change_a_score(tiny_dir, classifier):
     assert torch.equal(worker.compute_rm_score(wider).batch["rm_scores"][:, :5], scores)
 
 
-def test_an_empty_response_scores_zero(tiny_dir, classifier):
+def test_an_empty_response_scores_zero(tiny_dir: Path, classifier: Path) -> None:
     batch = make_batch(3)
     batch.batch["response_mask"][1] = 0
     scores = scorer(tiny_dir, classifier).compute_rm_score(batch).batch["rm_scores"]
     assert (scores != 0).sum(dim=1).tolist() == [1, 0, 1]
 
 
-def test_a_critic_starts_from_a_reward_model_s_body_with_values_of_zero(tiny_dir, classifier):
+def test_a_critic_starts_from_a_reward_model_s_body_with_values_of_zero(
+    tiny_dir: Path, classifier: Path
+) -> None:
     config = tiny_config(tiny_dir)
     config.critic.model.path = str(classifier)
     critic, reward = started(CriticWorker, config, 1), scorer(tiny_dir, classifier)
@@ -59,12 +67,12 @@ def test_a_critic_starts_from_a_reward_model_s_body_with_values_of_zero(tiny_dir
     assert critic.compute_values(make_batch(2)).batch["values"].abs().max() == 0
 
 
-def test_a_model_without_a_score_head_is_refused(tiny_dir):
+def test_a_model_without_a_score_head_is_refused(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="it is no reward model with one output"):
         scorer(tiny_dir, tiny_dir / "model")
 
 
-def test_another_tokenizer_than_the_actor_s_is_refused(tiny_dir, tmp_path):
+def test_another_tokenizer_than_the_actor_s_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir / "model")

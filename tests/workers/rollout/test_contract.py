@@ -3,13 +3,19 @@
 `hf` the oracle, `native`, and `vllm` in its own environment.
 """
 
+from __future__ import annotations
+
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rollout_engines import (
+
+from tests.workers.rollout_engines import (
     PROMPT,
     RESPONSE,
     STOP,
@@ -23,9 +29,8 @@ from rollout_engines import (
     requests_of,
     settings,
 )
-
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
-from workers.rollout.base import Output, Request
+from workers.rollout.base import Output, Request, RolloutEngine
 from workers.rollout.sampling import filtered_probs
 
 ENGINES = ["hf", "native", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -33,38 +38,38 @@ PROMPTS = make_prompts()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("contract")
 
 
 @pytest.fixture(scope="module")
-def model(folder):
+def model(folder: Path) -> Any:
     return make_model(folder)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def kept_engine(request, model, folder):
+def kept_engine(request: pytest.FixtureRequest, model: Any, folder: Path) -> RolloutEngine:
     return make_engine(request.param, model, folder)
 
 
 @pytest.fixture
-def engine(kept_engine, model):
+def engine(kept_engine: RolloutEngine, model: Any) -> RolloutEngine:
     load(kept_engine, model, 3)
     return kept_engine
 
 
 @pytest.fixture(scope="module")
-def oracle(model, folder):
+def oracle(model: Any, folder: Path) -> RolloutEngine:
     engine = make_engine("hf", model, folder)
     load(engine, model, 3)
     return engine
 
 
-def lists(outputs):
+def lists(outputs: Sequence[Output]) -> list[list[int]]:
     return [output.tokens.tolist() for output in outputs]
 
 
-def test_greedy_equals_transformers_token_for_token(engine, model):
+def test_greedy_equals_transformers_token_for_token(engine: RolloutEngine, model: Any) -> None:
     outputs = engine.generate(requests_of(PROMPTS), settings(do_sample=False))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = torch.tensor([prompt])
@@ -82,7 +87,9 @@ def test_greedy_equals_transformers_token_for_token(engine, model):
 @pytest.mark.parametrize(
     "changes", [{}, {"temperature": 0.7, "top_k": 20}, {"do_sample": False}, {"top_p": 0.8}]
 )
-def test_log_probs_are_the_trainers(engine, model, changes):
+def test_log_probs_are_the_trainers(
+    engine: RolloutEngine, model: Any, changes: dict[str, Any]
+) -> None:
     sampling = settings(**changes)
     for request, output in zip(
         requests_of(PROMPTS), engine.generate(requests_of(PROMPTS), sampling), strict=True
@@ -94,7 +101,9 @@ def test_log_probs_are_the_trainers(engine, model, changes):
         torch.testing.assert_close(output.log_probs, expected, atol=1e-4, rtol=0)
 
 
-def test_truncated_log_probs_are_those_of_what_was_drawn_from_and_survive_an_abort(engine, model):
+def test_truncated_log_probs_are_those_of_what_was_drawn_from_and_survive_an_abort(
+    engine: RolloutEngine, model: Any
+) -> None:
     sampling = settings(temperature=0.8, top_k=9, top_p=0.9, min_tokens=2, truncated_log_probs=True)
     outputs = engine.generate(requests_of(PROMPTS), sampling)
     for request, output in zip(requests_of(PROMPTS), outputs, strict=True):
@@ -111,8 +120,8 @@ def test_truncated_log_probs_are_those_of_what_was_drawn_from_and_survive_an_abo
         )
         torch.testing.assert_close(output.truncated_log_probs, expected, atol=1e-4, rtol=0)
     whole = max(outputs, key=lambda output: len(output.tokens))
-    kinds = [column[:2] for column in (whole.tokens, whole.log_probs)]
-    begun = Output(*kinds, "abort", whole.versions[:2], whole.truncated_log_probs[:2])
+    tokens, log_probs = whole.tokens[:2], whole.log_probs[:2]
+    begun = Output(tokens, log_probs, "abort", whole.versions[:2], whole.truncated_log_probs[:2])
     request = requests_of(PROMPTS)[next(i for i, output in enumerate(outputs) if output is whole)]
     (rest,) = engine.generate([replace(request, partial=begun)], sampling)
     torch.testing.assert_close(
@@ -124,7 +133,9 @@ def test_truncated_log_probs_are_those_of_what_was_drawn_from_and_survive_an_abo
         )
 
 
-def test_a_sample_is_drawn_by_its_own_noise_on_every_engine(engine, oracle):
+def test_a_sample_is_drawn_by_its_own_noise_on_every_engine(
+    engine: RolloutEngine, oracle: RolloutEngine
+) -> None:
     expected = lists(oracle.generate(requests_of(PROMPTS, n=2), settings()))
     assert lists(engine.generate(requests_of(PROMPTS, n=2), settings())) == expected
     backwards = engine.generate(requests_of(PROMPTS, n=2)[::-1], settings())
@@ -134,7 +145,7 @@ def test_a_sample_is_drawn_by_its_own_noise_on_every_engine(engine, oracle):
     assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2
 
 
-def test_a_response_ends_with_its_first_stop_token_or_at_the_limit(engine):
+def test_a_response_ends_with_its_first_stop_token_or_at_the_limit(engine: RolloutEngine) -> None:
     outputs = engine.generate(requests_of(PROMPTS, n=2), settings())
     for output in outputs:
         stops = [token in STOP for token in output.tokens.tolist()]
@@ -149,14 +160,16 @@ def test_a_response_ends_with_its_first_stop_token_or_at_the_limit(engine):
     } == {1}
 
 
-def test_the_minimum_length_keeps_stop_tokens_away(engine):
+def test_the_minimum_length_keeps_stop_tokens_away(engine: RolloutEngine) -> None:
     outputs = engine.generate(requests_of(PROMPTS, n=2), settings(min_tokens=6))
     assert min(len(output.tokens) for output in outputs) >= 6
     assert all(token not in STOP for output in outputs for token in output.tokens[:6].tolist())
     assert any(output.finish_reason == "stop" for output in outputs)
 
 
-def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(engine):
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
+    engine: RolloutEngine,
+) -> None:
     free = engine.generate(requests_of(PROMPTS), settings(stop_token_ids=(VOCAB - 1,)))
     longest = max(free, key=lambda output: len(output.tokens)).tokens.tolist()
     text = decode(longest[4:6])
@@ -170,7 +183,9 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(engine):
         assert output.finish_reason == ("stop" if text in whole else before.finish_reason)
 
 
-def test_a_logit_bias_moves_draws_but_not_the_reported_log_prob(engine, model):
+def test_a_logit_bias_moves_draws_but_not_the_reported_log_prob(
+    engine: RolloutEngine, model: Any
+) -> None:
     outputs = engine.generate(
         requests_of(PROMPTS), settings(logit_bias=((33, 100.0),), max_tokens=3)
     )
@@ -186,7 +201,9 @@ def test_a_logit_bias_moves_draws_but_not_the_reported_log_prob(engine, model):
 @pytest.mark.parametrize(
     "changes", [{}, {"temperature": 0.6, "top_k": 12}, {"top_p": 0.7}, {"min_p": 0.1}]
 )
-def test_first_tokens_follow_the_truncated_distribution(engine, model, changes):
+def test_first_tokens_follow_the_truncated_distribution(
+    engine: RolloutEngine, model: Any, changes: dict[str, Any]
+) -> None:
     prompt, draws = PROMPTS[0], 1500 if type(engine).__name__ != "HFEngine" else 250
     sampling = settings(max_tokens=1, **changes)
     requests = [Request(prompt, 977 * i + 5, f"draw {i}") for i in range(draws)]
@@ -208,11 +225,11 @@ def test_first_tokens_follow_the_truncated_distribution(engine, model, changes):
     assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.3 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
-def test_an_aborted_generation_goes_on_where_it_stopped(engine):
+def test_an_aborted_generation_goes_on_where_it_stopped(engine: RolloutEngine) -> None:
     whole = engine.generate(requests_of(PROMPTS), settings())
     checkpoint, seen = engine.control.checkpoint, []
 
-    def abort_at_the_fifth():
+    def abort_at_the_fifth() -> Any:
         seen.append(0)
         if len(seen) == 5:
             engine.control.abort()
@@ -236,11 +253,11 @@ def test_an_aborted_generation_goes_on_where_it_stopped(engine):
         torch.testing.assert_close(output.log_probs, whole[i].log_probs, atol=1e-4, rtol=0)
 
 
-def test_a_pause_holds_the_generation_and_forbids_sleep(engine):
+def test_a_pause_holds_the_generation_and_forbids_sleep(engine: RolloutEngine) -> None:
     whole = lists(engine.generate(requests_of(PROMPTS), settings()))
     started, results, checkpoint = threading.Event(), [], engine.control.checkpoint
 
-    def told():
+    def told() -> Any:
         started.set()
         return checkpoint()
 
@@ -263,7 +280,9 @@ def test_a_pause_holds_the_generation_and_forbids_sleep(engine):
     assert lists(results[0]) == whole
 
 
-def test_weights_within_a_generation_are_refused_unless_it_is_paused(engine, model):
+def test_weights_within_a_generation_are_refused_unless_it_is_paused(
+    engine: RolloutEngine, model: Any
+) -> None:
     with (
         engine.control.running(7),
         pytest.raises(WeightSyncError, match="7 samples are being generated"),
@@ -276,7 +295,9 @@ def test_weights_within_a_generation_are_refused_unless_it_is_paused(engine, mod
         engine.generate(requests_of(PROMPTS), settings())
 
 
-def test_five_versions_are_taken_over_and_stamped(engine, model, folder):
+def test_five_versions_are_taken_over_and_stamped(
+    engine: RolloutEngine, model: Any, folder: Path
+) -> None:
     ids = set()
     for version in range(5):
         changed = make_model(folder / str(version), seed=version)
@@ -292,7 +313,9 @@ def test_five_versions_are_taken_over_and_stamped(engine, model, folder):
     assert engine.weights_id in ids
 
 
-def test_names_missing_unknown_and_misshaped_are_listed_and_the_engine_stays_stale(engine, model):
+def test_names_missing_unknown_and_misshaped_are_listed_and_the_engine_stays_stale(
+    engine: RolloutEngine, model: Any
+) -> None:
     tensors = dict(model.named_parameters())
     tensors["stranger"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
     tensors["lm_head.weight"] = torch.zeros(VOCAB, 3)
@@ -307,14 +330,14 @@ def test_names_missing_unknown_and_misshaped_are_listed_and_the_engine_stays_sta
 
 
 class tensors_as_model:  # noqa: N801 - reads as a function
-    def __init__(self, tensors):
+    def __init__(self, tensors: Any) -> None:
         self.tensors = tensors
 
-    def named_parameters(self):
+    def named_parameters(self) -> Any:
         return self.tensors.items()
 
 
-def test_a_woken_engine_is_stale_until_weights_arrive(engine, model):
+def test_a_woken_engine_is_stale_until_weights_arrive(engine: RolloutEngine, model: Any) -> None:
     before = lists(engine.generate(requests_of(PROMPTS), settings()))
     engine.sleep()
     engine.sleep()
@@ -336,12 +359,16 @@ def test_a_woken_engine_is_stale_until_weights_arrive(engine, model):
         ([-1], "token id -1"),
     ],
 )
-def test_prompts_that_cannot_work_are_refused_by_name(engine, prompt, words):
+def test_prompts_that_cannot_work_are_refused_by_name(
+    engine: RolloutEngine, prompt: list[int], words: str
+) -> None:
     with pytest.raises(RolloutError, match=words):
         engine.generate([Request(prompt, 1, "row 0")], settings())
 
 
-def test_settings_that_cannot_work_are_refused(engine, monkeypatch):
+def test_settings_that_cannot_work_are_refused(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(RolloutError, match="max_tokens=15 does not fit"):
         engine.generate(requests_of(PROMPTS), settings(max_tokens=RESPONSE + 1))
     with pytest.raises(ConfigError, match="token 64, outside"):
@@ -351,7 +378,9 @@ def test_settings_that_cannot_work_are_refused(engine, monkeypatch):
         engine.generate(requests_of(PROMPTS), settings(stop_strings=("x",)))
 
 
-def test_broken_logits_are_an_error_that_names_a_sample(engine, model, folder):
+def test_broken_logits_are_an_error_that_names_a_sample(
+    engine: RolloutEngine, model: Any, folder: Path
+) -> None:
     broken = make_model(folder / "broken")
     broken.lm_head.weight.data.fill_(float("nan"))
     load(engine, broken, 6)

@@ -1,6 +1,9 @@
 """Draws against the distribution they should follow; the noise against its definition."""
 
+from __future__ import annotations
+
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +16,22 @@ from workers.rollout.sampling import choose_tokens, filtered_probs, noise_key, u
 VOCAB, DRAWS = 8, 20_000
 
 
-def sampling(**settings):
+def sampling(**settings: Any) -> SamplingParams:
     return SamplingParams(max_tokens=1, stop_token_ids=(0,), **settings)
 
 
-def noise(count, position=0):
+def noise(count: int, position: int = 0) -> torch.Tensor:
     keys = np.array([noise_key(0, f"{row}-0", 0) for row in range(count)], dtype=np.uint64)
     return torch.from_numpy(uniforms(keys, np.full(count, position)))
 
 
-def expected_probs(logits, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0):
+def expected_probs(
+    logits: torch.Tensor,
+    temperature: float = 1.0,
+    top_k: int = -1,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> dict[int, float]:
     """The truncated distribution token by token, in plain Python."""
     weights = np.exp(logits.double().numpy() / temperature)
     probs = dict(enumerate(weights / weights.sum()))
@@ -39,7 +48,7 @@ def expected_probs(logits, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0):
     return {token: probs[token] / total for token in kept}
 
 
-def chi_square_limit(freedom):
+def chi_square_limit(freedom: int) -> float:
     """Wilson and Hilferty's approximation of the 99.9 % quantile."""
     return freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
 
@@ -56,7 +65,7 @@ def chi_square_limit(freedom):
         {"temperature": 1.7, "top_k": 5, "top_p": 0.8, "min_p": 0.05},
     ],
 )
-def test_tokens_follow_the_truncated_distribution(settings):
+def test_tokens_follow_the_truncated_distribution(settings: dict[str, Any]) -> None:
     logits = torch.tensor([0.3, -1.0, 1.5, 0.0, 0.9, -0.4, 2.0, -2.0])
     tokens, _ = choose_tokens(logits.repeat(DRAWS, 1), noise(DRAWS), sampling(**settings))
     counts = torch.bincount(tokens, minlength=VOCAB).tolist()
@@ -66,14 +75,14 @@ def test_tokens_follow_the_truncated_distribution(settings):
     assert statistic < chi_square_limit(len(expected) - 1)
 
 
-def test_truncation_keeps_ties_and_at_least_one_token():
+def test_truncation_keeps_ties_and_at_least_one_token() -> None:
     even = torch.log_softmax(torch.zeros(1, VOCAB), dim=-1)
     assert filtered_probs(even, sampling(top_k=2)).count_nonzero() == VOCAB
     assert filtered_probs(even, sampling(top_p=1e-9)).count_nonzero() == 1
     assert filtered_probs(even, sampling(top_k=100)).count_nonzero() == VOCAB
 
 
-def test_log_probs_have_the_temperature_but_no_truncation():
+def test_log_probs_have_the_temperature_but_no_truncation() -> None:
     logits = torch.randn(50, VOCAB)
     tokens, log_probs = choose_tokens(
         logits, noise(50), sampling(temperature=0.6, top_k=2, top_p=0.9)
@@ -84,7 +93,9 @@ def test_log_probs_have_the_temperature_but_no_truncation():
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.7, "min_p": 0.1}]
 )
-def test_truncated_log_probs_are_those_of_the_distribution_drawn_from(settings):
+def test_truncated_log_probs_are_those_of_the_distribution_drawn_from(
+    settings: dict[str, Any],
+) -> None:
     logits = torch.randn(50, VOCAB)
     bias = {"logit_bias": ((3, 1.5),), "truncated_log_probs": True}
     tokens, log_probs = choose_tokens(logits, noise(50), sampling(**settings, **bias))
@@ -97,19 +108,19 @@ def test_truncated_log_probs_are_those_of_the_distribution_drawn_from(settings):
     assert torch.equal(choose_tokens(logits, noise(50), plain)[1], log_probs[:, :1])
 
 
-def test_greedy_decoding_draws_from_one_token():
+def test_greedy_decoding_draws_from_one_token() -> None:
     greedy = sampling(do_sample=False, top_k=4, truncated_log_probs=True)
     assert not choose_tokens(torch.randn(5, VOCAB), noise(5), greedy)[1][:, 1].any()
 
 
-def test_greedy_takes_the_likeliest_and_counts_as_temperature_one():
+def test_greedy_takes_the_likeliest_and_counts_as_temperature_one() -> None:
     logits = torch.randn(50, VOCAB)
     tokens, log_probs = choose_tokens(logits, noise(50), sampling(do_sample=False, temperature=0.1))
     assert torch.equal(tokens, logits.argmax(-1))
     assert torch.equal(log_probs[:, 0], torch.log_softmax(logits, -1).max(-1).values)
 
 
-def test_a_row_draws_the_same_alone_and_among_others():
+def test_a_row_draws_the_same_alone_and_among_others() -> None:
     logits, numbers = torch.randn(33, 1000), noise(33)
     settings = sampling(top_k=50, top_p=0.9)
     tokens, log_probs = choose_tokens(logits, numbers, settings)
@@ -119,7 +130,7 @@ def test_a_row_draws_the_same_alone_and_among_others():
         assert log_prob[0] == log_probs[row]
 
 
-def test_the_ends_of_the_noise_draw_tokens_that_have_probability():
+def test_the_ends_of_the_noise_draw_tokens_that_have_probability() -> None:
     logits = torch.tensor([[-200.0, 0.0, 0.0, -200.0]]).repeat(2, 1)
     tokens, _ = choose_tokens(
         logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64), sampling(top_k=2)
@@ -127,7 +138,7 @@ def test_the_ends_of_the_noise_draw_tokens_that_have_probability():
     assert tokens.tolist() == [1, 2]
 
 
-def test_noise_is_a_pure_function_of_key_and_position():
+def test_noise_is_a_pure_function_of_key_and_position() -> None:
     keys, positions = np.array([1, 2**64 - 1, 5], dtype=np.uint64), np.array([0, 1, 10_000])
     together = uniforms(keys, positions)
     alone = [uniforms(keys[i : i + 1], positions[i : i + 1])[0] for i in range(3)]
@@ -140,7 +151,7 @@ def test_noise_is_a_pure_function_of_key_and_position():
     ]
 
 
-def test_noise_is_even_along_positions_and_along_keys():
+def test_noise_is_even_along_positions_and_along_keys() -> None:
     along_positions = uniforms(
         np.full(DRAWS, noise_key(0, "0-0", 0), dtype=np.uint64), np.arange(DRAWS)
     )
@@ -150,7 +161,7 @@ def test_noise_is_even_along_positions_and_along_keys():
     assert abs(np.corrcoef(along_positions[1:], along_positions[:-1])[0, 1]) < 0.03
 
 
-def test_every_part_of_the_name_changes_the_key():
+def test_every_part_of_the_name_changes_the_key() -> None:
     parts = ([0, 1], ["0-0", "1-0", "0-1"], [0, 1], [0, 1], ["train", "validate"])
     names = list(itertools.product(*parts))
     assert len({noise_key(*name) for name in names}) == len(names)
@@ -167,6 +178,6 @@ def test_every_part_of_the_name_changes_the_key():
         ({"min_p": -0.1}, "min_p=-0.1"),
     ],
 )
-def test_settings_that_draw_nothing_are_refused(settings, words):
+def test_settings_that_draw_nothing_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         sampling(**settings)

@@ -1,18 +1,24 @@
 """A role's checkpoint: what it brings back, on which ranks, and what it refuses."""
 
+from __future__ import annotations
+
 import json
 import re
 import resource
 import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from distributed import run
-from samples import learned, make_batch, own_piece, started, tiny_config
 
+from tests.workers.distributed import run
+from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from verl_like.errors import CheckpointError
-from workers.config import OptimConfig
+from workers.config import OptimConfig, WorkersConfig
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.hf_export import export_huggingface
@@ -21,7 +27,9 @@ ROWS = 4
 EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
 
 
-def config_of(tiny_dir, lora_rank=0, contents=("model", "optimizer", "extra")):
+def config_of(
+    tiny_dir: Path, lora_rank: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra")
+) -> WorkersConfig:
     optim = OptimConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=1)
     config = tiny_config(tiny_dir, ppo_mini_batch_size=ROWS // 2, optim=optim)
     config.critic.ppo_mini_batch_size = ROWS // 2
@@ -34,11 +42,11 @@ def config_of(tiny_dir, lora_rank=0, contents=("model", "optimizer", "extra")):
     return config
 
 
-def actor_of(tiny_dir, **settings):
+def actor_of(tiny_dir: Path, **settings: Any) -> ActorWorker:
     return started(ActorWorker, config_of(tiny_dir, **settings), 10)
 
 
-def update(worker, seed):
+def update(worker: Any, seed: int) -> dict[str, float]:
     """The metrics of one update, and the random numbers that a method
     of the role would draw next.
     """
@@ -47,7 +55,9 @@ def update(worker, seed):
     return learned(method(batch)) | {"drawn": float(torch.rand(())), "numpy": np.random.rand()}
 
 
-def save_and_go_on(cls, tiny_dir, folder, **settings):
+def save_and_go_on(
+    cls: type, tiny_dir: Path, folder: Path, **settings: Any
+) -> tuple[list[dict[str, float]], str]:
     """Two updates, a checkpoint, and what two more updates give."""
     worker = started(cls, config_of(tiny_dir, **settings), 10)
     torch.manual_seed(worker.rank)
@@ -57,7 +67,9 @@ def save_and_go_on(cls, tiny_dir, folder, **settings):
     return [update(worker, seed) for seed in (2, 3)], worker.weights_checksum()
 
 
-def load_and_go_on(cls, tiny_dir, folder, updates_before=0, **settings):
+def load_and_go_on(
+    cls: type, tiny_dir: Path, folder: Path, updates_before: int = 0, **settings: Any
+) -> tuple[list[dict[str, float]], str]:
     """The same two updates by a worker that was built anew; optionally one with updates of its own
     to forget.
     """
@@ -70,15 +82,17 @@ def load_and_go_on(cls, tiny_dir, folder, updates_before=0, **settings):
 
 @pytest.mark.parametrize("cls", [ActorWorker, CriticWorker])
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_resumed_worker_goes_on_bit_for_bit(tiny_dir, tmp_path, cls, lora_rank):
+def test_a_resumed_worker_goes_on_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path, cls: type, lora_rank: int
+) -> None:
     expected = save_and_go_on(cls, tiny_dir, tmp_path / "role", lora_rank=lora_rank)
     assert load_and_go_on(cls, tiny_dir, tmp_path / "role", 1, lora_rank=lora_rank) == expected
     assert not (tmp_path / "role.part").exists()
 
 
 def test_a_checkpoint_from_before_the_first_update_brings_back_a_fresh_optimizer(
-    tiny_dir, tmp_path
-):
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     actor = actor_of(tiny_dir)
     actor.save_checkpoint(str(tmp_path / "actor"))
     torch.manual_seed(1)
@@ -90,15 +104,17 @@ def test_a_checkpoint_from_before_the_first_update_brings_back_a_fresh_optimizer
     assert [update(other, seed) for seed in (2, 3)] == expected
 
 
-def test_two_ranks_go_on_bit_for_bit(tiny_dir, tmp_path):
+def test_two_ranks_go_on_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
     expected = run(2, save_and_go_on, ActorWorker, tiny_dir, tmp_path / "actor")
     assert run(2, load_and_go_on, ActorWorker, tiny_dir, tmp_path / "actor") == expected
     assert expected[0][0][0]["drawn"] != expected[1][0][0]["drawn"]
 
 
 @pytest.mark.parametrize("worlds", [(1, 2), (4, 2), (2, 1)])
-def test_another_number_of_ranks_goes_on(tiny_dir, tmp_path, worlds):
-    def on(world, function):
+def test_another_number_of_ranks_goes_on(
+    tiny_dir: Path, tmp_path: Path, worlds: tuple[int, int]
+) -> None:
+    def on(world: int, function: Callable[..., Any]) -> Any:
         return (run(world, function, *arguments) if world > 1 else [function(*arguments)])[0]
 
     arguments = (ActorWorker, tiny_dir, tmp_path / "actor")
@@ -111,7 +127,7 @@ def test_another_number_of_ranks_goes_on(tiny_dir, tmp_path, worlds):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
-def test_a_huggingface_folder_loads_and_scores_alike(tiny_dir, tmp_path):
+def test_a_huggingface_folder_loads_and_scores_alike(tiny_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     actor = actor_of(tiny_dir, contents=EVERYTHING)
@@ -130,7 +146,7 @@ def test_a_huggingface_folder_loads_and_scores_alike(tiny_dir, tmp_path):
     assert model.generation_config.eos_token_id == theirs.eos_token_id
 
 
-def test_a_critic_is_exported_as_a_classifier_of_one_label(tiny_dir, tmp_path):
+def test_a_critic_is_exported_as_a_classifier_of_one_label(tiny_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoModel, AutoModelForSequenceClassification
 
     critic = started(CriticWorker, config_of(tiny_dir, lora_rank=4, contents=EVERYTHING), 10)
@@ -148,14 +164,16 @@ def test_a_critic_is_exported_as_a_classifier_of_one_label(tiny_dir, tmp_path):
     assert all(full[f"model.{name}"].equal(weight) for name, weight in body.named_parameters())
 
 
-def export_in_shards(tiny_dir, folder):
+def export_in_shards(tiny_dir: Path, folder: Path) -> dict[str, torch.Tensor]:
     actor = actor_of(tiny_dir, lora_rank=4)
     update(actor, 0)
     export_huggingface(actor.engine, folder, writes=actor.rank == 0, shard_bytes=100_000)
     return {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()}
 
 
-def test_a_large_model_is_exported_in_shards_by_rank_0_with_its_adapter_merged(tiny_dir, tmp_path):
+def test_a_large_model_is_exported_in_shards_by_rank_0_with_its_adapter_merged(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     full = run(2, export_in_shards, tiny_dir, tmp_path)[0]
@@ -165,7 +183,7 @@ def test_a_large_model_is_exported_in_shards_by_rank_0_with_its_adapter_merged(t
     assert all(weights[name].equal(tensor) for name, tensor in full.items())
 
 
-def test_an_adapter_is_saved_without_its_base(tiny_dir, tmp_path):
+def test_an_adapter_is_saved_without_its_base(tiny_dir: Path, tmp_path: Path) -> None:
     sizes = []
     for rank in (0, 4):
         folder = tmp_path / f"rank {rank}"
@@ -175,19 +193,19 @@ def test_an_adapter_is_saved_without_its_base(tiny_dir, tmp_path):
     assert (tmp_path / "rank 4" / "lora_adapter" / "adapter_model.safetensors").is_file()
 
 
-def saved(tiny_dir, folder, **settings):
+def saved(tiny_dir: Path, folder: Path, **settings: Any) -> ActorWorker:
     actor = actor_of(tiny_dir, **settings)
     actor.save_checkpoint(str(folder), 1)
     return actor
 
 
-def refusal(worker, folder):
+def refusal(worker: Any, folder: Path) -> str:
     with pytest.raises(CheckpointError) as error:
         worker.load_checkpoint(str(folder))
     return str(error.value)
 
 
-def test_a_damaged_or_missing_shard_is_named(tiny_dir, tmp_path):
+def test_a_damaged_or_missing_shard_is_named(tiny_dir: Path, tmp_path: Path) -> None:
     actor = saved(tiny_dir, tmp_path / "actor")
     shard = tmp_path / "actor" / "shards" / "__0_0.distcp"
     data = bytearray(shard.read_bytes())
@@ -208,7 +226,7 @@ def test_a_damaged_or_missing_shard_is_named(tiny_dir, tmp_path):
     assert actor.weights_checksum() == before
 
 
-def damage_on_two_ranks(tiny_dir, folder):
+def damage_on_two_ranks(tiny_dir: Path, folder: Path) -> str:
     actor = saved(tiny_dir, folder)
     if actor.rank == 0:
         (folder / "shards" / "__1_0.distcp").unlink()
@@ -216,14 +234,14 @@ def damage_on_two_ranks(tiny_dir, folder):
     return refusal(actor, folder)
 
 
-def test_every_rank_hears_of_the_shard_of_another(tiny_dir, tmp_path):
+def test_every_rank_hears_of_the_shard_of_another(tiny_dir: Path, tmp_path: Path) -> None:
     for message in run(2, damage_on_two_ranks, tiny_dir, tmp_path / "actor"):
         assert "shards/__1_0.distcp is missing" in message
 
 
 def test_another_models_checkpoint_is_refused_with_the_tensors_that_do_not_fit(
-    tiny_dir, make_tiny, tmp_path
-):
+    tiny_dir: Path, make_tiny: ModuleType, tmp_path: Path
+) -> None:
     make_tiny.make(tmp_path / "wide", num_train=1, num_val=1, hidden_size=32, num_layers=3)
     saved(tmp_path / "wide", tmp_path / "actor")
     message = refusal(actor_of(tiny_dir), tmp_path / "actor")
@@ -237,13 +255,15 @@ def test_another_models_checkpoint_is_refused_with_the_tensors_that_do_not_fit(
     assert "missing in it: model.layers.0.self_attn.q_proj.lora_A.default.weight" in message
 
 
-def test_a_checkpoint_without_weights_is_no_place_to_go_on_from(tiny_dir, tmp_path):
+def test_a_checkpoint_without_weights_is_no_place_to_go_on_from(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     actor = saved(tiny_dir, tmp_path / "actor", contents=["hf_model"])
     message = refusal(actor, tmp_path / "actor")
     assert "holds no weights to go on from: checkpoint.save_contents lacked 'model'" in message
 
 
-def fill_the_disk(tiny_dir, folder):
+def fill_the_disk(tiny_dir: Path, folder: Path) -> tuple[str, str]:
     """A checkpoint, then another update that a file of rank 1 (the last rank) has no room for."""
     actor = saved(tiny_dir, folder)
     update(actor, 0)
@@ -260,7 +280,9 @@ def fill_the_disk(tiny_dir, folder):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_disk_that_is_full_leaves_the_earlier_checkpoint(tiny_dir, tmp_path, world):
+def test_a_disk_that_is_full_leaves_the_earlier_checkpoint(
+    tiny_dir: Path, tmp_path: Path, world: int
+) -> None:
     initial = actor_of(tiny_dir).weights_checksum()
     for message, checksum in run(world, fill_the_disk, tiny_dir, tmp_path / "actor"):
         assert "was not written (an earlier one is untouched)" in message

@@ -1,12 +1,24 @@
+from __future__ import annotations
+
 import math
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from distributed import run
-from gradients import ACTOR_COLUMNS, FAMILIES, assert_equal_gradients, gradients
-from samples import RESPONSE, VOCAB, learned, make_batch, own_piece, started, tiny_config
 
+from tests.workers.distributed import run
+from tests.workers.gradients import ACTOR_COLUMNS, FAMILIES, assert_equal_gradients, gradients
+from tests.workers.samples import (
+    RESPONSE,
+    VOCAB,
+    learned,
+    make_batch,
+    own_piece,
+    started,
+    tiny_config,
+)
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
 from workers.cpu import fused_ops
@@ -19,11 +31,13 @@ from workers.training.microbatch import Budget
 from workers.training.optim import guarded_step, lr_factor
 
 
-def tiny_actor(tiny_dir, **actor):
+def tiny_actor(tiny_dir: Path, **actor: Any) -> ActorWorker:
     return started(ActorWorker, tiny_config(tiny_dir, **actor), 10)
 
 
-def on_ranks(tiny_dir, num_rows, fsdp_size=-1, is_large=False):
+def on_ranks(
+    tiny_dir: Path, num_rows: int, fsdp_size: int = -1, is_large: bool = False
+) -> dict[str, Any]:
     """What every rank sees of gradients, log-probs, and an update of two mini-batches or one (odd
     rows).
 
@@ -59,7 +73,9 @@ def on_ranks(tiny_dir, num_rows, fsdp_size=-1, is_large=False):
     }
 
 
-def assert_same_training(results, alone, num_shards):
+def assert_same_training(
+    results: list[dict[str, Any]], alone: dict[str, Any], num_shards: int
+) -> None:
     for result in results:
         assert result["metrics"] == results[0]["metrics"]
         assert result["critic_metrics"] == results[0]["critic_metrics"]
@@ -79,25 +95,27 @@ def assert_same_training(results, alone, num_shards):
         assert (ours["weights"][name] - weight).norm() <= 1e-3 * weight.norm(), name
 
 
-def test_seven_rows_on_three_ranks_train_as_seven_on_one(tiny_dir):
+def test_seven_rows_on_three_ranks_train_as_seven_on_one(tiny_dir: Path) -> None:
     assert_same_training(run(3, on_ranks, tiny_dir, 7), on_ranks(tiny_dir, 7), num_shards=3)
 
 
 @pytest.mark.parametrize(
     ("world_size", "fsdp_size", "is_large"), [(2, -1, True), (4, -1, False), (4, 2, False)]
 )
-def test_training_does_not_depend_on_the_number_of_ranks(tiny_dir, world_size, fsdp_size, is_large):
+def test_training_does_not_depend_on_the_number_of_ranks(
+    tiny_dir: Path, world_size: int, fsdp_size: int, is_large: bool
+) -> None:
     num_shards = world_size if fsdp_size == -1 else fsdp_size
     results = run(world_size, on_ranks, tiny_dir, 8, fsdp_size, is_large)
     assert_same_training(results, on_ranks(tiny_dir, 8), num_shards)
 
 
-def test_one_row_on_two_ranks_trains_as_one_on_one(tiny_dir):
+def test_one_row_on_two_ranks_trains_as_one_on_one(tiny_dir: Path) -> None:
     assert_same_training(run(2, on_ranks, tiny_dir, 1), on_ranks(tiny_dir, 1), num_shards=2)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_the_gradient_does_not_depend_on_the_micro_batch_cut(tiny_dir, mode):
+def test_the_gradient_does_not_depend_on_the_micro_batch_cut(tiny_dir: Path, mode: str) -> None:
     actor = tiny_actor(tiny_dir, loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True)
     batch = make_batch(9)
     whole = gradients(actor, batch, ACTOR_COLUMNS, Budget(rows=9))
@@ -111,7 +129,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_cut(tiny_dir, mode):
         assert_equal_gradients(gradients(actor, batch, ACTOR_COLUMNS, budget), whole)
 
 
-def test_gradient_checkpointing_changes_nothing(tiny_dir):
+def test_gradient_checkpointing_changes_nothing(tiny_dir: Path) -> None:
     config = tiny_config(tiny_dir)
     plain = gradients(started(ActorWorker, config, 1), make_batch(4), ACTOR_COLUMNS)
     config.actor_rollout_ref.model.enable_gradient_checkpointing = True
@@ -123,8 +141,8 @@ def test_gradient_checkpointing_changes_nothing(tiny_dir):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("temperature", "packed"), [(1.0, True), (0.7, True), (0.7, False)])
 def test_log_probs_are_those_of_each_row_alone_without_padding(
-    tmp_path, family, temperature, packed
-):
+    tmp_path: Path, family: str, temperature: float, packed: bool
+) -> None:
     import transformers
 
     sizes = {
@@ -157,7 +175,7 @@ def test_log_probs_are_those_of_each_row_alone_without_padding(
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
 
 
-def test_full_tensors_are_the_folder_s_weights_under_their_names(tiny_dir):
+def test_full_tensors_are_the_folder_s_weights_under_their_names(tiny_dir: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     expected = AutoModelForCausalLM.from_pretrained(tiny_dir / "model").state_dict()
@@ -166,7 +184,7 @@ def test_full_tensors_are_the_folder_s_weights_under_their_names(tiny_dir):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
-def test_the_scheduler_steps_once_per_update(tiny_dir):
+def test_the_scheduler_steps_once_per_update(tiny_dir: Path) -> None:
     optim = OptimConfig(lr=1e-3, lr_warmup_steps=1, lr_scheduler_type="linear")
     actor = tiny_actor(tiny_dir, optim=optim, ppo_mini_batch_size=2, ppo_epochs=2)
     actor.init_model(3)
@@ -174,7 +192,7 @@ def test_the_scheduler_steps_once_per_update(tiny_dir):
     assert rates == pytest.approx([5e-4, 1e-3, 5e-4, 0.0])
 
 
-def test_a_schedule_ends_at_its_floor():
+def test_a_schedule_ends_at_its_floor() -> None:
     cosine = OptimConfig(lr_scheduler_type="cosine", min_lr_ratio=0.1)
     factors = [lr_factor(step, 10, cosine) for step in range(13)]
     assert factors[0] == 1.0
@@ -183,12 +201,12 @@ def test_a_schedule_ends_at_its_floor():
     assert factors == sorted(factors, reverse=True)
 
 
-def test_an_unknown_schedule_is_refused_by_name(tiny_dir):
+def test_an_unknown_schedule_is_refused_by_name(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
         tiny_actor(tiny_dir, optim=OptimConfig(lr_scheduler_type="cosin"))
 
 
-def test_a_non_finite_gradient_skips_the_step_and_is_counted(tiny_dir):
+def test_a_non_finite_gradient_skips_the_step_and_is_counted(tiny_dir: Path) -> None:
     actor = tiny_actor(tiny_dir, ppo_mini_batch_size=4)
     before = actor.weights_checksum()
     batch = make_batch(4)
@@ -199,14 +217,16 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted(tiny_dir):
     assert actor.weights_checksum() == before
 
 
-def test_an_error_in_the_middle_of_a_mini_batch_leaves_nothing_for_the_next_update(tiny_dir):
+def test_an_error_in_the_middle_of_a_mini_batch_leaves_nothing_for_the_next_update(
+    tiny_dir: Path,
+) -> None:
     actor, other = (
         tiny_actor(tiny_dir, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
         for _ in range(2)
     )
     loss, passes = actor.loss, []
 
-    def breaks_once(*args):
+    def breaks_once(*args: Any) -> Any:
         passes.append(1)
         if len(passes) == 2:
             raise ArithmeticError("in the second of two passes")
@@ -221,7 +241,7 @@ def test_an_error_in_the_middle_of_a_mini_batch_leaves_nothing_for_the_next_upda
     assert actor.weights_checksum() == other.weights_checksum()
 
 
-def test_gradients_are_clipped_by_their_global_norm():
+def test_gradients_are_clipped_by_their_global_norm() -> None:
     weights = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
     weights[0].grad, weights[1].grad = torch.tensor([3.0]), torch.tensor([4.0])
     assert guarded_step(torch.optim.SGD(weights, lr=1.0), weights, grad_clip=1.0) == 5.0
@@ -229,7 +249,7 @@ def test_gradients_are_clipped_by_their_global_norm():
     assert all(weight.grad is None for weight in weights)
 
 
-def test_rows_without_a_response_give_no_loss_and_no_nan(tiny_dir):
+def test_rows_without_a_response_give_no_loss_and_no_nan(tiny_dir: Path) -> None:
     actor = tiny_actor(tiny_dir, ppo_mini_batch_size=4, entropy_coeff=0.01, use_kl_loss=True)
     batch = make_batch(4)
     batch.batch["response_mask"].zero_()
@@ -238,7 +258,7 @@ def test_rows_without_a_response_give_no_loss_and_no_nan(tiny_dir):
     assert all(torch.isfinite(weight).all() for _, weight in actor.engine.named_full_tensors())
 
 
-def test_micro_batch_and_pad_columns_never_touch_the_caller_s_batch(tiny_dir):
+def test_micro_batch_and_pad_columns_never_touch_the_caller_s_batch(tiny_dir: Path) -> None:
     actor, batch = tiny_actor(tiny_dir, ppo_mini_batch_size=4), make_batch(4)
     actor.compute_log_prob(batch)
     actor.update_actor(batch)
@@ -247,25 +267,25 @@ def test_micro_batch_and_pad_columns_never_touch_the_caller_s_batch(tiny_dir):
     )
 
 
-def test_a_folder_without_a_model_is_refused_with_a_way_out(tmp_path):
+def test_a_folder_without_a_model_is_refused_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no config.json there.*examples/tiny/make.py"):
         tiny_actor(tmp_path)
 
 
-def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
+def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ConfigError, match="does not load as a causal LM"):
         tiny_actor(tmp_path)
 
 
-def test_rows_longer_than_the_model_s_positions_are_refused(tiny_dir):
+def test_rows_longer_than_the_model_s_positions_are_refused(tiny_dir: Path) -> None:
     actor = tiny_actor(tiny_dir)
     actor.engine.module.config.max_position_embeddings = 4
     with pytest.raises(ConfigError, match=r"a row of \d+ tokens.*4 positions"):
         actor.compute_log_prob(make_batch(9))
 
 
-def test_a_sharding_size_that_does_not_divide_the_ranks_is_refused(tiny_dir):
+def test_a_sharding_size_that_does_not_divide_the_ranks_is_refused(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="fsdp_size=2 does not divide the 1 ranks"):
         tiny_actor(tiny_dir, fsdp_config=FSDPConfig(fsdp_size=2))

@@ -3,13 +3,17 @@
 16-bit types, packed rows under each attention, offloading. Skipped without one.
 """
 
+from __future__ import annotations
+
 import importlib.util
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from gradients import ACTOR_COLUMNS, gradients
-from samples import make_batch, started, tiny_config
 
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.samples import make_batch, started, tiny_config
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
 
@@ -22,7 +26,7 @@ no_flash = pytest.mark.skipif(
 )
 
 
-def actor(tiny_dir, *, strategy="fsdp", **model):
+def actor(tiny_dir: Path, *, strategy: str = "fsdp", **model: Any) -> ActorWorker:
     config = tiny_config(
         tiny_dir, strategy=strategy, ppo_mini_batch_size=8, entropy_coeff=0.01, use_kl_loss=True
     )
@@ -41,7 +45,9 @@ def actor(tiny_dir, *, strategy="fsdp", **model):
         pytest.param("bfloat16", "flash_attention_2", 5e-2, marks=no_flash),
     ],
 )
-def test_packed_rows_are_padded_ones_on_a_gpu(tiny_dir, dtype, attention, limit):
+def test_packed_rows_are_padded_ones_on_a_gpu(
+    tiny_dir: Path, dtype: str, attention: str, limit: float
+) -> None:
     batch, log_probs, grads = make_batch(8), [], []
     for packed in (True, False):
         own = actor(tiny_dir, use_remove_padding=packed, dtype=dtype, attn_implementation=attention)
@@ -53,7 +59,9 @@ def test_packed_rows_are_padded_ones_on_a_gpu(tiny_dir, dtype, attention, limit)
         assert (grads[0][name] - gradient).norm() <= 2 * limit * gradient.norm(), name
 
 
-def test_an_update_in_bfloat16_has_the_gradients_of_float32_but_for_rounding(tiny_dir):
+def test_an_update_in_bfloat16_has_the_gradients_of_float32_but_for_rounding(
+    tiny_dir: Path,
+) -> None:
     exact, rounded = (
         gradients(actor(tiny_dir, compute_dtype=dtype), make_batch(8), ACTOR_COLUMNS)
         for dtype in (None, "bfloat16")
@@ -63,7 +71,7 @@ def test_an_update_in_bfloat16_has_the_gradients_of_float32_but_for_rounding(tin
         assert (rounded[name] - gradient).norm() < 0.1 * gradient.norm(), name
 
 
-def test_offloaded_states_are_on_the_gpu_only_while_they_are_used(tiny_dir):
+def test_offloaded_states_are_on_the_gpu_only_while_they_are_used(tiny_dir: Path) -> None:
     offloaded, resident = (actor(tiny_dir, strategy=name) for name in ("fsdp_offload", "fsdp"))
     for own in (offloaded, resident):
         own.update_actor(make_batch(8))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from samples import make_batch, started, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.workers.samples import make_batch, started, tiny_config
 from workers.cpu import fused_ops
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker

@@ -1,7 +1,10 @@
+from __future__ import annotations
+
 import pytest
 import torch
-from samples import make_batch
 
+from tests.workers.samples import make_batch
+from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import split_rows
 from verl_like.errors import BatchError, ConfigError, MissingColumnError
 from workers.training.microbatch import Budget, Rows, count_mini_batches, cut, mini_batch, passes
@@ -10,15 +13,15 @@ CPU = torch.device("cpu")
 NAMES = ("responses", "response_mask", "attention_mask")
 
 
-def numbered(num_rows):
+def numbered(num_rows: int) -> DataProto:
     batch = make_batch(num_rows)
     batch.batch["responses"][:, 0] = torch.arange(num_rows)
     return batch
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_a_mini_batch_is_the_same_set_of_samples_at_every_number_of_ranks(world_size):
-    seen = [[], [], []]
+def test_a_mini_batch_is_the_same_set_of_samples_at_every_number_of_ranks(world_size: int) -> None:
+    seen: list[list[int]] = [[], [], []]
     for piece in split_rows(numbered(12), world_size):
         rows = Rows.take(piece, NAMES, world_size)
         for index in range(3):
@@ -27,7 +30,7 @@ def test_a_mini_batch_is_the_same_set_of_samples_at_every_number_of_ranks(world_
     assert seen == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
-def test_pad_rows_are_dropped_and_come_back_as_zeros():
+def test_pad_rows_are_dropped_and_come_back_as_zeros() -> None:
     last = split_rows(numbered(7), 3)[2]
     rows = Rows.take(last, NAMES, 3)
     assert rows.columns["responses"][:, 0].tolist() == [6]
@@ -35,7 +38,7 @@ def test_pad_rows_are_dropped_and_come_back_as_zeros():
     assert rows.restore([torch.ones(1, 4)], [[0]]).sum(dim=1).tolist() == [4.0, 0.0, 0.0]
 
 
-def test_counts_of_a_mini_batch_leave_out_rows_without_a_response():
+def test_counts_of_a_mini_batch_leave_out_rows_without_a_response() -> None:
     batch = make_batch(4)
     batch.batch["response_mask"][1] = 0
     chosen = mini_batch(Rows.take(batch, NAMES), 0, 1, None)
@@ -43,7 +46,7 @@ def test_counts_of_a_mini_batch_leave_out_rows_without_a_response():
     assert chosen.num_tokens == int(batch.batch["response_mask"].sum())
 
 
-def test_a_rank_that_is_through_runs_dummies_of_one_token_that_no_loss_counts():
+def test_a_rank_that_is_through_runs_dummies_of_one_token_that_no_loss_counts() -> None:
     columns = {name: column[:0] for name, column in Rows.take(make_batch(3), NAMES).columns.items()}
     ((dummy, real, last),) = passes(columns, [], None, CPU)
     assert (real, last) == (0, True)
@@ -51,23 +54,23 @@ def test_a_rank_that_is_through_runs_dummies_of_one_token_that_no_loss_counts():
     assert dummy["attention_mask"].sum() == 1
 
 
-def test_micro_batches_take_the_longest_rows_first_and_leave_out_empty_ones():
+def test_micro_batches_take_the_longest_rows_first_and_leave_out_empty_ones() -> None:
     assert cut([3, 0, 9, 5, 4], Budget(rows=2)) == [[2, 3], [4, 0]]
 
 
-def test_a_token_budget_is_filled_and_never_passed():
+def test_a_token_budget_is_filled_and_never_passed() -> None:
     lengths = [3, 9, 5, 4, 1, 7]
     cuts = cut(lengths, Budget(tokens=12))
     assert [[lengths[row] for row in rows] for rows in cuts] == [[9], [7, 5], [4, 3, 1]]
 
 
-def test_padded_rows_cost_their_rectangle():
+def test_padded_rows_cost_their_rectangle() -> None:
     lengths = [6, 2, 2, 5]
     cuts = cut(lengths, Budget(tokens=12), rectangles=True)
     assert [[lengths[row] for row in rows] for rows in cuts] == [[6, 5], [2, 2]]
 
 
-def test_a_row_over_the_token_budget_is_refused_with_both_numbers():
+def test_a_row_over_the_token_budget_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match="a row of 9 tokens exceeds the budget of 8"):
         cut([3, 9], Budget(tokens=8))
 
@@ -76,22 +79,22 @@ def test_a_row_over_the_token_budget_is_refused_with_both_numbers():
     ("total", "size", "nearest"), [(12, 5, "4 or 6"), (12, 24, "12"), (7, 2, "1 or 7"), (4, 0, "1")]
 )
 def test_a_mini_batch_size_that_does_not_divide_is_refused_with_the_nearest_that_do(
-    total, size, nearest
-):
+    total: int, size: int, nearest: str
+) -> None:
     with pytest.raises(ConfigError, match=f"nearest that do: {nearest}\\."):
         count_mini_batches(total, size)
 
 
-def test_a_micro_batch_of_no_samples_is_refused():
+def test_a_micro_batch_of_no_samples_is_refused() -> None:
     with pytest.raises(ConfigError, match="a micro-batch holds 1 row or token at least"):
         cut([4], Budget(rows=0))
 
 
-def test_a_batch_that_no_dispatch_cut_is_refused_on_more_than_one_rank():
+def test_a_batch_that_no_dispatch_cut_is_refused_on_more_than_one_rank() -> None:
     with pytest.raises(BatchError, match="worker group"):
         Rows.take(make_batch(4), NAMES, world_size=2)
 
 
-def test_a_missing_column_names_its_writer():
+def test_a_missing_column_names_its_writer() -> None:
     with pytest.raises(MissingColumnError, match="written by critic.compute_values"):
         Rows.take(make_batch(4).select(batch_keys=["responses"]), ("values",))

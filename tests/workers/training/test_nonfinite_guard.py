@@ -2,20 +2,24 @@
 run.
 """
 
+from __future__ import annotations
+
 import logging
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
-from distributed import run
-from samples import make_batch, own_piece, started, tiny_config
 
+from tests.workers.distributed import run
+from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerError
 from workers.config import OptimConfig
 from workers.roles.actor import ActorWorker
 
 
-def broken_batch():
+def broken_batch() -> DataProto:
     """Four samples in two mini-batches; the first one's advantages are infinite."""
     batch = make_batch(4)
     batch.non_tensor_batch["uid"] = np.array(["7-0", "8-0", "9-0", "10-0"], dtype=object)
@@ -23,7 +27,7 @@ def broken_batch():
     return batch
 
 
-def update_twice(tiny_dir):
+def update_twice(tiny_dir: Path) -> tuple[list[tuple[float, int, bool]], str, bool]:
     """Counts after one broken update, then the error of a second one."""
     config = tiny_config(tiny_dir, ppo_mini_batch_size=2, optim=OptimConfig(max_skipped_steps=1))
     actor = started(ActorWorker, config, 10)
@@ -46,7 +50,7 @@ def update_twice(tiny_dir):
     return counts, str(error.value), actor.weights_checksum() == before
 
 
-def assert_named(counts, message, unchanged):
+def assert_named(counts: list[tuple[float, int, bool]], message: str, unchanged: bool) -> None:
     assert counts == [(1.0, 1, True), (1.0, 2, True)]
     assert message.startswith(
         "2 steps in a row had a non-finite gradient (optim.max_skipped_steps=1)"
@@ -55,13 +59,15 @@ def assert_named(counts, message, unchanged):
     assert unchanged
 
 
-def test_the_samples_of_a_skipped_step_are_named_and_two_in_a_row_are_too_many(tiny_dir, caplog):
+def test_the_samples_of_a_skipped_step_are_named_and_two_in_a_row_are_too_many(
+    tiny_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert_named(*update_twice(tiny_dir))
     first = caplog.records[0].getMessage()
     assert "step skipped. Samples of the mini-batch: 7-0, 9-0. 1 in a row, 1 in all." in first
 
 
-def test_samples_of_every_rank_are_named(tiny_dir):
+def test_samples_of_every_rank_are_named(tiny_dir: Path) -> None:
     for result in run(2, update_twice, tiny_dir):
         assert_named(*result)

@@ -1,10 +1,15 @@
+from __future__ import annotations
+
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from gradients import ACTOR_COLUMNS, FAMILIES, gradients
-from samples import VOCAB, make_batch, started, tiny_config
 
+from tests.workers.gradients import ACTOR_COLUMNS, FAMILIES, gradients
+from tests.workers.samples import VOCAB, make_batch, started, tiny_config
+from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import empty_model
 from workers.roles.actor import ActorWorker
@@ -18,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=[name for name in FAMILIES if name != "BloomConfig"])
-def folder(request, tmp_path_factory):
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of each family that can be packed, in DIR/model."""
     import transformers
 
@@ -37,7 +42,7 @@ def folder(request, tmp_path_factory):
     return path
 
 
-def odd_batch():
+def odd_batch() -> DataProto:
     """Beside ragged rows: an empty response, a response of one token, a mask with a hole,
     right-padded prompts.
     """
@@ -49,13 +54,13 @@ def odd_batch():
     return batch
 
 
-def workers(folder, packed):
+def workers(folder: Path, packed: bool) -> tuple[ActorWorker, CriticWorker]:
     config = tiny_config(folder, entropy_coeff=0.01, use_kl_loss=True)
     config.actor_rollout_ref.model.use_remove_padding = packed
     return started(ActorWorker, config, 1), started(CriticWorker, config, 1)
 
 
-def test_packed_rows_give_the_log_probs_values_and_gradients_of_padded_ones(folder):
+def test_packed_rows_give_the_log_probs_values_and_gradients_of_padded_ones(folder: Path) -> None:
     batch, results = odd_batch(), []
     for packed in (True, False):
         actor, critic = workers(folder, packed)
@@ -80,7 +85,7 @@ def test_packed_rows_give_the_log_probs_values_and_gradients_of_padded_ones(fold
             )  # a key's bias has none but rounding
 
 
-def test_the_side_of_the_padding_does_not_matter(tiny_dir):
+def test_the_side_of_the_padding_does_not_matter(tiny_dir: Path) -> None:
     actor, batch = started(ActorWorker, tiny_config(tiny_dir), 1), make_batch(6)
     mask, width = batch.batch["attention_mask"], batch.batch["attention_mask"].shape[1]
     left = make_batch(6)
@@ -101,7 +106,7 @@ def test_the_side_of_the_padding_does_not_matter(tiny_dir):
         torch.testing.assert_close(ours[row][inside], moved[row][inside_left], atol=1e-5, rtol=0)
 
 
-def test_what_a_pack_holds_follows_the_real_tokens(tiny_dir):
+def test_what_a_pack_holds_follows_the_real_tokens(tiny_dir: Path) -> None:
     batch = odd_batch().batch
     needed = needed_tokens(batch, response_reads(batch)).sum(dim=1)
     assert needed[0] == 0
@@ -109,7 +114,9 @@ def test_what_a_pack_holds_follows_the_real_tokens(tiny_dir):
     assert last_token_reads(batch).sum(dim=1).tolist() == [1] * 8
 
 
-def test_a_family_that_cannot_be_packed_runs_padded_with_one_warning(tmp_path, caplog):
+def test_a_family_that_cannot_be_packed_runs_padded_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     import transformers
 
     config = transformers.BloomConfig(
@@ -131,7 +138,9 @@ def test_a_family_that_cannot_be_packed_runs_padded_with_one_warning(tmp_path, c
     )
 
 
-def test_a_model_that_mixes_packed_rows_is_found_out(tiny_dir, monkeypatch):
+def test_a_model_that_mixes_packed_rows_is_found_out(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     actor = started(ActorWorker, tiny_config(tiny_dir), 1)
     assert can_pack(actor.engine.module, CPU)
     monkeypatch.setattr(
@@ -142,13 +151,15 @@ def test_a_model_that_mixes_packed_rows_is_found_out(tiny_dir, monkeypatch):
     assert not can_pack(actor.engine.module, CPU)
 
 
-def one_row(layout, lengths, device):
+def one_row(layout: Any, lengths: list[int], device: torch.device) -> None:
     layout.rectangles = [attention._rectangle([sum(lengths)], device)]
 
 
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize("lengths", [[7, 7, 7], [9, 8, 3, 1], [100, 95, 40, 2]])
-def test_packed_attention_is_attention_of_each_row_alone(lengths, window):
+def test_packed_attention_is_attention_of_each_row_alone(
+    lengths: list[int], window: int | None
+) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, sum(lengths), 8) for heads in (4, 2, 2))
     packed, _ = packed_attention(
@@ -167,7 +178,40 @@ def test_packed_attention_is_attention_of_each_row_alone(lengths, window):
         start += length
 
 
+<<<<<<< HEAD
 def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir):
+=======
+def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir):
+=======
+def test_attention_falls_back_to_what_runs_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Old:
+        _supports_sdpa = False
+
+    attention._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert (
+                resolve_attention(
+                    "flash_attention_2",
+                    CPU,
+                    torch.float32,
+                    type("New", (), {"_supports_sdpa": True}),
+                )
+                == "sdpa"
+            )
+    assert [r.message for r in caplog.records] == [
+        "attention: sdpa in place of flash_attention_2: flash-attn runs on CUDA devices, not on "
+        "cpu."
+    ]
+    assert resolve_attention("auto", CPU, torch.float32, Old) == "eager"
+    with pytest.raises(ConfigError, match="Did you mean 'sdpa'"):
+        resolve_attention("sdp", CPU, torch.float32, Old)
+
+
+def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir: Path) -> None:
+>>>>>>> h/tests
     actor, batch = started(ActorWorker, tiny_config(tiny_dir), 1), make_batch(2)
     batch.batch["input_ids"][0, 5] = 10_000
     with pytest.raises(
@@ -176,7 +220,7 @@ def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir):
         actor.compute_log_prob(batch)
 
 
-def test_an_empty_model_has_buffers_and_no_weights(tiny_dir):
+def test_an_empty_model_has_buffers_and_no_weights(tiny_dir: Path) -> None:
     module = empty_model(tiny_config(tiny_dir).actor_rollout_ref.model, "token", CPU)
     assert all(parameter.is_meta for parameter in module.parameters())
     assert not any(buffer.is_meta for buffer in module.buffers())

@@ -2,22 +2,28 @@
 rank has its own.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from stand_ins import checksums, refused, train, versions
 
+from tests.workers.stand_ins import Group, checksums, refused, train, versions
 from workers.weights import channel as weight_channel
 from workers.weights.checksum import Hashing, hash_of
 from workers.weights.sync import sync_weights
 
 
-def test_a_flipped_bit_is_caught_and_no_version_flips(actor, rollout, monkeypatch):
+def test_a_flipped_bit_is_caught_and_no_version_flips(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = weight_channel.Channel._start_broadcast
 
-    def flip(channel, tensor, *group):
+    def flip(channel: Any, tensor: torch.Tensor, *group: Any) -> Any:
         if tensor.dtype == torch.uint8 and tensor.numel() > 5000 and channel.rank == 0:
             tensor = tensor.clone()
             tensor[700] ^= 16
@@ -29,20 +35,20 @@ def test_a_flipped_bit_is_caught_and_no_version_flips(actor, rollout, monkeypatc
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
 
 
-def cards_of(monkeypatch, cards):
+def cards_of(monkeypatch: pytest.MonkeyPatch, cards: Any) -> list[int]:
     """Ranks believe that these are their cards; sizes of what travels over the group that stands
     for nccl's.
     """
     sizes = []
 
     class Cards:
-        def __init__(self, store, rank, size):
+        def __init__(self, store: Any, rank: int, size: int) -> None:
             self.rank, self.gloo = (
                 rank,
                 dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20)),
             )
 
-        def broadcast(self, tensors, options):
+        def broadcast(self, tensors: Any, options: Any) -> Any:
             if self.rank == 0:
                 sizes.append(tensors[0].numel())
             return self.gloo.broadcast(tensors, options)
@@ -52,7 +58,9 @@ def cards_of(monkeypatch, cards):
     return sizes
 
 
-def test_buckets_go_from_card_to_card_where_every_rank_has_its_own(actor, rollout, monkeypatch):
+def test_buckets_go_from_card_to_card_where_every_rank_has_its_own(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = cards_of(monkeypatch, iter(["a/0", "a/1", "b/0"] * 2))
     for version in range(2):
         train(actor)
@@ -67,18 +75,20 @@ def test_buckets_go_from_card_to_card_where_every_rank_has_its_own(actor, rollou
 @pytest.mark.parametrize(
     "cards", [["a/0", "a/0", "a/1"], ["a/0", "", "a/1"], ["", "a/0", "a/1"], ["", "", ""]]
 )
-def test_a_shared_card_or_none_leaves_all_to_gloo(actor, rollout, monkeypatch, cards):
+def test_a_shared_card_or_none_leaves_all_to_gloo(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch, cards: Any
+) -> None:
     sizes = cards_of(monkeypatch, iter(cards))
     sync_weights(actor, rollout, 1)
     assert checksums(rollout) == checksums(actor)[:1] * 2
     assert not sizes
 
 
-def buckets_through(monkeypatch, change):
+def buckets_through(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     """What the sender makes of its buckets of at most 100 bytes is `change` of them."""
     buckets = weight_channel.Channel._buckets
 
-    def changed(channel, tensors, limit):
+    def changed(channel: Any, tensors: Any, limit: int) -> Any:
         return iter(
             change([(held, payload.clone()) for held, payload in buckets(channel, tensors, 100)])
         )
@@ -86,12 +96,14 @@ def buckets_through(monkeypatch, change):
     monkeypatch.setattr(weight_channel.Channel, "_buckets", changed)
 
 
-def test_a_dropped_bucket_is_caught(actor, rollout, monkeypatch):
+def test_a_dropped_bucket_is_caught(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buckets_through(monkeypatch, lambda kept: kept[1:])
     refused(actor, rollout, "2 missing: scale, small")
 
 
-def announced(monkeypatch, change):
+def announced(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     """What the sender says that a bucket holds is `change` of it."""
     announce = weight_channel.Channel._send_header
     monkeypatch.setattr(
@@ -101,14 +113,18 @@ def announced(monkeypatch, change):
     )
 
 
-def test_a_repeated_bucket_is_caught(actor, rollout, monkeypatch):
+def test_a_repeated_bucket_is_caught(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     announced(monkeypatch, lambda held: held | {"number": max(held["number"] - 1, 0)})
     buckets_through(monkeypatch, lambda kept: [kept[0], *kept])
     refused(actor, rollout, "bucket 0 in the place of bucket 1")
 
 
-def test_a_bucket_of_another_size_than_send_headerd_is_caught(actor, rollout, monkeypatch):
-    def longer(kept):
+def test_a_bucket_of_another_size_than_announced_is_caught(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def longer(kept: Any) -> Any:
         held, payload = kept[0]
         return [(held, torch.cat([payload, payload])), *kept[1:]]
 
@@ -116,7 +132,7 @@ def test_a_bucket_of_another_size_than_send_headerd_is_caught(actor, rollout, mo
     refused(actor, rollout, "2 missing: scale, small.*bucket 0 of 20 bytes, announced as 10")
 
 
-def test_buckets_stay_within_their_size_and_two_buffers_serve_all():
+def test_buckets_stay_within_their_size_and_two_buffers_serve_all() -> None:
     channel = weight_channel.Channel.__new__(weight_channel.Channel)
     channel._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
     channel.hashing = Hashing()
@@ -135,17 +151,21 @@ def test_buckets_stay_within_their_size_and_two_buffers_serve_all():
     )
 
 
-def test_a_bucket_out_of_turn_is_caught(actor, rollout, monkeypatch):
+def test_a_bucket_out_of_turn_is_caught(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     announced(
         monkeypatch, lambda held: held | {"number": 7 if held["number"] == 0 else held["number"]}
     )
     refused(actor, rollout, "bucket 7 in the place of bucket 0")
 
 
-def test_a_flipped_bit_in_what_a_bucket_is_said_to_hold_is_caught(actor, rollout, monkeypatch):
+def test_a_flipped_bit_in_what_a_bucket_is_said_to_hold_is_caught(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = weight_channel.Channel._start_broadcast
 
-    def flip(channel, tensor, *group):
+    def flip(channel: Any, tensor: torch.Tensor, *group: Any) -> Any:
         if (
             channel.rank == 0
             and tensor.dtype == torch.uint8

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from stand_ins import TiedModel
 
+from tests.workers.stand_ins import TiedModel
 from verl_like.errors import WeightSyncError
 from workers.weights.sink import WeightSink
 

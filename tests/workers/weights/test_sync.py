@@ -1,16 +1,24 @@
 """Weights arrive bit for bit, and whatever goes wrong on the way flips no version."""
 
+from __future__ import annotations
+
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run
-from prompts import prompt_batch
-from samples import make_batch, own_piece, started, tiny_config
-from stand_ins import (
+
+import workers.weights.channel as weight_channel
+import workers.weights.sync as weight_sync
+from tests.workers.distributed import run
+from tests.workers.prompts import prompt_batch
+from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from tests.workers.stand_ins import (
     Group,
     InlineGroup,
     Receiver,
@@ -21,9 +29,6 @@ from stand_ins import (
     train,
     versions,
 )
-
-import workers.weights.channel as weight_channel
-import workers.weights.sync as weight_sync
 from verl_like.backends.local.group import LocalWorkerGroup
 from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.errors import RolloutError, WeightSyncError
@@ -34,7 +39,7 @@ from workers.weights.checksum import checksum_of
 from workers.weights.sync import sync_weights
 
 
-def three_versions():
+def three_versions() -> list[Any]:
     """Rank 0 trains and sends, ranks 1 and 2 receive; every rank's checksum after each of three
     versions.
     """
@@ -57,13 +62,15 @@ def three_versions():
     return seen
 
 
-def test_processes_have_equal_weights_after_each_version():
+def test_processes_have_equal_weights_after_each_version() -> None:
     sent, *received = run(3, three_versions)
     assert received == [sent, sent]
     assert len(set(sent)) == 3
 
 
-def sharded_actor_and_lonely_rollout(tiny_dir, folder, fsdp_size, lora_rank):
+def sharded_actor_and_lonely_rollout(
+    tiny_dir: Path, folder: Path, fsdp_size: int, lora_rank: int
+) -> list[Any]:
     """All ranks but the last train one sharded actor, the last is a rollout in a pool of its own.
 
     Five versions; before the fourth, actor and rollout are made anew and the actor resumes. Returns
@@ -105,8 +112,8 @@ def sharded_actor_and_lonely_rollout(tiny_dir, folder, fsdp_size, lora_rank):
 
 @pytest.mark.parametrize(("world", "fsdp_size", "lora_rank"), [(4, -1, 4), (5, 2, 0)])
 def test_a_sharded_actor_fills_a_rollout_in_another_pool(
-    tiny_dir, tmp_path, world, fsdp_size, lora_rank
-):
+    tiny_dir: Path, tmp_path: Path, world: int, fsdp_size: int, lora_rank: int
+) -> None:
     arguments = (str(tiny_dir), str(tmp_path / "actor"), fsdp_size, lora_rank)
     results = run(world, sharded_actor_and_lonely_rollout, *arguments)
     assert results == [results[0]] * world
@@ -114,7 +121,7 @@ def test_a_sharded_actor_fills_a_rollout_in_another_pool(
     assert len({checksum for _, checksum in results[0]}) == 5
 
 
-def colocated(tiny_dir):
+def colocated(tiny_dir: Path) -> tuple[Any, ...]:
     """An actor and a rollout on the same ranks: two updates, each with its sync, and a sleep
     between.
     """
@@ -135,13 +142,15 @@ def colocated(tiny_dir):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_beside_its_actor_a_rollout_shares_the_module_or_gathers_a_copy(tiny_dir, world):
+def test_beside_its_actor_a_rollout_shares_the_module_or_gathers_a_copy(
+    tiny_dir: Path, world: int
+) -> None:
     assert (
         run(world, colocated, str(tiny_dir)) == [([None, None], True, True, 1, world == 1)] * world
     )
 
 
-def test_rollout_log_probs_are_the_actors_at_every_version(tiny_dir):
+def test_rollout_log_probs_are_the_actors_at_every_version(tiny_dir: Path) -> None:
     config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
     config.actor_rollout_ref.rollout.temperature = 0.8
     recipes = {
@@ -163,13 +172,20 @@ def test_rollout_log_probs_are_the_actors_at_every_version(tiny_dir):
     group.shutdown()
 
 
-def test_the_driver_flips_the_version_when_every_rank_has_verified(actor, rollout, monkeypatch):
-    connections = []
+def test_the_driver_flips_the_version_when_every_rank_has_verified(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections: list[str] = []
+
+    def noted(name: str, connect: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any) -> Any:
+            connections.append(name)
+            return connect(*args)
+
+        return note
+
     for name in ("open_store", "join_store"):
-        connect = getattr(weight_sync, name)
-        monkeypatch.setattr(
-            weight_sync, name, lambda *a, c=connect, n=name: connections.append(n) or c(*a)
-        )
+        monkeypatch.setattr(weight_sync, name, noted(name, getattr(weight_sync, name)))
     for version in range(2):
         train(actor)
         metrics = sync_weights(actor, rollout, version)
@@ -187,23 +203,32 @@ def test_the_driver_flips_the_version_when_every_rank_has_verified(actor, rollou
         (Group([Sender(), Sender(1)]), InlineGroup([Receiver()])),
     ],
 )
-def test_a_group_in_the_drivers_own_thread_syncs_with_a_larger_one(senders, receivers, monkeypatch):
+def test_a_group_in_the_drivers_own_thread_syncs_with_a_larger_one(
+    senders: Group, receivers: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=5))
     sync_weights(senders, receivers, 0)
     assert set(checksums(receivers)) == {checksums(senders)[0]}
 
 
-def test_names_missing_unknown_and_of_another_shape_are_listed(actor, rollout):
+def test_names_missing_unknown_and_of_another_shape_are_listed(
+    actor: Group, rollout: Group
+) -> None:
     tensors = dict(TiedModel(0).named_parameters())
     tensors["stranger"] = tensors.pop("layer.bias")
     tensors["small"] = torch.zeros(4)
     actor.workers[0].engine.named_full_tensors = lambda on_all_ranks: iter(tensors.items())
-    words = r"1 missing: layer.bias; 1 unknown: stranger; 1 of another shape: small \(is \[3\], was sent \[4\]\)"
+    words = (
+        "1 missing: layer.bias; 1 unknown: stranger; "
+        r"1 of another shape: small \(is \[3\], was sent \[4\]\)"
+    )
     refused(actor, rollout, words)
 
 
-def test_one_rank_that_refuses_keeps_all_versions_from_flipping(actor, rollout):
+def test_one_rank_that_refuses_keeps_all_versions_from_flipping(
+    actor: Group, rollout: Group
+) -> None:
     rollout.workers[1].engine.module = TiedModel(0, hidden=7)
     refused(actor, rollout, "rollout rank 1: engine: .*embed.weight")
     rollout.workers[1].engine.module = TiedModel(1)
@@ -211,8 +236,10 @@ def test_one_rank_that_refuses_keeps_all_versions_from_flipping(actor, rollout):
     assert versions(rollout) == [6, 6]
 
 
-def test_an_engine_that_is_generating_refuses_and_no_one_waits_for_it(actor, rollout):
-    def load_weights(tensors):
+def test_an_engine_that_is_generating_refuses_and_no_one_waits_for_it(
+    actor: Group, rollout: Group
+) -> None:
+    def load_weights(tensors: Any) -> None:
         raise WeightSyncError("engine: 7 samples are being generated")
 
     rollout.workers[0].engine.load_weights = load_weights
@@ -221,7 +248,7 @@ def test_an_engine_that_is_generating_refuses_and_no_one_waits_for_it(actor, rol
     assert time.monotonic() - start < 10
 
 
-def test_an_engine_that_never_joins_is_named(actor, monkeypatch):
+def test_an_engine_that_never_joins_is_named(actor: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=1))
     rollout = Group([Receiver(0, 2)])
     rollout.world_size = 2
@@ -230,7 +257,7 @@ def test_an_engine_that_never_joins_is_named(actor, monkeypatch):
     assert versions(rollout) == [None]
 
 
-def test_a_rollout_before_its_first_sync_does_not_generate(tiny_dir):
+def test_a_rollout_before_its_first_sync_does_not_generate(tiny_dir: Path) -> None:
     rollout = started(RolloutWorker, tiny_config(tiny_dir))
     with pytest.raises(RolloutError, match="no verified weights"):
         rollout.engine.generate([], None)

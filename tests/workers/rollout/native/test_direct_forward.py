@@ -2,14 +2,18 @@
 stands back.
 """
 
+from __future__ import annotations
+
 import copy
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from workers.cpu import onednn
-from workers.rollout.base import EngineLimits, Request, SamplingParams
+from workers.rollout.base import EngineLimits, Output, Request, SamplingParams
 from workers.rollout.native import engine as native_rollout
 from workers.rollout.native.direct_forward import DirectForward, agrees, is_llama_shaped
 from workers.rollout.native.engine import NativeEngine
@@ -17,6 +21,7 @@ from workers.rollout.native.module_forward import ModuleForward
 
 VOCAB, PROMPT, RESPONSE = 70, 40, 12
 BIASES = {"attention_bias": True, "mlp_bias": True}
+Passes = list[tuple[type, int]]
 FAMILIES = [
     ("Llama", {}),
     ("Llama", BIASES),
@@ -26,7 +31,7 @@ FAMILIES = [
 ]
 
 
-def make_model(family, **changes):
+def make_model(family: str, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
@@ -54,19 +59,25 @@ def make_model(family, **changes):
 
 
 @pytest.fixture(scope="module")
-def qwen2():
+def qwen2() -> Any:
     return make_model("Qwen2")
 
 
 @pytest.fixture(scope="module")
-def prompts():
+def prompts() -> list[list[int]]:
     random = np.random.default_rng(0)
     return [
         random.integers(0, VOCAB, size=n).tolist() for n in (1, PROMPT, 3, 17, 16, 15, 30, 2, 9, 33)
     ]
 
 
-def generate(model, prompts, rows, max_num_seqs=256, **changes):
+def generate(
+    model: Any,
+    prompts: list[list[int]],
+    rows: Sequence[int],
+    max_num_seqs: int = 256,
+    **changes: Any,
+) -> dict[int, Output]:
     """Row -> output, and the kind of pass that made them."""
     engine = NativeEngine(model, EngineLimits(PROMPT, RESPONSE, max_num_seqs), owns_weights=False)
     engine.commit(0)
@@ -76,12 +87,18 @@ def generate(model, prompts, rows, max_num_seqs=256, **changes):
 
 
 @pytest.fixture
-def passes(monkeypatch):
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     """(kind of pass, rows) of every decode step."""
     seen = []
     for kind in (DirectForward, ModuleForward):
 
-        def noted(self, ids, positions, kind=kind, decode=kind.decode):
+        def noted(
+            self: Any,
+            ids: torch.Tensor,
+            positions: torch.Tensor,
+            kind: type = kind,
+            decode: Any = kind.decode,
+        ) -> torch.Tensor:
             seen.append((kind, len(ids)))
             return decode(self, ids, positions)
 
@@ -89,7 +106,7 @@ def passes(monkeypatch):
     return seen
 
 
-def hooked(model):
+def hooked(model: Any) -> Any:
     """The same model, with a hook that does nothing: a part the direct pass does not know."""
     model = copy.deepcopy(model)
     model.lm_head.register_forward_hook(lambda *_: None)
@@ -97,7 +114,7 @@ def hooked(model):
 
 
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
-def both_kernels(request, monkeypatch):
+def both_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With oneDNN's linear layers, where torch has them, and with torch's own."""
     if not request.param:
         monkeypatch.setattr(onednn, "supports", lambda weight: False)
@@ -105,7 +122,9 @@ def both_kernels(request, monkeypatch):
 
 @pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
-def test_both_passes_draw_the_same_tokens_with_the_same_log_probs(family, changes, prompts, passes):
+def test_both_passes_draw_the_same_tokens_with_the_same_log_probs(
+    family: str, changes: dict[str, Any], prompts: list[list[int]], passes: Passes
+) -> None:
     model = make_model(family, **changes)
     rows = range(len(prompts))
     direct = generate(model, prompts, rows)
@@ -119,7 +138,9 @@ def test_both_passes_draw_the_same_tokens_with_the_same_log_probs(family, change
         assert not direct[row].log_probs.is_inference()
 
 
-def test_in_bfloat16_log_probs_are_those_of_the_full_forward_up_to_rounding(prompts):
+def test_in_bfloat16_log_probs_are_those_of_the_full_forward_up_to_rounding(
+    prompts: list[list[int]],
+) -> None:
     model = make_model("Qwen2").bfloat16()
     assert agrees(model)
     for row, output in generate(model, prompts, range(len(prompts))).items():
@@ -140,8 +161,8 @@ def test_in_bfloat16_log_probs_are_those_of_the_full_forward_up_to_rounding(prom
     ],
 )
 def test_the_bits_of_a_sample_do_not_depend_on_how_long_its_neighbours_are(
-    prompts, change, inner, dtype
-):
+    prompts: list[list[int]], change: Callable[..., Any], inner: int, dtype: torch.dtype
+) -> None:
     model = change(make_model("Qwen2", intermediate_size=inner).to(dtype))
     whole = generate(model, prompts, range(len(prompts)))
     for rows, max_num_seqs in [
@@ -155,7 +176,9 @@ def test_the_bits_of_a_sample_do_not_depend_on_how_long_its_neighbours_are(
             assert torch.equal(output.log_probs, whole[row].log_probs)
 
 
-def test_steps_follow_the_tokens_generated(qwen2, prompts, passes, monkeypatch):
+def test_steps_follow_the_tokens_generated(
+    qwen2: Any, prompts: list[list[int]], passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native_rollout, "rows_of_pass", lambda count: max(4, count))
     outputs = generate(qwen2, prompts * 3, range(3 * len(prompts)), max_num_seqs=8)
     needed = sum(len(output.tokens) - 1 for output in outputs.values())
@@ -165,7 +188,7 @@ def test_steps_follow_the_tokens_generated(qwen2, prompts, passes, monkeypatch):
     assert max(decoded) == 8
 
 
-def test_passes_compute_few_different_numbers_of_rows_and_few_that_nobody_reads():
+def test_passes_compute_few_different_numbers_of_rows_and_few_that_nobody_reads() -> None:
     rows = {count: native_rollout.rows_of_pass(count) for count in range(1, 1025)}
     assert all(
         max(4, count) <= found < max(2 * count, count + 16, 5) for count, found in rows.items()
@@ -173,7 +196,9 @@ def test_passes_compute_few_different_numbers_of_rows_and_few_that_nobody_reads(
     assert sorted(set(rows.values())) == [4, 8, *range(16, 1025, 16)]
 
 
-def test_weights_are_the_modules_own_and_an_update_is_seen_at_once(prompts):
+def test_weights_are_the_modules_own_and_an_update_is_seen_at_once(
+    prompts: list[list[int]],
+) -> None:
     model = make_model("Llama")
     engine = NativeEngine(model, EngineLimits(PROMPT, RESPONSE), owns_weights=False)
     sampling = SamplingParams(max_tokens=4, stop_token_ids=(), do_sample=False)
@@ -191,7 +216,7 @@ def test_weights_are_the_modules_own_and_an_update_is_seen_at_once(prompts):
     model(torch.tensor([prompts[3]])).logits.sum().backward()
 
 
-def test_other_and_altered_models_are_not_taken_for_llama(qwen2):
+def test_other_and_altered_models_are_not_taken_for_llama(qwen2: Any) -> None:
     assert is_llama_shaped(qwen2)
     assert not is_llama_shaped(hooked(qwen2))
     assert not is_llama_shaped(make_model("Llama", hidden_act="gelu"))
@@ -208,8 +233,8 @@ def test_other_and_altered_models_are_not_taken_for_llama(qwen2):
 
 
 def test_a_module_that_computes_something_else_is_decoded_through_itself(
-    prompts, passes, monkeypatch
-):
+    prompts: list[list[int]], passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
     model, forward = make_model("Qwen2"), Qwen2MLP.forward

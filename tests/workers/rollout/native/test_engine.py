@@ -2,18 +2,23 @@
 role's columns.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from prompts import META, prompt_batch
-from samples import tiny_config
 
+from tests.workers.prompts import META, prompt_batch
+from tests.workers.samples import tiny_config
 from verl_like.batch.protocol import Shard
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.base import EngineLimits, Request, SamplingParams
+from workers.rollout.base import EngineLimits, Output, Request, SamplingParams
 from workers.rollout.native.engine import NativeEngine
 from workers.rollout.sampling import noise_key
 
@@ -21,7 +26,7 @@ VOCAB, PROMPT, RESPONSE, STOP = 60, 9, 14, (2, 5, 7)
 
 
 @pytest.fixture(scope="module")
-def model():
+def model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -36,7 +41,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def prompts():
+def prompts() -> list[list[int]]:
     """Ragged, with the longest and the shortest that fit, and two that are equal."""
     random = np.random.default_rng(0)
     ragged = [
@@ -45,25 +50,31 @@ def prompts():
     return [*ragged, random.integers(3, VOCAB, size=PROMPT).tolist(), [11], ragged[0]]
 
 
-def engine_of(model, max_num_seqs=256, owns_weights=False):
+def engine_of(model: Any, max_num_seqs: int = 256, owns_weights: bool = False) -> NativeEngine:
     limits = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=max_num_seqs)
     engine = NativeEngine(model, limits, owns_weights=owns_weights)
     engine.commit(0)
     return engine
 
 
-def settings(**changes):
+def settings(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": RESPONSE, "stop_token_ids": STOP, **changes})
 
 
-def generate(model, prompts, rows, max_num_seqs=256, **changes):
+def generate(
+    model: Any,
+    prompts: list[list[int]],
+    rows: Sequence[int],
+    max_num_seqs: int = 256,
+    **changes: Any,
+) -> dict[int, Output]:
     """Row -> output, for these rows of the prompts in this order."""
     requests = [Request(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
     outputs = engine_of(model, max_num_seqs).generate(requests, settings(**changes))
     return dict(zip(rows, outputs, strict=True))
 
 
-def test_greedy_equals_transformers_token_for_token(model, prompts):
+def test_greedy_equals_transformers_token_for_token(model: Any, prompts: list[list[int]]) -> None:
     outputs = generate(model, prompts, range(len(prompts)), do_sample=False)
     for row, prompt in enumerate(prompts):
         theirs = model.generate(
@@ -78,7 +89,9 @@ def test_greedy_equals_transformers_token_for_token(model, prompts):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_equal_those_of_the_full_forward(model, prompts, temperature):
+def test_log_probs_equal_those_of_the_full_forward(
+    model: Any, prompts: list[list[int]], temperature: float
+) -> None:
     outputs = generate(model, prompts, range(len(prompts)), temperature=temperature, top_k=20)
     for row, prompt in enumerate(prompts):
         tokens = outputs[row].tokens
@@ -101,8 +114,8 @@ def test_log_probs_equal_those_of_the_full_forward(model, prompts, temperature):
     ],
 )
 def test_the_bits_of_a_sample_do_not_depend_on_what_it_is_generated_with(
-    model, prompts, rows, max_num_seqs
-):
+    model: Any, prompts: list[list[int]], rows: Sequence[int], max_num_seqs: int
+) -> None:
     whole = generate(model, prompts, range(len(prompts)))
     for row, output in generate(model, prompts, list(rows), max_num_seqs).items():
         assert output.tokens.tolist() == whole[row].tokens.tolist()
@@ -110,7 +123,9 @@ def test_the_bits_of_a_sample_do_not_depend_on_what_it_is_generated_with(
         assert output.finish_reason == whole[row].finish_reason
 
 
-def test_the_bits_of_a_sample_do_not_depend_on_the_number_of_threads(model, prompts):
+def test_the_bits_of_a_sample_do_not_depend_on_the_number_of_threads(
+    model: Any, prompts: list[list[int]]
+) -> None:
     whole = generate(model, prompts, range(len(prompts)))
     torch.set_num_threads(2)
     try:
@@ -122,8 +137,8 @@ def test_the_bits_of_a_sample_do_not_depend_on_the_number_of_threads(model, prom
 
 
 def test_an_engines_cache_serves_again_with_the_same_bits_unless_it_held_what_is_not_finite(
-    model, prompts
-):
+    model: Any, prompts: list[list[int]]
+) -> None:
     rows = range(len(prompts))
     requests = [Request(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
     expected, engine = generate(model, prompts, rows), engine_of(model)
@@ -147,7 +162,9 @@ def test_an_engines_cache_serves_again_with_the_same_bits_unless_it_held_what_is
     assert not engine.cache_memory._free
 
 
-def test_samples_of_one_prompt_share_its_prefill_and_differ(model, prompts):
+def test_samples_of_one_prompt_share_its_prefill_and_differ(
+    model: Any, prompts: list[list[int]]
+) -> None:
     engine, seen = engine_of(model), []
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -160,7 +177,9 @@ def test_samples_of_one_prompt_share_its_prefill_and_differ(model, prompts):
     assert len({tuple(output.tokens.tolist()) for output in outputs}) > 20
 
 
-def test_time_follows_the_tokens_generated_and_at_least_four_rows_are_computed(model, prompts):
+def test_time_follows_the_tokens_generated_and_at_least_four_rows_are_computed(
+    model: Any, prompts: list[list[int]]
+) -> None:
     seen = []
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
@@ -174,7 +193,7 @@ def test_time_follows_the_tokens_generated_and_at_least_four_rows_are_computed(m
     assert max(decoded) == 8
 
 
-def test_windows_that_the_model_does_not_have_are_refused(model):
+def test_windows_that_the_model_does_not_have_are_refused(model: Any) -> None:
     limits = EngineLimits(prompt_width=1500, response_width=1500, max_num_seqs=4)
     with pytest.raises(ConfigError, match="3000 tokens, but the model has 2048"):
         NativeEngine(model, limits, owns_weights=False)
@@ -182,7 +201,9 @@ def test_windows_that_the_model_does_not_have_are_refused(model):
         generate(model, [[3]], [0], max_tokens=RESPONSE + 1)
 
 
-def test_the_module_is_given_back_in_training_mode_and_with_gradients(model, prompts):
+def test_the_module_is_given_back_in_training_mode_and_with_gradients(
+    model: Any, prompts: list[list[int]]
+) -> None:
     model.train()
     generate(model, prompts, range(4))
     assert model.training
@@ -195,14 +216,14 @@ def test_the_module_is_given_back_in_training_mode_and_with_gradients(model, pro
 
 
 @pytest.fixture(scope="module")
-def worker(tiny_dir):
+def worker(tiny_dir: Path) -> RolloutWorker:
     worker = RolloutWorker(tiny_config(tiny_dir))
     worker.init_model()
     worker.engine.commit(3)
     return worker
 
 
-def test_the_columns_are_those_of_the_table(worker):
+def test_the_columns_are_those_of_the_table(worker: RolloutWorker) -> None:
     data = prompt_batch(9)
     out = worker.generate_sequences(data)
     assert set(out.batch.keys()) == {
@@ -237,7 +258,7 @@ def test_the_columns_are_those_of_the_table(worker):
         assert (log_probs[:length] < 0).all()
 
 
-def test_pad_rows_get_empty_responses_and_real_rows_do_not_change(worker):
+def test_pad_rows_get_empty_responses_and_real_rows_do_not_change(worker: RolloutWorker) -> None:
     data = prompt_batch(6)
     whole = worker.generate_sequences(data)
     data.shard = Shard(index=1, count=2, start=6, rows=4, total=10)
@@ -247,8 +268,10 @@ def test_pad_rows_get_empty_responses_and_real_rows_do_not_change(worker):
     assert padded.batch["response_mask"][4:].sum() == 0
 
 
-def test_the_batch_may_override_sampling_and_validation_has_its_own_noise(worker):
-    def responses(**meta):
+def test_the_batch_may_override_sampling_and_validation_has_its_own_noise(
+    worker: RolloutWorker,
+) -> None:
+    def responses(**meta: Any) -> torch.Tensor:
         return worker.generate_sequences(prompt_batch(8, meta={**META, **meta})).batch["responses"]
 
     assert torch.equal(responses(do_sample=False), responses(do_sample=False, validate=True))
@@ -257,7 +280,7 @@ def test_the_batch_may_override_sampling_and_validation_has_its_own_noise(worker
     assert (responses(eos_token_id=list(range(50)))[:, 1:] == 0).all()
 
 
-def test_batches_that_cannot_be_generated_are_refused(worker):
+def test_batches_that_cannot_be_generated_are_refused(worker: RolloutWorker) -> None:
     with pytest.raises(RolloutError, match="no eos_token_id"):
         worker.generate_sequences(prompt_batch(4, meta={"pad_token_id": 0}))
     with pytest.raises(RolloutError, match="no pad_token_id"):
@@ -266,7 +289,9 @@ def test_batches_that_cannot_be_generated_are_refused(worker):
         worker.generate_sequences(prompt_batch(4, width=7))
 
 
-def test_an_unknown_engine_is_refused_and_a_lonely_rollout_needs_a_sync(tiny_dir, worker):
+def test_an_unknown_engine_is_refused_and_a_lonely_rollout_needs_a_sync(
+    tiny_dir: Path, worker: RolloutWorker
+) -> None:
     config = tiny_config(tiny_dir)
     config.actor_rollout_ref.rollout = dataclasses.replace(
         config.actor_rollout_ref.rollout, name="natve"

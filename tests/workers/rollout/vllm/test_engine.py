@@ -2,13 +2,26 @@
 parallelism, and a PPO step on it.
 """
 
+from __future__ import annotations
+
 import json
 from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
 
 import pytest
 import torch
-from rollout_engines import PROMPT, RESPONSE, load, make_model, make_prompts, requests_of, settings
 
+from tests.workers.rollout_engines import (
+    PROMPT,
+    RESPONSE,
+    load,
+    make_model,
+    make_prompts,
+    requests_of,
+    settings,
+)
 from verl_like.errors import ConfigError
 from workers.rollout.base import EngineLimits
 from workers.rollout.vllm import setup as vllm_setup
@@ -23,7 +36,9 @@ LIMITS = EngineLimits(
 @pytest.mark.parametrize(
     ("found", "words"), [("0.31.9", "found 0.31.9: python -m pip install"), ("1.0", "found 1.0")]
 )
-def test_a_version_that_is_not_tested_is_refused_with_the_command(monkeypatch, found, words):
+def test_a_version_that_is_not_tested_is_refused_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, found: str, words: str
+) -> None:
     monkeypatch.setattr(vllm_setup, "version", lambda package: found)
     with pytest.raises(ConfigError, match=words):
         check_version("cpu")
@@ -31,8 +46,10 @@ def test_a_version_that_is_not_tested_is_refused_with_the_command(monkeypatch, f
     assert check_version("cuda") == "0.32.4"
 
 
-def test_an_engine_that_is_not_installed_is_refused_with_the_command(monkeypatch):
-    def absent(package):
+def test_an_engine_that_is_not_installed_is_refused_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(package: str) -> NoReturn:
         raise metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(vllm_setup, "version", absent)
@@ -42,7 +59,7 @@ def test_an_engine_that_is_not_installed_is_refused_with_the_command(monkeypatch
         check_version("cpu")
 
 
-def test_the_expected_weights_are_the_models(tmp_path):
+def test_the_expected_weights_are_the_models(tmp_path: Path) -> None:
     model = make_model(tmp_path)
     expected = expected_weights(str(tmp_path))
     assert expected.shapes == {name: weight.shape for name, weight in model.named_parameters()}
@@ -50,7 +67,7 @@ def test_the_expected_weights_are_the_models(tmp_path):
 
 
 @pytest.mark.vllm
-def test_a_quantization_that_does_not_take_is_an_error(tmp_path):
+def test_a_quantization_that_does_not_take_is_an_error(tmp_path: Path) -> None:
     from workers.rollout.vllm.engine import VllmEngine, VllmSettings
 
     make_model(tmp_path)
@@ -64,7 +81,7 @@ def test_a_quantization_that_does_not_take_is_an_error(tmp_path):
 
 
 @pytest.mark.vllm
-def test_the_doctors_check_generates_and_syncs(tmp_path):
+def test_the_doctors_check_generates_and_syncs(tmp_path: Path) -> None:
     from workers.rollout.vllm.engine import check_vllm
 
     make_model(tmp_path)
@@ -72,7 +89,7 @@ def test_the_doctors_check_generates_and_syncs(tmp_path):
 
 
 @pytest.mark.vllm
-def test_a_ppo_step_runs_on_vllm(tiny_dir, make_tiny, tmp_path):
+def test_a_ppo_step_runs_on_vllm(tiny_dir: Path, make_tiny: ModuleType, tmp_path: Path) -> None:
     from trainer import load_config, run
 
     tiny = make_tiny.make(tmp_path / "tiny", hidden_size=128)
@@ -104,7 +121,7 @@ def test_a_ppo_step_runs_on_vllm(tiny_dir, make_tiny, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_two_tensor_parallel_ranks_take_equal_weights_and_decode_as_one(tmp_path):
+def test_two_tensor_parallel_ranks_take_equal_weights_and_decode_as_one(tmp_path: Path) -> None:
     from workers.rollout.vllm.engine import VllmEngine, VllmSettings
 
     model = make_model(tmp_path)

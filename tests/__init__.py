@@ -1,0 +1,1 @@
+"""A package of its own: an installed one of the same name cannot hide it from a test's process."""

@@ -1,0 +1,128 @@
+"""The table of columns is checked against the batches of real steps."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.runs import overrides
+from trainer import load_config, run
+from trainer.ppo.step import PPOTrainer
+from verl_like.batch.protocol import DataProto
+from workers.columns import COLUMNS
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.roles.reference import ReferenceWorker
+from workers.roles.reward_model import RewardModelWorker
+from workers.roles.rollout import RolloutWorker
+
+WIDTHS = {"P": 16, "R": 8, "T": 16 + 8}
+METHODS = {
+    "actor.compute_log_prob": ActorWorker,
+    "critic.compute_values": CriticWorker,
+    "ref.compute_ref_log_prob": ReferenceWorker,
+    "reward_model.compute_rm_score": RewardModelWorker,
+    "rollout.generate_sequences": RolloutWorker,
+}
+Columns = dict[str, torch.Tensor | np.ndarray]
+
+
+def columns_of(batch: DataProto) -> Columns:
+    assert batch.batch is not None, "every batch of a step has tensors"
+    columns = {**dict(batch.batch.items()), **batch.non_tensor_batch}
+    assert {len(values) for values in columns.values()} == {len(batch)}
+    return columns
+
+
+class Recorder:
+    """The columns that methods return, and those of the batches that stages are given."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.written: dict[str, Columns] = defaultdict(dict)
+        self.given: dict[str, Columns] = {}
+        for name, cls in METHODS.items():
+            method = name.partition(".")[2]
+            patch.setattr(cls, method, self.noting_result(name, getattr(cls, method)))
+        for stage in ("generate", "update"):
+            patch.setattr(PPOTrainer, stage, self.noting_argument(getattr(PPOTrainer, stage)))
+
+    def noting_result(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            self.written[name] |= columns_of(result[0] if isinstance(result, tuple) else result)
+            return result
+
+        return noted
+
+    def noting_argument(self, stage: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stage)
+        def noted(trainer: PPOTrainer, batch: DataProto, *args: Any, **kwargs: Any) -> Any:
+            self.given[stage.__name__] = columns_of(batch)
+            return stage(trainer, batch, *args, **kwargs)
+
+        return noted
+
+
+@pytest.fixture(scope="module")
+def recorders(
+    tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[Recorder]:
+    """One of a step with every role, one of a step of ReMax."""
+    folder = tmp_path_factory.mktemp("columns")
+    every_role = [
+        "reward_model.enable=true",
+        f"reward_model.model.path={classifier}",
+        "+actor_rollout_ref.rollout.sampling_kwargs.truncated_log_probs=true",
+        "actor_rollout_ref.rollout.top_k=20",
+    ]
+    made = []
+    for name, changes in (("all", every_role), ("remax", ["algorithm.adv_estimator=remax"])):
+        with pytest.MonkeyPatch.context() as patch:
+            made.append(Recorder(patch))
+            changes = [*changes, "trainer.backend=local", "trainer.total_training_steps=1"]
+            run(load_config(overrides(tiny_dir, folder / name, *changes)))
+    return made
+
+
+def as_table_row(values: torch.Tensor | np.ndarray) -> tuple[str, str]:
+    """The shape in the table's letters and the dtype."""
+    letters = {width: letter for letter, width in WIDTHS.items()}
+    shape = ", ".join(["rows", *(letters[width] for width in values.shape[1:])])
+    return f"[{shape}]", str(values.dtype).removeprefix("torch.")
+
+
+def test_a_step_s_columns_have_the_table_s_shapes_and_dtypes(recorders: list[Recorder]) -> None:
+    found = {}
+    for recorder in recorders:
+        for columns in (recorder.given["update"], *recorder.written.values()):
+            found |= {name: as_table_row(values) for name, values in columns.items()}
+    assert found == {name: (column.shape, column.dtype) for name, column in COLUMNS.items()}
+
+
+def test_a_worker_s_columns_name_the_method_that_writes_them(recorders: list[Recorder]) -> None:
+    writers: dict[str, set[str]] = {name: set() for name in COLUMNS}
+    for method, columns in recorders[0].written.items():
+        for name in columns:
+            writers[name].add(method)
+    named = {
+        name: set(re.findall(r"\b[a-z_]+\.[a-z_]+\b", column.written_by)) - {"rollout.n"}
+        for name, column in COLUMNS.items()
+    }
+    assert named == writers
+
+
+def test_the_data_loader_s_columns_say_so(recorders: list[Recorder]) -> None:
+    loaded = recorders[0].given["generate"]
+    named = {name for name, column in COLUMNS.items() if "the data loader" in column.written_by}
+    assert named == set(loaded)
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        assert as_table_row(loaded[name]) == ("[rows, P]", COLUMNS[name].dtype)

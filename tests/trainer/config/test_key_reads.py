@@ -1,0 +1,75 @@
+"""Every key of the configuration is read by some source beside the checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.config.key_reads import keys_that_nothing_reads
+from trainer.config.schema import PPOConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ("verl_like", "workers", "trainer")
+CHECKS = ("checks.py", "unused_keys.py")
+
+
+@dataclass
+class Section:
+    size: int = 1
+    seed: int = 0
+
+
+@dataclass
+class Root:
+    first: Section = field(default_factory=Section)
+    second: Section = field(default_factory=Section)
+    other: int = 0
+
+
+READS_ALL = """
+def use(config: Root):
+    config.other, config.second
+    section = config.first
+    return section.size + section.seed
+"""
+
+
+def test_every_key_is_read_somewhere() -> None:
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    sources = [path.read_text(encoding="utf-8") for path in paths if path.name not in CHECKS]
+    assert keys_that_nothing_reads(PPOConfig, sources) == []
+
+
+def test_a_field_is_read_through_a_name_that_holds_its_section() -> None:
+    assert keys_that_nothing_reads(Root, [READS_ALL]) == []
+
+
+def test_a_key_is_not_read_where_another_thing_has_an_attribute_of_its_name() -> None:
+    source = READS_ALL.replace("section.seed", "torch.seed() + self.seed + known['seed']")
+    assert keys_that_nothing_reads(Root, [source]) == ["first.seed", "second.seed"]
+
+
+def test_a_section_that_nothing_reaches_is_not_read() -> None:
+    source = READS_ALL.replace(", config.second", "")
+    assert keys_that_nothing_reads(Root, [source]) == ["second"]
+
+
+def test_a_key_that_is_only_written_is_not_read() -> None:
+    source = READS_ALL.replace("config.other,", "config.other = 1;")
+    assert keys_that_nothing_reads(Root, [source]) == ["other"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        "vars(config.first)",
+        "getattr(config.first, 'size') + any_function(config.first, 'seed')",
+        "[getattr(config.first, name) for name in ('size', 'seed')]",
+        "any_thing.first.size + any_thing.first.seed",
+    ],
+)
+def test_a_field_is_read_by_other_means(read: str) -> None:
+    source = READS_ALL.replace("section.size + section.seed", read)
+    assert keys_that_nothing_reads(Root, [source]) == []
