@@ -178,40 +178,7 @@ def test_packed_attention_is_attention_of_each_row_alone(
         start += length
 
 
-<<<<<<< HEAD
-def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir):
-=======
-def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir):
-=======
-def test_attention_falls_back_to_what_runs_with_one_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Old:
-        _supports_sdpa = False
-
-    attention._warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            assert (
-                resolve_attention(
-                    "flash_attention_2",
-                    CPU,
-                    torch.float32,
-                    type("New", (), {"_supports_sdpa": True}),
-                )
-                == "sdpa"
-            )
-    assert [r.message for r in caplog.records] == [
-        "attention: sdpa in place of flash_attention_2: flash-attn runs on CUDA devices, not on "
-        "cpu."
-    ]
-    assert resolve_attention("auto", CPU, torch.float32, Old) == "eager"
-    with pytest.raises(ConfigError, match="Did you mean 'sdpa'"):
-        resolve_attention("sdp", CPU, torch.float32, Old)
-
-
 def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir: Path) -> None:
->>>>>>> h/tests
     actor, batch = started(ActorWorker, tiny_config(tiny_dir), 1), make_batch(2)
     batch.batch["input_ids"][0, 5] = 10_000
     with pytest.raises(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.workers.stand_ins import TiedModel
 from workers.weights.checksum import Hashing, byte_view, checksum_of, hash_of
 
 
