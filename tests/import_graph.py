@@ -79,9 +79,11 @@ def cycles(imports: Iterable[Import]) -> list[list[str]]:
         followers.setdefault(edge.importer, []).append(edge.imported)
         followers.setdefault(edge.imported, [])
     reach = {module: _reachable(module, followers) for module in followers}
-    rings = {
-        tuple(sorted(m for m in reach[n] if n in reach[m])) for n in followers if n in reach[n]
-    }
+    rings = set()
+    for module in followers:
+        ring = [other for other in reach[module] if module in reach[other]]
+        if ring:
+            rings.add(tuple(sorted(ring)))
     return [list(ring) for ring in sorted(rings)]
 
 

@@ -131,15 +131,13 @@ def names_a_module(dotted: str, modules: set[str]) -> bool:
 
 def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, text) of every string in a file that is not documentation."""
-    documentation = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
+    statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    documentation = {id(value) for value in statements}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in documentation:
-                yield node.lineno, node.value
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        if id(node) not in documentation:
+            yield node.lineno, node.value
 
 
 @pytest.mark.parametrize("package", ORDER)
