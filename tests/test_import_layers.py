@@ -1,72 +1,208 @@
-"""The imports of the three packages go one way, and the cheap ones stay cheap."""
+"""Imports go one way, between packages and between their rooms; cheap modules stay cheap.
+
+A room is a folder or a file of a package, such as `batch` in `verl_like`.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-BELOW = {"verl_like": set(), "workers": {"verl_like"}, "trainer": {"verl_like", "workers"}}
+from tests.import_graph import (
+    AT_IMPORT,
+    FOR_TYPES,
+    IN_FUNCTION,
+    PACKAGES,
+    ROOT,
+    Import,
+    all_imports,
+    cycles,
+    imports_of_file,
+    module_name,
+    sources,
+)
+
+BELOW: dict[str, set[str]] = {
+    "verl_like": set(),
+    "workers": {"verl_like"},
+    "trainer": {"verl_like", "workers"},
+}
 OPTIONAL = {"vllm", "flash_attn", "peft", "wandb"}
 
+ORDER: dict[str, list[tuple[str, ...]]] = {
+    "verl_like": [
+        ("errors",),
+        ("config_key", "files", "registry", "tensor_ops", "terminal"),
+        ("batch",),
+        ("process.facts",),
+        ("calls",),
+        ("process",),
+        ("placement",),
+        ("backends",),
+        ("__init__",),
+    ],
+    "workers": [
+        ("columns", "config", "cpu"),
+        ("losses", "models", "parallel", "rewards", "weights"),
+        ("rollout", "training"),
+        ("roles",),
+        ("__init__",),
+    ],
+    "trainer": [
+        ("config", "hooks", "report"),
+        ("data", "groups", "run_folder"),
+        ("loop",),
+        ("launch",),
+        ("ppo",),
+        ("main_ppo",),
+        ("__init__",),
+        ("cli",),
+    ],
+}
+"""The rooms of each package from the ground up; a room imports those of lower rows alone.
 
-def imports(path: Path, everywhere: bool = True) -> set[str]:
-    """Top-level names that a file imports: anywhere in it, or only while it is being imported."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    lazy = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for inner in ast.walk(node)
-    }
-    found = set()
-    for node in ast.walk(tree):
-        if not everywhere and id(node) in lazy:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import; write the whole path"
-            found.add(str(node.module).split(".")[0])
-    return found
+`__init__` is the list of a package's public names. A longer name takes its modules out of the
+shorter one's room: `process.facts` is not in `process`.
+"""
+
+CLOSES_A_CYCLE: dict[tuple[str, str], str] = {}
+"""(importer, imported) of imports inside functions that may close a cycle -> the reason."""
 
 
-def sources(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+def package_names(path: Path, kinds: tuple[str, ...] | None = None) -> set[str]:
+    """The top-level packages that a file imports: all of them, or by these kinds of import."""
+    imported = imports_of_file(path)
+    return {name.split(".")[0] for name, kind in imported if kinds is None or kind in kinds}
+
+
+def room_of(module: str) -> tuple[str, str]:
+    """(package, room) of a module; a room that is in no order has its own name."""
+    package, _, inside = module.partition(".")
+    rooms = [room for row in ORDER[package] for room in row]
+    found = [room for room in rooms if f"{inside or '__init__'}.".startswith(f"{room}.")]
+    return package, max(found, key=len, default=inside.split(".")[0])
+
+
+def row_of(package: str, room: str) -> int | None:
+    """The number of a room's row, from the ground up."""
+    for number, row in enumerate(ORDER[package]):
+        if room in row:
+            return number
+    return None
+
+
+def shown(imports: list[Import]) -> list[str]:
+    return sorted(f"{edge.importer} -> {edge.imported} ({edge.kind})" for edge in imports)
 
 
 @pytest.mark.parametrize("package", BELOW)
 def test_a_package_imports_only_packages_below_it(package: str) -> None:
-    allowed = BELOW[package] | {package}
-    wrong = {
-        str(path.relative_to(ROOT)): sorted(found)
-        for path in sources(package)
-        if (found := imports(path) & {*BELOW, "examples", "tests"} - allowed)
-    }
+    others = {*BELOW, "examples", "tests"} - BELOW[package] - {package}
+    wrong = {}
+    for path in sources(package):
+        if found := package_names(path) & others:
+            wrong[module_name(path)] = sorted(found)
     assert wrong == {}
 
 
+@pytest.mark.parametrize("package", ["verl_like", "workers"])
+def test_no_string_names_a_module_of_a_higher_package(package: str) -> None:
+    higher = [name for name in BELOW if package in BELOW[name]]
+    modules = {module_name(path) for name in higher for path in sources(name)}
+    wrong = []
+    for path in sources(package):
+        for line, text in strings(ast.parse(path.read_text(encoding="utf-8"))):
+            dotted = re.findall(rf"\b(?:{'|'.join(higher)})(?:\.\w+)+", text)
+            if text in higher or any(names_a_module(name, modules) for name in dotted):
+                wrong.append(f"{module_name(path)}, line {line}: {text!r}")
+    assert wrong == []
+
+
+def names_a_module(dotted: str, modules: set[str]) -> bool:
+    """Whether a dotted name is a module, or something in one below its package."""
+    return dotted in modules or dotted.rpartition(".")[0] in modules - set(BELOW)
+
+
+def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, text) of every string in a file that is not documentation."""
+    statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    documentation = {id(value) for value in statements}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        if id(node) not in documentation:
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_the_order_of_rooms_names_every_room(package: str) -> None:
+    listed = {room for row in ORDER[package] for room in row}
+    there = {room_of(module_name(path))[1] for path in sources(package)}
+    assert there == listed, "write a new room into ORDER, above all that it imports"
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_room_imports_only_rooms_below_it(package: str) -> None:
+    wrong = []
+    for edge in all_imports():
+        (importers, importer), (importeds, imported) = map(room_of, (edge.importer, edge.imported))
+        if not importers == importeds == package or importer == imported:
+            continue
+        upper, lower = row_of(package, importer), row_of(package, imported)
+        if upper is None or lower is None or lower >= upper:
+            wrong.append(edge)
+    assert shown(wrong) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycles(edge for edge in all_imports() if edge.kind != IN_FUNCTION) == []
+
+
+def test_an_import_inside_a_function_closes_no_cycle() -> None:
+    imports = all_imports()
+    rings = cycles(edge for edge in imports if (edge.importer, edge.imported) not in CLOSES_A_CYCLE)
+    closing = []
+    for edge in imports:
+        in_a_ring = any(edge.importer in ring and edge.imported in ring for ring in rings)
+        if edge.kind == IN_FUNCTION and in_a_ring:
+            closing.append(edge)
+    assert shown(closing) == []
+
+
+def test_a_cycle_is_found_whatever_kinds_of_import_make_it() -> None:
+    ring = [Import("a", "b", AT_IMPORT), Import("b", "c", IN_FUNCTION), Import("c", "a", AT_IMPORT)]
+    others = [Import("d", "a", AT_IMPORT), Import("e", "e", AT_IMPORT)]
+    assert cycles([*ring, *others]) == [["a", "b", "c"], ["e"]]
+    assert cycles([ring[0], ring[2], others[0]]) == []
+
+
 def test_ray_is_imported_by_its_backend_alone() -> None:
-    paths = [path for package in BELOW for path in sources(package)]
-    importers = {path.relative_to(ROOT).as_posix() for path in paths if "ray" in imports(path)}
-    assert {path for path in importers if not path.startswith("verl_like/backends/ray/")} == set()
+    paths = [path for package in PACKAGES for path in sources(package)]
+    importers = {module_name(path) for path in paths if "ray" in package_names(path)}
+    assert {name for name in importers if not name.startswith("verl_like.backends.ray")} == set()
 
 
 def test_optional_packages_are_imported_when_they_are_chosen() -> None:
-    paths = [path for package in BELOW for path in sources(package)]
-    assert {
-        str(path): found for path in paths if (found := imports(path, everywhere=False) & OPTIONAL)
-    } == {}
+    wrong = {}
+    for package in PACKAGES:
+        for path in sources(package):
+            if found := package_names(path, kinds=(AT_IMPORT, FOR_TYPES)) & OPTIONAL:
+                wrong[module_name(path)] = found
+    assert wrong == {}
 
 
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("verl_like", ("ray", "transformers")),
+        ("verl_like", ("ray", "torch", "transformers")),
+        ("verl_like.placement.plan", ("ray", "torch", "transformers")),
+        ("verl_like.registry", ("ray", "torch", "transformers")),
         ("workers.config", ("ray", "transformers")),
         ("workers.rewards.functions", ("torch", "ray", "transformers")),
         ("workers.rewards.process", ("torch", "ray", "transformers")),

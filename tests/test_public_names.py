@@ -1,10 +1,33 @@
-"""What the three packages offer by name is a sorted list, and every name on it is there."""
+"""The names that the packages offer and the docs write down: there, sorted, and importable."""
 
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTED = (
+    "trainer.PPOConfig",
+    "trainer.PPOTrainer",
+    "trainer.load_config",
+    "trainer.main_ppo",
+    "trainer.ppo.PPOTrainer",
+    "trainer.run",
+)
+
+
+def find(path: str) -> object:
+    """The module or the object at a dotted path."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        package, _, name = path.rpartition(".")
+        if not package or not path.startswith(f"{error.name}"):
+            raise
+        return getattr(find(package), name)
 
 
 @pytest.mark.parametrize("package", ["verl_like", "workers", "trainer"])
@@ -13,3 +36,25 @@ def test_public_names_are_sorted_and_exist(package: str) -> None:
     names = list(module.__all__)
     assert names == sorted(names)
     assert [name for name in names if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTED)
+def test_a_documented_path_can_be_imported(path: str) -> None:
+    assert find(path) is not None
+
+
+def test_the_trainer_is_one_class_by_every_path() -> None:
+    assert find("trainer.ppo.PPOTrainer") is find("trainer.PPOTrainer")
+
+
+def test_a_module_and_a_function_of_one_package_keep_their_kinds() -> None:
+    assert callable(find("trainer.run"))
+    assert callable(find("trainer.load_config"))
+    assert callable(find("trainer.main_ppo").main)
+
+
+def test_every_path_on_the_page_of_the_interface_can_be_imported() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    paths = re.findall(r"^::: (\S+)$", text, re.M)
+    assert len(paths) >= 15
+    assert [path for path in paths if find(path) is None] == []

@@ -7,6 +7,16 @@ from verl_like.batch.columns import tensors_of
 from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto
 
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.bool,
+    torch.uint16,
+    torch.float8_e4m3fn,
+]
+
 
 def make(rows=4, **meta):
     """A batch whose row numbers can be read off every column."""
@@ -17,6 +27,15 @@ def make(rows=4, **meta):
         },
         {"uid": [f"{row}-0" for row in range(rows)], "weight": np.arange(rows, dtype=np.float64)},
         meta,
+    )
+
+
+def of_every_dtype(rows=3):
+    """A batch with a tensor column of each of DTYPES, an array and objects."""
+    return DataProto.from_dict(
+        {str(dtype): torch.arange(rows * 2).reshape(rows, 2).to(dtype) for dtype in DTYPES},
+        {"n": np.arange(rows, dtype=np.int16), "uid": [f"{row}" for row in range(rows)]},
+        {"t": 0.5},
     )
 
 

@@ -1,16 +1,20 @@
-"""A driver as it is written for verl's single controller, with nothing but its import lines
-changed.
+"""A driver as it is written for verl's single controller; only its imports are changed.
+
+These were:
+
+    from verl import DataProto
+    from verl.single_controller.base import Worker
+    from verl.single_controller.base.decorator import (
+        Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
+    )
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from verl.single_controller.ray.base import create_colocated_worker_cls
 """
 
 from __future__ import annotations
 
 import pytest
 
-# from verl import DataProto from verl.single_controller.base import Worker from
-# verl.single_controller.base.decorator import Dispatch, Execute,
-# make_nd_compute_dataproto_dispatch_fn, register from verl.single_controller.ray import
-# RayClassWithInitArgs, RayResourcePool, RayWorkerGroup from verl.single_controller.ray.base import
-# create_colocated_worker_cls
 import verl_like
 from tests.verl_like.verl_workers import CriticWorker, PolicyWorker
 from verl_like import (

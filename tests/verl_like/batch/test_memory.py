@@ -1,38 +1,33 @@
-"""Large columns are made in memory that torch did not get; what is in them is what torch would put
-there.
-"""
+"""Copies and concatenations on huge pages hold what torch would put there."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from verl_like.batch import memory as column_memory
+from verl_like.batch import memory
 from verl_like.batch.memory import copy_of, join_rows
 
 
 @pytest.fixture(autouse=True)
 def every_column_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(column_memory, "LARGE_BYTES", 1)
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool, torch.uint8])
 @pytest.mark.parametrize("layout", ["plain", "transposed", "no rows", "one dim"])
 def test_the_rows_are_those_of_torch(dtype: torch.dtype, layout: str) -> None:
     plain = torch.arange(12).reshape(4, 3).to(dtype)
-    column = {"plain": plain, "transposed": plain.T, "no rows": plain[:0], "one dim": plain[:, 1]}[
-        layout
-    ]
+    layouts = {"plain": plain, "transposed": plain.T, "no rows": plain[:0], "one dim": plain[:, 1]}
+    column = layouts[layout]
     for made, expected in (
         (copy_of(column), column),
         (join_rows([column, column]), torch.cat([column, column])),
     ):
         assert made.dtype == dtype
         assert torch.equal(made, expected)
-        assert (
-            not len(made)
-            or made.untyped_storage().data_ptr() != column.untyped_storage().data_ptr()
-        )
+        if len(made):
+            assert made.untyped_storage().data_ptr() != column.untyped_storage().data_ptr()
 
 
 def test_a_gradient_goes_through() -> None:

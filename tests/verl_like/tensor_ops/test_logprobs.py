@@ -128,9 +128,8 @@ def peak_bytes(work):
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         work()
-    events = [
-        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    events = profile.profiler.kineto_results.events()
+    in_time = sorted(events, key=lambda event: event.start_ns())
+    sizes = [event.nbytes() for event in in_time if event.name() == "[memory]"]
     assert sizes, "the profiler saw no allocation"
     return max(itertools.accumulate(sizes))

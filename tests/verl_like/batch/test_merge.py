@@ -1,6 +1,4 @@
-"""DataProto's columns: select, pop, rename, union, concat, and what they say about names that do
-not fit.
-"""
+"""Union and concat: what comes together, and how a conflict is named."""
 
 import numpy as np
 import pytest
@@ -10,75 +8,7 @@ from tensordict import TensorDict
 from tests.verl_like.batches import assert_same, make, uids
 from verl_like.batch.merge import union_numpy_dict, union_tensor_dict
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import BatchError, MissingColumnError
-
-
-def test_select_takes_columns_and_leaves_the_batch_alone():
-    data = make(4, t=1, k=2)
-    picked = data.select(["ids"], ["uid"], ["t"])
-    assert list(picked.batch.keys()) == ["ids"]
-    assert list(picked.non_tensor_batch) == ["uid"]
-    assert picked.meta_info == {"t": 1}
-    assert_same(data, make(4, t=1, k=2))
-    assert_same(data.select(), data)
-    assert list(data.select("ids").batch.keys()) == ["ids"]
-    assert len(data.select([], [])) == 4
-
-
-def test_pop_moves_columns_out():
-    data = make(4, t=1, k=2)
-    taken = data.pop(["ids"], ["uid"], ["t"])
-    assert_same(taken, make(4, t=1).select(["ids"], ["uid"]))
-    assert_same(data, make(4, k=2).select(["score"], ["weight"]))
-    assert len(data.pop()) == 0
-    data.pop(["score"], "weight")
-    assert len(data) == 4
-
-
-def test_rename_keeps_the_order_and_can_swap():
-    data = make(4)
-    assert data.rename("ids", "input_ids") is data
-    assert list(data.batch.keys()) == ["input_ids", "score"]
-    data.rename(["input_ids", "score"], ["score", "input_ids"])
-    assert data.batch["score"].shape == (4, 2)
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda d: d.select(["scores"]), "No tensor column 'scores'. Did you mean 'score'"),
-        (
-            lambda d: d.select(non_tensor_batch_keys=["uids"]),
-            "No non-tensor column 'uids'. Did you mean 'uid'",
-        ),
-        (
-            lambda d: d.select(meta_info_keys=["temprature"]),
-            "meta_info 'temprature'. Did you mean 'temperature'",
-        ),
-        (lambda d: d.pop(["idz"]), "Did you mean 'ids'"),
-        (lambda d: d.rename("scor", "x"), "Did you mean 'score'"),
-        (lambda d: d.unfold_column_chunks(2, ["idss"]), "Did you mean 'ids'"),
-    ],
-)
-def test_a_missing_column_offers_the_nearest_names(call, said):
-    data = make(4, temperature=1.0)
-    with pytest.raises(MissingColumnError, match=said):
-        call(data)
-    assert_same(data, make(4, temperature=1.0))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        (["ids"], ["a", "b"], "as many"),
-        (["ids", "ids"], ["a", "b"], "as many"),
-        ("ids", "score", "one name"),
-        (None, None, "both sides"),
-    ],
-)
-def test_rename_refuses_names_that_do_not_pair(old, new, said):
-    with pytest.raises(BatchError, match=said):
-        make(4).rename(old, new)
+from verl_like.errors import BatchError
 
 
 def test_union_adds_in_place_and_returns_self():

@@ -1,6 +1,4 @@
-"""DataProto round trips that hold for any batch: chunk and concat, pad and unpad, reorder, pickle,
-disk.
-"""
+"""Round trips that hold for any batch: concat and chunk, pad and unpad, reorder, pickle, disk."""
 
 import copy
 import pickle
@@ -11,14 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_like.batch.columns import tensors_of
+from tests.verl_like.batches import assert_same
 from verl_like.batch.functions import (
     fold_batch_dim,
     pad_dataproto_to_divisor,
     unfold_batch_dim,
     unpad_dataproto,
 )
-from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto
 
 JSON_LIKE = st.recursive(
@@ -57,28 +54,24 @@ def batches(draw, min_rows=0):
     """Any mix of tensor, numeric and object columns (or none), with meta."""
     rows = draw(st.integers(min_rows, 9))
     noise = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    tensors, arrays = {}, {}
+
+    tensors = {}
     for i, dtype in enumerate(draw(st.lists(st.sampled_from(TORCH_DTYPES), max_size=3))):
         shape = (rows, *draw(st.lists(st.integers(0, 3), max_size=2)))
         values = torch.from_numpy(noise.integers(0, 100, shape)).to(dtype)
         if dtype.is_floating_point and draw(st.booleans()):
             values[values > 50] = float("nan")
         tensors[f"t{i}"] = values
+
+    arrays = {}
     for i, name in enumerate(draw(st.lists(st.sampled_from(NUMPY_DTYPES), max_size=2))):
         shape = (rows, *draw(st.lists(st.integers(1, 2), max_size=1)))
         arrays[f"n{i}"] = noise.integers(0, 99, shape).astype(name)
     for i in range(draw(st.integers(0, 2))):
         arrays[f"o{i}"] = draw(st.lists(JSON_LIKE, min_size=rows, max_size=rows))
-    return DataProto.from_dict(
-        tensors, arrays, draw(st.dictionaries(st.sampled_from("xyz"), JSON_LIKE, max_size=2))
-    )
 
-
-def assert_same(left, right):
-    assert same_value(tensors_of(left.batch), tensors_of(right.batch))
-    assert same_value(left.non_tensor_batch, right.non_tensor_batch)
-    assert same_value(left.meta_info, right.meta_info)
-    assert len(left) == len(right)
+    meta = draw(st.dictionaries(st.sampled_from("xyz"), JSON_LIKE, max_size=2))
+    return DataProto.from_dict(tensors, arrays, meta)
 
 
 quick = settings(max_examples=40, deadline=None)
@@ -89,9 +82,8 @@ quick = settings(max_examples=40, deadline=None)
 def test_concat_undoes_chunk(data, chunks):
     parts = data.chunk(chunks)
     assert len(parts) == chunks
-    assert [len(part) for part in parts] == [
-        len(part) for part in np.array_split(np.arange(len(data)), chunks)
-    ]
+    expected = np.array_split(np.arange(len(data)), chunks)
+    assert [len(part) for part in parts] == [len(part) for part in expected]
     assert_same(DataProto.concat(parts), data)
 
 
@@ -140,9 +132,8 @@ def test_repeat_is_a_pick_of_rows(data, times):
 def test_unfold_undoes_fold(data, choose):
     sizes = [size for size in range(1, len(data) + 1) if len(data) % size == 0]
     if sizes:
-        assert_same(
-            unfold_batch_dim(fold_batch_dim(data, choose.draw(st.sampled_from(sizes)))), data
-        )
+        folded = fold_batch_dim(data, choose.draw(st.sampled_from(sizes)))
+        assert_same(unfold_batch_dim(folded), data)
 
 
 @quick
@@ -179,7 +170,6 @@ def test_disk_keeps_everything(tmp_path_factory, data):
     data.save_to_disk(path)
     back = DataProto.load_from_disk(path)
     assert_same(back, data)
-    assert repr([a.tolist() for a in back.non_tensor_batch.values()]) == repr(
-        [a.tolist() for a in data.non_tensor_batch.values()]
-    )
+    lists = [[array.tolist() for array in d.non_tensor_batch.values()] for d in (back, data)]
+    assert repr(lists[0]) == repr(lists[1])
     assert repr(back.meta_info) == repr(data.meta_info)

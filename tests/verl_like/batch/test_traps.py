@@ -1,6 +1,4 @@
-"""One test for each trap of verl's DataProto (and of tensordict
-under it) that must not come back.
-"""
+"""One test for each trap of verl's DataProto, and of tensordict under it."""
 
 import pickle
 

@@ -1,0 +1,99 @@
+"""The modules of the three packages and who imports whom, read from their source.
+
+An import is of one of three kinds: made when the module is imported, made by type checkers alone
+(`if TYPE_CHECKING`), or made inside a function when it is called.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("verl_like", "workers", "trainer")
+AT_IMPORT, FOR_TYPES, IN_FUNCTION = "at import", "for types", "in a function"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's claim on one module."""
+
+    importer: str
+    imported: str
+    kind: str
+
+
+def sources(package: str) -> list[Path]:
+    """The Python files of a package."""
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """`workers/roles/actor.py` as `workers.roles.actor`; a package by its own name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(dotted name, kind) of everything that a file imports; of `from a import b` it is `a.b`."""
+    pending = [(tree, AT_IMPORT)]
+    while pending:
+        node, kind = pending.pop()
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, kind
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import; write the whole path"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", kind
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            kind = IN_FUNCTION
+        is_type_block = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.iter_child_nodes(node):
+            in_block = is_type_block and child in node.body and kind == AT_IMPORT
+            pending.append((child, FOR_TYPES if in_block else kind))
+
+
+def imports_of_file(path: Path) -> list[tuple[str, str]]:
+    """`imported_names` of a file."""
+    return list(imported_names(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def all_imports() -> list[Import]:
+    """The imports between modules of the three packages."""
+    paths = {module_name(path): path for package in PACKAGES for path in sources(package)}
+    found = {}
+    for importer, path in paths.items():
+        for name, kind in imports_of_file(path):
+            imported = name if name in paths else name.rpartition(".")[0]
+            if imported in paths:
+                found[Import(importer, imported, kind)] = None
+    return list(found)
+
+
+def cycles(imports: Iterable[Import]) -> list[list[str]]:
+    """The sets of modules that import each other."""
+    followers: dict[str, list[str]] = {}
+    for edge in imports:
+        followers.setdefault(edge.importer, []).append(edge.imported)
+        followers.setdefault(edge.imported, [])
+    reach = {module: _reachable(module, followers) for module in followers}
+    rings = set()
+    for module in followers:
+        ring = [other for other in reach[module] if module in reach[other]]
+        if ring:
+            rings.add(tuple(sorted(ring)))
+    return [list(ring) for ring in sorted(rings)]
+
+
+def _reachable(start: str, followers: dict[str, list[str]]) -> set[str]:
+    """The modules that one imports, through any number of others."""
+    seen: set[str] = set()
+    pending = list(followers[start])
+    while pending:
+        module = pending.pop()
+        if module not in seen:
+            seen.add(module)
+            pending += followers[module]
+    return seen

@@ -1,0 +1,57 @@
+"""verl's functions on batches: padding to a divisor, folding a batch dim, collating rows."""
+
+import pytest
+
+from tests.verl_like.batches import assert_same, make, uids
+from verl_like.batch.functions import (
+    collate_fn,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    unfold_batch_dim,
+    unpad_dataproto,
+)
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import BatchError
+
+
+def test_padding_to_a_divisor_cycles_from_the_front_and_comes_off_again():
+    data = make(3)
+    padded, pad = pad_dataproto_to_divisor(data, 8)
+    assert pad == 5
+    assert padded.batch["score"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert len(data) == 3
+    assert_same(unpad_dataproto(padded, pad), data)
+    assert pad_dataproto_to_divisor(make(0), 4)[1] == 0
+    with pytest.raises(BatchError, match="4 rows off a batch of 3"):
+        unpad_dataproto(data, 4)
+
+
+@pytest.mark.parametrize("divisor", [0, -1])
+def test_a_divisor_below_one_is_refused(divisor):
+    with pytest.raises(BatchError, match=f"not {divisor}"):
+        pad_dataproto_to_divisor(make(2), divisor)
+
+
+def test_folding_a_batch_dim_and_back():
+    data = make(6).select(non_tensor_batch_keys=["uid"])
+    folded = fold_batch_dim(data, 3)
+    assert folded.batch["ids"].shape == (3, 2, 2)
+    assert folded.non_tensor_batch["uid"].shape == (3, 2)
+    assert_same(unfold_batch_dim(folded), data)
+    assert len(unfold_batch_dim(DataProto())) == 0
+    with pytest.raises(BatchError, match="6 rows do not divide into 4"):
+        fold_batch_dim(data, 4)
+    with pytest.raises(BatchError, match="agree in their first 2 dims"):
+        unfold_batch_dim(data)
+
+
+def test_collate_makes_a_batch_of_rows():
+    data = make(4, t=1)
+    back = collate_fn([data[1], data[3]])
+    assert back.batch["ids"].tolist() == [[2, 3], [6, 7]]
+    assert uids(back) == ["1-0", "3-0"]
+    assert back.meta_info == {"t": 1}
+    with pytest.raises(BatchError, match="no rows"):
+        collate_fn([])
+    with pytest.raises(BatchError, match="row 1 .*meta_info"):
+        collate_fn([data[0], make(4, t=2)[0]])

@@ -1,0 +1,91 @@
+"""What a batch is: its rows, what may be a column, and the shard it came from."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.verl_like.batches import make
+from verl_like.batch.protocol import DataProto, Shard
+from verl_like.errors import BatchError
+
+
+def test_length_comes_from_tensors_then_arrays_then_is_zero():
+    assert len(make(3)) == 3
+    assert len(DataProto.from_dict(non_tensors={"uid": ["a", "b"]})) == 2
+    assert len(DataProto(TensorDict({}, batch_size=[5]))) == 5
+    assert len(DataProto()) == 0
+
+
+def test_columns_of_different_lengths_are_named_with_their_lengths():
+    with pytest.raises(BatchError, match="'a' has 2, 'b' has 3"):
+        DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)})
+    with pytest.raises(BatchError, match="'a' has 2, 'uid' has 1"):
+        DataProto.from_dict({"a": torch.zeros(2)}, {"uid": ["x"]})
+    with pytest.raises(BatchError, match="has 2, 'uid' has 1"):
+        DataProto(TensorDict({"a": torch.zeros(2)}, batch_size=[2]), {"uid": np.array(["x"])})
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: DataProto.from_dict({"a": [1, 2]}), "'a' is of type list"),
+        (lambda: DataProto.from_dict({"a": torch.tensor(1.0)}), "'a' is without rows"),
+        (lambda: DataProto.from_dict({"a": torch.eye(2).to_sparse()}), "'a' is of layout"),
+        (lambda: DataProto.from_dict(non_tensors={"a": "xy"}), "'a' is of type str"),
+        (
+            lambda: DataProto.from_dict(non_tensors={"a": np.array(1)}),
+            "'a' is an array without rows",
+        ),
+        (lambda: DataProto.from_dict(non_tensors={1: ["x"]}), "column 1 is not"),
+        (
+            lambda: DataProto.from_dict({"a": torch.zeros(2, 2)}, num_batch_dims=2),
+            "one batch dim, not 2",
+        ),
+        (lambda: DataProto.from_single_dict({"a": [1]}), "'a' is a list"),
+        (lambda: DataProto({"a": torch.zeros(2)}), "batch is a dict"),
+        (lambda: DataProto(TensorDict({}, batch_size=[2, 3])), r"\(2, 3\)"),
+        (lambda: DataProto.from_tensordict(TensorDict({}, batch_size=[])), r"\(\)"),
+    ],
+)
+def test_what_is_no_column_is_refused_by_name(build, said):
+    with pytest.raises(BatchError, match=said):
+        build()
+
+
+def test_shard_facts_mark_pad_rows_and_end_with_the_piece():
+    piece = make(4)
+    assert (piece.num_real_rows, piece.pad_mask.tolist()) == (4, [False] * 4)
+    piece.shard = Shard(index=1, count=2, start=4, rows=3, total=7)
+    assert (piece.num_real_rows, piece.pad_mask.tolist()) == (3, [False, False, False, True])
+    kept = [
+        copy.copy(piece),
+        copy.deepcopy(piece),
+        piece.writable_copy(),
+        pickle.loads(pickle.dumps(piece)),
+        piece.union(make(4)),
+    ]
+    assert all(data.shard == piece.shard for data in kept)
+    derived = [
+        piece[:2],
+        piece[[0]],
+        piece.select(),
+        piece.repeat(1),
+        DataProto.concat([piece]),
+        piece.pop(["ids"]),
+    ]
+    assert all(data.shard is None for data in derived)
+    assert piece.reorder([3, 2, 1, 0]).shard is None
+
+
+def test_the_texts_name_the_columns(capsys):
+    data = make(2, t=1.0)
+    assert repr(data) == "DataProto(2 rows; columns: ids, score, uid, weight; meta: t)"
+    for line in ("ids: (2, 2) torch.int64 on cpu", "uid: (2,) object", "t: float"):
+        assert line in data.get_data_info()
+    data.print_size("before")
+    assert capsys.readouterr().out.startswith("before, tensors 0.0000 GiB")
+    assert data.is_padding_enabled()
