@@ -7,6 +7,7 @@ An import is of one of three kinds: made when the module is imported, made by ty
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ def imports_of_file(path: Path) -> list[tuple[str, str]]:
     return list(imported_names(ast.parse(path.read_text(encoding="utf-8"))))
 
 
-def all_imports() -> list[Import]:
+@functools.cache
+def all_imports() -> tuple[Import, ...]:
     """The imports between modules of the three packages."""
     paths = {module_name(path): path for package in PACKAGES for path in sources(package)}
     found = {}
@@ -69,7 +71,7 @@ def all_imports() -> list[Import]:
             imported = name if name in paths else name.rpartition(".")[0]
             if imported in paths:
                 found[Import(importer, imported, kind)] = None
-    return list(found)
+    return tuple(found)
 
 
 def cycles(imports: Iterable[Import]) -> list[list[str]]:
