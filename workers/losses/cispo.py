@@ -7,9 +7,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
-from workers.losses.importance_ratio import clip_range, log_ratio
+from workers.losses.importance_ratio import ClipSettings, DefaultClip, clip_range, log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
@@ -21,7 +20,7 @@ def compute_policy_loss_cispo(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
-    config: ActorConfig | None = None,
+    config: ClipSettings | None = None,
     rollout_is_weights: Tensor | None = None,
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -31,7 +30,7 @@ def compute_policy_loss_cispo(
 
     Source: MiniMax-M1 (CISPO), arXiv 2506.13585
     """
-    config = config or ActorConfig()
+    config = config or DefaultClip()
     inside = response_mask.bool()
     log_r = log_ratio(log_prob, old_log_prob, inside)
     ratio = log_r.detach().exp()

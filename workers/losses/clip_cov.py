@@ -7,10 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.covariance import token_covariance
-from workers.losses.importance_ratio import clip_range, log_ratio
+from workers.losses.importance_ratio import ClipSettings, DefaultClip, clip_range, log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
@@ -22,7 +21,7 @@ def compute_policy_loss_clip_cov(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
-    config: ActorConfig | None = None,
+    config: ClipSettings | None = None,
     rollout_is_weights: Tensor | None = None,
     clip_cov_ratio: float = 2e-4,
     clip_cov_lb: float = 1.0,
@@ -37,7 +36,7 @@ def compute_policy_loss_clip_cov(
 
     Source: arXiv 2505.22617
     """
-    config = config or ActorConfig()
+    config = config or DefaultClip()
     inside = response_mask.bool()
     advantages = torch.where(inside, advantages, 0)
     log_r = log_ratio(log_prob, old_log_prob, inside)

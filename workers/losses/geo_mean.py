@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean
-from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
-from workers.losses.importance_ratio import log_ratio, resolve_clip
+from workers.losses.importance_ratio import ClipSettings, DefaultClip, log_ratio, resolve_clip
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
@@ -22,7 +21,7 @@ def compute_policy_loss_geo_mean(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "seq-mean-token-mean",
-    config: ActorConfig | None = None,
+    config: ClipSettings | None = None,
     rollout_is_weights: Tensor | None = None,
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -34,7 +33,7 @@ def compute_policy_loss_geo_mean(
 
     Source: GMPO, arXiv 2507.20673
     """
-    config = config or ActorConfig()
+    config = config or DefaultClip()
     low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
     inside = response_mask.bool()
     advantages = torch.where(inside, advantages, 0)

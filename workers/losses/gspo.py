@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean
-from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.importance_ratio import (
     LARGEST_LOG_RATIO,
+    ClipSettings,
+    DefaultClip,
     clip_range,
     log_ratio,
     one_with_gradient,
@@ -27,7 +28,7 @@ def compute_policy_loss_gspo(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "seq-mean-token-mean",
-    config: ActorConfig | None = None,
+    config: ClipSettings | None = None,
     rollout_is_weights: Tensor | None = None,
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -38,7 +39,7 @@ def compute_policy_loss_gspo(
 
     Source: GSPO, arXiv 2507.18071, section 4.3
     """
-    config = config or ActorConfig()
+    config = config or DefaultClip()
     inside = response_mask.bool()
     ratio = _sequence_ratio(log_prob, old_log_prob, inside) * one_with_gradient(log_prob, inside)
 

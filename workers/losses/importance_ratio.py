@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.config import ActorConfig
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this on both sides, so that their exponential stays finite."""
+
+
+class ClipSettings(Protocol):
+    """What policy losses read of the actor's section of the configuration."""
+
+    clip_ratio: float
+    clip_ratio_low: float | None
+    clip_ratio_high: float | None
+    clip_ratio_c: float
+
+
+@dataclass
+class DefaultClip:
+    """The settings of a call that gives none: the configuration's defaults."""
+
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    clip_ratio_c: float = 3.0
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
@@ -23,7 +44,7 @@ def one_with_gradient(log_prob: Tensor, inside: Tensor) -> Tensor:
     return torch.where(inside, log_prob - log_prob.detach(), 0).exp()
 
 
-def clip_range(config: ActorConfig) -> tuple[float, float]:
+def clip_range(config: ClipSettings) -> tuple[float, float]:
     """(least, largest) ratio by the actor's clip settings."""
     low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
     return 1.0 - low, 1.0 + high

@@ -7,10 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.covariance import token_covariance
-from workers.losses.importance_ratio import log_ratio
+from workers.losses.importance_ratio import ClipSettings, log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
@@ -22,7 +21,7 @@ def compute_policy_loss_kl_cov(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
-    config: ActorConfig | None = None,
+    config: ClipSettings | None = None,
     rollout_is_weights: Tensor | None = None,
     kl_cov_ratio: float = 2e-4,
     ppo_kl_coef: float = 1.0,

@@ -7,9 +7,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
-from workers.losses.importance_ratio import log_ratio
+from workers.losses.importance_ratio import ClipSettings, log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
@@ -21,7 +20,7 @@ def compute_policy_loss_reinforce(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
-    config: ActorConfig | None = None,
+    config: ClipSettings | None = None,
     rollout_is_weights: Tensor | None = None,
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
-from workers.losses.importance_ratio import clip_range, log_ratio, resolve_clip
+from workers.losses.importance_ratio import (
+    ClipSettings,
+    DefaultClip,
+    clip_range,
+    log_ratio,
+    resolve_clip,
+)
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
@@ -22,7 +27,7 @@ def compute_policy_loss_vanilla(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
-    config: ActorConfig | None = None,
+    config: ClipSettings | None = None,
     rollout_is_weights: Tensor | None = None,
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -33,7 +38,7 @@ def compute_policy_loss_vanilla(
 
     Source: PPO, arXiv 1707.06347; two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729
     """
-    config = config or ActorConfig()
+    config = config or DefaultClip()
     if config.clip_ratio_c <= 1.0:
         raise ConfigError(
             f"clip_ratio_c is {config.clip_ratio_c}; it bounds a ratio that starts at 1: take more."
@@ -72,7 +77,7 @@ def compute_policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same in verl's older form: (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
     low, high = resolve_clip(cliprange, cliprange_low, cliprange_high)
-    config = ActorConfig(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=clip_ratio_c)
+    config = DefaultClip(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=clip_ratio_c)
     loss, metrics = compute_policy_loss_vanilla(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
     )

@@ -17,7 +17,7 @@ from tests.workers.losses.twins import TWINS
 from verl_like.errors import ConfigError
 from workers.config import ActorConfig
 from workers.losses.aggregate import LOSS_AGG_MODES
-from workers.losses.importance_ratio import resolve_clip
+from workers.losses.importance_ratio import DefaultClip, resolve_clip
 from workers.losses.registry import POLICY_LOSSES, get_policy_loss, keys_read
 from workers.losses.vanilla import compute_policy_loss
 
@@ -164,6 +164,11 @@ def test_verls_older_form_returns_four_values(batch):
     assert [clipfrac, ppo_kl, clipfrac_lower] == [
         metrics[f"actor/{name}"] for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
     ]
+
+
+def test_a_call_without_settings_has_the_configurations_defaults():
+    defaults = ActorConfig()
+    assert vars(DefaultClip()) == {key: getattr(defaults, key) for key in vars(DefaultClip())}
 
 
 def test_clip_ratio_alone_sets_both_sides():
