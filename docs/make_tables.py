@@ -19,6 +19,7 @@ from trainer.config.keys import Key, config_keys, read
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.compute_advantage import SETTINGS, columns_read
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import PPO
 from workers.columns import COLUMNS
 from workers.losses.aggregate import AGGREGATIONS
 from workers.losses.kl import KL_ESTIMATORS
@@ -30,6 +31,7 @@ DOCS = Path(__file__).resolve().parent
 
 def key_table() -> str:
     """A table for every section: key, default, values, when it is read, resume, meaning."""
+    PPO.load_registries()
     docs, default = field_docs(), PPOConfig()
     keys = {key.name: key for key in config_keys(PPOConfig)}
     rows: dict[str, list[str]] = {}

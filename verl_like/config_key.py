@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from verl_like.registry import Registry
-
 
 @dataclass(frozen=True)
 class When:
@@ -42,10 +40,10 @@ class KeyRules:
     """The value is this or larger."""
     or_exactly: float | None = None
     """A value outside the range that has a meaning of its own, such as -1."""
-    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
-    """The values that there are, or a function that finds them; of a list, those of each item."""
-    registry: Callable[[], Registry[Any]] | None = None
-    """Finds the registry that the value is looked up in; a dotted path is the user's own."""
+    choices: tuple[str, ...] = ()
+    """The values that there are; of a list, those of each item."""
+    registry: str = ""
+    """The kind of the registry that the value is looked up in; a dotted path is the user's own."""
     allows: str = ""
     """The values in words, where their type says too little and neither range nor choices do."""
     hint: str = ""

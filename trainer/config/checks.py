@@ -10,6 +10,7 @@ from typing import Any
 from trainer.config.keys import Key, leaf_keys, read
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
+from verl_like.registry import registry_of
 
 
 def check_fields(config: RunConfig) -> None:
@@ -28,16 +29,16 @@ def _check_filled(key: Key, value: Any) -> None:
 
 
 def _check_registered(key: Key, value: Any) -> None:
-    if key.rules.registry is None:
+    if not key.rules.registry:
         return
     try:
-        key.rules.registry().look_up(value)
+        registry_of(key.rules.registry).look_up(value)
     except ConfigError as err:
         raise ConfigError(f"{key.name}={value}: {err}") from err
 
 
 def _check_choices(key: Key, value: Any) -> None:
-    choices = key.choices
+    choices = key.rules.choices
     if not choices or value is None:
         return
 

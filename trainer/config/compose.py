@@ -126,6 +126,7 @@ def _keys_in(key: str, value: Any) -> list[str]:
 
 def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe[C]) -> C:
     """Hydra's tree merged back into the schema, resolved, settled and checked."""
+    recipe.load_registries()
     try:
         merged = OmegaConf.merge(OmegaConf.structured(recipe.schema), composed)
         config = OmegaConf.to_object(merged)

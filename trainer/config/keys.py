@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import KeyRules, rules_of
+from verl_like.registry import registry_of
 
 _keys_of: dict[type, tuple[Key, ...]] = {}
 """Schema -> its keys, found once."""
@@ -46,18 +47,12 @@ class Key:
         return union and type(None) in typing.get_args(self.kind)
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """The values that there are, if they can be listed."""
-        choices = self.rules.choices
-        return choices() if callable(choices) else choices
-
-    @property
     def allowed(self) -> str:
         """The values that it may have, in words; "" if nobody has said."""
         rules = self.rules
-        words = self.range or ", ".join(self.choices) or rules.allows
-        if rules.registry is not None:
-            words = f"{', '.join(rules.registry())}, or a dotted path"
+        words = self.range or ", ".join(rules.choices) or rules.allows
+        if rules.registry:
+            words = f"{', '.join(registry_of(rules.registry))}, or a dotted path"
         if not words and (self.kind is bool or bool in typing.get_args(self.kind)):
             words = "true, false"
 

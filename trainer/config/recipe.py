@@ -28,6 +28,10 @@ def _none_inactive(config: Any) -> dict[str, str]:
     return {}
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Recipe(Generic[C]):
     """What composing and checking a configuration needs to know of a recipe."""
@@ -47,6 +51,8 @@ class Recipe(Generic[C]):
 
     It gets the configuration, or the composed tree before that.
     """
+    load_registries: Callable[[], None] = _nothing
+    """Imports the modules that register the names which keys may have."""
     checks: Sequence[Callable[[C], None]] = ()
     """Rules between fields: each raises `ConfigError`."""
     shorthands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

@@ -34,6 +34,8 @@ def check_unused(
 def why_unused(config: RunConfig, name: str) -> str | None:
     """What is missing for the key `name` to be read; None if it is read."""
     for key in path_to(type(config), name):
+        if key.is_section and key.name == name:
+            continue  # `critic={}` sets no key
         reason = _missing_for(config, key)
         if reason is not None:
             return reason

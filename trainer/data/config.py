@@ -7,10 +7,11 @@ from typing import Any
 
 from verl_like.config_key import When, key
 from workers.config import UserCodeConfig
+from workers.config.conditions import VALIDATES
 
 VALIDATION_IS_ON = When(
     "`trainer.test_freq` or `trainer.val_before_train`",
-    lambda _, run: run.trainer.val_before_train or run.trainer.test_freq > 0,
+    VALIDATES.holds,
     "this run never validates: set trainer.test_freq or trainer.val_before_train",
 )
 

@@ -13,24 +13,21 @@ from typing import Any
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
 from verl_like.config_key import When, key
-from verl_like.registry import Registry
-from workers.config import RewardFunctionConfig, RolloutCorrectionConfig, WorkersConfig
+from verl_like.registry import registry_of
+from workers.config import (
+    KL_ESTIMATORS,
+    RewardFunctionConfig,
+    RolloutCorrectionConfig,
+    WorkersConfig,
+)
 from workers.config.conditions import HAS_CRITIC
-from workers.config.registries import kl_estimators
-
-
-def advantage_estimators() -> Registry[Any]:
-    """What `algorithm.adv_estimator` may name."""
-    from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
-
-    return ADVANTAGE_ESTIMATORS
 
 
 def estimator_takes(name: str) -> When:
     """The advantage estimator has a parameter of that name."""
 
     def holds(algorithm: Any, _: Any) -> bool:
-        estimator = advantage_estimators().look_up(algorithm.adv_estimator)
+        estimator = registry_of("advantage estimator").look_up(algorithm.adv_estimator)
         return name in inspect.signature(estimator).parameters
 
     return When(f"the estimator takes `{name}`", holds, "algorithm.adv_estimator does not take it")
@@ -98,7 +95,7 @@ class FilterGroupsConfig:
 class AlgorithmConfig:
     """From scores to advantages."""
 
-    adv_estimator: str = key("gae", registry=advantage_estimators)
+    adv_estimator: str = key("gae", registry="advantage estimator")
     """Advantage estimator; gae is the one that needs the critic."""
     gamma: float = key(1.0, allows="a number", read_when=estimator_takes("gamma"))
     """Discount per token."""
@@ -114,7 +111,7 @@ class AlgorithmConfig:
     """Importance weights of the policy loss."""
     use_kl_in_reward: bool = key(False)
     """Subtract the KL to the reference from the reward; starts the reference role."""
-    kl_penalty: str = key("kl", choices=kl_estimators, read_when=KL_IN_REWARD)
+    kl_penalty: str = key("kl", choices=KL_ESTIMATORS, read_when=KL_IN_REWARD)
     """Estimator of that KL."""
     kl_ctrl: KLControlConfig = key(factory=KLControlConfig, read_when=KL_IN_REWARD)
     """Its coefficient."""

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, overload
 from trainer.config import compose
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.ppo.config import PPOConfig, advantage_estimators
+from trainer.ppo.config import PPOConfig
+from verl_like.registry import registry_of
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -68,7 +69,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
     """Roles of PPO that this run does not need -> why; of a `PPOConfig` or the composed tree."""
     inactive = {}
     name = config.algorithm.adv_estimator
-    estimator = advantage_estimators().look_up(name)
+    estimator = registry_of("advantage estimator").look_up(name)
     if "values" not in inspect.signature(estimator).parameters:
         inactive["critic"] = f"algorithm.adv_estimator={name} takes no values"
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):
@@ -76,6 +77,13 @@ def inactive_roles(config: Any) -> dict[str, str]:
     if not config.reward_model.enable:
         inactive["reward_model"] = "reward_model.enable=false"
     return inactive
+
+
+def load_registries() -> None:
+    """Import what registers estimators, losses and optimizers; all of it imports torch."""
+    import trainer.ppo.advantages  # noqa: F401
+    import workers.losses  # noqa: F401
+    import workers.training.optim  # noqa: F401
 
 
 def check(config: PPOConfig) -> None:
@@ -92,6 +100,7 @@ PPO = Recipe(
     config_name="ppo_trainer",
     placements=PLACEMENTS,
     inactive_roles=inactive_roles,
+    load_registries=load_registries,
     checks=(check,),
     shorthands=SHORTHANDS,
     only_noticed=KEYS_OF_VERLS_COMMAND,

@@ -23,6 +23,8 @@ from workers.config.model import (
     OptimConfig,
 )
 from workers.config.policy import (
+    KL_ESTIMATORS,
+    LOSS_AGG_MODES,
     ActorConfig,
     ActorRolloutRefConfig,
     PolicyLossConfig,
@@ -40,6 +42,8 @@ from workers.config.rollout import ENGINES, RolloutConfig, ValidationSamplingCon
 
 __all__ = [
     "ENGINES",
+    "KL_ESTIMATORS",
+    "LOSS_AGG_MODES",
     "SAVE_CONTENTS",
     "STRATEGIES",
     "ActorConfig",

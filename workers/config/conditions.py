@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_like.config_key import When
-from workers.config.registries import optimizers, policy_losses
+from verl_like.registry import registry_of
 
 
 def _actor(run: Any) -> Any:
@@ -42,9 +42,8 @@ def loss_reads(name: str) -> Callable[[Any, Any], bool]:
     """Whether the policy loss reads that key of the actor's section; one of the user's may."""
 
     def holds(_: Any, run: Any) -> bool:
-        from workers.losses.registry import keys_read
-
-        keys = keys_read(policy_losses().look_up(_actor(run).policy_loss.loss_mode))
+        loss = registry_of("policy loss").look_up(_actor(run).policy_loss.loss_mode)
+        keys = getattr(loss, "keys_read", None)
         return keys is None or name in keys
 
     return holds
@@ -54,7 +53,7 @@ def optimizer_takes(name: str) -> When:
     """The optimizer's constructor has a parameter of that name."""
 
     def holds(optim: Any, _: Any) -> bool:
-        optimizer = optimizers().look_up(optim.optimizer)
+        optimizer = registry_of("optimizer").look_up(optim.optimizer)
         return name in inspect.signature(optimizer).parameters
 
     return When(f"the optimizer takes `{name}`", holds, "the optimizer does not take it")

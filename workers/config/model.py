@@ -7,7 +7,6 @@ from typing import Any
 
 from verl_like.config_key import key
 from workers.config.conditions import HAS_LORA, SAVES, SCHEDULE_DECAYS, optimizer_takes
-from workers.config.registries import optimizers
 
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp_offload")
 """How a model may lie over the ranks."""
@@ -19,7 +18,7 @@ SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 class OptimConfig:
     """The optimizer and its schedule, which steps once per `update_*` call."""
 
-    optimizer: str = key("AdamW", registry=optimizers)
+    optimizer: str = key("AdamW", registry="optimizer")
     """AdamW, or the dotted path of a class; it gets those of the settings below that it knows."""
     lr: float = key(1e-6, at_least=0)
     """Peak learning rate."""

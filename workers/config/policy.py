@@ -23,15 +23,25 @@ from workers.config.model import (
     ModelConfig,
     OptimConfig,
 )
-from workers.config.registries import kl_estimators, loss_aggregations, policy_losses
 from workers.config.rollout import RolloutConfig
+
+LOSS_AGG_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+"""How token losses may become one number."""
+_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
+"""Estimators of a KL; with a trailing +, the value has k2's gradient."""
 
 
 @dataclass(kw_only=True)
 class PolicyLossConfig:
     """Which policy loss."""
 
-    loss_mode: str = key("vanilla", registry=policy_losses)
+    loss_mode: str = key("vanilla", registry="policy loss")
     """The loss, or the dotted path of a function of the user's."""
 
 
@@ -81,7 +91,7 @@ class ActorConfig:
     """Dual-clip bound for negative advantages."""
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
     """The loss itself."""
-    loss_agg_mode: str = key("token-mean", choices=loss_aggregations)
+    loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)
     """How token losses become one number, the critic's too."""
     loss_scale_factor: float | None = key(None, allows="a number", read_when=LOSS_HAS_DIVISOR)
     """Divisor of seq-mean-token-sum-norm; null takes `data.max_response_length`."""
@@ -91,7 +101,7 @@ class ActorConfig:
     """Add the KL to the reference to the loss; starts the reference role."""
     kl_loss_coef: float = key(0.001, at_least=0, read_when=USES_KL_LOSS)
     """Weight of that KL."""
-    kl_loss_type: str = key("low_var_kl", choices=kl_estimators, read_when=USES_KL_LOSS)
+    kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=USES_KL_LOSS)
     """Estimator of that KL."""
     grad_clip: float = key(1.0, above=0)
     """Largest gradient norm."""

@@ -18,12 +18,13 @@ from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import KEYS_OF_VERLS_COMMAND, PPO
 from verl_like.errors import ConfigError
-from workers.config import ENGINES, STRATEGIES
+from workers.config import ENGINES, KL_ESTIMATORS, LOSS_AGG_MODES, STRATEGIES
 
+PPO.load_registries()
 KEYS = {key.name: key for key in leaf_keys(PPOConfig)}
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
 WITH_RANGE = [key for key in KEYS.values() if key.range]
-WITH_CHOICES = [key for key in KEYS.values() if key.choices]
+WITH_CHOICES = [key for key in KEYS.values() if key.rules.choices]
 
 
 def config_with(name: str, value: Any) -> PPOConfig:
@@ -56,7 +57,7 @@ def test_a_word_that_is_no_choice_is_refused_with_all_of_them(key: Key) -> None:
     wrong = ["nosuch"] if key.name.endswith(("logger", "save_contents")) else "nosuch"
     with pytest.raises(ConfigError, match="nosuch") as caught:
         check_fields(config_with(key.name, wrong))
-    assert [choice for choice in key.choices if choice not in str(caught.value)] == []
+    assert [choice for choice in key.rules.choices if choice not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -83,15 +84,18 @@ def test_a_value_with_a_meaning_of_its_own_is_let_through() -> None:
 
 def test_choices_are_the_names_that_the_code_knows() -> None:
     from trainer.run_folder import tracking
+    from workers.losses import aggregate, kl
     from workers.parallel import fsdp
     from workers.rollout import build
     from workers.training import optim
 
     assert set(STRATEGIES) == set(fsdp.STRATEGIES)
     assert set(ENGINES) == set(build.ENGINES)
+    assert set(LOSS_AGG_MODES) == set(aggregate.AGGREGATIONS)
+    assert {name.removesuffix("+") for name in KL_ESTIMATORS} == set(kl.KL_ESTIMATORS)
     assert set(TRACKERS) == set(tracking.TRACKERS)
     schedule = KEYS["actor_rollout_ref.actor.optim.lr_scheduler_type"]
-    assert set(schedule.choices) == set(optim.SCHEDULES)
+    assert set(schedule.rules.choices) == set(optim.SCHEDULES)
 
 
 def test_a_condition_of_a_section_covers_all_below_it() -> None:
