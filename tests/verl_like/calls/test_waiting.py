@@ -37,8 +37,9 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path):
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def groups(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """One pair of processes for the hangs that end by themselves and, last in this file's order,
-    one that does not.
+    """One pair of processes for all the hangs that end by themselves.
+
+    The one that does not comes last in this file.
     """
     yield from spawn(request, request.param, tmp_path_factory.mktemp("logs"))
 
