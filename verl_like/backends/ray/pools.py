@@ -50,9 +50,9 @@ class RayResourcePool(ResourcePool):
         """Reserves nothing yet.
 
         `max_colocate_count` groups may be put on the pool side by side; each process gets that part
-        of its place. GPUs are used where there are any, unless `use_gpu` says so. `nodes` says where
-        the entries of `process_on_nodes` go; otherwise each goes to a node of its own if there are
-        enough that fit.
+        of its place. GPUs are used where there are any, unless `use_gpu` says so. `nodes` says
+        where the entries of `process_on_nodes` go; otherwise each goes to a node of its own if
+        there are enough that fit.
         """
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
