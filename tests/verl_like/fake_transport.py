@@ -1,6 +1,4 @@
-"""A transport that runs any number of ranks one after the other in this thread: dispatch without
-processes.
-"""
+"""A transport without processes: any number of ranks run one after the other in this thread."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ QUICK = Deadlines(start_s=60, call_s=60, grace_s=2)
 
 
 def take_all_memory(cluster: Cluster, log_dir: str) -> dict[str, Any]:
-    """What is told of a worker on a node whose Ray kills as soon as
-    3 GiB more than now are used.
-    """
+    """The error about a worker on a node whose Ray kills from 3 GiB more than now are used."""
     threshold = (get_used_memory() + 3 * 2**30) / get_system_memory()
     os.environ["RAY_memory_usage_threshold"] = str(threshold)
     os.environ["RAY_memory_monitor_refresh_ms"] = "100"

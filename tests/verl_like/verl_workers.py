@@ -1,5 +1,6 @@
-"""Workers as they are written for verl: they read torchrun's environment and open their own process
-group.
+"""Workers as they are written for verl.
+
+They read torchrun's environment and open their own process group.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class WorkerHost:
         """`roles` maps a role to its class and constructor arguments.
 
         Pickled roles are unpickled by `start`, which can say what went wrong. The instances go into
-        `workers`, by role; who gives it runs the host in their own thread.
+        `workers`, by role; whoever gives this dict makes the calls in a thread of their own.
         """
         self.facts = facts
         self._in_callers_thread = workers is not None

@@ -1,12 +1,15 @@
-"""Copies and concatenations on huge pages hold what torch would put there."""
+"""Large columns lie in blocks that are used again, and hold what torch would put there."""
 
 from __future__ import annotations
+
+import gc
+import threading
 
 import pytest
 import torch
 
-from verl_like.batch import memory
-from verl_like.batch.memory import copy_of, join_rows
+from verl_like.batch import memory as column_memory
+from verl_like.batch.memory import STEP_BYTES, BlockCache, copy_of, join_rows
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +38,58 @@ def test_a_gradient_goes_through() -> None:
     join_rows([torch.zeros(1, 3), copy_of(column), column]).sum().backward()
     assert column.grad is not None
     assert column.grad.tolist() == [[2.0] * 3] * 2
+
+
+def test_a_block_is_used_again_once_nothing_refers_to_its_column() -> None:
+    column = torch.arange(STEP_BYTES)
+    first = copy_of(column)
+    place = first.data_ptr()
+    row_of_first = first[5:6].view(1, 1).numpy()
+    del first
+    gc.collect()
+    second = copy_of(column + 1)
+    assert second.data_ptr() != place, "a row of the first column is still in use"
+    assert row_of_first.item() == 5
+    del row_of_first
+    gc.collect()
+    third = copy_of(column + 2)
+    assert third.data_ptr() == place
+    assert torch.equal(second, column + 1)
+    assert torch.equal(third, column + 2)
+
+
+def test_a_cache_keeps_no_more_than_it_may_and_lends_what_fits() -> None:
+    cache = BlockCache(kept_bytes=3 * STEP_BYTES)
+    lent = [cache.lend(STEP_BYTES) for _ in range(5)]
+    assert cache.unused_bytes() == 0
+    lent.clear()
+    assert cache.unused_bytes() == 3 * STEP_BYTES
+    small = cache.lend(10)
+    assert small.nbytes == 10
+    assert cache.unused_bytes() == 2 * STEP_BYTES
+    large = cache.lend(4 * STEP_BYTES)
+    assert cache.unused_bytes() == 2 * STEP_BYTES, "no unused block is large enough"
+    assert large.nbytes == 4 * STEP_BYTES
+    del large
+    assert cache.unused_bytes() <= 3 * STEP_BYTES
+
+
+def test_threads_never_share_a_block() -> None:
+    cache, wrong = BlockCache(), []
+
+    def use(number: int) -> None:
+        for turn in range(300):
+            lent = cache.lend(64)
+            lent[:] = number
+            other = cache.lend(64)
+            other[:] = 255
+            if (lent != number).any():
+                wrong.append((number, turn))
+            del lent, other
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == []

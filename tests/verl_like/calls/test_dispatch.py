@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import threading
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.verl_like.calls.rows import GROUPS, assert_same, batch, worlds
 from tests.verl_like.fake_transport import FakeTransport, fake_group
 from tests.verl_like.sample_workers import Modes, Shadow
 from verl_like import (
@@ -20,35 +18,11 @@ from verl_like import (
     Scatter,
     Worker,
     WorkerGroup,
-    make_nd_compute_dataproto_dispatch_fn,
     register,
     register_dispatch_mode,
     update_dispatch_mode,
 )
 from verl_like.errors import BatchError, DispatchError
-
-GROUPS = {n: fake_group(n) for n in (1, 2, 3, 4)}
-worlds = pytest.mark.parametrize("world", GROUPS)
-
-
-def batch(rows: int, seed: int = 0) -> DataProto:
-    generator = torch.Generator().manual_seed(seed)
-    return DataProto.from_dict(
-        {"x": torch.arange(rows), "y": torch.randn(rows, 3, generator=generator)},
-        {"o": np.array([{"row": i} if i % 2 else None for i in range(rows)], dtype=object)},
-        meta_info={"eos": [1, 2], "name": "m"},
-    )
-
-
-def assert_same(left: DataProto, right: DataProto, but: tuple[str, ...] = ("rank",)) -> None:
-    assert len(left) == len(right)
-    assert {k for k in left.batch.keys() if k not in but} == set(right.batch.keys())
-    for name, column in right.batch.items():
-        assert torch.equal(left.batch[name], column), name
-    assert [list(c) for c in left.non_tensor_batch.values()] == [
-        list(c) for c in right.non_tensor_batch.values()
-    ]
-    assert left.meta_info == right.meta_info
 
 
 @settings(max_examples=60, deadline=None)
@@ -195,46 +169,6 @@ def test_a_result_that_is_no_batch_is_refused(world: int) -> None:
         GROUPS[2].same(future)
 
 
-def test_metrics_are_lists_in_rank_order_and_ranks_of_padding_give_none() -> None:
-    result, metrics = GROUPS[3].with_metrics(batch(7))
-    assert_same(result, batch(7))
-    assert metrics["ranks"] == [0, 0.5, 1, 1.5, 2, 2.5]
-    assert metrics["first"] == [0.5]
-    assert GROUPS[4].with_metrics(batch(2))[1]["ranks"] == [0, 0.5, 1, 1.5]
-    assert GROUPS[4].metrics_alone(batch(2))["ranks"] == [0, 0.5, 1, 1.5]
-    assert GROUPS[4].metrics_alone(batch(4))["sum"] == [0, 1, 2, 3]
-
-
-def test_metrics_come_from_the_ranks_that_collect() -> None:
-    GROUPS[4].make_mesh(2).get()
-    result, metrics = GROUPS[4].metrics_on_mesh(batch(5))
-    assert_same(result, batch(5))
-    assert metrics == {"rank": [1, 3]}
-
-
-@worlds
-def test_a_future_with_metrics_is_cut_again_as_its_batch(world: int) -> None:
-    future = GROUPS[3].with_metrics.remote(batch(7))
-    again = GROUPS[world].with_metrics.remote(future)
-    assert_same(again.get()[0], batch(7))
-    assert len(again.get()[1]["sum"]) == world
-    assert again.get()[1]["first"] == [0.5]
-    assert_same(DataProto.concat([part.get() for part in future.chunk(2)]), batch(7))
-
-
-def test_metrics_that_do_not_fit_together_or_cannot_travel_are_named() -> None:
-    with pytest.raises(
-        DispatchError,
-        match=r"metrics_on_the_first returned metrics alone on rank\(s\) \[0\], and something else",
-    ):
-        GROUPS[2].metrics_on_the_first(batch(2))
-    with pytest.raises(
-        DispatchError,
-        match=r"metrics_of_a_tensor on rank 0 returned metric 'lengths' as Tensor of shape \(2,\)",
-    ):
-        GROUPS[2].metrics_of_a_tensor(batch(4))
-
-
 def test_a_padded_result_of_another_length_is_refused() -> None:
     with pytest.raises(
         DispatchError,
@@ -315,89 +249,6 @@ def test_enumerations_are_open_and_travel_by_name() -> None:
 def test_a_direct_rollout_method_is_not_called_through_the_group() -> None:
     with pytest.raises(DispatchError, match="modes.direct: a DIRECT_ROLLOUT_METHOD"):
         GROUPS[2].direct()
-
-
-def test_an_unregistered_mesh_is_refused_by_name() -> None:
-    group = fake_group(2)
-    with pytest.raises(
-        DispatchError,
-        match=r"modes.on_mesh: rank\(s\) \[0, 1\] .* have not registered mesh 'actor'",
-    ):
-        group.on_mesh(batch(2))
-    group.make_mesh(1, collects=False).get()
-    with pytest.raises(
-        DispatchError, match=r"mesh 'actor': data-parallel rank 0 of 2 needs exactly one rank"
-    ):
-        group.on_mesh(batch(2))
-
-
-def test_a_mesh_may_be_registered_by_a_call_that_nobody_waited_for() -> None:
-    group = fake_group(4)
-    registering = group.make_mesh(2)
-    assert_same(group.on_mesh(batch(5)), batch(5))
-    registering.get()
-
-
-FUSED: list[WorkerGroup] = []
-ON_ROWS_MESH = make_nd_compute_dataproto_dispatch_fn("rows")
-
-
-def collect_after_a_call_of_the_other_role(target, outputs):
-    """While this call is collected, a thread collects one of another role of the group."""
-    other = FUSED[0].other_on_rows.remote(batch(4))
-    thread = threading.Thread(target=other.get)
-    thread.start()
-    thread.join(10)
-    return ON_ROWS_MESH.collect_fn(target, outputs)
-
-
-class OnRows(Worker):
-    """Has a mesh "rows" in which `ranks_per_piece` ranks get the same piece."""
-
-    def __init__(self, ranks_per_piece: int):
-        super().__init__()
-        self.lay_out_again(ranks_per_piece)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def lay_out_again(self, ranks_per_piece: int):
-        dp_rank, place = divmod(self.rank, ranks_per_piece)
-        self._register_dispatch_collect_info("rows", dp_rank, is_collect=place == 0)
-
-    @register(dispatch_mode=ON_ROWS_MESH)
-    def on_rows(self, data: DataProto):
-        return DataProto.from_dict({"x": data.batch["x"], "rank": data.batch["x"] * 0 + self.rank})
-
-    @register(
-        dispatch_mode={
-            "dispatch_fn": ON_ROWS_MESH.dispatch_fn,
-            "collect_fn": collect_after_a_call_of_the_other_role,
-        }
-    )
-    def collected_in_between(self, data: DataProto):
-        return self.on_rows(data)
-
-
-def fused_with_meshes(layouts: dict[str, int]) -> WorkerGroup:
-    transport = FakeTransport({role: (OnRows, (n,), {}) for role, n in layouts.items()}, 4)
-    return WorkerGroup(transport, dict.fromkeys(layouts, OnRows), prefixed=True)
-
-
-def test_a_call_is_collected_by_its_own_roles_mesh_while_another_role_is_called() -> None:
-    fused = fused_with_meshes({"one": 2, "other": 1})
-    FUSED[:] = [fused]
-    result = fused.one_collected_in_between(batch(4))
-    assert result.batch["x"].tolist() == [0, 1, 2, 3]
-    assert result.batch["rank"].tolist() == [0, 0, 2, 2]
-    assert fused.other_on_rows(batch(4)).batch["rank"].tolist() == [0, 1, 2, 3]
-
-
-def test_a_call_is_collected_by_the_layout_that_it_was_split_by() -> None:
-    group = fused_with_meshes({"one": 2}).spawn(["one"])["one"]
-    before = group.on_rows.remote(batch(4))
-    group.lay_out_again(4)
-    assert group.on_rows(batch(4)).batch["rank"].tolist() == [0, 0, 0, 0]
-    assert before.get().batch["x"].tolist() == [0, 1, 2, 3]
-    assert group.on_rows(batch(4)).batch["rank"].tolist() == [0, 0, 0, 0]
 
 
 def test_a_method_that_would_shadow_an_attribute_is_refused() -> None:

@@ -1,6 +1,4 @@
-"""The same worker classes and driver code on every backend: in the caller's thread, in child
-processes, on Ray.
-"""
+"""The same worker classes and driver code on every backend: inline, child processes, Ray."""
 
 from __future__ import annotations
 

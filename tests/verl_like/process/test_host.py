@@ -103,3 +103,25 @@ def test_what_two_roles_of_a_process_print_goes_to_the_log_of_each(tmp_path, mon
         host.close()
     logs = {role: (tmp_path / f"{role}-0.log").read_text().split() for role in ("one", "two")}
     assert logs == {"one": ["a", "b", "d"], "two": ["c"]}
+
+
+def test_the_stacks_of_a_process_show_the_call_that_runs_and_nothing_else(monkeypatch):
+    host = started(["late"], ProcessFacts("late", 0, 1, 0), monkeypatch)
+    assert host.stacks() == "idle: no call is running"
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay_here(*_):
+        entered.set()
+        leave.wait(10)
+
+    monkeypatch.setattr(Late, "say", stay_here)
+    running = threading.Thread(target=host.call, args=(Call("late", "say"), ()), name="runs")
+    running.start()
+    assert entered.wait(10)
+    shown = host.stacks()
+    leave.set()
+    running.join(10)
+    assert shown.startswith("thread runs:")
+    assert "in stay_here" in shown
+    assert "in the_stacks" not in shown
+    host.close()

@@ -1,5 +1,4 @@
-"""The Ray backend: one actor per process of a pool, each hosting one instance of every role on that
-pool.
+"""The Ray backend: one actor per process of a pool, with one instance of every role on that pool.
 
     connect()
     pool = RayResourcePool([2])

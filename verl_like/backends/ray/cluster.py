@@ -1,7 +1,4 @@
-"""Joining or starting a Ray cluster, and what its nodes have.
-
-Called by `pools` and by `trainer.groups.worker_groups`.
-"""
+"""Joining or starting a Ray cluster, what its nodes have, and whether they still live."""
 
 from __future__ import annotations
 
@@ -32,10 +29,10 @@ def connect(
     deadlines: Deadlines | None = None,
     **options: Any,
 ) -> None:
-    """Join a Ray cluster (`address`, or RAY_ADDRESS), or start one here, unless this process is
-    connected already.
+    """Join a Ray cluster (`address`, or RAY_ADDRESS), or start one here.
 
-    Workers get one thread each, unless the user's environment or `runtime_env` says otherwise.
+    A process that is connected already stays so. Workers get one thread each, unless the user's
+    environment or `runtime_env` says otherwise.
     """
     if ray.is_initialized():
         return
@@ -53,36 +50,36 @@ def connect(
 
 
 def _init(options: dict[str, Any], address: str | None, limits: Deadlines) -> None:
-    """`ray.init` in a thread of its own, because nothing can end it from outside when the cluster's
-    head is silent.
+    """`ray.init` with a deadline.
+
+    It has a thread of its own, because nothing can end it from outside when the cluster's head is
+    silent.
     """
     done: Future[None] = Future()
-
-    def init() -> None:
-        try:
-            ray.init(**options)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-            # for ever: the cluster's processes are told to end with the thread that made them
-            threading.Event().wait()
-
     logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
-    threading.Thread(target=init, name="ray.init", daemon=True).start()
+    work = options, done
+    threading.Thread(target=_init_and_stay, args=work, name="ray.init", daemon=True).start()
     try:
         _await(done, address, limits)
     except BaseException:
         atexit.unregister(ray.shutdown)  # it waits for the lock that the thread may hold
         raise
     done.result()
-    if (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    ):
-        signal.signal(
-            signal.SIGTERM, lambda number, _: sys.exit(number)
-        )  # as `ray.init` does in the main thread
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # as `ray.init` does in the main thread
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+
+
+def _init_and_stay(options: dict[str, Any], done: Future[None]) -> None:
+    """Connect, then wait for ever: the cluster's processes end with the thread that made them."""
+    try:
+        ray.init(**options)
+    except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+        done.set_exception(error)
+        return
+    done.set_result(None)
+    threading.Event().wait()
 
 
 def _await(done: Future[None], address: str | None, limits: Deadlines) -> None:
@@ -109,8 +106,7 @@ def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
 
 
 class NodeProbe:
-    """Tells soon whether a node is gone: its Ray daemon's port is refused, or silent three times in
-    a row.
+    """Tells soon whether a node is gone: its Ray daemon does not answer three times in a row.
 
     The cluster itself may take half a minute to declare a node dead.
     """
@@ -130,9 +126,8 @@ class NodeProbe:
         """Why nothing on that node can ever answer; None while it lives."""
         if time.monotonic() - self._asked.get(node_id, 0.0) >= self.every_s:
             self._asked[node_id] = time.monotonic()
-            self._silent[node_id] = (
-                0 if self._answers(node_id) else self._silent.get(node_id, 0) + 1
-            )
+            silent = 0 if self._answers(node_id) else self._silent.get(node_id, 0) + 1
+            self._silent[node_id] = silent
         if self._silent.get(node_id, 0) < self.patience:
             return None
         node = self._node(node_id)

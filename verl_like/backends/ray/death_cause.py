@@ -1,7 +1,4 @@
-"""What Ray says of a worker that is gone, in our words.
-
-Called by `verl_like.backends.ray.transport`.
-"""
+"""What Ray says of a worker that is gone, in our words."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Pools on a Ray cluster: one placement group per node, with a bounded wait, under names that no
-other run has.
+"""Pools on a Ray cluster: one placement group per node, with a bounded wait.
+
+Their names are such that no other run has the same.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class RayResourcePool(ResourcePool):
         nodes: Sequence[Node] = (),
         deadlines: Deadlines | None = None,
     ) -> None:
-        """`max_colocate_count` groups may be put on the pool side by side; each process gets that
-        part of its place.
+        """Reserves nothing yet.
 
-        GPUs are used where there are any, unless `use_gpu` says so. `nodes` says where the entries
-        of `process_on_nodes` go; otherwise each goes to a node of its own if there are enough that
-        fit.
+        `max_colocate_count` groups may be put on the pool side by side; each process gets that part
+        of its place. GPUs are used where there are any, unless `use_gpu` says so. `nodes` says
+        where the entries of `process_on_nodes` go; otherwise each goes to a node of its own if
+        there are enough that fit.
         """
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
@@ -63,9 +64,7 @@ class RayResourcePool(ResourcePool):
         self._bundles: list[Bundle] | None = None
 
     def bundles(self) -> list[Bundle]:
-        """A place for every rank, in rank order; waits for them, up to
-        the deadline for placement.
-        """
+        """A place for every rank, in rank order; waits up to the deadline for placement."""
         if self._bundles is None:
             self._bundles = self._reserve()
         return self._bundles
@@ -146,8 +145,9 @@ class RayResourcePool(ResourcePool):
 
 
 class SubRayResourcePool(RayResourcePool):
-    """Some of the places of another pool, or of several: made by `split_resource_pool` and
-    `merge_resource_pool`.
+    """Some of the places of another pool, or of several.
+
+    `split_resource_pool` and `merge_resource_pool` make them.
     """
 
     def __init__(self, sources: Sequence[tuple[RayResourcePool, range]]) -> None:
@@ -186,8 +186,9 @@ class SubRayResourcePool(RayResourcePool):
 def split_resource_pool(
     resource_pool: RayResourcePool, split_size: int | Sequence[int]
 ) -> list[SubRayResourcePool]:
-    """Cut a pool into parts of `split_size` ranks each (an int), or of these sizes (a list that
-    sums to its size).
+    """Cut a pool into parts of `split_size` ranks each, or of these sizes.
+
+    A list of sizes has to sum to the pool's.
     """
     total = resource_pool.world_size
     sizes = (
@@ -233,8 +234,7 @@ class ResourcePoolManager(PoolManager):
 
 
 def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
-    """The node each entry of the pool should go to: the given ones, or one of its own for each if
-    that can be had.
+    """The node each entry of the pool should go to: the given one, or one of its own if possible.
 
     Refuses what no wait can mend: an entry that is larger than any node.
     """

@@ -1,7 +1,4 @@
-"""Whether every node of a placement sees the driver's files.
-
-`trainer.groups.worker_groups` asks before it starts processes.
-"""
+"""Whether every node of a placement sees the driver's files: asked before processes start."""
 
 from __future__ import annotations
 
@@ -22,8 +19,9 @@ ANSWER_S = 60.0
 
 
 def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
-    """Refuse a folder that is another one, or none, on some node: what workers write there would be
-    lost.
+    """Refuse a folder that is another one, or none, on some node.
+
+    What workers write there would be lost.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,22 +41,18 @@ def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
 
 
 def nodes_without(path: Path, nodes: Iterable[Node]) -> list[str]:
-    """The names of the nodes on which there is no such path, or which do not say so within a
-    minute.
-    """
-    distinct = {node.key: node for node in nodes}
-    asked = {
-        _exists.options(scheduling_strategy=NodeAffinitySchedulingStrategy(key, soft=False)).remote(
-            str(path)
-        ): node
-        for key, node in distinct.items()
-    }
+    """The names of the nodes that have no such path, or do not answer within a minute."""
+    asked = {}
+    for key, node in {node.key: node for node in nodes}.items():
+        on_the_node = NodeAffinitySchedulingStrategy(key, soft=False)
+        asked[_exists.options(scheduling_strategy=on_the_node).remote(str(path))] = node
+
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-    return [
-        f"{node.name} ({node.key[:8]})"
-        for answer, node in asked.items()
-        if not (answer in ready and _yes(answer))
-    ]
+    missing = []
+    for answer, node in asked.items():
+        if answer not in ready or not _yes(answer):
+            missing.append(f"{node.name} ({node.key[:8]})")
+    return missing
 
 
 def _yes(answer: Any) -> bool:

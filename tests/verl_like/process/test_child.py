@@ -1,0 +1,25 @@
+"""Starting a Python program as a child process."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from verl_like.process.child import start_child
+
+
+def main(pipe, *arguments):
+    """What runs in the child of the test below."""
+    pipe.send((arguments, sys.path, os.environ["GIVEN"], __name__))
+    pipe.recv()
+    sys.exit(7)
+
+
+def test_a_program_gets_its_arguments_the_import_path_and_the_environment(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    program = "tests.verl_like.process.test_child"
+    process, pipe = start_child(program, "one", "two", env={"GIVEN": "yes"})
+    assert pipe.poll(30)
+    assert pipe.recv() == (("one", "two"), sys.path, "yes", program)
+    pipe.send("end")
+    assert process.wait(30) == 7
