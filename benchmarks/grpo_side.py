@@ -28,9 +28,7 @@ TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py"
 
 
 def make(folder: Path) -> None:
-    """Two model folders that differ in their end-of-sequence token, and prompts as parquet and as
-    JSONL.
-    """
+    """Two model folders that differ in their end-of-sequence token, and prompts in two formats."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
@@ -100,9 +98,7 @@ def share_of_letter(completions: list[Any], letter: list[str], **_: Any) -> list
 
 
 def trl_trainer(folder: Path, kind: str, steps: int, seed: int, run_folder: str) -> Any:
-    """TRL's trainer at its fastest here: one generation and one forward and backward pass over the
-    whole batch.
-    """
+    """TRL's trainer at its fastest here: one generation and one pass over the whole batch."""
     from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -132,8 +128,7 @@ def trl(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
 
 
 def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
-    """Our run, then TRL's loss and optimizer on our samples, step by step: how far its weights are
-    from ours.
+    """Our run, then TRL's loss and optimizer on our samples: how far apart the weights are.
 
     A distance is a share of the way that our weights have gone since the first step.
     """

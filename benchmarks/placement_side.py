@@ -1,5 +1,4 @@
-"""One measured run of placements, driver and calls, in a process of its own; `bench_ppo.py` runs
-it.
+"""One measured run of placements, driver and calls; `bench_ppo.py` starts it as a process.
 
     python benchmarks/placement_side.py split|colocate|driver|memory|calls FOLDER      prints its figures as JSON
 
@@ -72,9 +71,7 @@ def median(lines: list[dict[str, float]], name: str) -> float:
 
 
 def split(folder: Path) -> dict[str, float]:
-    """Two pools of one core each: the update phase beside what actor and critic take alone on one
-    core.
-    """
+    """Two pools of a core each: the update phase beside actor and critic alone on one core."""
     lines, _ = steps_of(folder, NUM_STEPS, "placement=split", "trainer.n_gpus_per_node=2")
     alone, _ = steps_of(folder, NUM_STEPS, "placement=colocate", "trainer.n_gpus_per_node=1")
     actor, critic = median(alone, "timing_s/update_actor"), median(alone, "timing_s/update_critic")
@@ -95,8 +92,9 @@ def colocate(folder: Path) -> dict[str, float]:
 
 
 def driver(folder: Path) -> dict[str, float]:
-    """The share of a GRPO step in which no worker is busy: dispatch,
-    rewards, advantages, metrics.
+    """The share of a GRPO step in which no worker is busy.
+
+    It goes to dispatch, rewards, advantages and metrics.
     """
     grpo = ("algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1")
     shares = {}

@@ -183,8 +183,9 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def rate(folder: Path) -> dict[str, float]:
-    """The update's arithmetic, 6 N a token, as a share of a matrix product's rate, both measured in
-    turn.
+    """The update's arithmetic, 6 N a token, as a share of a matrix product's rate.
+
+    Both are measured in turn.
     """
     left, right = torch.randn(10240, 128), torch.randn(128, 512)
     result = {}
@@ -236,9 +237,7 @@ def ranks(folder: Path, strategy: str) -> dict[str, float]:
 
 
 def memory(folder: Path) -> dict[str, float]:
-    """Peak resident memory of log-probs and entropy, forward and backward, over that of the logits
-    alone.
-    """
+    """Peak resident memory of log-probs and entropy, forward and backward, over the logits' own."""
     from verl_like.tensor_ops import logprobs_and_entropy_from_logits
 
     tokens, vocabulary = 4096, 65536

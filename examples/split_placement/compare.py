@@ -1,5 +1,4 @@
-"""Two run folders, split and colocated with as many ranks a role -> what overlapping the updates
-saved.
+"""What overlapping the updates saved: a split run beside a colocated one.
 
     python compare.py SPLIT COLOCATE
 

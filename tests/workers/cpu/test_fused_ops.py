@@ -83,9 +83,7 @@ def test_other_types_than_float32_run_as_the_model_has_them(tmp_path: Path) -> N
 
 
 def page_faults_of_a_tensor(tiny_dir: Path) -> int:
-    """Of one of 64 MiB, made for the twentieth time in a process that trains: the heap finds its
-    layout before.
-    """
+    """Of 64 MiB, made for the twentieth time: the heap finds its layout before."""
     started(ActorWorker, tiny_config(tiny_dir), 1)
     for _ in range(20):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

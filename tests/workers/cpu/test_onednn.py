@@ -1,6 +1,4 @@
-"""oneDNN's products against torch's own, and that the bits of a row do not depend on its
-neighbours.
-"""
+"""oneDNN's products are torch's own, and a row's bits do not depend on its neighbours."""
 
 from __future__ import annotations
 
