@@ -190,7 +190,7 @@ def batch_alone(batch_cls: Any) -> dict[str, float]:
 
 
 def bare() -> dict[str, float]:
-    """The floor: plain actors, a dict of numpy arrays split, joined and once copied by the actor."""
+    """The floor: plain actors, a dict of numpy arrays that the driver splits and joins."""
 
     @ray.remote(num_cpus=1)
     class Echo:

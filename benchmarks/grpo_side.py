@@ -1,8 +1,11 @@
 """One side of the GRPO comparison, in a process of its own; `bench_ppo.py` runs both.
 
-    python benchmarks/grpo_side.py make FOLDER                                  the model and prompts, for both sides
-    python benchmarks/grpo_side.py ours|trl FOLDER fixed|tailed STEPS [SEED]    the mean reward of every step
-    python benchmarks/grpo_side.py replay FOLDER fixed|tailed STEPS             how far TRL's weights go from ours
+    python benchmarks/grpo_side.py make FOLDER
+        the model and prompts, for both sides
+    python benchmarks/grpo_side.py ours|trl FOLDER fixed|tailed STEPS [SEED]
+        the mean reward of every step
+    python benchmarks/grpo_side.py replay FOLDER fixed|tailed STEPS
+        how far TRL's weights go from ours
 
 prints JSON. `replay` gives the samples of our run to TRL's loss and optimizer; its Python must have
 both sides.
@@ -43,11 +46,18 @@ def make(folder: Path) -> None:
             tokenizer.add_special_tokens({"eos_token": "<never>"})
         torch.manual_seed(0)
         config = Qwen2Config(
-            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False,
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=None if kind == "fixed" else tokenizer.eos_token_id,
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=None if kind == "fixed" else tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+        )
         tokenizer.save_pretrained(folder / kind)
         Qwen2ForCausalLM(config).save_pretrained(folder / kind)
     rows = tiny["make_rows"](40 * NUM_PROMPTS, "train")
@@ -104,12 +114,27 @@ def trl_trainer(folder: Path, kind: str, steps: int, seed: int, run_folder: str)
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(
-        output_dir=run_folder, max_steps=steps, per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
-        num_generations=NUM_SAMPLES, max_completion_length=WIDTHS[kind], learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant", weight_decay=0.01, max_grad_norm=1.0, beta=0.0, loss_type="bnpo",
-        temperature=1.0, gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
-        logging_steps=1, report_to=[], disable_tqdm=True, seed=seed,
-    )  # fmt: skip
+        output_dir=run_folder,
+        max_steps=steps,
+        per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
+        num_generations=NUM_SAMPLES,
+        max_completion_length=WIDTHS[kind],
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        beta=0.0,
+        loss_type="bnpo",
+        temperature=1.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        seed=seed,
+    )
     return GRPOTrainer(
         model=str(folder / kind),
         reward_funcs=share_of_letter,

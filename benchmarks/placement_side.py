@@ -1,6 +1,8 @@
 """One measured run of placements, driver and calls; `bench_ppo.py` starts it as a process.
 
-    python benchmarks/placement_side.py split|colocate|driver|memory|calls FOLDER      prints its figures as JSON
+    python benchmarks/placement_side.py split|colocate|driver|memory|calls FOLDER
+
+prints its figures as JSON.
 
 FOLDER is that of `grpo_side.py make`. On two cores: `split` has a pool of one process for the
 policy and one for the critic, `colocate` one pool of two.
