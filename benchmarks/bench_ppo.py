@@ -2,10 +2,10 @@
 
     python benchmarks/bench_ppo.py --trl-python PATH [--only grpo,tailed,split,...]
 
-prints JSON. PATH is the Python of an environment with TRL 1.16 and the same torch; without it only our own side
-is measured. Every side runs in a process of its own. A step's time is taken from outside: the wall
-of 25 steps less the wall of 5, over 20, the two sides in turn, the median over rounds. Every round
-has a seed of its own: a reward is the mean of them. Run it on an idle machine.
+prints JSON. PATH is the Python of an environment with TRL 1.16 and the same torch; without it only
+our own side is measured. Every side runs in a process of its own. A step's time is taken from
+outside: the wall of 25 steps less the wall of 5, over 20, the two sides in turn, the median over
+rounds. Every round has a seed of its own: a reward is the mean of them. Run it on an idle machine.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/bench_train.py [--trl-python PATH] [--ranks-only] [--rounds 3]
 
-prints JSON. PATH is the Python of an environment that has TRL 1.16; without it TRL is left out. `--ranks-only`
-compares one rank, two FSDP ranks and two ranks of strategy ddp, and nothing else. Sides run in
-processes of their own, in turn, with one thread each, on the same rows; a figure is the median over
-rounds. Limits that are missed are listed.
+prints JSON. PATH is the Python of an environment that has TRL 1.16; without it TRL is left out.
+`--ranks-only` compares one rank, two FSDP ranks and two ranks of strategy ddp, and nothing else.
+Sides run in processes of their own, in turn, with one thread each, on the same rows; a figure is
+the median over rounds. Limits that are missed are listed.
 """
 
 from __future__ import annotations
