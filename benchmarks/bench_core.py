@@ -1,6 +1,6 @@
-"""The speed of the core beside verl's and beside plain Ray's, in one run.
+"""The core beside verl's and beside plain Ray, in one run:
 
-    python benchmarks/bench_core.py --verl-python PATH
+`python benchmarks/bench_core.py --verl-python PATH`.
 
 PATH is the Python of an environment that has verl 0.9.1 and the same Ray and torch; without it only
 ours and the floor are measured. The sides run in processes of their own, in turn, several rounds; a

@@ -1,11 +1,11 @@
-"""The speed of whole PPO and GRPO steps, of placements and of the driver.
+"""The program's speed:
 
-    python benchmarks/bench_ppo.py --trl-python PATH [--only grpo,tailed,split,...]
+`python benchmarks/bench_ppo.py --trl-python PATH [--only grpo,tailed,split,...]`. Prints JSON.
 
-prints JSON. PATH is the Python of an environment with TRL 1.16 and the same torch; without it only
-our own side is measured. Every side runs in a process of its own. A step's time is taken from
-outside: the wall of 25 steps less the wall of 5, over 20, the two sides in turn, the median over
-rounds. Every round has a seed of its own: a reward is the mean of them. Run it on an idle machine.
+PATH is the Python of an environment with TRL 1.16 and the same torch; without it only our own side
+is measured. Every side runs in a process of its own. A step's time is taken from outside: the wall
+of 25 steps less the wall of 5, over 20, the two sides in turn, the median over rounds. Every round
+has a seed of its own: a reward is the mean of them. Run it on an idle machine.
 """
 
 from __future__ import annotations

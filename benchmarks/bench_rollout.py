@@ -1,6 +1,6 @@
-"""The speed of rollout engines and of weight sync.
+"""Rollout engines and weight sync:
 
-    python benchmarks/bench_rollout.py [--vllm-python .venv-vllm/bin/python]
+`python benchmarks/bench_rollout.py [--vllm-python .venv-vllm/bin/python]`.
 
 A 1M-parameter Qwen2, 256 prompts of 8 tokens, one thread, all engines in one run: 32 tokens each
 ("full"), and lengths that are geometric with mean 32 of at most 256 ("tail"). Sides run in

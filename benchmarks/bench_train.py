@@ -1,11 +1,12 @@
-"""The training engine beside a matrix product, padded rows, other numbers of ranks, and TRL.
+"""The training engine beside a matrix product, padded rows, another number of ranks, and TRL:
+prints JSON.
 
     python benchmarks/bench_train.py [--trl-python PATH] [--ranks-only] [--rounds 3]
 
-prints JSON. PATH is the Python of an environment that has TRL 1.16; without it TRL is left out.
-`--ranks-only` compares one rank, two FSDP ranks and two ranks of strategy ddp, and nothing else.
-Sides run in processes of their own, in turn, with one thread each, on the same rows; a figure is
-the median over rounds. Limits that are missed are listed.
+PATH is the Python of an environment that has TRL 1.16; without it TRL is left out. `--ranks-only`
+compares one rank, two FSDP ranks and two ranks of strategy ddp, and nothing else. Sides run in
+processes of their own, in turn, with one thread each, on the same rows; a figure is the median over
+rounds. Limits that are missed are listed.
 """
 
 from __future__ import annotations
@@ -130,13 +131,12 @@ def main() -> None:
             for _ in range(args.rounds)
         ]
     figures = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
-    missed = []
-    for name, (sign, limit) in LIMITS.items():
-        if name not in figures:
-            continue
-        holds = figures[name] <= limit if sign == "<=" else figures[name] >= limit
-        if not holds:
-            missed.append(f"{name} is {figures[name]:.3g}, wanted {sign} {limit:g}")
+    missed = [
+        f"{name} is {figures[name]:.3g}, wanted {sign} {limit:g}"
+        for name, (sign, limit) in LIMITS.items()
+        if name in figures
+        and not (figures[name] <= limit if sign == "<=" else figures[name] >= limit)
+    ]
     report: dict[str, Any] = {
         "figures": {name: round(value, 4) for name, value in figures.items()},
         "missed": missed,

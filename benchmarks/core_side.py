@@ -1,6 +1,5 @@
-"""One side of `bench_core`: the same workers and driver code on a controller of its choice.
-
-Our core, verl's, or (`bare`) plain Ray actors.
+"""One side of `bench_core`: the same workers and driver code on our core, on verl's, or (`bare`) on
+plain Ray actors.
 
 Run by `bench_core.py` in a process of its own, `python core_side.py ours|verl|bare`; the last line
 printed is JSON.
@@ -190,7 +189,9 @@ def batch_alone(batch_cls: Any) -> dict[str, float]:
 
 
 def bare() -> dict[str, float]:
-    """The floor: plain actors, a dict of numpy arrays that the driver splits and joins."""
+    """The floor: two plain actors, a dict of numpy arrays, split and joined by the driver, copied
+    once by the actor.
+    """
 
     @ray.remote(num_cpus=1)
     class Echo:

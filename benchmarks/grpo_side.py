@@ -1,11 +1,8 @@
 """One side of the GRPO comparison, in a process of its own; `bench_ppo.py` runs both.
 
-    python benchmarks/grpo_side.py make FOLDER
-        the model and prompts, for both sides
-    python benchmarks/grpo_side.py ours|trl FOLDER fixed|tailed STEPS [SEED]
-        the mean reward of every step
-    python benchmarks/grpo_side.py replay FOLDER fixed|tailed STEPS
-        how far TRL's weights go from ours
+    python benchmarks/grpo_side.py make FOLDER                                  the model and prompts, for both sides
+    python benchmarks/grpo_side.py ours|trl FOLDER fixed|tailed STEPS [SEED]    the mean reward of every step
+    python benchmarks/grpo_side.py replay FOLDER fixed|tailed STEPS             how far TRL's weights go from ours
 
 prints JSON. `replay` gives the samples of our run to TRL's loss and optimizer; its Python must have
 both sides.
@@ -31,7 +28,9 @@ TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py"
 
 
 def make(folder: Path) -> None:
-    """Two model folders that differ in their end-of-sequence token, and prompts in two formats."""
+    """Two model folders that differ in their end-of-sequence token, and prompts as parquet and as
+    JSONL.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
@@ -46,18 +45,11 @@ def make(folder: Path) -> None:
             tokenizer.add_special_tokens({"eos_token": "<never>"})
         torch.manual_seed(0)
         config = Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            tie_word_embeddings=False,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=None if kind == "fixed" else tokenizer.eos_token_id,
+            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=None if kind == "fixed" else tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-        )
+        )  # fmt: skip
         tokenizer.save_pretrained(folder / kind)
         Qwen2ForCausalLM(config).save_pretrained(folder / kind)
     rows = tiny["make_rows"](40 * NUM_PROMPTS, "train")
@@ -108,33 +100,20 @@ def share_of_letter(completions: list[Any], letter: list[str], **_: Any) -> list
 
 
 def trl_trainer(folder: Path, kind: str, steps: int, seed: int, run_folder: str) -> Any:
-    """TRL's trainer at its fastest here: one generation and one pass over the whole batch."""
+    """TRL's trainer at its fastest here: one generation and one forward and backward pass over the
+    whole batch.
+    """
     from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(
-        output_dir=run_folder,
-        max_steps=steps,
-        per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
-        num_generations=NUM_SAMPLES,
-        max_completion_length=WIDTHS[kind],
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        beta=0.0,
-        loss_type="bnpo",
-        temperature=1.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        save_strategy="no",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        seed=seed,
-    )
+        output_dir=run_folder, max_steps=steps, per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
+        num_generations=NUM_SAMPLES, max_completion_length=WIDTHS[kind], learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant", weight_decay=0.01, max_grad_norm=1.0, beta=0.0, loss_type="bnpo",
+        temperature=1.0, gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
+        logging_steps=1, report_to=[], disable_tqdm=True, seed=seed,
+    )  # fmt: skip
     return GRPOTrainer(
         model=str(folder / kind),
         reward_funcs=share_of_letter,
@@ -153,7 +132,8 @@ def trl(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
 
 
 def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
-    """Our run, then TRL's loss and optimizer on our samples: how far apart the weights are.
+    """Our run, then TRL's loss and optimizer on our samples, step by step: how far its weights are
+    from ours.
 
     A distance is a share of the way that our weights have gone since the first step.
     """

@@ -1,8 +1,7 @@
-"""One measured run of placements, driver and calls; `bench_ppo.py` starts it as a process.
+"""One measured run of placements, driver and calls, in a process of its own; `bench_ppo.py` runs
+it.
 
-    python benchmarks/placement_side.py split|colocate|driver|memory|calls FOLDER
-
-prints its figures as JSON.
+    python benchmarks/placement_side.py split|colocate|driver|memory|calls FOLDER      prints its figures as JSON
 
 FOLDER is that of `grpo_side.py make`. On two cores: `split` has a pool of one process for the
 policy and one for the critic, `colocate` one pool of two.
@@ -73,7 +72,9 @@ def median(lines: list[dict[str, float]], name: str) -> float:
 
 
 def split(folder: Path) -> dict[str, float]:
-    """Two pools of a core each: the update phase beside actor and critic alone on one core."""
+    """Two pools of one core each: the update phase beside what actor and critic take alone on one
+    core.
+    """
     lines, _ = steps_of(folder, NUM_STEPS, "placement=split", "trainer.n_gpus_per_node=2")
     alone, _ = steps_of(folder, NUM_STEPS, "placement=colocate", "trainer.n_gpus_per_node=1")
     actor, critic = median(alone, "timing_s/update_actor"), median(alone, "timing_s/update_critic")
@@ -94,9 +95,8 @@ def colocate(folder: Path) -> dict[str, float]:
 
 
 def driver(folder: Path) -> dict[str, float]:
-    """The share of a GRPO step in which no worker is busy.
-
-    It goes to dispatch, rewards, advantages and metrics.
+    """The share of a GRPO step in which no worker is busy: dispatch,
+    rewards, advantages, metrics.
     """
     grpo = ("algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1")
     shares = {}

@@ -114,7 +114,9 @@ def ours(folder: Path) -> dict[str, Any]:
 
 
 def vllm(folder: Path) -> dict[str, Any]:
-    """vLLM's CPU engine: as it comes, without log-probs, with seeds, under our sampler."""
+    """vLLM's CPU engine as it comes, with and without log-probs and
+    seeds, and under our sampler.
+    """
     from transformers import AutoModelForCausalLM
 
     from workers.rollout.base import EngineLimits

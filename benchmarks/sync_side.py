@@ -80,9 +80,8 @@ class Engine:
 def seconds_of(
     works: dict[str, Callable[[int], Any]], together: Callable[[], Any]
 ) -> dict[str, list[float]]:
-    """Wall seconds of each work, from all ready to all done; the first round warms up.
-
-    The works take turns.
+    """Wall seconds of each work, from all ready to all done; they take turns, and the first round
+    warms up.
 
     Every other round goes backwards, so that none of two works always runs after the other.
     """
@@ -98,9 +97,8 @@ def seconds_of(
 
 
 def hash_shares(seconds: dict[str, list[float]]) -> list[float]:
-    """Which part of a sync its hashes are: median and quartiles over the rounds.
-
-    Each is compared with the sync without hashes in the same round.
+    """Which part of a sync its hashes are, against the one without them in the same round: median
+    and quartiles.
     """
     pairs = zip(seconds["sync_s"], seconds["sync_without_hashes_s"], strict=True)
     low, median, high = statistics.quantiles([1 - without / whole for whole, without in pairs], n=4)

@@ -1,15 +1,11 @@
-"""One side of the training comparison, in a process with one thread that `bench_train.py` starts.
+"""One side of the training comparison, in a process of its own with one thread; `bench_train.py`
+runs them in turn.
 
-    python benchmarks/train_side.py make FOLDER
-        the model and the rows, for all sides
-    python benchmarks/train_side.py ours|padded|trl FOLDER KIND
-        seconds of an update of the rows KIND, as JSON
-    python benchmarks/train_side.py rate FOLDER
-        the matrix product's rate and the update's beside it
-    python benchmarks/train_side.py ranks FOLDER STRATEGY
-        a rank's share under torchrun's environment
-    python benchmarks/train_side.py memory FOLDER
-        peak memory of the log-prob path
+    python benchmarks/train_side.py make FOLDER                  the model and the rows, for all sides
+    python benchmarks/train_side.py ours|padded|trl FOLDER KIND   seconds of an update of the rows KIND, as JSON
+    python benchmarks/train_side.py rate FOLDER                   the matrix product's rate and the update's beside it
+    python benchmarks/train_side.py ranks FOLDER STRATEGY         a rank's share under torchrun's environment
+    python benchmarks/train_side.py memory FOLDER                 peak memory of the log-prob path
 
 KIND: `full` (256 rows of 40 tokens), `tailed` (geometric lengths, mean 32, at most 256), `ragged`
 (real tokens are 40 % of the padded width). `padded` is a plain loop over padded rows, as
@@ -32,16 +28,9 @@ import torch
 
 PROMPT, ROWS, REPEATS = 8, 256, 5
 WIDTHS = {"full": 32, "tailed": 256, "ragged": 192}
-MODEL = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
+MODEL = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+         "tie_word_embeddings": True}  # fmt: skip
 
 
 def make(folder: Path) -> None:
@@ -84,14 +73,10 @@ def batch_of(folder: Path, kind: str, rows: int = ROWS) -> Any:
     ids, inside = stored["ids"][:rows], stored["response_mask"][:rows]
     mask = torch.cat([torch.ones(rows, PROMPT, dtype=torch.long), inside], dim=1)
     columns = {
-        "input_ids": ids * mask,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        "responses": ids[:, PROMPT:] * inside,
-        "response_mask": inside,
-        "old_log_probs": torch.full(inside.shape, -4.2),
-        "advantages": stored["advantages"][:rows, None] * inside,
-    }
+        "input_ids": ids * mask, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "responses": ids[:, PROMPT:] * inside, "response_mask": inside,
+        "old_log_probs": torch.full(inside.shape, -4.2), "advantages": stored["advantages"][:rows, None] * inside,
+    }  # fmt: skip
     return DataProto.from_dict(columns)
 
 
@@ -130,13 +115,8 @@ def padded_updater(folder: Path, kind: str) -> Callable[[], None]:
     def update() -> None:
         for part in batch.split(64):
             width = part["responses"].shape[1]
-            out = model(
-                part["input_ids"],
-                part["attention_mask"],
-                position_ids=part["position_ids"],
-                use_cache=False,
-                logits_to_keep=width + 1,
-            )
+            out = model(part["input_ids"], part["attention_mask"], position_ids=part["position_ids"], use_cache=False,
+                        logits_to_keep=width + 1)  # fmt: skip
             log_probs = (
                 out.logits[:, :-1]
                 .log_softmax(-1)
@@ -164,37 +144,23 @@ def trl_updater(folder: Path, kind: str) -> Callable[[], None]:
     stored = torch.load(folder / f"{kind}.pt")
     ids, inside = stored["ids"], stored["response_mask"]
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=ROWS,
-        num_generations=4,
-        beta=0.0,
-        learning_rate=1e-4,
-        max_completion_length=WIDTHS[kind],
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        loss_type="bnpo",
-        gradient_checkpointing=False,
-    )
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=ROWS, num_generations=4, beta=0.0,
+        learning_rate=1e-4, max_completion_length=WIDTHS[kind], bf16=False, use_cpu=True, report_to=[],
+        loss_type="bnpo", gradient_checkpointing=False,
+    )  # fmt: skip
     trainer = GRPOTrainer(
-        model=str(folder),
-        args=config,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        model=str(folder), args=config, reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=Dataset.from_dict({"prompt": ["a"] * ROWS}),
         processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
-    )
+    )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 1
     model = trainer.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs = {
-        "prompt_ids": ids[:, :PROMPT],
-        "prompt_mask": torch.ones(ROWS, PROMPT, dtype=torch.long),
-        "completion_ids": ids[:, PROMPT:] * inside,
-        "completion_mask": inside,
-        "advantages": stored["advantages"],
-        "old_per_token_logps": torch.full(inside.shape, -4.2),
-        "num_items_in_batch": inside.sum(),
-    }
+        "prompt_ids": ids[:, :PROMPT], "prompt_mask": torch.ones(ROWS, PROMPT, dtype=torch.long),
+        "completion_ids": ids[:, PROMPT:] * inside, "completion_mask": inside, "advantages": stored["advantages"],
+        "old_per_token_logps": torch.full(inside.shape, -4.2), "num_items_in_batch": inside.sum(),
+    }  # fmt: skip
 
     def update() -> None:
         trainer.compute_loss(model, inputs).backward()
@@ -217,9 +183,8 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def rate(folder: Path) -> dict[str, float]:
-    """The update's arithmetic, 6 N a token, as a share of a matrix product's rate.
-
-    Both are measured in turn.
+    """The update's arithmetic, 6 N a token, as a share of a matrix product's rate, both measured in
+    turn.
     """
     left, right = torch.randn(10240, 128), torch.randn(128, 512)
     result = {}
@@ -271,7 +236,9 @@ def ranks(folder: Path, strategy: str) -> dict[str, float]:
 
 
 def memory(folder: Path) -> dict[str, float]:
-    """Peak resident memory of log-probs and entropy, forward and backward, over the logits' own."""
+    """Peak resident memory of log-probs and entropy, forward and backward, over that of the logits
+    alone.
+    """
     from verl_like.tensor_ops import logprobs_and_entropy_from_logits
 
     tokens, vocabulary = 4096, 65536

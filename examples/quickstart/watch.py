@@ -1,9 +1,7 @@
 """Run a command and say how much memory it and all its descendants took at most. `run.sh` calls it.
 
-    python watch.py COMMAND ...
-        runs COMMAND, ends with its exit code
-    python watch.py --reached FOLDER GOAL
-        ends with 0 if the last step of the run in FOLDER has that mean reward
+    python watch.py COMMAND ...             runs COMMAND, ends with its exit code
+    python watch.py --reached FOLDER GOAL   ends with 0 if the last step of the run in FOLDER has that mean reward
 
 A page that several processes share is counted once (Linux' proportional set size).
 """

@@ -1,4 +1,5 @@
-"""What overlapping the updates saved: a split run beside a colocated one.
+"""Two run folders, split and colocated with as many ranks a role -> what overlapping the updates
+saved.
 
     python compare.py SPLIT COLOCATE
 

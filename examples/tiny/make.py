@@ -1,6 +1,5 @@
-"""Make a tiny language model and a task with a rule for its reward, in a few seconds.
-
-PPO learns the task in some tens of steps.
+"""Make a tiny language model and a rule-rewarded task that it can learn in some tens of PPO steps,
+in a few seconds.
 
     python examples/tiny/make.py DIR
 
@@ -93,7 +92,9 @@ def make_rows(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write_gsm8k(folder: Path, num_train: int = 256, num_test: int = 32, seed: int = 0) -> None:
-    """`train.jsonl` and `test.jsonl` in GSM8K's form: an answer ends with `#### <number>`."""
+    """`train.jsonl` and `test.jsonl` as GSM8K has them: a question, and an answer that ends with
+    `#### <number>`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for split, num_rows in (("train", num_train), ("test", num_test)):
         rng = random.Random(f"{seed}-gsm8k-{split}")
