@@ -82,8 +82,9 @@ def test_every_example_is_run_by_a_test() -> None:
 def interrupted_in_a_terminal(
     script: Path, columns: int, ready: Path, **environment: object
 ) -> tuple[int, str]:
-    """Runs the script in a terminal and presses Ctrl-C once `ready` is there -> (exit code, what
-    was shown).
+    """Run the script in a terminal and press Ctrl-C once `ready` is there.
+
+    Gives the exit code and what was shown.
 
     None of the processes that it had started is left.
     """

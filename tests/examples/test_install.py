@@ -21,7 +21,10 @@ case "$*" in
     "--version") echo "Python 3.8.1" ;;
     "-m venv"*) [ -z "$NO_VENV" ] || exit 1; mkdir -p .venv/bin; cp "$0" .venv/bin/python; exit 0 ;;
     "-m pip --version") [ ! -e .venv/no-pip ] ;;
-    "-m pip install"*) echo "$@" >>pip.log; [ -z "$NO_NETWORK" ] || { echo "ERROR: no match" >&2; exit 1; } ;;
+    "-m pip install"*)
+        echo "$@" >>pip.log
+        [ -z "$NO_NETWORK" ] || { echo "ERROR: no match" >&2; exit 1; }
+        ;;
     *sha256*) echo 0123 ;;
     *find_spec*) [ -e pip.log ] ;;
     *) exit 1 ;;

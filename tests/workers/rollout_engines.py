@@ -1,5 +1,6 @@
-"""One tiny model and every rollout engine on it, for the contract suite; usable in vLLM's own
-environment.
+"""One tiny model and every rollout engine on it, for the contract suite.
+
+Usable in vLLM's own environment.
 """
 
 from __future__ import annotations

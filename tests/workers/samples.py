@@ -1,6 +1,4 @@
-"""Configurations, batches and workers that the tests of this folder share; usable in a rank's
-process.
-"""
+"""Configurations, batches and workers for tests; usable in a rank's process."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ def tiny_config(tiny_dir: Path | str, **actor: Any) -> WorkersConfig:
 
 
 def make_batch(num_rows: int, seed: int = 0) -> DataProto:
-    """Ragged prompts (padded left) and responses (padded right) with every column that an update
-    reads.
-    """
+    """Ragged prompts (padded left) and responses (padded right), with all that an update reads."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.arange(PROMPT + RESPONSE)
     prompt_len = torch.randint(1, PROMPT + 1, (num_rows, 1), generator=generator)
@@ -95,9 +91,7 @@ def started(cls: type, config: WorkersConfig, *init_args: Any) -> Any:
 
 
 def learned(result: DataProto) -> dict[str, float]:
-    """The metrics of an update but for those of the machine, which differ from rank to rank and
-    from run to run.
-    """
+    """The metrics of an update but for the machine's, which no two ranks or runs share."""
     return {
         name: value
         for name, value in result.meta_info["metrics"].items()

@@ -1,6 +1,4 @@
-"""Engines, workers and groups that stand for the real ones where weights are synced; usable in a
-rank's process.
-"""
+"""Stand-ins for engines, workers and groups that sync weights; usable in a rank's process."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ class Group:
 
 
 class InlineGroup(Group):
-    """A group of one that runs a call when it is made, as `backend=local` does in the caller's
-    thread.
-    """
+    """A group of one that runs a call when it is made, as the local backend may."""
 
     def __getattr__(self, name: str) -> Method:
         return InlineMethod(self, name)

@@ -58,6 +58,7 @@ class Reads(ast.NodeVisitor):
         self.returns: dict[str, Classes] = defaultdict(frozenset)
         self.attributes: dict[str, Names] = defaultdict(dict)
         self.bases: dict[str, list[str]] = {}
+        self.protocols: dict[str, set[str]] = {}
         self.names: list[Names] = [{}]
         self.inside: list[str] = []
         self.strings: list[list[str]] = [[]]
@@ -80,9 +81,15 @@ class Reads(ast.NodeVisitor):
         return NONE
 
     def annotated(self, node: ast.AST | None) -> Classes:
-        """The config dataclasses that an annotation names."""
-        named = (part.id for part in ast.walk(node) if isinstance(part, ast.Name)) if node else ()
-        return frozenset(self.tree.by_name[name] for name in named if name in self.tree.by_name)
+        """The config dataclasses that an annotation names, or whose fields its protocol has."""
+        names = (
+            {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} if node else set()
+        )
+        found = {self.tree.by_name[name] for name in names & self.tree.by_name.keys()}
+        for name in names & self.protocols.keys():
+            asked = self.protocols[name]
+            found |= {kind for kind, fields in self.tree.fields.items() if asked <= fields.keys()}
+        return frozenset(found)
 
     def _attribute(self, base: ast.expr, name: str) -> Classes:
         if isinstance(base, ast.Name) and base.id == "self" and self.inside:
@@ -127,10 +134,13 @@ class Reads(ast.NodeVisitor):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+        declared = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+        if "Protocol" in self.bases[node.name] and declared:
+            self.protocols[node.name] = {ast.unparse(part.target) for part in declared}
         self.inside.append(node.name)
         for part in node.body:
-            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                self._hold(part.target.id, self.annotated(part.annotation))
+            if isinstance(part, ast.AnnAssign):
+                self._hold(ast.unparse(part.target), self.annotated(part.annotation))
             else:
                 self.visit(part)  # how a field is declared reads no key
         self.inside.pop()

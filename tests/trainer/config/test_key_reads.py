@@ -73,3 +73,18 @@ def test_a_key_that_is_only_written_is_not_read() -> None:
 def test_a_field_is_read_by_other_means(read: str) -> None:
     source = READS_ALL.replace("section.size + section.seed", read)
     assert keys_that_nothing_reads(Root, [source]) == []
+
+
+def test_a_field_is_read_through_a_protocol_that_its_section_has() -> None:
+    source = """
+class Sized(Protocol):
+    size: int
+
+def measure(one: Sized):
+    return one.size
+"""
+    reads_the_seed_alone = READS_ALL.replace("section.size + ", "")
+    assert keys_that_nothing_reads(Root, [reads_the_seed_alone, source]) == []
+    strange = source.replace("    size: int", "    size: int\n    weight: int")
+    expected = ["first.size", "second.size"]
+    assert keys_that_nothing_reads(Root, [reads_the_seed_alone, strange]) == expected

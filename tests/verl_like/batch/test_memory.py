@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from verl_like.batch import memory as column_memory
+from verl_like.batch import memory
 from verl_like.batch.memory import STEP_BYTES, BlockCache, copy_of, join_rows
 
 

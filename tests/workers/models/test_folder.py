@@ -1,6 +1,4 @@
-"""Model paths: folders as they are, names of the hub through its cache; the hub itself is a
-stand-in.
-"""
+"""Model paths: folders, and names of the hub through its cache; a stand-in is the hub."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def forget_folders() -> None:
 
 @pytest.fixture
 def cached_model(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a model that has been fetched before, on a machine
-    that does not reach the hub.
-    """
+    """The name of a model that was fetched before; the machine does not reach the hub now."""
     cached = tmp_path / "hub" / "models--maker--tiny"
     shutil.copytree(tiny_dir / "model", cached / "snapshots" / "1a2b")
     (cached / "refs").mkdir()

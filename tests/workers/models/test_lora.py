@@ -1,6 +1,4 @@
-"""LoRA: adapters alone learn, what leaves the engine is base + adapter, and the reference is the
-base.
-"""
+"""LoRA: adapters alone learn, base + adapter leaves the engine, the reference is the base."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A rank that is lost within an update, while the others wait for it in a collective: named, and
-not waited for.
-"""
+"""A rank that is lost while the others wait for it in a collective is named within seconds."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ from workers.roles.actor import ActorWorker
 
 
 class Doomed(ActorWorker):
-    """Its second rank is lost at the loss of its second pass: between the first collectives of an
-    update and others.
-    """
+    """Its second rank is lost at the loss of its second pass: between collectives of an update."""
 
     def __init__(self, config: WorkersConfig, how: str) -> None:
         super().__init__(config)

@@ -47,9 +47,7 @@ def actor_of(tiny_dir: Path, **settings: Any) -> ActorWorker:
 
 
 def update(worker: Any, seed: int) -> dict[str, float]:
-    """The metrics of one update, and the random numbers that a method
-    of the role would draw next.
-    """
+    """The metrics of one update, and the random numbers that would be drawn next."""
     batch = own_piece(make_batch(ROWS, seed), worker.rank, worker.world_size)
     method = worker.update_actor if isinstance(worker, ActorWorker) else worker.update_critic
     return learned(method(batch)) | {"drawn": float(torch.rand(())), "numpy": np.random.rand()}
@@ -70,9 +68,7 @@ def save_and_go_on(
 def load_and_go_on(
     cls: type, tiny_dir: Path, folder: Path, updates_before: int = 0, **settings: Any
 ) -> tuple[list[dict[str, float]], str]:
-    """The same two updates by a worker that was built anew; optionally one with updates of its own
-    to forget.
-    """
+    """The same two updates by a worker built anew, which may have updates to forget."""
     worker = started(cls, config_of(tiny_dir, **settings), 10)
     for seed in range(updates_before):
         update(worker, seed + 10)

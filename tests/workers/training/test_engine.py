@@ -38,8 +38,9 @@ def tiny_actor(tiny_dir: Path, **actor: Any) -> ActorWorker:
 def on_ranks(
     tiny_dir: Path, num_rows: int, fsdp_size: int = -1, is_large: bool = False
 ) -> dict[str, Any]:
-    """What every rank sees of gradients, log-probs, and an update of two mini-batches or one (odd
-    rows).
+    """What every rank sees of gradients, log-probs and an update.
+
+    The update has two mini-batches, or one where the number of rows is odd.
 
     An `is_large` model has a unit of FSDP2 for each of its layers. Several ranks, each a process of
     its own, take a row at a time, so that a mini-batch is several passes; and they multiply through

@@ -1,6 +1,4 @@
-"""The operations that `perf/mfu/…` counts are those that the engine does, and the peaks are the
-GPUs' own.
-"""
+"""The operations that `perf/mfu/…` counts are the engine's, and the peaks are the GPUs' own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Steps with a non-finite gradient are skipped, counted and named, and too many in a row stop the
-run.
-"""
+"""Steps with a non-finite gradient are skipped and named, and too many in a row stop a run."""
 
 from __future__ import annotations
 

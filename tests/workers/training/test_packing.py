@@ -43,8 +43,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def odd_batch() -> DataProto:
-    """Beside ragged rows: an empty response, a response of one token, a mask with a hole,
-    right-padded prompts.
+    """Ragged rows, and rows at the edges of what packing takes.
+
+    An empty response, one of one token, a mask with a hole, prompts padded on the right.
     """
     batch = make_batch(8)
     batch.batch["response_mask"][0] = 0

@@ -1,6 +1,4 @@
-"""Whatever goes wrong with a bucket on its way is caught; buckets travel over cards where every
-rank has its own.
-"""
+"""What goes wrong with a bucket on its way is caught; where it can, it goes card to card."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ def test_a_flipped_bit_is_caught_and_no_version_flips(
 
 
 def cards_of(monkeypatch: pytest.MonkeyPatch, cards: Any) -> list[int]:
-    """Ranks believe that these are their cards; sizes of what travels over the group that stands
-    for nccl's.
-    """
+    """Ranks believe that these are their cards; gives the sizes of what travels between cards."""
     sizes = []
 
     class Cards:

@@ -40,9 +40,7 @@ from workers.weights.sync import sync_weights
 
 
 def three_versions() -> list[Any]:
-    """Rank 0 trains and sends, ranks 1 and 2 receive; every rank's checksum after each of three
-    versions.
-    """
+    """Rank 0 trains and sends, ranks 1 and 2 receive; every rank's checksum of three versions."""
     rank = int(os.environ["RANK"])
     store = dist.TCPStore(
         "127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30)
@@ -122,9 +120,7 @@ def test_a_sharded_actor_fills_a_rollout_in_another_pool(
 
 
 def colocated(tiny_dir: Path) -> tuple[Any, ...]:
-    """An actor and a rollout on the same ranks: two updates, each with its sync, and a sleep
-    between.
-    """
+    """An actor and a rollout on the same ranks: two updates with their syncs, a sleep between."""
     config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
     actor, rollout = ActorWorker(config), RolloutWorker(config)
     rollout._siblings["actor"] = actor
