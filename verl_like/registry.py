@@ -1,38 +1,146 @@
-"""Named parts that a config chooses: look a name up in its registry, or import the user's own by
-dotted path.
+"""Objects that a configuration names: entries of a registry, or code of the user's own.
 
-A registry is a plain dict that prints. Callers: `trainer.ppo.advantages.estimators` (estimators),
-`workers.losses.losses` (policy losses).
+    POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+
+    @POLICY_LOSSES.register("vanilla")
+    def compute_policy_loss_vanilla(...): ...
+
+    POLICY_LOSSES.look_up("vanilla")                    # registered
+    POLICY_LOSSES.look_up("my_package.losses.my_loss")  # the user's own, imported
+
+`load_object` imports one dotted path, and `load_from` finds a name in a file or a module. Nothing
+here imports torch: the processes that run reward functions start with it.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import TypeVar
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
 
 from verl_like.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
 
-def look_up(name: str, registry: Mapping[str, T], kind: str) -> T:
-    """The entry of that name, or the object at a dotted path such as
-    `my_package.my_module.my_function`.
+class Registry(Mapping[str, T]):
+    """Names and what they stand for, in the order in which they were registered."""
+
+    def __init__(self, kind: str) -> None:
+        """`kind` says in messages what the entries are, such as "policy loss"."""
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str, *aliases: str) -> Callable[[T], T]:
+        """A decorator that enters an object under its name and aliases, and hands it back."""
+
+        def enter(entry: T) -> T:
+            for key in (name, *aliases):
+                if key in self._entries:
+                    raise ConfigError(
+                        f"{self.kind} {key!r} is registered already, as {self._entries[key]!r}: "
+                        f"give {entry!r} another name."
+                    )
+                self._entries[key] = entry
+            return entry
+
+        return enter
+
+    def look_up(self, name: str) -> T:
+        """The entry of that name, or the user's object at that dotted path."""
+        if name in self._entries:
+            return self._entries[name]
+        if "." not in name:
+            raise ConfigError(
+                f"unknown {self.kind} {name!r}; there are {', '.join(sorted(self._entries))}, and "
+                f"your own by its dotted path.{nearest(name, self._entries)}"
+            )
+        found: T = _imported(name, f"{self.kind} {name!r}")
+        return found
+
+    def __getitem__(self, name: str) -> T:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Registry({self.kind!r}: {self._entries!r})"
+
+
+def load_object(path: str, what: str) -> Any:
+    """The object at a dotted path `package.module.name`; `what` is the setting that names it."""
+    return _imported(path, f"{what}={path}")
+
+
+def load_from(path: str, name: str, what: str) -> Any:
+    """The object called `name` in a Python file (`folder/file.py`) or module (`package.module`).
+
+    `what` is the section of the configuration that holds `path` and `name`.
     """
-    if name in registry:
-        return registry[name]
-    module_name, _, attribute = name.rpartition(".")
-    if not module_name:
-        raise ConfigError(
-            f"unknown {kind} {name!r}; there are {', '.join(sorted(registry))}, and any function "
-            f"by its dotted path.{nearest(name, registry)}"
+    if path.endswith(".py"):
+        module = _module_of_file(Path(path), f"{what}.path={path}")
+    else:
+        module = _module(
+            path, f"{what}.path={path!r}", "Give a file that ends in .py, or a module's name."
         )
-    try:
-        found: T = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+
+    if not hasattr(module, name):
+        there = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
+        raise ConfigError(f"{what}.name={name!r}: {path} has no such name; it has {there}.")
+    return getattr(module, name)
+
+
+def _imported(path: str, subject: str) -> Any:
+    """The object at a dotted path; a message of refusal begins with `subject`."""
+    module_name, _, name = path.rpartition(".")
+    module = _module(module_name, subject, "Is its folder on PYTHONPATH on every node?")
+    if not hasattr(module, name):
         raise ConfigError(
-            f"{kind} {name!r} cannot be imported ({error}); is its folder on PYTHONPATH on every "
-            "node?"
+            f"{subject} cannot be imported (module {module_name!r} has no {name!r})."
+            f"{nearest(name, dir(module))}"
+        )
+    return getattr(module, name)
+
+
+def _module(name: str, subject: str, way_out: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{subject} cannot be imported ({type(error).__name__}: {error}). {way_out}"
         ) from error
-    return found
+
+
+def _module_of_file(path: Path, subject: str) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{subject}: there is no such file (looked for {path.resolve()}).")
+
+    name = f"user_code_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a path that ends in .py always has a loader"
+    assert spec.loader is not None, "a path that ends in .py always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: its dataclasses look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{subject} cannot be imported ({type(error).__name__}: {error}). Install what it "
+            "imports on every node."
+        ) from error
+    return module
+
+
+def look_up(name: str, registry: Mapping[str, T], kind: str) -> T:
+    """The entry of a plain dict, or the object at a dotted path."""
+    entries: Registry[T] = Registry(kind)
+    entries._entries.update(registry)
+    return entries.look_up(name)

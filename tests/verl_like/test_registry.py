@@ -1,31 +1,149 @@
-"""Looking parts up by name or dotted path."""
+"""Finding the objects that a configuration names: registered, dotted, or in a file."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 
 from verl_like.errors import ConfigError
-from verl_like.registry import look_up
-
-REGISTRY = {"gae": 1, "grpo": 2}
+from verl_like.registry import Registry, load_from, load_object
 
 
-def test_a_registered_name_gives_its_entry():
-    assert look_up("grpo", REGISTRY, "estimator") == 2
+@pytest.fixture
+def estimators():
+    registry = Registry("estimator")
+    registry.register("gae")(1)
+    registry.register("grpo", "group_relative")(2)
+    return registry
 
 
-def test_a_dotted_path_is_imported():
-    assert look_up("math.sqrt", {}, "function") is math.sqrt
+def test_a_registered_name_gives_its_entry(estimators):
+    assert estimators.look_up("grpo") == 2
 
 
-def test_an_unknown_name_lists_what_there_is_and_the_nearest():
+def test_an_alias_gives_the_same_entry(estimators):
+    assert estimators.look_up("group_relative") == estimators["grpo"]
+
+
+def test_a_decorated_function_is_registered_and_handed_back(estimators):
+    @estimators.register("mine")
+    def mine():
+        return 3
+
+    assert mine() == 3
+    assert estimators.look_up("mine") is mine
+
+
+def test_a_registry_is_a_mapping_in_the_order_of_registration(estimators):
+    assert list(estimators) == ["gae", "grpo", "group_relative"]
+    assert dict(estimators) == {"gae": 1, "grpo": 2, "group_relative": 2}
+
+
+def test_a_registry_prints_its_kind_and_entries(estimators):
+    assert str(estimators) == "Registry('estimator': {'gae': 1, 'grpo': 2, 'group_relative': 2})"
+
+
+def test_a_name_that_is_taken_is_refused(estimators):
+    with pytest.raises(ConfigError, match="estimator 'gae' is registered already, as 1: give 9"):
+        estimators.register("gae")(9)
+    assert estimators["gae"] == 1
+
+
+def test_an_alias_that_is_taken_is_refused(estimators):
+    with pytest.raises(ConfigError, match="estimator 'grpo' is registered already"):
+        estimators.register("new", "grpo")(9)
+
+
+def test_a_dotted_path_is_imported(estimators):
+    assert estimators.look_up("math.sqrt") is math.sqrt
+
+
+def test_an_unknown_name_lists_what_there_is_and_the_nearest(estimators):
     with pytest.raises(
-        ConfigError, match=r"unknown estimator 'grp'; there are gae, grpo.*Did you mean 'grpo'"
+        ConfigError,
+        match=r"unknown estimator 'grp'; there are gae, group_relative, grpo.*Did you mean 'grpo'",
     ):
-        look_up("grp", REGISTRY, "estimator")
+        estimators.look_up("grp")
 
 
 @pytest.mark.parametrize("path", ["no_such_package.f", "math.no_such_function"])
-def test_a_path_that_cannot_be_imported_says_why(path):
+def test_a_path_that_cannot_be_imported_says_why(estimators, path):
     with pytest.raises(ConfigError, match=rf"estimator '{path}' cannot be imported \(.*no_such"):
-        look_up(path, REGISTRY, "estimator")
+        estimators.look_up(path)
+
+
+def test_an_object_is_loaded_by_its_dotted_path():
+    assert load_object("math.sqrt", "trainer.cls") is math.sqrt
+
+
+def test_a_missing_object_is_named_with_its_setting_and_the_nearest():
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer.cls=math.sqr cannot be imported \(module 'math' has no 'sqr'\)."
+        r".*Did you mean 'sqrt'",
+    ):
+        load_object("math.sqr", "trainer.cls")
+
+
+@pytest.mark.parametrize("path", ["no_such_package.f", "no_dot", ".relative", ""])
+def test_a_path_without_a_module_is_refused_with_its_setting(path):
+    with pytest.raises(ConfigError, match=f"role_workers.critic={path} cannot be imported"):
+        load_object(path, "role_workers.critic")
+
+
+def test_a_name_is_found_in_a_module():
+    assert load_from("math", "sqrt", "custom_reward_function") is math.sqrt
+
+
+def test_a_name_is_found_in_a_file(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def score():\n    return 7\n", encoding="utf-8")
+    assert load_from(str(file), "score", "custom_reward_function")() == 7
+
+
+def test_a_dataclass_with_postponed_annotations_loads_from_a_file(tmp_path):
+    file = tmp_path / "own_data.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Row:\n"
+        "    prompt: str = 'hi'\n",
+        encoding="utf-8",
+    )
+    assert load_from(str(file), "Row", "data.custom_cls")().prompt == "hi"
+
+
+def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path):
+    file = tmp_path / "nowhere.py"
+    with pytest.raises(ConfigError, match=r"data.custom_cls.path=.*there is no such file \(looked"):
+        load_from(str(file), "Row", "data.custom_cls")
+
+
+def test_a_file_that_imports_what_is_not_installed_is_named(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("import no_such_package\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"own.py cannot be imported \(.*no_such_package"):
+        load_from(str(file), "Row", "data.custom_cls")
+
+
+def test_a_missing_module_is_named_with_the_forms_there_are():
+    with pytest.raises(
+        ConfigError, match=r"data.custom_cls.path='no_such_module' cannot be imported .*ends in .py"
+    ):
+        load_from("no_such_module", "Row", "data.custom_cls")
+
+
+def test_a_missing_name_is_listed_with_those_there_are(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("letters = digits = 1\n_private = 2\n", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"name='leters': .* no such name; it has digits, letters"
+    ):
+        load_from(str(file), "leters", "data.custom_cls")
+
+
+def test_the_loader_imports_no_torch():
+    code = "import sys, verl_like.registry; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
