@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import torch
 
 from trainer.config.schema import PPOConfig
-from trainer.groups.worker_groups import WorkerGroups, import_dotted
+from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Trainer
 from trainer.report.page import close_run
 from trainer.run_folder.checkpoint import Checkpoints
@@ -20,6 +20,7 @@ from trainer.run_folder.folder import open_run_folder
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.placement.pools import Node, Placement
+from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
 from workers.cpu.allocator import keep_freed_memory
 
@@ -74,7 +75,7 @@ def nominal_placement(config: PPOConfig) -> Placement:
 
 def trainer_class(config: PPOConfig) -> type[Trainer]:
     """The class at `trainer.cls`."""
-    cls = import_dotted(config.trainer.cls, "trainer.cls")
+    cls = load_object(config.trainer.cls, "trainer.cls")
     if not (isinstance(cls, type) and issubclass(cls, Trainer)):
         raise ConfigError(
             f"trainer.cls={config.trainer.cls} is not a subclass of trainer.Trainer; "

@@ -137,10 +137,3 @@ def _module_of_file(path: Path, subject: str) -> ModuleType:
             "imports on every node."
         ) from error
     return module
-
-
-def look_up(name: str, registry: Mapping[str, T], kind: str) -> T:
-    """The entry of a plain dict, or the object at a dotted path."""
-    entries: Registry[T] = Registry(kind)
-    entries._entries.update(registry)
-    return entries.look_up(name)

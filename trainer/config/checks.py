@@ -12,7 +12,6 @@ from trainer.config.schema import PPOConfig
 from trainer.ppo.kl import get_kl_controller
 from trainer.run_folder.tracking import TRACKERS
 from verl_like.errors import ConfigError, nearest
-from verl_like.registry import look_up
 from workers.config import SAVE_CONTENTS
 from workers.losses.losses import (
     LOSS_AGG_MODES,
@@ -145,7 +144,7 @@ def _check_losses(config: PPOConfig) -> None:
     """What the actor's loss and the optimizers would refuse when they are made or at their first
     step.
     """
-    look_up(config.actor_rollout_ref.actor.optim.optimizer, OPTIMIZERS, "optimizer")
+    OPTIMIZERS.look_up(config.actor_rollout_ref.actor.optim.optimizer)
     get_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     correction, zero = config.algorithm.rollout_correction, torch.zeros(1, 1)
     if correction.rollout_is is not None:

@@ -32,11 +32,10 @@ def inactive_roles(config: Any) -> dict[str, str]:
     Takes a `PPOConfig` or the composed tree.
     """
     from trainer.ppo.advantages.estimators import ADVANTAGE_ESTIMATORS
-    from verl_like.registry import look_up
 
     inactive = {}
     name = config.algorithm.adv_estimator
-    estimator = look_up(name, ADVANTAGE_ESTIMATORS, "advantage estimator")
+    estimator = ADVANTAGE_ESTIMATORS.look_up(name)
     if "values" not in inspect.signature(estimator).parameters:
         inactive["critic"] = f"algorithm.adv_estimator={name} takes no values"
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):

@@ -63,17 +63,15 @@ def _validates(config: PPOConfig) -> bool:
 
 def _estimator(config: PPOConfig) -> Callable[..., Any]:
     from trainer.ppo.advantages.estimators import ADVANTAGE_ESTIMATORS
-    from verl_like.registry import look_up
 
-    return look_up(config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
+    return ADVANTAGE_ESTIMATORS.look_up(config.algorithm.adv_estimator)
 
 
 def _optimizer(config: PPOConfig) -> Callable[..., Any]:
-    from verl_like.registry import look_up
     from workers.training.optim import OPTIMIZERS
 
-    optimizer: Callable[..., Any] = look_up(
-        config.actor_rollout_ref.actor.optim.optimizer, OPTIMIZERS, "optimizer"
+    optimizer: Callable[..., Any] = OPTIMIZERS.look_up(
+        config.actor_rollout_ref.actor.optim.optimizer
     )
     return optimizer
 

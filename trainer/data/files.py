@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.config.schema import DataConfig
 from verl_like.errors import ConfigError, nearest
-from verl_like.user_code import load_user_code
+from verl_like.registry import load_from
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -75,10 +75,7 @@ def _custom_rows(
     config: DataConfig, files: Sequence[str], tokenizer: Any
 ) -> Iterator[tuple[str, Any]]:
     custom = config.custom_cls
-    try:
-        make = load_user_code(custom.path, custom.name, "data.custom_cls")
-    except ImportError as err:
-        raise ConfigError(str(err)) from err
+    make = load_from(custom.path, custom.name, "data.custom_cls")
     made = make(data_files=files, tokenizer=tokenizer, config=config)
     if not hasattr(made, "__iter__") and not (
         hasattr(made, "__len__") and hasattr(made, "__getitem__")

@@ -11,7 +11,6 @@ Roles are strings. One of your own needs `role_workers.<role>=<dotted path>` and
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError, PlacementError, nearest
 from verl_like.placement.pools import Node, Placement, PoolPlan, ResourcePool
 from verl_like.process.worker import Worker
+from verl_like.registry import load_object
 
 if TYPE_CHECKING:
     from verl_like.backends.ray import RayResourcePool
@@ -42,25 +42,9 @@ NO_GPU = "trainer.device=cuda asks for GPUs, but"
 WITHOUT_GPU = "Set trainer.device=auto or cpu to run on CPU slots."
 
 
-def import_dotted(path: str, what: str) -> Any:
-    """The object at a dotted path; `what` names the setting in messages."""
-    module_name, _, name = path.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"{what}={path}: module '{module_name}' cannot be imported: {error}"
-        ) from error
-    if not hasattr(module, name):
-        raise ConfigError(
-            f"{what}={path}: module '{module_name}' has no '{name}'.{nearest(name, dir(module))}"
-        )
-    return getattr(module, name)
-
-
 def worker_class(config: PPOConfig, role: str) -> type[Worker]:
     """The class that plays a role: the user's own, or the built-in one."""
-    cls = import_dotted(config.role_workers.get(role) or ROLE_WORKERS[role], f"role_workers.{role}")
+    cls = load_object(config.role_workers.get(role) or ROLE_WORKERS[role], f"role_workers.{role}")
     if not (isinstance(cls, type) and issubclass(cls, Worker)):
         raise ConfigError(
             f"role_workers.{role}={config.role_workers[role]} is not a subclass of "

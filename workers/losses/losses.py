@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, nearest
-from verl_like.registry import look_up
+from verl_like.registry import Registry
 from verl_like.tensor_ops import entropy_from_logits, masked_mean, masked_sum
 from workers.config import ActorConfig
 
@@ -250,17 +250,16 @@ def compute_policy_loss_reinforce(
     )
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": compute_policy_loss_vanilla,
-    "gspo": compute_policy_loss_gspo,
-    "cispo": compute_policy_loss_cispo,
-    "reinforce": compute_policy_loss_reinforce,
-}
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+POLICY_LOSSES.register("vanilla")(compute_policy_loss_vanilla)
+POLICY_LOSSES.register("gspo")(compute_policy_loss_gspo)
+POLICY_LOSSES.register("cispo")(compute_policy_loss_cispo)
+POLICY_LOSSES.register("reinforce")(compute_policy_loss_reinforce)
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
     """The policy loss of that name, or the user's own by its dotted path."""
-    return look_up(name, POLICY_LOSSES, "policy loss")
+    return POLICY_LOSSES.look_up(name)
 
 
 def compute_policy_loss(

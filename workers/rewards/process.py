@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
 
-from verl_like.user_code import load_user_code
+from verl_like.errors import ConfigError
+from verl_like.registry import load_from
 
 Outcome = tuple[float | None, dict[str, float | str], str | None]
 """Score (None: failed), the other numbers that the function returned and its `pred`, what went
@@ -109,8 +110,8 @@ async def score_side_by_side(
 def serve(pipe: Connection, spec: FunctionSpec) -> None:
     """Answer until the other end closes."""
     try:
-        function = load_user_code(spec.path, spec.name, "custom_reward_function")
-    except ImportError as err:
+        function = load_from(spec.path, spec.name, "custom_reward_function")
+    except ConfigError as err:
         pipe.send((str(err), False))
         return
     side_by_side = inspect.iscoroutinefunction(function)

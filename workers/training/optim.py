@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError, nearest
-from verl_like.registry import look_up
+from verl_like.registry import Registry
 
 if TYPE_CHECKING:
     from workers.config import OptimConfig
 
-OPTIMIZERS: dict[str, Any] = {"AdamW": torch.optim.AdamW}
+OPTIMIZERS: Registry[Any] = Registry("optimizer")
+OPTIMIZERS.register("AdamW")(torch.optim.AdamW)
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -30,7 +31,7 @@ def build_optimizer(
     """The optimizer over all parameters, with what its constructor knows of the config; Adam in one
     pass.
     """
-    cls = look_up(config.optimizer, OPTIMIZERS, "optimizer")
+    cls = OPTIMIZERS.look_up(config.optimizer)
     known = inspect.signature(cls).parameters
     settings: dict[str, Any] = {
         name: getattr(config, name) for name in ("lr", "eps", "weight_decay") if name in known

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_like.registry import look_up
+from verl_like.registry import Registry
 from workers.columns import read_columns, require, write_columns
 
 if TYPE_CHECKING:
@@ -126,14 +126,15 @@ def compute_remax_outcome_advantage(
     return returns - _spread(reward_baselines, response_mask), returns
 
 
-ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
-    "gae": compute_gae_advantage_return,
-    "grpo": compute_grpo_outcome_advantage,
-    "rloo": compute_rloo_outcome_advantage,
-    "reinforce_plus_plus": compute_reinforce_plus_plus_outcome_advantage,
-    "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
-    "remax": compute_remax_outcome_advantage,
-}
+ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
+ADVANTAGE_ESTIMATORS.register("gae")(compute_gae_advantage_return)
+ADVANTAGE_ESTIMATORS.register("grpo")(compute_grpo_outcome_advantage)
+ADVANTAGE_ESTIMATORS.register("rloo")(compute_rloo_outcome_advantage)
+ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus")(compute_reinforce_plus_plus_outcome_advantage)
+ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus_baseline")(
+    compute_reinforce_plus_plus_baseline_outcome_advantage
+)
+ADVANTAGE_ESTIMATORS.register("remax")(compute_remax_outcome_advantage)
 
 
 SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
@@ -142,9 +143,7 @@ SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
 
 def columns_read(adv_estimator: str) -> tuple[str, ...]:
     """The batch's columns that an estimator's parameters ask for."""
-    parameters = inspect.signature(
-        look_up(adv_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
-    ).parameters
+    parameters = inspect.signature(ADVANTAGE_ESTIMATORS.look_up(adv_estimator)).parameters
     asked = [
         name
         for name, parameter in parameters.items()
@@ -168,7 +167,7 @@ def compute_advantage(
     one without a default from the tensor column of its name (token_level_rewards, response_mask,
     values, reward_baselines, or the user's own).
     """
-    estimator = look_up(adv_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
+    estimator = ADVANTAGE_ESTIMATORS.look_up(adv_estimator)
     settings = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     arguments: dict[str, Any] = {
         n: settings[n] for n in inspect.signature(estimator).parameters if n in settings
