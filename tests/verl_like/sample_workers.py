@@ -111,6 +111,29 @@ class Modes(Worker):
         )
 
     @register(dispatch_mode=PROTO)
+    def with_metrics(self, data: DataProto) -> tuple[DataProto, dict]:
+        metrics = {"sum": data.batch["x"].sum(), "ranks": [self.rank, self.rank + 0.5]}
+        if self.rank == 0:
+            metrics["first"] = np.float32(0.5)
+        return seen(data, self.rank), metrics
+
+    @register(dispatch_mode=PROTO)
+    def metrics_alone(self, data: DataProto) -> dict:
+        return {"sum": data.batch["x"].sum(), "ranks": [self.rank, self.rank + 0.5]}
+
+    @register(dispatch_mode=PROTO)
+    def metrics_on_the_first(self, data: DataProto) -> object:
+        return {"rank": self.rank} if self.rank == 0 else data
+
+    @register(dispatch_mode=PROTO)
+    def metrics_of_a_tensor(self, data: DataProto) -> dict:
+        return {"lengths": data.batch["x"]}
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def metrics_on_mesh(self, data: DataProto) -> tuple[DataProto, dict]:
+        return seen(data, self.rank), {"rank": self.rank}
+
+    @register(dispatch_mode=PROTO)
     def noise(self, data: DataProto) -> DataProto:
         drawn = torch.randn(len(data)) + float(np.random.rand())
         return DataProto.from_dict({"noise": drawn})

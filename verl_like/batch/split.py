@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_like.batch.protocol import DataProto, Shard
 from verl_like.calls.future import PartFuture, WorkerFuture
+from verl_like.calls.metrics import batch_alone
 from verl_like.calls.transport import Header
 from verl_like.errors import BatchError, DispatchError
 
@@ -38,7 +39,7 @@ def split_over(group: WorkerGroup, value: Any, name: str, num_pieces: int) -> li
     if isinstance(value, WorkerFuture | PartFuture):
         if value.travels_on(group.transport):
             return [FutureShard(value, i, num_pieces) for i in range(num_pieces)]
-        value = value.get()
+        value = batch_alone(value.get())
     if not isinstance(value, DataProto):
         raise DispatchError(
             f"{group.call_site}: {name} must be a DataProto (or the future of one) to be split "
@@ -147,8 +148,9 @@ def collect_dataproto(group: WorkerGroup, outputs: list[Any]) -> DataProto:
         if not isinstance(output, DataProto):
             raise DispatchError(
                 f"{group.call_site} returned {type(output).__name__} on rank {rank}; a "
-                "data-parallel method must return a DataProto. To collect one value per rank, "
-                "register it with Dispatch.DP_COMPUTE_METRIC."
+                "data-parallel method must return a DataProto, (DataProto, metrics) or a dict of "
+                "metrics. To collect one value per rank, register it with "
+                "Dispatch.DP_COMPUTE_METRIC."
             )
     return join_pieces(outputs)
 
@@ -176,17 +178,20 @@ def regroup_pieces(
         [drop_padding(require_batch(p, h), h) for p, h in zip(payloads, headers, strict=True)]
     )
     cut = split_rows(whole, num_pieces) if even else whole.chunk(num_pieces)
-    return [
-        (piece, replace(headers[0], rows=piece.num_real_rows, mesh_facts=None, rank=rank))
-        for rank, piece in enumerate(cut)
-    ]
+    return [(piece, _header_of_piece(headers[0], piece, rank)) for rank, piece in enumerate(cut)]
+
+
+def _header_of_piece(header: Header, piece: DataProto, rank: int) -> Header:
+    """A header for a piece that was cut again: metrics and mesh facts stay with the call itself."""
+    return replace(header, rows=piece.num_real_rows, rank=rank, mesh_facts=None, metrics=None)
 
 
 def require_batch(payload: Any, header: Header) -> DataProto:
     """The payload of a call that had to return a batch."""
     if not isinstance(payload, DataProto):
+        returned = "metrics alone" if header.metrics is not None else type(payload).__name__
         raise DispatchError(
-            f"{header.role}.{header.method} returned {type(payload).__name__} on rank "
-            f"{header.rank}; its future was passed on as a batch, so it must return a DataProto."
+            f"{header.role}.{header.method} returned {returned} on rank {header.rank}; its "
+            "future was passed on as a batch, so it must return a DataProto."
         )
     return payload

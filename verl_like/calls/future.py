@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl_like.calls.metrics import batch_alone
 from verl_like.calls.transport import Header, Pending, Transport
 from verl_like.calls.waiting import wait_for_calls
 from verl_like.errors import BatchError, WorkerError
@@ -113,9 +114,9 @@ class WorkerFuture:
 
 
 class DataProtoFuture(WorkerFuture):
-    """The future of a `DataProto`.
+    """The future of a `DataProto`; `get()` gives `(batch, metrics)` where the method returns both.
 
-    Passed to a group, its pieces go from worker to worker: nothing is fetched here.
+    Passed to a group, its pieces go from worker to worker as the batch: nothing is fetched here.
     """
 
     def chunk(self, chunks: int) -> list[PartFuture]:
@@ -143,8 +144,8 @@ class PartFuture:
         self.sources, self.index, self.chunks = list(sources), index, chunks
 
     def get(self, timeout: float | None = None) -> Any:
-        """The rows of this part."""
-        wholes = gather(*self.sources, timeout=timeout)
+        """The rows of this part; metrics stay with the futures that it is a part of."""
+        wholes = [batch_alone(whole) for whole in gather(*self.sources, timeout=timeout)]
         whole = wholes[0] if len(wholes) == 1 else type(wholes[0]).concat(wholes)
         return whole.chunk(self.chunks)[self.index] if self.chunks > 1 else whole
 

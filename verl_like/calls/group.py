@@ -25,6 +25,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import drop_padding
 from verl_like.calls.dispatch import Execute, Mode, Registration, mode_of, registered_methods
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
+from verl_like.calls.metrics import collect_metrics, has_metrics_alone
 from verl_like.calls.pack import Sender
 from verl_like.calls.transport import Call, Header, Transport
 from verl_like.errors import DispatchError, PlacementError, nearest
@@ -170,7 +171,24 @@ class BoundMethod:
         ]
         if self.form != "batch":  # a batch is copied when its pieces are joined
             outputs = [o.slice(0, len(o)) if isinstance(o, DataProto) else o for o in outputs]
-        return outputs[0] if self.form == "first" else self.mode.collect_fn(self.target, outputs)
+        if self.form == "first":
+            return outputs[0]
+        if self.form != "batch":
+            return self.mode.collect_fn(self.target, outputs)
+        return self._collect_batch(headers, outputs)
+
+    def _collect_batch(self, headers: list[Header], outputs: list[Any]) -> Any:
+        """The batch, `(batch, metrics)` if a collecting rank returned metrics, or metrics alone."""
+        ranks = list(range(len(headers)))
+        if self.mode.collecting_ranks:
+            ranks = self.mode.collecting_ranks(self.target)
+        collecting = [headers[rank] for rank in ranks]
+        metrics = collect_metrics(collecting)
+        if metrics is None:
+            return self.mode.collect_fn(self.target, outputs)
+        if has_metrics_alone(collecting, [outputs[rank] for rank in ranks], str(self.site)):
+            return metrics
+        return self.mode.collect_fn(self.target, outputs), metrics
 
 
 class _FirstRank:

@@ -17,6 +17,7 @@ from verl_like.batch.columns import tensors_of
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import FutureShard
 from verl_like.calls.future import PartFuture, WorkerFuture
+from verl_like.calls.metrics import batch_alone
 from verl_like.calls.transport import Call, LazySlot, Pending, PieceSlot, Slot, Transport, WholeSlot
 from verl_like.errors import DispatchError
 
@@ -65,7 +66,7 @@ class Sender:
         if isinstance(value, WorkerFuture | PartFuture):
             form = "batch" if isinstance(value, PartFuture) else value.form
             if form == "own" or value.transport.kind != self.transport.kind:
-                return value.get()
+                return batch_alone(value.get()) if form == "batch" else value.get()
             pieces = value.part()
             headers = self._refer([piece.header for piece in pieces], parts)
             return self._slot(

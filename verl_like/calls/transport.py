@@ -136,7 +136,8 @@ class Header:
     """What the driver learns of a finished call at once: who ran it, when, how many rows came back,
     or why it failed.
 
-    `rows` counts the real rows of the payload; rows after them are padding.
+    `rows` counts the real rows of the payload; rows after them are padding. `metrics` are what the
+    method returned beside its batch, or instead of one. `only_padding`: the rank had no real row.
     """
 
     role: str
@@ -150,6 +151,8 @@ class Header:
     keys: tuple[str, ...] = ()
     error: RemoteError | None = None
     mesh_facts: dict[str, dict[str, tuple[int, bool]]] | None = None
+    metrics: dict[str, Any] | None = None
+    only_padding: bool = False
 
     def packed(self) -> bytes:
         """The values alone, by the quickest way there is: a header comes with every call."""
@@ -166,6 +169,8 @@ class Header:
                 self.keys,
                 error,
                 self.mesh_facts,
+                self.metrics,
+                self.only_padding,
             )
         )
 

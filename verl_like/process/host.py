@@ -31,7 +31,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import count_real_rows
 from verl_like.calls import stacks
-from verl_like.calls.dispatch import ATTRIBUTE, Registration
+from verl_like.calls.dispatch import ATTRIBUTE, Registration, mode_of
+from verl_like.calls.metrics import Metrics, split_result
 from verl_like.calls.transport import Call, Header, RemoteError
 from verl_like.calls.unpack import UpstreamError, fill, piece_of
 from verl_like.errors import DispatchError, WorkerError
@@ -68,6 +69,16 @@ class HostFacts:
         """The log for a message."""
         path = self.log_path(role)
         return f"log {path}" if path else ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a method returned, taken apart: the payload, and what its header says of it."""
+
+    payload: Any = None
+    rows: int | None = None
+    metrics: Metrics | None = None
+    only_padding: bool = False
 
 
 class WorkerHost:
@@ -114,7 +125,7 @@ class WorkerHost:
     def start(self, master: tuple[str, int] | WorkerError | None) -> Header:
         """Construct every role, in the order given; the header carries the first error, if any."""
 
-        def construct(*_: Any) -> tuple[None, None]:
+        def construct(*_: Any) -> Outcome:
             if isinstance(master, WorkerError):
                 raise master
             if not self._in_callers_thread:
@@ -130,7 +141,7 @@ class WorkerHost:
                         self._workers[role] = state.worker = cls(*args, **kwargs)
                 finally:
                     current_facts.reset(token)
-            return None, None
+            return Outcome()
 
         return self._timed(construct, Call(self.facts.name, "__init__"), ())[1]
 
@@ -186,28 +197,37 @@ class WorkerHost:
             faulthandler.enable(self._crash_log)
             faulthandler.register(stacks.SIGNAL, self._crash_log)
 
-    def _run(self, call: Call, parts: Sequence[Any]) -> tuple[Any, int | None]:
-        """The result, and how many of its rows are real."""
+    def _run(self, call: Call, parts: Sequence[Any]) -> Outcome:
+        """Fill the arguments, run the method in its role's turn, take the result apart."""
         state = self._states[call.role]
         method = getattr(state.worker, call.method)
+        mark: Registration = getattr(method, ATTRIBUTE)
         args, kwargs, given = list(call.args), call.kwargs, None
         if args or kwargs:
-            mark: Registration = getattr(method, ATTRIBUTE)
             args = [fill(value, parts, mark.readonly) for value in args]
             kwargs = {name: fill(value, parts, mark.readonly) for name, value in kwargs.items()}
             given = piece_of([*args, *kwargs.values()])
         with self._turn_of(state):
             result = self._result(method(*args, **kwargs))
-        if not isinstance(result, DataProto):
-            return result, None
+
+        metrics = None
+        if mode_of(mark.dispatch_mode, call.method).form == "batch":
+            result, metrics = split_result(result, self._where(call))
+        if metrics is None and not isinstance(result, DataProto):
+            return Outcome(result)
+
         given = given or piece_of([*args, *kwargs.values()])
+        only_padding = given is not None and given.shard.rows == 0
+        if not isinstance(result, DataProto):
+            return Outcome(None, None, metrics, only_padding)
         result = copy.copy(result)
         result.shard = given.shard if given else None
-        return result, count_real_rows(result, given.num_rows if given else 0, self._where(call))
+        rows = count_real_rows(result, given.num_rows if given else 0, self._where(call))
+        return Outcome(result, rows, metrics, only_padding)
 
-    def _beside(self, call: Call, _: Sequence[Any]) -> tuple[Any, None]:
+    def _beside(self, call: Call, _: Sequence[Any]) -> Outcome:
         method = getattr(self._states[call.role].worker, call.method)
-        return self._result(method(*call.args, **call.kwargs)), None
+        return Outcome(self._result(method(*call.args, **call.kwargs)))
 
     def _where(self, call: Call) -> str:
         return f"{call.role}.{call.method} on rank {self.facts.rank}"
@@ -247,16 +267,16 @@ class WorkerHost:
 
     def _timed(
         self,
-        work: Callable[[Call, Sequence[Any]], tuple[Any, int | None]],
+        work: Callable[[Call, Sequence[Any]], Outcome],
         call: Call,
         parts: Sequence[Any],
     ) -> tuple[Any, Header]:
         start, cpu = time.time(), time.process_time()
-        result, rows, error = None, None, None
+        outcome, error = Outcome(), None
         try:
-            result, rows = work(call, parts)
-            if call.silent and result is not None:
-                kind, result = type(result).__name__, None
+            outcome = work(call, parts)
+            if call.silent and outcome.payload is not None:
+                kind, outcome = type(outcome.payload).__name__, Outcome()
                 raise DispatchError(
                     f"{self._where(call)} is declared `-> None` and returned a {kind}, which "
                     "would be lost. Declare what it returns."
@@ -265,6 +285,7 @@ class WorkerHost:
             error = upstream.error
         except Exception as failure:  # noqa: BLE001 - the process edge: every error travels to the driver
             error = _as_remote(failure)
+        result = outcome.payload
         keys: tuple[str, ...] = ()
         if isinstance(result, DataProto):
             keys = (
@@ -277,7 +298,9 @@ class WorkerHost:
                 mesh_facts = (mesh_facts or {}) | {role: dict(facts)}
         place = call.role, call.method, self.facts.rank, self._pid
         times = start, time.time(), time.process_time() - cpu
-        return result, Header(*place, *times, rows, keys, error, mesh_facts)
+        header = Header(*place, *times, outcome.rows, keys, error, mesh_facts)
+        header.metrics, header.only_padding = outcome.metrics, outcome.only_padding
+        return result, header
 
     def _result(self, value: Any) -> Any:
         """The value itself; of a coroutine what it gives: it runs on a loop in a thread, while this

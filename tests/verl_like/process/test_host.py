@@ -42,6 +42,8 @@ def test_a_header_arrives_as_it_was_packed():
         ("ids", "mask"),
         RemoteError(b"x", "T", "t"),
         facts,
+        {"loss": [0.5, 1], "name": "adam"},
+        True,
     )
     for header in (plain, failed):
         assert Header.read(header.packed()) == header
