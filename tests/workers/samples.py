@@ -94,12 +94,6 @@ def started(cls: type, config: WorkersConfig, *init_args: Any) -> Any:
     return worker
 
 
-def learned(result: DataProto) -> dict[str, float]:
-    """The metrics of an update but for those of the machine, which differ from rank to rank and
-    from run to run.
-    """
-    return {
-        name: value
-        for name, value in result.meta_info["metrics"].items()
-        if not name.startswith("perf/")
-    }
+def learned(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of an update but for those of the machine, which differ from run to run."""
+    return {name: value for name, value in metrics.items() if not name.startswith("perf/")}

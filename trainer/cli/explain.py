@@ -1,8 +1,7 @@
-"""`verl-like explain key=value ...`: what one step of a configuration will do, in words, before
-anything starts.
+"""`verl-like explain key=value ...`: what a step of a configuration will do, in words.
 
-`trainer.cli.main` calls `main`. The graph comes from `trainer.ppo.dataflow`, the sizes from
-`trainer.data.sizes`, the keys without effect from `trainer.config.unused_keys`.
+The graph comes from the trainer's class, the sizes from `trainer.data.sizes`, the keys without effect
+from `trainer.config.unused_keys`. Nothing is started.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from trainer.config.compose import config_keys, load_config
 from trainer.config.schema import PPOConfig
 from trainer.config.unused_keys import RULES
 from trainer.data.sizes import batch_table
-from trainer.launch import nominal_placement
-from trainer.ppo.dataflow import describe
+from trainer.launch import nominal_placement, trainer_class
+from trainer.ppo.dataflow import describe, own_stages
+from trainer.ppo.step import PPOTrainer
 from verl_like.placement.pools import expand_roles
 from verl_like.terminal import fit, terminal_width
 
@@ -31,8 +31,9 @@ WIDTH_OF_A_FILE = 160
 
 def explain(config: PPOConfig, max_columns: int | None = None) -> str:
     """Everything, section by section, with tables no wider than `max_columns`."""
+    own = own_stages(trainer_class(config), PPOTrainer)
     sections = {
-        "What a step does": describe(config, max_columns).splitlines(),
+        "What a step does": describe(config, max_columns, own).splitlines(),
         "Who runs where": placement_lines(config, max_columns),
         "How much": batch_table(config, max_columns).splitlines(),
         "Changed from the defaults": change_lines(config),

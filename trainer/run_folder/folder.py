@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,8 @@
 """`timeline.json`: what every worker did when, for Perfetto or chrome://tracing.
 
-The trainer hands over the calls of every step, each with the stage in which it was made. The file is
-whole JSON after every step, and a resumed run goes on in it. The same calls give `timing_s/...` and
-the overlap ratios of a step.
+The trainer hands over the calls of every step, each with the stage in which it was made. The file
+is whole JSON after every step, and a resumed run goes on in it. The same calls give `timing_s/...`
+and the overlap ratios of a step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Timeline:
         """The call's event, after those that name its lane when it is the first in it."""
         if self._origin is None:
             self._origin = float(record["start"])
-            first = [{"ph": "M", "name": "trace_origin", "pid": 0, "args": {"seconds": self._origin}}]
+            first = [
+                {"ph": "M", "name": "trace_origin", "pid": 0, "args": {"seconds": self._origin}}
+            ]
         else:
             first = []
         pid, tid, names = self._lane(record)
@@ -106,8 +108,8 @@ def call_timings(
 ) -> dict[str, float]:
     """`timing_s/...` of a step's stages and calls, and how much the calls overlapped.
 
-    A call's time is from its first start to its last end over the ranks. Its name is the method's, or
-    what `labels` says instead; where a method has a stage's name, the time is the stage's.
+    A call's time is from its first start to its last end over the ranks. Its name is the method's,
+    or what `labels` says instead; where a method has a stage's name, the time is the stage's.
 
     `perf/overlap_ratio` is the time in which roles were busy, added up, over the wall time from the
     first start to the last end, in the stages `concurrent`: 1 when they took turns, 2 when two of
