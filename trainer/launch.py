@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import torch
 
-from trainer.config.schema import PPOConfig
+from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Trainer
 from trainer.report.page import close_run
@@ -25,7 +25,7 @@ from verl_like.terminal import fit, terminal_width
 from workers.cpu.allocator import keep_freed_memory
 
 
-def run(config: PPOConfig, trainer_cls: type[Trainer] | None = None) -> None:
+def run(config: RunConfig, trainer_cls: type[Trainer] | None = None) -> None:
     """A whole run: checks first, then data, then processes, then steps.
 
     With `trainer.dry_run` it ends before them.
@@ -53,14 +53,14 @@ def run(config: PPOConfig, trainer_cls: type[Trainer] | None = None) -> None:
             close_run(folder, sys.exception())
 
 
-def show_plan(placement: Placement, config: PPOConfig, trainer_cls: type[Trainer]) -> None:
+def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:
     """Print who runs where and what a step does, as wide as the terminal."""
     width = terminal_width()
     parts = [placement.draw(width), *trainer_cls.describe(config, width)]
     print(*(fit(part, width) for part in parts), sep="\n\n", flush=True)
 
 
-def nominal_placement(config: PPOConfig) -> Placement:
+def nominal_placement(config: RunConfig) -> Placement:
     """The plan on the machines that the configuration names, without looking for them."""
     trainer = config.trainer
     cpus = float(os.cpu_count() or 1)
@@ -73,7 +73,7 @@ def nominal_placement(config: PPOConfig) -> Placement:
     )
 
 
-def trainer_class(config: PPOConfig) -> type[Trainer]:
+def trainer_class(config: RunConfig) -> type[Trainer]:
     """The class at `trainer.cls`."""
     cls = load_object(config.trainer.cls, "trainer.cls")
     if not (isinstance(cls, type) and issubclass(cls, Trainer)):

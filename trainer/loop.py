@@ -6,8 +6,8 @@ A recipe (`trainer.ppo` is one) is a subclass of `Trainer`; `trainer.launch.run`
     with WorkerGroups(config, MyTrainer.worker_code(config)) as groups:
         MyTrainer(config, groups, *inputs).fit()
 
-A recipe has to say `total_steps` and `step`; it may add to what is initialised, validated, saved and
-printed. Role names, batches and tokenizers are its own matter.
+A recipe has to say `total_steps` and `step`; it may add to what is initialised, validated, saved
+and printed. Role names, batches and tokenizers are its own matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer.config.schema import PPOConfig
+from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
 from trainer.run_folder.checkpoint import Checkpoints
@@ -34,13 +34,13 @@ Metrics = dict[str, float]
 class Trainer(Hooks, ABC):
     """Drives the roles in `groups` through the steps of a recipe."""
 
-    config: PPOConfig
+    config: RunConfig
     concurrent_stages: ClassVar[Sequence[str]] = ()
     """Stages that launch several calls at once: how much these overlapped becomes a metric."""
     call_labels: ClassVar[Mapping[str, str]] = {}
     """Method -> what its time is called among the metrics, where that is not the method's name."""
 
-    def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
+    def __init__(self, config: RunConfig, groups: WorkerGroups) -> None:
         """Nothing is computed yet; `fit` does it all."""
         self.config = config
         self.groups = groups
@@ -134,7 +134,7 @@ class Trainer(Hooks, ABC):
         timeline.add(self.take_calls())  # or the first step's times would begin with these
 
     def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
-        """A step with its checkpoint and its line of metrics; says which goal it reached, if any."""
+        """A step, its checkpoint and its line of metrics; gives the goal that it reached."""
         self.global_step += 1
         metrics = self.timed_step()
         reached = reached_goal(metrics, self.config.trainer.stop_at)

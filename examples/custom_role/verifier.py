@@ -73,6 +73,6 @@ class TrainerWithVerifier(PPOTrainer):
     """Trains the verifier beside actor and critic."""
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """The verifier's update is launched first, and runs beside the others on a pool of its own."""
+        """The verifier's update comes first: on a pool of its own it runs beside the others."""
         verifier = self.call("verifier", "update_verifier", batch)
         return super().update(batch) | reduce_metrics(verifier.get())

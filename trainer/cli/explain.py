@@ -1,7 +1,7 @@
 """`verl-like explain key=value ...`: what a step of a configuration will do, in words.
 
-The graph comes from the trainer's class, the sizes from `trainer.data.sizes`, the keys without effect
-from `trainer.config.unused_keys`. Nothing is started.
+The graph comes from the trainer's class, the sizes from `trainer.ppo.sizes`, the keys without
+effect from `trainer.config.unused_keys`. Nothing is started.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from trainer.config.checks import read
 from trainer.config.compose import config_keys, load_config
-from trainer.config.schema import PPOConfig
 from trainer.config.unused_keys import RULES
-from trainer.data.sizes import batch_table
 from trainer.launch import nominal_placement, trainer_class
+from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages
+from trainer.ppo.sizes import batch_table
 from trainer.ppo.step import PPOTrainer
 from verl_like.placement.pools import expand_roles
 from verl_like.terminal import fit, terminal_width

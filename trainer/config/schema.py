@@ -176,15 +176,9 @@ class RayConfig:
 
 
 @dataclass(kw_only=True)
-class PPOConfig(WorkersConfig):
-    """A PPO run."""
+class RunConfig:
+    """What the configuration of every recipe has."""
 
-    data: DataConfig = field(default_factory=DataConfig)
-    """Prompts."""
-    custom_reward_function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
-    """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    """Advantages and KL."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The run."""
     ray: RayConfig = field(default_factory=RayConfig)
@@ -200,3 +194,15 @@ class PPOConfig(WorkersConfig):
     """Role -> dotted path of its worker class, where it is not the built-in one."""
     cpus_per_process: float | None = None
     """CPU share of one worker process; null takes min(1, CPUs / processes)."""
+
+
+@dataclass(kw_only=True)
+class PPOConfig(RunConfig, WorkersConfig):
+    """A PPO run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts."""
+    custom_reward_function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
+    """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Advantages and KL."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config.schema import DataConfig
+from trainer.data.config import DataConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import load_from
 

@@ -1,7 +1,7 @@
 """Which of the user's modules the workers on other nodes need, so that Ray can send them there.
 
-What a run names by a dotted path is imported in the worker processes: worker classes, policy losses,
-optimizers. Estimators, reward functions and trainers run beside the driver and stay there.
+What a run names by a dotted path is imported in the worker processes: worker classes, policy
+losses, optimizers. Estimators, reward functions and trainers run beside the driver and stay there.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.schema import PPOConfig
+from trainer.config.schema import RunConfig
 from trainer.groups.user_modules import modules_of_the_user
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
 from verl_like.calls.waiting import Deadlines
@@ -41,7 +41,7 @@ NO_GPU = "trainer.device=cuda asks for GPUs, but"
 WITHOUT_GPU = "Set trainer.device=auto or cpu to run on CPU slots."
 
 
-def worker_class(config: PPOConfig, role: str) -> type[Worker]:
+def worker_class(config: RunConfig, role: str) -> type[Worker]:
     """The class that plays a role: the user's own, or the built-in one."""
     cls = load_object(config.role_workers.get(role) or ROLE_WORKERS[role], f"role_workers.{role}")
     if not (isinstance(cls, type) and issubclass(cls, Worker)):
@@ -55,15 +55,17 @@ def worker_class(config: PPOConfig, role: str) -> type[Worker]:
 class WorkerGroups:
     """The worker group of every role. Leaving the `with` block ends all processes."""
 
-    def __init__(self, config: PPOConfig, worker_code: Sequence[str] | None = None) -> None:
+    def __init__(self, config: RunConfig, worker_code: Sequence[str] | None = None) -> None:
         """Check the whole placement and import every class; only then start processes.
 
-        `worker_code` are the dotted paths that workers import; by default their classes alone. On Ray
-        all pools start at once, in process one by one: there a role may find neighbours from other
-        pools.
+        `worker_code` are the dotted paths that workers import; by default their classes alone.
+        On Ray all pools start at once, in process one by one: there a role may find neighbours from
+        other pools.
         """
         self.config = config
-        self._worker_code = list(config.role_workers.values() if worker_code is None else worker_code)
+        self._worker_code = list(
+            config.role_workers.values() if worker_code is None else worker_code
+        )
         self._life, self._is_over = threading.Lock(), False
         self._fused: dict[str, WorkerGroup] = {}
         self._groups: dict[str, WorkerGroup] = {}
@@ -126,7 +128,7 @@ class WorkerGroups:
         self.shutdown()
 
     def take_calls(self) -> list[dict[str, Any]]:
-        """The calls finished since the last time, of every pool: the timeline is drawn from them."""
+        """The calls finished since the last time, of every pool, for the timeline."""
         records = []
         for pool, group in self._fused.items():
             for header in group.transport.take_finished():

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config.schema import FilterGroupsConfig
+from trainer.ppo.config import FilterGroupsConfig
 from trainer.ppo.samples import EXTRA, concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
@@ -95,7 +95,7 @@ def read_metric(samples: DataProto, metric: str) -> Tensor:
         raise ConfigError(
             f"algorithm.filter_groups.metric={metric}: choose seq_reward, or a number that the "
             "reward function returns beside its score; here: "
-            f"{', '.concat_rows(valid)}.{nearest(metric, valid)}"
+            f"{', '.join(valid)}.{nearest(metric, valid)}"
         )
     return torch.from_numpy(columns[EXTRA + metric].astype(np.float64))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.config.schema import KLControlConfig
+from trainer.ppo.config import KLControlConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.tensor_ops import masked_mean
 from workers.columns import read_columns, write_columns

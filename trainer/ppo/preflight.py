@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from trainer.config.schema import PPOConfig
 from trainer.data.files import listing
+from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.pools import expand_roles
 from workers.models.folder import model_folder

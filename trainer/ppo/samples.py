@@ -31,7 +31,7 @@ def concat_rows(parts: Sequence[DataProto]) -> DataProto:
 
 
 def write_samples(folder: Path, step: int, batch: DataProto, tokenizer: Any) -> None:
-    """`<folder>/<step>.jsonl`: a line a sample, with verl's names and the reward function's numbers."""
+    """`<folder>/<step>.jsonl`: a line a sample, with verl's names and what the rule returned."""
     fields = _fields(batch, tokenizer)
     lines = []
     for values in zip(*fields.values(), strict=True):

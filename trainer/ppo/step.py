@@ -3,9 +3,9 @@
     prompts ─> rollout ─> { old log-probs ‖ reference ‖ values ‖ rewards } ─> KL, advantages
             ─> { critic ‖ actor } ─> weight sync ─> next prompts
 
-Every `‖` joins futures: roles on different pools run at the same time, roles on one pool take turns.
-Which is the case is a matter of configuration, and this file does not know it. The loop around a
-step is `trainer.loop.Trainer`; `trainer.ppo.dataflow` prints the graph of a configuration.
+Every `‖` joins futures: roles on different pools run at the same time, roles on one pool take
+turns. Which is the case is a matter of configuration, and this file does not know it. The loop
+around a step is `trainer.loop.Trainer`; `trainer.ppo.dataflow` prints the graph of a configuration.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
-from trainer.config.schema import PPOConfig
 from trainer.data.prompts import PromptLoader, load_tokenizer
-from trainer.data.sizes import batch_table
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.ppo.advantages.estimators import compute_advantage
 from trainer.ppo.balance import balance_ranks
 from trainer.ppo.call_results import join_results, numbers_of
+from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
 from trainer.ppo.dynamic_sampling import collect_groups
 from trainer.ppo.kl import apply_kl_penalty, clamp_scores, get_kl_controller
@@ -39,6 +38,7 @@ from trainer.ppo.mismatch import mismatch_metrics
 from trainer.ppo.preflight import preflight
 from trainer.ppo.sample_source import SampleSource, SynchronousSource
 from trainer.ppo.samples import write_samples
+from trainer.ppo.sizes import batch_table
 from trainer.ppo.validation import name_metrics, sample_all
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
@@ -102,7 +102,7 @@ class PPOTrainer(Trainer):
     # ----------------------------------------------------------------------------------- the stages
 
     def make_samples(self, prompts: Iterator[DataProto]) -> tuple[DataProto, Metrics]:
-        """The samples of one step; with `filter_groups` of as many draws of prompts as they take."""
+        """The samples of one step; with `filter_groups`, of as many draws as they take."""
         self.on_sample_begin()
         filtered = self.config.algorithm.filter_groups
         metrics: Metrics = {}
@@ -170,7 +170,7 @@ class PPOTrainer(Trainer):
         return join_results(batch, [self.launch_rewards(batch).get()])
 
     def launch_rewards(self, batch: DataProto) -> Any:
-        """The future of `token_level_scores`: of the rules, and of a reward model if there is one."""
+        """The future of `token_level_scores`: by the rules, and a reward model if there is one."""
         rules = self.rewards.remote(batch)
         if "reward_model" not in self.groups:
             return rules
@@ -288,7 +288,7 @@ class PPOTrainer(Trainer):
         return {}
 
     def init_models(self) -> None:
-        """Build every role's model; give the rollout the actor's weights before the first prompt."""
+        """Build every role's model; the rollout gets its weights before the first prompt."""
         super().init_models()
         self.sync()
 
@@ -320,7 +320,7 @@ class PPOTrainer(Trainer):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; the sync that follows makes its weight version again."""
+        """Take over what `state_dict` gave; the next sync makes its weight version again."""
         super().load_state_dict(state)
         self.weight_version = state["weight_version"] - 1
         self.kl_ctrl.value = state["kl_coef"]

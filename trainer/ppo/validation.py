@@ -30,7 +30,8 @@ def sample_all(
 ) -> DataProto:
     """`n` scored samples of every prompt.
 
-    `roll_out(rows, validate=True, **sampling)` makes the responses, `with_rewards(rows)` scores them.
+    `roll_out(rows, validate=True, **sampling)` makes the responses, `with_rewards(rows)` scores
+    them.
     """
     parts = []
     for batch in prompts:

@@ -21,13 +21,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from trainer.config.schema import PPOConfig
+from trainer.config.schema import RunConfig
 from trainer.run_folder.checkpoint import FREE, flatten
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 
 
-def open_run_folder(config: PPOConfig) -> Path:
+def open_run_folder(config: RunConfig) -> Path:
     """Make the folder and write `config.yaml`; refuses one that cannot be written or holds another
     run's metrics.
     """
@@ -43,7 +43,7 @@ def open_run_folder(config: PPOConfig) -> Path:
     return folder
 
 
-def _refuse_other_run(folder: Path, config: PPOConfig) -> None:
+def _refuse_other_run(folder: Path, config: RunConfig) -> None:
     """Metrics of another configuration are not overwritten; those with a checkpoint are
     `trainer.run_folder.checkpoint`'s.
     """

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.config.schema import PPOConfig
+from trainer.config.schema import RunConfig
 from trainer.run_folder.checkpoint import WANDB_ID
 from trainer.run_folder.progress import Console
 from verl_like.errors import ConfigError
@@ -84,7 +84,7 @@ class WandB:
     folder names.
     """
 
-    def __init__(self, config: PPOConfig):
+    def __init__(self, config: RunConfig):
         import wandb
 
         trainer = config.trainer
@@ -112,7 +112,7 @@ class WandB:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[PPOConfig, int], Tracker]] = {
+TRACKERS: dict[str, Callable[[RunConfig, int], Tracker]] = {
     "console": lambda config, total_steps: Console(total_steps),
     "tensorboard": lambda config, total_steps: TensorBoard(Path(config.trainer.default_local_dir)),
     "wandb": lambda config, total_steps: WandB(config),
@@ -147,7 +147,7 @@ class Tracking:
         self.close()
 
 
-def make_tracking(config: PPOConfig, total_steps: int) -> Tracking:
+def make_tracking(config: RunConfig, total_steps: int) -> Tracking:
     """metrics.jsonl and what `trainer.logger` names; of those, one that is not installed is left
     out with a warning.
     """

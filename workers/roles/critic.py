@@ -67,7 +67,7 @@ class CriticWorker(Checkpointed, Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_critic(self, data: DataProto) -> dict[str, Any]:
-        """One update towards the returns; gives metrics that, but for perf/, every rank agrees on."""
+        """One update towards the returns; gives metrics, which but for perf/ all ranks share."""
         with utilization("critic", self.engine, data, passes=self.epochs) as mfu:
             metrics = self.engine.update(
                 data,

@@ -3,7 +3,7 @@ import math
 import pytest
 from samples import make_batch, started, tiny_config
 
-from verl_like.errors import MissingColumnError
+from verl_like.errors import BatchError, MissingColumnError
 from workers.config import PolicyLossConfig, RolloutConfig, RolloutCorrectionConfig
 from workers.roles.actor import ActorWorker, log_prob_temperature
 

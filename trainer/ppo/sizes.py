@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config.schema import PPOConfig
+from trainer.ppo.config import PPOConfig
 from verl_like.placement.pools import expand_roles
 from verl_like.terminal import draw_table
 
