@@ -96,10 +96,8 @@ def advantages() -> dict[str, float]:
     import numpy as np
     import torch
 
-    from trainer.ppo.advantages.estimators import (
-        compute_gae_advantage_return,
-        compute_grpo_outcome_advantage,
-    )
+    from trainer.ppo.advantages.gae import compute_gae_advantage_return
+    from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
     from workers.cpu.allocator import keep_freed_memory
 
     torch.set_num_threads(1)  # both as in `trainer.launch`

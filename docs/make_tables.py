@@ -1,40 +1,77 @@
-"""Write what the docs say about keys and columns from the code: `python docs/make_tables.py`.
+"""Write what the docs say about keys, columns and algorithms: `python docs/make_tables.py`.
 
-The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configuration.md` and
-`dataflow.md`; a test checks that they are current.
+The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configuration.md`,
+`dataflow.md` and `algorithms.md`; a test checks that they are current. An algorithm's row is its
+function's docstring (the last paragraph, `Source: …`, is its source), the names that it is
+registered by, and the columns and settings that its parameters ask for.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.cli.explain import field_docs
-from trainer.config.checks import read
-from trainer.config.compose import config_keys
-from trainer.config.schema import PPOConfig
+from trainer.config.keys import Key, config_keys, read
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from trainer.ppo.compute_advantage import SETTINGS, columns_read
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import PPO
 from workers.columns import COLUMNS
+from workers.losses.aggregate import AGGREGATIONS
+from workers.losses.kl import KL_ESTIMATORS
+from workers.losses.registry import POLICY_LOSSES, keys_read
+from workers.losses.value import compute_value_loss
 
 DOCS = Path(__file__).resolve().parent
 
 
 def key_table() -> str:
-    """A table for every section: key, default, meaning."""
-    default, docs, kinds = PPOConfig(), field_docs(), dict(config_keys())
-    sections: dict[str, list[str]] = {}
-    for key, kind in kinds.items():
-        if not dataclasses.is_dataclass(kind):
-            section, _, leaf = key.rpartition(".")
-            row = f"| `{leaf}` | {_show(read(default, key))} | {_cell(docs[key])} |"
-            sections.setdefault(section, []).append(row)
+    """A table for every section: key, default, values, when it is read, resume, meaning."""
+    PPO.load_registries()
+    docs, default = field_docs(), PPOConfig()
+    keys = {key.name: key for key in config_keys(PPOConfig)}
+    rows: dict[str, list[str]] = {}
+    for key in keys.values():
+        if not key.is_section:
+            section, _, leaf = key.name.rpartition(".")
+            cells = [f"`{leaf}`", _show(read(default, key.name)), *_rule_cells(key)]
+            meaning = _cell(docs[key.name]) + _name_in_verl(key)
+            rows.setdefault(section, []).append(f"| {' | '.join([*cells, meaning])} |")
+
     parts = []
-    for section, rows in sections.items():
-        intro = f"## `{section}`\n\n{docs[section]}\n" if section else "## Top level\n"
-        parts.append("\n".join([intro, "| key | default | meaning |", "|---|---|---|", *rows]))
+    for section, lines in rows.items():
+        intro = _section_intro(keys[section], docs[section]) if section else "## Top level\n"
+        parts.append("\n".join([intro, *HEAD_OF_KEYS, *lines]))
     return "\n\n".join(parts)
+
+
+HEAD_OF_KEYS = (
+    "| key | default | values | read when | resume | meaning |",
+    "|---|---|---|---|---|---|",
+)
+
+
+def _section_intro(section: Key, doc: str) -> str:
+    """Heading, docstring, and the rules that hold for all of its keys."""
+    values, read_when, resume = _rule_cells(section)
+    rules = f" Read when {read_when}." if read_when else ""
+    rules += " A resumed run may change all of it." if resume else ""
+    return f"## `{section.name}`\n\n{doc}{rules}\n"
+
+
+def _rule_cells(key: Key) -> tuple[str, str, str]:
+    """Values, when it is read, and whether a resumed run may change it."""
+    read_when = " and ".join(condition.says for condition in key.rules.read_when)
+    resume = "may change" if key.rules.may_change_on_resume else ""
+    return _cell(key.allowed), _cell(read_when), resume
+
+
+def _name_in_verl(key: Key) -> str:
+    return f" In verl: `{key.rules.verl}`." if key.rules.verl else ""
 
 
 def column_table() -> str:
@@ -44,6 +81,70 @@ def column_table() -> str:
         for c in COLUMNS.values()
     ]
     return "\n".join(["| column | shape | type | written by |", "|---|---|---|---|", *rows])
+
+
+def estimator_table() -> str:
+    """The advantage estimators."""
+    rows = []
+    for names, estimator in _by_entry(ADVANTAGE_ESTIMATORS).items():
+        parameters = inspect.signature(estimator).parameters
+        keys = [f"algorithm.{name}" for name in parameters if name in SETTINGS]
+        columns = columns_read(names[0])
+        rows.append([_code(names), *_formula_and_source(estimator), _code(columns), _code(keys)])
+    return _table(["name", "formula", "source", "columns it reads", "keys it reads"], rows)
+
+
+def policy_loss_table() -> str:
+    """The policy losses."""
+    rows = []
+    for names, policy_loss in _by_entry(POLICY_LOSSES).items():
+        keys = keys_read(policy_loss)
+        assert keys is not None, f"{names[0]} does not say which keys it reads: @reads(...)"
+        rows.append([_code(names), *_formula_and_source(policy_loss), _code(keys)])
+    return _table(["name", "formula", "source", "keys it reads, under `actor.`"], rows)
+
+
+def value_loss_table() -> str:
+    """The critic's loss."""
+    row = [*_formula_and_source(compute_value_loss), _code(["critic.cliprange_value"])]
+    return _table(["formula", "source", "keys it reads"], [row])
+
+
+def kl_table() -> str:
+    """The KL estimators."""
+    rows = []
+    for names, estimate in _by_entry(KL_ESTIMATORS).items():
+        rows.append([_code(names), *_formula_and_source(estimate)])
+    return _table(["name", "formula", "source"], rows)
+
+
+def aggregation_table() -> str:
+    """The ways from token losses to one number."""
+    rows = [[_code([name]), *about] for name, about in AGGREGATIONS.items()]
+    return _table(["name", "formula", "source"], rows)
+
+
+def _by_entry(registry: Mapping[str, Callable[..., Any]]) -> dict[tuple[str, ...], Any]:
+    """(name, its aliases) -> entry."""
+    names: dict[Callable[..., Any], list[str]] = {}
+    for name, entry in registry.items():
+        names.setdefault(entry, []).append(name)
+    return {tuple(of_entry): entry for entry, of_entry in names.items()}
+
+
+def _formula_and_source(algorithm: Callable[..., Any]) -> tuple[str, str]:
+    text, _, source = inspect.cleandoc(algorithm.__doc__ or "").partition("\n\nSource: ")
+    assert source, f"the docstring of {algorithm.__name__} ends without a paragraph `Source: …`"
+    return text, source
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *([_cell(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _show(value: Any) -> str:
@@ -60,6 +161,11 @@ def _cell(text: str) -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "keys": ("configuration.md", key_table),
     "columns": ("dataflow.md", column_table),
+    "estimators": ("algorithms.md", estimator_table),
+    "policy-losses": ("algorithms.md", policy_loss_table),
+    "aggregations": ("algorithms.md", aggregation_table),
+    "value-loss": ("algorithms.md", value_loss_table),
+    "kl": ("algorithms.md", kl_table),
 }
 
 

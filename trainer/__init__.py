@@ -9,20 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.config.compose import load_config
-    from trainer.config.schema import PPOConfig
     from trainer.groups.worker_groups import WorkerGroups
     from trainer.launch import run
     from trainer.loop import Trainer
+    from trainer.ppo.config import PPOConfig
+    from trainer.ppo.recipe import load_config
     from trainer.ppo.step import PPOTrainer
 
 __all__ = ["PPOConfig", "PPOTrainer", "Trainer", "WorkerGroups", "load_config", "run"]
 _MODULE_OF = {
-    "PPOConfig": "config.schema",
+    "PPOConfig": "ppo.config",
     "PPOTrainer": "ppo.step",
     "Trainer": "loop",
     "WorkerGroups": "groups.worker_groups",
-    "load_config": "config.compose",
+    "load_config": "ppo.recipe",
     "run": "launch",
 }
 

@@ -14,7 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trainer.config.compose import CONFIG_DIR, CONFIG_NAME, from_composed, prepare_overrides
+from trainer.config.compose import from_composed, prepare_overrides, register
+from trainer.ppo.recipe import PPO
 from verl_like.errors import CheckpointError, ConfigError, PlacementError
 from verl_like.terminal import end_with_the_reader
 
@@ -23,15 +24,16 @@ ONLY_SHOWN = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "tr
 GOES_ON = "the same command goes on from the last checkpoint, where there is one"
 EXIT_OF_CTRL_C = 130
 """What shells expect of a program that was interrupted: 128 and the signal's number."""
+register(PPO)
 
 
-@hydra.main(config_path=str(CONFIG_DIR), config_name=CONFIG_NAME, version_base="1.3")
+@hydra.main(config_path=str(PPO.config_dir), config_name=PPO.config_name, version_base="1.3")
 def _job(composed: DictConfig) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("trainer").setLevel(logging.INFO)
     hydra_config = HydraConfig.get()
     try:
-        config = from_composed(composed, hydra_config.overrides.task)
+        config = from_composed(composed, hydra_config.overrides.task, PPO)
         if hydra_config.mode == RunMode.MULTIRUN:
             config.trainer.default_local_dir += f"/{hydra_config.job.num}"
         from trainer.launch import run
@@ -63,9 +65,8 @@ def main() -> None:
             a for a in arguments if not a.startswith("-") and ("=" in a or a.startswith("~"))
         ]
         try:
-            sys.argv[1:] = [a for a in arguments if a not in overrides] + prepare_overrides(
-                overrides
-            )
+            rest = [a for a in arguments if a not in overrides]
+            sys.argv[1:] = rest + prepare_overrides(overrides, PPO)
         except ConfigError as err:
             sys.exit(f"error: {err}")
     _job()

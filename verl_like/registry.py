@@ -27,6 +27,18 @@ from verl_like.errors import ConfigError, nearest
 T = TypeVar("T")
 
 
+_by_kind: dict[str, Registry[Any]] = {}
+
+
+def registry_of(kind: str) -> Registry[Any]:
+    """The registry of that kind; the module that makes it has been imported before.
+
+    A configuration's schema names a kind, and so needs nothing of what is registered.
+    """
+    assert kind in _by_kind, f"no imported module makes a registry of {kind!r}; import it first"
+    return _by_kind[kind]
+
+
 class Registry(Mapping[str, T]):
     """Names and what they stand for, in the order in which they were registered."""
 
@@ -34,6 +46,7 @@ class Registry(Mapping[str, T]):
         """`kind` says in messages what the entries are, such as "policy loss"."""
         self.kind = kind
         self._entries: dict[str, T] = {}
+        _by_kind[kind] = self
 
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
         """A decorator that enters an object under its name and aliases, and hands it back."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import load
-from trainer.config.compose import load_config, prepare_overrides
+from trainer import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -157,7 +157,7 @@ def test_the_tiny_split_example_overlaps_its_updates(tmp_path: Path) -> None:
 
 
 def test_the_7b_command_composes_with_half_of_the_cards_for_the_critic() -> None:
-    config = load_config(prepare_overrides(settings_of(SPLIT)))
+    config = load_config(settings_of(SPLIT))
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": [4], "critic_pool": [4]}
     assert config.role_mapping["critic"] == "critic_pool"
     assert config.role_mapping["ref"] == "actor_rollout_ref_pool"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import load
-from trainer.config.schema import DataConfig
+from trainer.data.config import DataConfig
 from trainer.data.files import read_rows
 from workers.rewards.functions import default_compute_score
 

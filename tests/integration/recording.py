@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer.config.schema import PPOConfig
+from trainer.ppo.config import PPOConfig
 from trainer.ppo.step import Metrics, PPOTrainer
 from verl_like import DataProto, Dispatch, Worker, register
 

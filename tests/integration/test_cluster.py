@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from trainer import PPOTrainer
-from trainer.config.compose import load_config
-from trainer.config.schema import PPOConfig
+from trainer import PPOTrainer, load_config
 from trainer.groups.user_modules import modules_of_the_user
+from trainer.ppo.config import PPOConfig
 from verl_like.errors import PlacementError
 
 ROOT = Path(__file__).resolve().parents[2]

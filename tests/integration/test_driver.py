@@ -16,7 +16,7 @@ import torch
 from tests.integration.rigged import NotedTrainer, TwoPassTrainer
 from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
-from trainer.ppo.advantages.estimators import ADVANTAGE_ESTIMATORS
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.step import PPOTrainer
 from verl_like.errors import ConfigError
 

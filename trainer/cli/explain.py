@@ -7,19 +7,18 @@ effect from `trainer.config.unused_keys`. Nothing is started.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trainer.config.checks import read
-from trainer.config.compose import config_keys, load_config
-from trainer.config.unused_keys import RULES
+from trainer.config.keys import config_keys, leaf_keys, read
+from trainer.config.unused_keys import unused_keys
 from trainer.launch import nominal_placement, trainer_class
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages
+from trainer.ppo.recipe import load_config
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.step import PPOTrainer
 from verl_like.placement.pools import expand_roles
@@ -38,9 +37,7 @@ def explain(config: PPOConfig, max_columns: int | None = None) -> str:
         "How much": batch_table(config, max_columns).splitlines(),
         "Changed from the defaults": change_lines(config),
         "No effect in this run": [
-            f"{', '.join(key.rstrip('.') for key in rule.keys)}: {rule.why}"
-            for rule in RULES
-            if not rule.holds(config)
+            f"{', '.join(keys)}: {reason}" for reason, keys in unused_keys(config).items()
         ],
     }
     return "\n\n".join(
@@ -71,8 +68,8 @@ def change_lines(config: PPOConfig) -> list[str]:
     """Key, value, default and meaning of every key that is not at its default."""
     default, docs = PPOConfig(), field_docs()
     lines = []
-    for key, kind in config_keys():
-        if dataclasses.is_dataclass(kind) or key in SHOWN_AS_PLACEMENT:
+    for key in (key.name for key in leaf_keys(type(config))):
+        if key in SHOWN_AS_PLACEMENT:
             continue
         value, usual = (
             list(v) if isinstance(v, tuple) else v for v in (read(config, key), read(default, key))
@@ -99,9 +96,9 @@ def field_docs(schema: type = PPOConfig, prefix: str = "") -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
         assert isinstance(body, ast.ClassDef), f"{cls} is a class"
         docs |= {prefix + name: text for name, text in _documented(body.body)}
-    for key, kind in list(config_keys(schema)):
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and "." not in key:
-            docs |= field_docs(kind, f"{prefix}{key}.")
+    for key in config_keys(schema):
+        if key.is_section and "." not in key.name:
+            docs |= field_docs(key.kind, f"{prefix}{key.name}.")
     return docs
 
 

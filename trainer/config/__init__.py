@@ -1,1 +1,1 @@
-"""The configuration of a run: its schema, how it is composed from YAML and overrides, and what is checked."""
+"""The configuration of a run, whatever its recipe: schema, composing, placement presets, checks."""

@@ -1,17 +1,14 @@
-"""From command-line overrides to a checked `PPOConfig`.
+"""From command-line overrides to the checked configuration of a recipe.
 
-`load_config` is the way in for code and tests; `trainer.main_ppo` calls `prepare_overrides` and
-`from_composed` around Hydra's main, which composes by itself.
+`load_config` is the way in for code and tests. A program around Hydra's main, which composes by
+itself, calls `register`, `prepare_overrides` and `from_composed`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import typing
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -20,99 +17,132 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import presets as plan
-from trainer.config.schema import PPOConfig
+from trainer.config.checks import check_fields, check_resume
+from trainer.config.keys import Key, config_keys
+from trainer.config.placement import expand_shorthands, preset_tree, settle, share
+from trainer.config.recipe import Recipe
+from trainer.config.schema import RunConfig
+from trainer.config.unused_keys import check_unused
 from verl_like.errors import ConfigError, nearest
 
-CONFIG_DIR = Path(__file__).resolve().parent
-CONFIG_NAME = "ppo_trainer"
-
-ConfigStore.instance().store(name="ppo_schema", node=PPOConfig)
-OmegaConf.register_new_resolver(
-    "share",
-    lambda pool, preset_pools, *, _root_: plan.share(pool, preset_pools, _root_),
-    replace=True,
-)
+C = TypeVar("C", bound=RunConfig)
+_registered: dict[str, Recipe[Any]] = {}
 
 
-def config_keys(schema: type = PPOConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every (dotted key, type) of the tree, sections included, in declaration order."""
-    for name, kind in typing.get_type_hints(schema).items():
-        yield prefix + name, kind
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            yield from config_keys(kind, f"{prefix}{name}.")
+def _share(name: str, pool: str, preset_pools: Sequence[str], *, _root_: DictConfig) -> list[int]:
+    """`${share:<recipe>,<pool>,[<pools of the preset>]}`."""
+    return share(_registered[name], pool, preset_pools, _root_)
 
 
-def prepare_overrides(overrides: Sequence[str]) -> list[str]:
-    """What Hydra gets: every key is known, shorthands are written out, and pools and roles need no
-    `+`.
-    """
-    overrides = plan.expand_shorthands(overrides)
-    check_overrides(overrides)
-    takes_any = tuple(section + sign for section in open_sections() for sign in ".=")
-    return ["++" + o if o.startswith(takes_any) else o for o in overrides]
+OmegaConf.register_new_resolver("share", _share, replace=True)
 
 
-def open_sections() -> list[str]:
-    """Sections that take any key, such as role_mapping."""
-    return [key for key, kind in config_keys() if typing.get_origin(kind) is dict]
-
-
-def check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse keys that do not exist, with the nearest ones; Hydra would let `+section.typo=`
-    through.
-    """
-    keys, takes_any = dict(config_keys()), tuple(f"{section}." for section in open_sections())
-    for key in override_keys(overrides):
-        known = key in keys or key == "placement" or key.split(".")[0].split("/")[0] == "hydra"
-        if known or key.startswith(takes_any):
-            continue
-        leaf = key.rpartition(".")[2]
-        twins = [k for k in keys if k.rpartition(".")[2] == leaf]
-        hint = (
-            f" Did you mean {' or '.join(map(repr, twins))}?"
-            if twins
-            else nearest(key, [*keys, "placement"])
+def register(recipe: Recipe[Any]) -> None:
+    """Let Hydra find the schema and the placement presets that the recipe's YAML names."""
+    _registered[recipe.name] = recipe
+    store = ConfigStore.instance()
+    store.store(name=f"{recipe.name}_schema", node=recipe.schema)
+    for preset in recipe.placements:
+        store.store(
+            group="placement",
+            name=preset,
+            package="_global_",
+            node=preset_tree(recipe, preset),
         )
-        raise ConfigError(f"There is no key {key!r}.{hint} All keys: verl-like ppo --cfg job")
+
+
+def load_config(overrides: Sequence[str], recipe: Recipe[C]) -> C:
+    """`key=value` strings, as on the command line -> the configuration of a run."""
+    register(recipe)
+    overrides = prepare_overrides(overrides, recipe)
+    try:
+        with initialize_config_dir(str(recipe.config_dir), version_base="1.3"):
+            composed = compose(recipe.config_name, overrides=overrides)
+    except HydraException as err:
+        raise ConfigError(f"{err}\n{err.__cause__}" if err.__cause__ else str(err)) from err
+    return from_composed(composed, overrides, recipe)
+
+
+def prepare_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> list[str]:
+    """What Hydra gets: keys are known, shorthands written out, own names take no `+`."""
+    overrides = expand_shorthands(recipe, overrides)
+    check_overrides(overrides, recipe)
+
+    takes_any = [key.name for key in config_keys(recipe.schema) if key.takes_any]
+    own_names = tuple(section + sign for section in takes_any for sign in ".=")
+    return [f"++{o}" if o.startswith(own_names) else o for o in overrides]
+
+
+def check_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
+    """Refuse keys that do not exist; Hydra would let `+section.typo=` through."""
+    keys = config_keys(recipe.schema)
+    known = {key.name for key in keys} | {"placement"}
+    own_names = tuple(f"{key.name}." for key in keys if key.takes_any)
+
+    for name in override_keys(overrides):
+        of_hydra = name.split(".")[0].split("/")[0] == "hydra"
+        if not (name in known or of_hydra or name.startswith(own_names)):
+            raise ConfigError(
+                f"There is no key {name!r}.{_did_you_mean(name, keys)} All keys: verl-like "
+                f"{recipe.name} --cfg job"
+            )
+
+
+def _did_you_mean(name: str, keys: Sequence[Key]) -> str:
+    """The key with verl's name, else those with the same last word, else the nearest one."""
+    ours = [key.name for key in keys if key.rules.verl == name]
+    if ours:
+        return f" Here it is {ours[0]!r}."
+
+    leaf = name.rpartition(".")[2]
+    twins = [key.name for key in keys if key.name.rpartition(".")[2] == leaf]
+    if twins:
+        return f" Did you mean {' or '.join(map(repr, twins))}?"
+    return nearest(name, [*(key.name for key in keys), "placement"])
 
 
 def override_keys(overrides: Sequence[str]) -> list[str]:
-    """The dotted keys that `overrides` set, add or delete; those inside `section={key: value}`,
-    too.
-    """
+    """The dotted keys that `overrides` set, add or delete, also inside `section={key: value}`."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as err:
         raise ConfigError(str(err)) from err
-    return [key for override in parsed for key in _keys_in(override.key_or_group, override.value())]
+
+    found = []
+    for override in parsed:
+        found += _keys_in(override.key_or_group, override.value())
+    return found
 
 
 def _keys_in(key: str, value: Any) -> list[str]:
     if not isinstance(value, dict) or not value:
         return [key]
-    return [found for name, inner in value.items() for found in _keys_in(f"{key}.{name}", inner)]
+
+    found = []
+    for name, inner in value.items():
+        found += _keys_in(f"{key}.{name}", inner)
+    return found
 
 
-def from_composed(composed: DictConfig, overrides: Sequence[str]) -> PPOConfig:
+def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe[C]) -> C:
     """Hydra's tree merged back into the schema, resolved, settled and checked."""
+    recipe.load_registries()
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(PPOConfig), composed)
+        merged = OmegaConf.merge(OmegaConf.structured(recipe.schema), composed)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as err:
         raise _our_own(err) or ConfigError(str(err)) from err
-    assert isinstance(config, PPOConfig), f"the schema gave a {type(config).__name__}"
-    section, keys = "resource_pool_spec.", override_keys(overrides)
-    notices = plan.settle(
-        config, {key.removeprefix(section) for key in keys if key.startswith(section)}
-    )
-    from trainer.config.checks import (
-        validate,  # it looks into the losses, hence torch: not on the way to --help
-    )
-    from trainer.config.unused_keys import check_unread
+    assert isinstance(config, recipe.schema), f"the schema gave a {type(config).__name__}"
 
-    validate(config)
-    for notice in notices + check_unread(config, keys):
+    keys = override_keys(overrides)
+    notices = settle(recipe, config, keys)
+
+    check_fields(config)
+    check_resume(config)
+    for check in recipe.checks:
+        check(config)
+
+    for notice in notices + check_unused(config, keys, recipe.only_noticed):
         logging.getLogger(__name__).warning(notice)
     return config
 
@@ -123,14 +153,3 @@ def _our_own(err: BaseException) -> ConfigError | None:
     while cause is not None and not isinstance(cause, ConfigError):
         cause = cause.__cause__ or cause.__context__
     return cause
-
-
-def load_config(overrides: Sequence[str]) -> PPOConfig:
-    """`key=value` strings, as on the command line -> the configuration of a run."""
-    overrides = prepare_overrides(overrides)
-    try:
-        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = compose(CONFIG_NAME, overrides=overrides)
-    except HydraException as err:
-        raise ConfigError(f"{err}\n{err.__cause__}" if err.__cause__ else str(err)) from err
-    return from_composed(composed, overrides)

@@ -1,208 +1,150 @@
-"""The whole configuration tree of a PPO run: typed, torch-free, one docstring under every field.
+"""What the configuration of every recipe has: the run, its cluster, its pools and roles.
 
-`trainer.config.compose.load_config` fills it from YAML and overrides;
-`trainer.config.checks.validate` holds the cross-checks. These dataclasses are the only home of a
-default; the YAML files beside them hold nothing but interpolations and placements.
+A recipe extends `RunConfig` with sections of its own (PPO's are in `trainer.ppo.config`). The
+dataclasses are the home of every default and, by `key`, of every rule of one field; a YAML file
+holds only what refers to another key.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl_like.calls.waiting import Deadlines
-from workers.config import (
-    RewardFunctionConfig,
-    RolloutCorrectionConfig,
-    UserCodeConfig,
-    WorkersConfig,
+from verl_like.config_key import When, key
+
+ON_RAY = When(
+    "`trainer.backend` is ray",
+    lambda _, run: run.trainer.backend == "ray",
+    "trainer.backend is not ray",
 )
-
-
-@dataclass(kw_only=True)
-class DataConfig:
-    """Prompts: files, sizes, order."""
-
-    train_files: Any = ""
-    """A parquet or JSONL file in verl's schema, or a list of them."""
-    val_files: Any = ""
-    """The same for validation; empty: no validation."""
-    custom_cls: UserCodeConfig = field(default_factory=UserCodeConfig)
-    """A data set of the user's: called with data_files, tokenizer and config, it gives rows of that
-    schema.
-    """
-    prompt_key: str = "prompt"
-    """Column of the prompts: chat messages, or plain strings."""
-    train_batch_size: int = 1024
-    """Prompts per step."""
-    max_prompt_length: int = 512
-    """Tokens; every prompt is left-padded to it."""
-    max_response_length: int = 512
-    """Tokens; every response is right-padded to it."""
-    shuffle: bool = True
-    """A new order each epoch, from `trainer.seed`."""
-    filter_overlong_prompts: bool = False
-    """Drop (and count) prompts of more than `max_prompt_length` tokens."""
-    truncation: str = "error"
-    """An overlong prompt that was not dropped: error, or cut it at its left or right end."""
-    on_bad_row: str = "error"
-    """A row that is no prompt (a missing column, no messages, no tokens): error, or skip it and
-    count it.
-    """
-
-
-@dataclass(kw_only=True)
-class KLControlConfig:
-    """The coefficient of the KL in the reward."""
-
-    type: str = "fixed"
-    """fixed or adaptive."""
-    kl_coef: float = 0.001
-    """Its (first) value."""
-    horizon: int = 10000
-    """Samples over which the adaptive controller reacts."""
-    target_kl: float = 0.1
-    """What the adaptive controller steers to."""
-
-
-@dataclass(kw_only=True)
-class FilterGroupsConfig:
-    """DAPO's dynamic sampling: prompts whose samples all score alike are replaced by further
-    prompts.
-    """
-
-    enable: bool = False
-    """Replace them."""
-    metric: str = "seq_reward"
-    """What must differ: seq_reward (the score), or a number that the reward function returns beside
-    it, such as acc.
-    """
-    max_num_gen_batches: int = 10
-    """Batches generated for one step at most; what is still missing then is filled with groups of
-    equal scores.
-    """
-
-
-@dataclass(kw_only=True)
-class AlgorithmConfig:
-    """From scores to advantages."""
-
-    adv_estimator: str = "gae"
-    """Advantage estimator; gae is the one that needs the critic."""
-    gamma: float = 1.0
-    """Discount per token."""
-    lam: float = 1.0
-    """GAE's lambda."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide GRPO's advantages by their group's standard deviation."""
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
-    """Dynamic sampling."""
-    score_clip: float | None = None
-    """Scores are clamped to -score_clip ... score_clip before anything else; null leaves them."""
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    """Importance weights of the policy loss."""
-    use_kl_in_reward: bool = False
-    """Subtract the KL to the reference from the reward; starts the reference role."""
-    kl_penalty: str = "kl"
-    """Estimator of that KL."""
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    """Its coefficient."""
+COUNTS_EPOCHS = When(
+    "`total_training_steps` is null",
+    lambda trainer, _: trainer.total_training_steps is None,
+    "trainer.total_training_steps is set",
+)
+SAVES = When(
+    "`save_freq` > 0",
+    lambda trainer, _: trainer.save_freq > 0,
+    "trainer.save_freq writes no checkpoints",
+)
+RESUMES_FROM_PATH = When(
+    "`resume_mode` is resume_path",
+    lambda trainer, _: trainer.resume_mode == "resume_path",
+    "trainer.resume_mode is not resume_path",
+)
+TRACKERS = ("console", "tensorboard", "wandb")
+"""What `trainer.logger` may name."""
 
 
 @dataclass(kw_only=True)
 class TrainerConfig:
     """The run: length, devices, folder."""
 
-    cls: str = "trainer.ppo.PPOTrainer"
-    """Dotted path of the trainer:
-
-    PPOTrainer, or a subclass of yours that overrides stages or hooks.
-    """
-    total_epochs: int = 1
+    cls: str = key(
+        "", allows="a dotted path", required="give the dotted path of the trainer's class"
+    )
+    """Dotted path of the trainer: the recipe's, or a subclass that overrides stages or hooks."""
+    total_epochs: int = key(1, above=0, read_when=COUNTS_EPOCHS, may_change_on_resume=True)
     """Passes over the data."""
-    total_training_steps: int | None = None
-    """Steps; null takes epochs x batches."""
-    stop_at: dict[str, float] = field(default_factory=dict)
+    total_training_steps: int | None = key(
+        None, above=0, hint="or null for epochs x batches", may_change_on_resume=True
+    )
+    """Steps of the whole run; null takes epochs x batches."""
+    stop_at: dict[str, float] = key(factory=dict, allows="metric: value", may_change_on_resume=True)
     """Metric -> value: the run ends with the first step in which one of them is reached."""
-    critic_warmup: int = 0
-    """First steps in which only the critic is updated."""
-    nnodes: int = 1
+    nnodes: int = key(1, above=0, may_change_on_resume=True)
     """Machines."""
-    n_gpus_per_node: int = 1
+    n_gpus_per_node: int = key(1, above=0, may_change_on_resume=True)
     """Devices per machine; where there is no GPU, process slots."""
-    backend: str = "ray"
-    """ray, or local: the same workers without a cluster."""
-    device: str = "auto"
-    """auto takes GPUs where there are any; cpu; cuda."""
-    seed: int = 1
+    backend: str = key("ray", choices=("ray", "local"), may_change_on_resume=True)
+    """local runs the same workers without a cluster."""
+    device: str = key("auto", choices=("auto", "cpu", "cuda"), may_change_on_resume=True)
+    """auto takes GPUs where there are any."""
+    seed: int = key(1, allows="a number")
     """Decides data order, sampling and initial heads."""
-    project_name: str = "verl_like"
+    project_name: str = key("verl_like", allows="a name", may_change_on_resume=True)
     """First part of the run folder's name."""
-    experiment_name: str = "ppo"
+    experiment_name: str = key("run", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""
-    default_local_dir: str = "runs/verl_like/ppo"
+    default_local_dir: str = key("runs/verl_like/run", allows="a folder", may_change_on_resume=True)
     """Run folder: configuration, metrics, timeline, rollouts, logs, checkpoints."""
-    test_freq: int = -1
-    """Steps between validations, the last step's included; -1 validates at most before the first
-    step.
-    """
-    val_before_train: bool = True
-    """Validate before the first step, if there are `data.val_files`."""
-    dry_run: bool = False
+    test_freq: int = key(
+        -1, above=0, or_exactly=-1, hint="or -1 for none between steps", may_change_on_resume=True
+    )
+    """Steps between validations, the last included; -1 validates at most before the first step."""
+    val_before_train: bool = key(True, may_change_on_resume=True)
+    """Validate before the first step, if there is something to validate on."""
+    dry_run: bool = key(False, may_change_on_resume=True)
     """Check everything, print the plan and the batch sizes, and stop before a process starts."""
-    save_freq: int = -1
+    save_freq: int = key(
+        -1, above=0, or_exactly=-1, hint="or -1 for no checkpoints", may_change_on_resume=True
+    )
     """Steps between checkpoints, the last step's included; -1 writes none."""
-    max_ckpt_to_keep: int | None = None
+    max_ckpt_to_keep: int | None = key(
+        None,
+        at_least=1,
+        hint="or null to keep all",
+        read_when=SAVES,
+        may_change_on_resume=True,
+        verl="trainer.max_actor_ckpt_to_keep",
+    )
     """Committed checkpoints that stay in the run folder; null keeps all."""
-    resume_mode: str = "auto"
-    """auto goes on from the run folder's newest checkpoint, if there is one; disable; resume_path.
-    """
-    resume_from_path: str | None = None
+    resume_mode: str = key(
+        "auto", choices=("auto", "disable", "resume_path"), may_change_on_resume=True
+    )
+    """auto goes on from the run folder's newest checkpoint, if there is one."""
+    resume_from_path: str | None = key(
+        None, allows="a folder", read_when=RESUMES_FROM_PATH, may_change_on_resume=True
+    )
     """The `global_step_N` folder that resume_mode=resume_path goes on from."""
-    logger: list[str] = field(default_factory=lambda: ["console"])
-    """Where metrics go besides metrics.jsonl: console, tensorboard, wandb."""
+    logger: list[str] = key(
+        factory=lambda: ["console"],
+        choices=TRACKERS,
+        hint="and metrics.jsonl is always written",
+        may_change_on_resume=True,
+    )
+    """Where metrics go besides metrics.jsonl."""
 
 
 @dataclass(kw_only=True)
 class RayConfig:
     """How `trainer.backend=ray` reaches its cluster."""
 
-    address: str | None = None
+    address: str | None = key(None, allows="host:port")
     """A running cluster to join; null starts one on this machine."""
-    namespace: str | None = None
+    namespace: str | None = key(None, allows="a name")
     """Ray's namespace for the run's actors; null takes one of its own."""
-    runtime_env: dict[str, Any] = field(default_factory=dict)
+    runtime_env: dict[str, Any] = key(
+        factory=dict, allows="what `ray.init` takes", verl="ray_kwargs.ray_init.runtime_env"
+    )
     """Passed to `ray.init` as it is."""
 
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """What the configuration of every recipe has."""
+    """The sections and keys of every recipe."""
 
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: TrainerConfig = key(factory=TrainerConfig)
     """The run."""
-    ray: RayConfig = field(default_factory=RayConfig)
+    ray: RayConfig = key(factory=RayConfig, read_when=ON_RAY, may_change_on_resume=True)
     """Cluster."""
-    watch: dict[str, float] = field(default_factory=Deadlines.settings)
+    watch: dict[str, float] = key(
+        factory=Deadlines.settings,
+        allows=", ".join(f"{name} above 0" for name in Deadlines.settings()),
+        may_change_on_resume=True,
+    )
     """The deadline of every kind of wait, in seconds; a wait is logged from the age of warn_s on.
     """
-    resource_pool_spec: dict[str, list[int]] = field(default_factory=dict)
+    resource_pool_spec: dict[str, list[int]] = key(
+        factory=dict, allows="pool: processes of each node", may_change_on_resume=True
+    )
     """Pool name -> processes on each of its nodes."""
-    role_mapping: dict[str, str] = field(default_factory=dict)
+    role_mapping: dict[str, str] = key(factory=dict, allows="role: pool", may_change_on_resume=True)
     """Role -> pool name; `actor_rollout` is actor and rollout fused in one process."""
-    role_workers: dict[str, str] = field(default_factory=dict)
+    role_workers: dict[str, str] = key(factory=dict, allows="role: dotted path")
     """Role -> dotted path of its worker class, where it is not the built-in one."""
-    cpus_per_process: float | None = None
+    cpus_per_process: float | None = key(
+        None, allows="above 0", read_when=ON_RAY, may_change_on_resume=True
+    )
     """CPU share of one worker process; null takes min(1, CPUs / processes)."""
-
-
-@dataclass(kw_only=True)
-class PPOConfig(RunConfig, WorkersConfig):
-    """A PPO run."""
-
-    data: DataConfig = field(default_factory=DataConfig)
-    """Prompts."""
-    custom_reward_function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
-    """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    """Advantages and KL."""

@@ -1,7 +1,51 @@
-"""The configuration of the prompts."""
+"""The section `data`: files of prompts, how many go into a step, how long they may be."""
 
 from __future__ import annotations
 
-from trainer.config.schema import DataConfig
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["DataConfig"]
+from verl_like.config_key import When, key
+from workers.config import UserCodeConfig
+
+VALIDATION_IS_ON = When(
+    "`trainer.test_freq` or `trainer.val_before_train`",
+    lambda _, run: run.trainer.val_before_train or run.trainer.test_freq > 0,
+    "this run never validates: set trainer.test_freq or trainer.val_before_train",
+)
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Prompts: files, sizes, order."""
+
+    train_files: Any = key(
+        "", allows="a file, or a list", required="give a parquet or JSONL file, or a list of them"
+    )
+    """A parquet or JSONL file in verl's schema, or a list of them."""
+    val_files: Any = key(
+        "",
+        allows="a file, or a list",
+        read_when=VALIDATION_IS_ON,
+        may_change_on_resume=True,
+    )
+    """The same for validation; empty: no validation."""
+    custom_cls: UserCodeConfig = key(factory=UserCodeConfig)
+    """A data set of the user's: called with data_files, tokenizer and config, it gives such rows.
+    """
+    prompt_key: str = key("prompt", allows="a column")
+    """Column of the prompts: chat messages, or plain strings."""
+    train_batch_size: int = key(1024, above=0)
+    """Prompts per step."""
+    max_prompt_length: int = key(512, above=0)
+    """Tokens; every prompt is left-padded to it."""
+    max_response_length: int = key(512, above=0)
+    """Tokens; every response is right-padded to it."""
+    shuffle: bool = key(True)
+    """A new order each epoch, from `trainer.seed`."""
+    filter_overlong_prompts: bool = key(False)
+    """Drop (and count) prompts of more than `max_prompt_length` tokens."""
+    truncation: str = key("error", choices=("error", "left", "right"))
+    """An overlong prompt that was not dropped: error, or cut it at its left or right end."""
+    on_bad_row: str = key("error", choices=("error", "skip"))
+    """A row that is no prompt (no column, messages or tokens): error, or skip and count it."""

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from trainer.groups.worker_groups import worker_class
-from trainer.ppo.advantages.estimators import columns_read
+from trainer.ppo.compute_advantage import columns_read
 from trainer.ppo.config import PPOConfig
 from verl_like.placement.pools import expand_roles
 from verl_like.terminal import draw_table

@@ -13,7 +13,7 @@ from trainer.ppo.config import KLControlConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.tensor_ops import masked_mean
 from workers.columns import read_columns, write_columns
-from workers.losses import losses
+from workers.losses import kl as kl_estimators
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -91,7 +91,7 @@ def apply_kl_penalty(
         batch, "token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"
     )
     inside = columns["response_mask"].bool()
-    kl = losses.kl_penalty(
+    kl = kl_estimators.kl_penalty(
         columns["old_log_probs"], columns["ref_log_prob"], kl_penalty
     ).masked_fill(~inside, 0)
     write_columns(batch, token_level_rewards=columns["token_level_scores"] - kl_ctrl.value * kl)

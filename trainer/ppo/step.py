@@ -22,9 +22,9 @@ import torch
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
-from trainer.ppo.advantages.estimators import compute_advantage
 from trainer.ppo.balance import balance_ranks
 from trainer.ppo.call_results import join_results, numbers_of
+from trainer.ppo.compute_advantage import compute_advantage
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
 from trainer.ppo.dynamic_sampling import collect_groups

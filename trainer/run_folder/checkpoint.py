@@ -21,7 +21,6 @@ A trainer drives it so:
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import json
 import logging
 import re
@@ -31,6 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError
@@ -41,56 +41,6 @@ MARKER = "commit.json"
 LATEST = "latest_checkpointed_iteration.txt"
 WANDB_ID = "wandb_run_id.txt"
 """What `trainer.run_folder.tracking` remembers its W&B run by, so that a resumed run goes on in it.
-"""
-FREE = (
-    *(
-        "trainer.total_*",
-        "trainer.stop_at*",
-        "trainer.nnodes",
-        "trainer.n_gpus_per_node",
-        "trainer.backend",
-    ),
-    *(
-        "trainer.device",
-        "trainer.*_name",
-        "trainer.default_local_dir",
-        "trainer.logger",
-        "trainer.save_freq",
-    ),
-    *(
-        "trainer.test_freq",
-        "trainer.val_*",
-        "trainer.dry_run",
-        "trainer.resume_*",
-        "trainer.max_ckpt_to_keep",
-    ),
-    *(
-        "data.val_*",
-        "ray.*",
-        "watch.*",
-        "resource_pool_spec.*",
-        "role_mapping.*",
-        "cpus_per_process",
-    ),
-    *(
-        "*.checkpoint.*",
-        "*.fsdp_config.*",
-        "*.strategy",
-        "*_per_gpu",
-        "*.use_dynamic_bsz",
-        "*.max_num_seqs",
-    ),
-    *("*.kv_cache_gb", "*.update_weights_bucket_megabytes", "*.gpu_memory_utilization"),
-    *(
-        "*.tensor_model_parallel_size",
-        "*.val_kwargs.*",
-        "*.use_remove_padding",
-        "*.optim.max_skipped_steps",
-    ),
-    *("*.enable_gradient_checkpointing", "*.attn_implementation"),
-)
-"""Keys that may change between a checkpoint and its resume: how long, where, how fast; not what is
-computed.
 """
 logger = logging.getLogger(__name__)
 
@@ -104,6 +54,7 @@ class Checkpoints:
         """
         self.trainer = config.trainer
         self.folder = Path(config.trainer.default_local_dir).resolve()
+        self.schema = type(config)
         self.config = flatten(config)
         self.start: Path | None = getattr(self, f"_{config.trainer.resume_mode}")()
         self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
@@ -259,9 +210,7 @@ class Checkpoints:
         return [
             f"{key} was {saved[key]!r}, is {value!r}"
             for key, value in self.config.items()
-            if key in saved
-            and saved[key] != value
-            and not any(fnmatch.fnmatch(key, free) for free in FREE)
+            if key in saved and saved[key] != value and not may_change_on_resume(self.schema, key)
         ]
 
     def _others(self) -> str:

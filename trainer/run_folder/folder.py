@@ -14,15 +14,15 @@
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
-from trainer.run_folder.checkpoint import FREE, flatten
+from trainer.run_folder.checkpoint import flatten
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 
@@ -55,7 +55,7 @@ def _refuse_other_run(folder: Path, config: RunConfig) -> None:
     differs = [
         f"{key} was {before[key]!r}, is {now[key]!r}"
         for key in sorted(before.keys() & now.keys())
-        if before[key] != now[key] and not any(fnmatch.fnmatch(key, free) for free in FREE)
+        if before[key] != now[key] and not may_change_on_resume(type(config), key)
     ]
     if differs:
         more = f"; and {len(differs) - 5} more" if len(differs) > 5 else ""

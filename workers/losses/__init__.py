@@ -1,1 +1,20 @@
-"""Losses of actor and critic as pure functions of tensors and a mask."""
+"""Losses of actor and critic: pure functions of tensors and a mask.
+
+A policy loss is one file (`vanilla.py`, `gspo.py`, …), found by its name in
+`workers.losses.registry.POLICY_LOSSES`: a file that is put here is imported here, so adding a loss
+is adding a file. What they share stands beside them: `aggregate` (token losses to one number),
+`importance_ratio`, `value`, `entropy`, `kl`, `correction` (weights for tokens that another engine
+drew) and `mismatch` (how far that engine is off).
+
+Tensors are [rows, response tokens]. **Sums over parts are exact.** A worker sees a micro-batch, a
+part of a global mini-batch: it passes the mini-batch's denominators, and then losses, gradients and
+metrics of all micro-batches on all ranks *add up* to those of the whole mini-batch. Without them a
+call stands for a whole mini-batch. Nothing outside the mask reaches a loss or a gradient, and an
+empty mask gives zero for both.
+"""
+
+import importlib
+import pkgutil
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")

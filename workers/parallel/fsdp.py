@@ -1,7 +1,7 @@
 """How a role's module lies over its ranks: strategies, the mesh and its named axes, FSDP2,
 offloading.
 
-`engines/fsdp` calls these; `trainer.config.checks` calls `settle` to refuse a conflict before
+`engines/fsdp` calls these; a recipe's checks call `settle` to refuse a conflict before
 anything starts.
 """
 

@@ -11,14 +11,11 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import BatchError
 from verl_like.process.worker import Worker
-from workers.losses.losses import (
-    Denominators,
-    agg_loss,
-    compute_rollout_importance_weights,
-    get_policy_loss,
-    kl_penalty,
-)
+from workers.losses.aggregate import Denominators, agg_loss
+from workers.losses.correction import compute_rollout_importance_weights
+from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
+from workers.losses.registry import get_policy_loss
 from workers.models.memory import memory_in_use
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine

@@ -11,7 +11,8 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.config import critic_model, critic_optim
-from workers.losses.losses import agg_loss, compute_value_loss
+from workers.losses.aggregate import agg_loss
+from workers.losses.value import compute_value_loss
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization

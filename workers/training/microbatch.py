@@ -28,7 +28,7 @@ from workers.columns import require
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
-    from workers.losses.losses import Denominators
+    from workers.losses.aggregate import Denominators
 
 Columns = dict[str, Tensor]
 

@@ -14,28 +14,31 @@ from pathlib import Path
 import pytest
 
 from trainer import load_config, run
-from trainer.config.presets import settle
+from trainer.config.placement import settle
 from trainer.launch import nominal_placement
+from trainer.ppo.recipe import PPO
 from trainer.ppo.sizes import batch_table
 from verl_like.errors import ConfigError
 
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
 VERLS_SPLIT_COMMAND = """
-algorithm.adv_estimator=gae algorithm.use_kl_in_reward=False
-data.train_files=gsm8k/train.parquet data.val_files=gsm8k/test.parquet data.train_batch_size=1024
-data.max_prompt_length=512 data.max_response_length=512 data.filter_overlong_prompts=True data.truncation='error'
+algorithm.adv_estimator=gae algorithm.use_kl_in_reward=False data.train_files=gsm8k/train.parquet
+data.val_files=gsm8k/test.parquet data.train_batch_size=1024 data.max_prompt_length=512
+data.max_response_length=512 data.filter_overlong_prompts=True data.truncation='error'
 actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat
 actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=256
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 actor_rollout_ref.actor.use_kl_loss=False
-actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
-actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.tensor_model_parallel_size=4
-actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.4
-critic.optim.lr=1e-5 critic.model.path=deepseek-ai/deepseek-llm-7b-chat
+actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
+actor_rollout_ref.rollout.tensor_model_parallel_size=4 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.gpu_memory_utilization=0.4 critic.optim.lr=1e-5
+critic.model.path=deepseek-ai/deepseek-llm-7b-chat
 critic.model.enable_gradient_checkpointing=False critic.ppo_micro_batch_size_per_gpu=8
 critic.model.fsdp_config.param_offload=False critic.model.fsdp_config.optimizer_offload=False
-trainer.critic_warmup=0 trainer.logger=['console','wandb'] trainer.project_name='verl_example_gsm8k'
-trainer.experiment_name='deepseek_llm_7b_function_rm' trainer.n_gpus_per_node=8 trainer.nnodes=1
-trainer.save_freq=-1 trainer.total_epochs=15
+trainer.critic_warmup=0 trainer.logger=['console','wandb']
+trainer.project_name='verl_example_gsm8k' trainer.experiment_name='deepseek_llm_7b_function_rm'
+trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=-1 trainer.total_epochs=15
 """.split()
 
 
@@ -172,7 +175,7 @@ def test_every_partition_of_the_roles_over_pools_is_planned() -> None:
         config.role_mapping = {
             role: f"p{place}" for place, part in enumerate(parts) for role in part
         }
-        settle(config, set(config.resource_pool_spec))
+        settle(PPO, config, [f"resource_pool_spec.{pool}" for pool in config.resource_pool_spec])
         pools = nominal_placement(config).pools
         assert {name: sorted(plan.roles) for name, plan in pools.items()} == {
             f"p{place}": sorted(part) for place, part in enumerate(parts)

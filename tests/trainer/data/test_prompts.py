@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.config.schema import DataConfig, PPOConfig, TrainerConfig, UserCodeConfig
+from trainer.data.config import DataConfig
 from trainer.data.files import read_rows
 from trainer.data.prompts import PromptLoader, PromptSet, encode_prompts, load_tokenizer
+from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from verl_like.errors import CheckpointError, ConfigError
-from workers.config import ActorRolloutRefConfig, ModelConfig
+from workers.config import ActorRolloutRefConfig, ModelConfig, UserCodeConfig
 
 WIDTH = 16
 
@@ -31,7 +32,7 @@ def make_config(files: Path, seed: int = 1, **data: Any) -> PPOConfig:
     return PPOConfig(
         actor_rollout_ref=ActorRolloutRefConfig(model=ModelConfig(path="unused")),
         data=DataConfig(train_files=str(files), **settings),
-        trainer=TrainerConfig(seed=seed, total_epochs=2),
+        trainer=PPOTrainerConfig(seed=seed, total_epochs=2),
     )
 
 

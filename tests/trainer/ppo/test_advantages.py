@@ -7,17 +7,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.ppo.advantages import estimators as module
-from trainer.ppo.advantages.estimators import (
-    ADVANTAGE_ESTIMATORS,
-    compute_advantage,
-    compute_gae_advantage_return,
-    compute_grpo_outcome_advantage,
-    compute_reinforce_plus_plus_baseline_outcome_advantage,
+from trainer.ppo.advantages import returns as returns_module
+from trainer.ppo.advantages.gae import compute_gae_advantage_return
+from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from trainer.ppo.advantages.reinforce_plus_plus import (
     compute_reinforce_plus_plus_outcome_advantage,
-    compute_remax_outcome_advantage,
-    compute_rloo_outcome_advantage,
 )
+from trainer.ppo.advantages.reinforce_plus_plus_baseline import (
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+)
+from trainer.ppo.advantages.remax import compute_remax_outcome_advantage
+from trainer.ppo.advantages.rloo import compute_rloo_outcome_advantage
+from trainer.ppo.compute_advantage import compute_advantage
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, MissingColumnError
 
@@ -85,7 +87,7 @@ def spread(scores, mask):
 @pytest.mark.parametrize("block", [2, 3, 64])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.99, 0.0), (0.0, 1.0)])
 def test_gae_equals_the_backward_recursion(columns, gamma, lam, block, monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", block)
+    monkeypatch.setattr(returns_module, "BLOCK", block)
     rewards, values, mask = columns
     expected, expected_returns = naive_gae(rewards, values, mask, gamma, lam)
     advantages, returns = compute_gae_advantage_return(rewards, values, mask, gamma, lam)
@@ -133,7 +135,7 @@ def test_gae_loops_over_blocks_of_tokens_and_never_over_rows():
             )
         counts[rows, width] = operations.count
     assert counts[2, 512] == counts[64, 512]
-    assert counts[2, 1024] - counts[2, 512] <= 10 * 512 // module._BLOCK
+    assert counts[2, 1024] - counts[2, 512] <= 10 * 512 // returns_module.BLOCK
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -305,3 +307,20 @@ def test_an_unknown_estimator_is_refused_with_the_list(columns):
         ConfigError, match=r"unknown advantage estimator 'gra'; there are gae, grpo"
     ):
         compute_advantage(batch_of(rewards, mask), "gra")
+
+
+def test_a_users_estimator_is_found_by_the_name_of_its_decorator(columns, monkeypatch):
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "_entries", dict(ADVANTAGE_ESTIMATORS))
+
+    @ADVANTAGE_ESTIMATORS.register("doubled")
+    def doubled(token_level_rewards):
+        return 2 * token_level_rewards, token_level_rewards
+
+    rewards, _, mask = columns
+    batch = compute_advantage(batch_of(rewards, mask), "doubled")
+    assert torch.equal(batch.batch["advantages"], 2 * rewards)
+
+
+def test_every_estimator_is_a_file_of_its_name():
+    for name, estimator in ADVANTAGE_ESTIMATORS.items():
+        assert estimator.__module__ == f"trainer.ppo.advantages.{name}"

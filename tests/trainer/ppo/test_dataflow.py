@@ -4,8 +4,8 @@ overlaps.
 
 from __future__ import annotations
 
-from trainer.config.compose import load_config
-from trainer.config.schema import PPOConfig
+from trainer import load_config
+from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, edges, old_log_probs_are_the_updates_own, step_nodes
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.config.schema import FilterGroupsConfig
+from trainer.ppo.config import FilterGroupsConfig
 from trainer.ppo.dynamic_sampling import collect_groups
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError

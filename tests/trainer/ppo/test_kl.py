@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.config.schema import KLControlConfig
+from trainer.ppo.config import KLControlConfig
 from trainer.ppo.kl import (
     AdaptiveKLController,
     FixedKLController,

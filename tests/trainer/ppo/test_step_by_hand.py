@@ -9,11 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.ppo.advantages.estimators import compute_advantage
+from trainer.ppo.compute_advantage import compute_advantage
 from trainer.ppo.kl import FixedKLController, apply_kl_penalty, clamp_scores
 from verl_like.batch.protocol import DataProto
 from workers.config import ActorConfig
-from workers.losses.losses import compute_policy_loss_vanilla, compute_value_loss
+from workers.losses.value import compute_value_loss
+from workers.losses.vanilla import compute_policy_loss_vanilla
 
 MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
 OLD = torch.tensor([[-1.0, -2.0, 9.0, 9.0], [-1.0, -1.0, -1.0, -1.0]])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config.compose import load_config
+from trainer import load_config
 from trainer.run_folder.checkpoint import WANDB_ID, Checkpoints, committed
 from verl_like.errors import CheckpointError, ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config.compose import load_config
+from trainer import load_config
 from trainer.run_folder.stopping import reached_goal
 from verl_like.errors import ConfigError
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.config.schema import DataConfig, PPOConfig, TrainerConfig
+from trainer.ppo.config import DataConfig, PPOConfig, PPOTrainerConfig
 from trainer.run_folder.progress import Console
 from trainer.run_folder.tracking import JsonLines, make_tracking
 from verl_like.errors import ConfigError
@@ -35,7 +35,7 @@ def config(folder: Path, *logger: str) -> PPOConfig:
     settings = {"project_name": "letters", "experiment_name": "first"}
     return PPOConfig(
         data=DataConfig(),
-        trainer=TrainerConfig(default_local_dir=str(folder), logger=list(logger), **settings),
+        trainer=PPOTrainerConfig(default_local_dir=str(folder), logger=list(logger), **settings),
     )
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from verl_like.errors import ConfigError
-from workers.losses.losses import compute_entropy_loss, kl_penalty
+from workers.losses.entropy import compute_entropy_loss
+from workers.losses.kl import kl_penalty
 
 
 def test_the_entropy_of_even_logits_is_the_log_of_the_vocabulary():

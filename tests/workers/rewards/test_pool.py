@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.config.schema import PPOConfig, RewardFunctionConfig
 from trainer.data.prompts import as_objects, load_tokenizer
+from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
-from workers.config import OverlongBufferConfig, RewardModelConfig
+from workers.config import OverlongBufferConfig, RewardFunctionConfig, RewardModelConfig
 from workers.rewards import pool as reward
 from workers.rewards.pool import (
     RewardFuture,

@@ -6,7 +6,7 @@ import pytest
 from distributed import run
 from samples import make_batch, own_piece, started, tiny_config
 
-from trainer.config.compose import load_config
+from trainer import load_config
 from trainer.launch import run as run_ppo
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "custom_role"

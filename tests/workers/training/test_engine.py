@@ -10,7 +10,7 @@ from samples import RESPONSE, VOCAB, learned, make_batch, own_piece, started, ti
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
 from workers.cpu import fused_ops as lean
-from workers.losses.losses import LOSS_AGG_MODES
+from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.parallel import fsdp as sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker

@@ -1,105 +1,24 @@
-"""Every loss beside a twin in plain Python, and cut into parts."""
+"""Every policy loss beside a twin in plain Python, and cut into parts."""
 
 import math
 
 import pytest
 import torch
 
+from tests.workers.losses.plain_python import (
+    CONFIG,
+    ROWS,
+    WIDTH,
+    aggregate,
+    denominators,
+    tokens_of,
+)
 from verl_like.errors import ConfigError
 from workers.config import ActorConfig
-from workers.losses.losses import (
-    LOSS_AGG_MODES,
-    POLICY_LOSSES,
-    agg_loss,
-    compute_policy_loss,
-    compute_rollout_importance_weights,
-    compute_value_loss,
-    get_policy_loss,
-    resolve_clip,
-)
-
-ROWS, WIDTH = 6, 5
-CONFIG = ActorConfig(clip_ratio=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5)
-
-
-@pytest.fixture
-def batch():
-    """Rows of 5, 3, 1, 0, 4 and 2 tokens in float64, one with a hole; what lies outside the mask is
-    NaN.
-    """
-    torch.manual_seed(0)
-    mask = (torch.arange(WIDTH) < torch.tensor([[5], [3], [1], [0], [4], [2]])).to(torch.int64)
-    mask[4, 1] = 0
-    names = ("old_log_prob", "log_prob", "advantages", "values", "vpreds", "returns", "weights")
-    columns = {name: torch.randn(ROWS, WIDTH, dtype=torch.float64) for name in names}
-    columns["log_prob"] = columns["old_log_prob"] + 0.5 * torch.randn(
-        ROWS, WIDTH, dtype=torch.float64
-    )
-    columns = {
-        name: torch.where(mask.bool(), column, torch.nan) for name, column in columns.items()
-    }
-    return columns | {"response_mask": mask}
-
-
-def aggregate(rows_of_tokens, mode, scale=WIDTH):
-    """`agg_loss` in plain Python, from each row's list of token losses."""
-    rows = [tokens for tokens in rows_of_tokens if tokens]
-    if mode == "token-mean":
-        return sum(map(sum, rows)) / sum(map(len, rows))
-    if mode == "seq-mean-token-mean":
-        return sum(sum(tokens) / len(tokens) for tokens in rows) / len(rows)
-    return sum(map(sum, rows)) / len(rows) / (scale if mode.endswith("norm") else 1)
-
-
-def tokens_of(column, mask):
-    return [row[inside.bool()].tolist() for row, inside in zip(column, mask, strict=True)]
-
-
-def denominators(mask):
-    return {"batch_num_tokens": int(mask.sum()), "global_batch_size": int(mask.any(-1).sum())}
-
-
-# -------------------------------------------------------------------------------------- aggregation
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_aggregation_equals_plain_python(batch, mode, dtype):
-    losses, mask = batch["advantages"], batch["response_mask"]
-    expected = aggregate(tokens_of(losses, mask), mode)
-    assert agg_loss(losses, mask.to(dtype), mode).item() == pytest.approx(expected)
-    assert agg_loss(losses, mask.to(dtype), mode, **denominators(mask)).item() == pytest.approx(
-        expected
-    )
-
-
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("cuts", [[1] * 6, [2, 2, 2], [5, 1], [3, 1, 2]])
-def test_parts_add_up_to_the_whole(batch, mode, cuts):
-    losses, mask = batch["advantages"], batch["response_mask"]
-    parts = [
-        agg_loss(part, inside, mode, **denominators(mask))
-        for part, inside in zip(losses.split(cuts), mask.split(cuts), strict=True)
-    ]
-    torch.testing.assert_close(sum(parts), agg_loss(losses, mask, mode))
-
-
-def test_the_norm_of_dr_grpo_divides_by_a_constant():
-    losses, mask = torch.ones(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    assert agg_loss(losses, mask, "seq-mean-token-sum-norm").item() == (4 + 2) / 2 / 4
-    assert agg_loss(
-        losses, mask, "seq-mean-token-sum-norm", loss_scale_factor=10
-    ).item() == pytest.approx(0.3)
-
-
-def test_an_unknown_aggregation_names_the_nearest():
-    with pytest.raises(
-        ConfigError, match=r"unknown loss_agg_mode 'token_mean'.*Did you mean 'token-mean'"
-    ):
-        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "token_mean")
-
-
-# ------------------------------------------------------------------------------------ policy losses
+from workers.losses.aggregate import LOSS_AGG_MODES
+from workers.losses.importance_ratio import resolve_clip
+from workers.losses.registry import POLICY_LOSSES, get_policy_loss, keys_read
+from workers.losses.vanilla import compute_policy_loss
 
 
 def naive_vanilla(ratio, advantage, low, high, c):
@@ -275,102 +194,40 @@ def test_an_extreme_ratio_stays_finite(batch):
 def test_policy_losses_are_found_by_name_or_dotted_path():
     assert get_policy_loss("gspo") is POLICY_LOSSES["gspo"]
     assert (
-        get_policy_loss("workers.losses.losses.compute_policy_loss_cispo") is POLICY_LOSSES["cispo"]
+        get_policy_loss("workers.losses.cispo.compute_policy_loss_cispo") is POLICY_LOSSES["cispo"]
     )
     with pytest.raises(ConfigError, match="unknown policy loss 'gpso'.*Did you mean 'gspo'"):
         get_policy_loss("gpso")
 
 
-# ---------------------------------------------------------------------------- importance correction
+def test_a_users_loss_is_found_by_the_name_of_its_decorator(monkeypatch):
+    monkeypatch.setattr(POLICY_LOSSES, "_entries", dict(POLICY_LOSSES))
+
+    @POLICY_LOSSES.register("my_loss")
+    def my_loss(**columns):
+        return columns["log_prob"].sum(), {}
+
+    assert get_policy_loss("my_loss") is my_loss
+    assert keys_read(my_loss) is None
 
 
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_importance_weights_equal_plain_python(batch, level, mode):
-    mask, threshold = batch["response_mask"], 1.4
-    weights = compute_rollout_importance_weights(
-        batch["log_prob"],
-        batch["old_log_prob"],
-        mask,
-        rollout_is=level,
-        rollout_is_mode=mode,
-        rollout_is_threshold=threshold,
-    )
-    assert (weights[mask == 0] == 0).all()
-    for old, new, row in zip(
-        *(
-            tokens_of(column, mask)
-            for column in (batch["old_log_prob"], batch["log_prob"], weights)
-        ),
-        strict=True,
-    ):
-        ratios = [math.exp(b - a) for a, b in zip(old, new, strict=True)]
-        if level == "sequence":
-            ratios = [math.prod(ratios)] * len(ratios)
-        if mode == "truncate":
-            assert row == pytest.approx([min(ratio, threshold) for ratio in ratios])
-        else:
-            assert row == pytest.approx(
-                [ratio if 1 / threshold <= ratio <= threshold else 0.0 for ratio in ratios]
-            )
+def test_every_policy_loss_is_a_file_of_its_name():
+    for name, policy_loss in POLICY_LOSSES.items():
+        assert policy_loss.__module__ == f"workers.losses.{name}"
 
 
-def test_importance_weights_have_no_gradient(batch):
-    leaf = batch["log_prob"].clone().requires_grad_()
-    assert not compute_rollout_importance_weights(
-        leaf, batch["old_log_prob"], batch["response_mask"]
-    ).requires_grad
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_loss_reads_the_keys_that_it_says_it_reads(batch, name):
+    class Recorded:
+        """The actor's settings, and which of them were looked at."""
 
+        def __init__(self):
+            self.seen = set()
 
-@pytest.mark.parametrize(
-    "wrong", [{"rollout_is": "row"}, {"rollout_is_mode": "clip"}, {"rollout_is_threshold": 0.5}]
-)
-def test_importance_settings_that_mean_nothing_are_refused(batch, wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        compute_rollout_importance_weights(
-            batch["log_prob"], batch["old_log_prob"], batch["response_mask"], **wrong
-        )
+        def __getattr__(self, key):
+            self.seen.add(key)
+            return getattr(CONFIG, key)
 
-
-# ---------------------------------------------------------------------------- value, entropy and KL
-
-
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_the_value_loss_is_half_the_worse_squared_error(batch, mode):
-    mask, clip = batch["response_mask"], 0.5
-    rows, held = [], []
-    for row in zip(
-        *(tokens_of(batch[name], mask) for name in ("vpreds", "returns", "values")), strict=True
-    ):
-        rows.append([])
-        for vpred, target, value in zip(*row, strict=True):
-            errors = (
-                (vpred - target) ** 2,
-                (min(max(vpred, value - clip), value + clip) - target) ** 2,
-            )
-            rows[-1].append(0.5 * max(errors))
-            held.append(errors[1] > errors[0])
-    loss, clipfrac = compute_value_loss(
-        batch["vpreds"], batch["returns"], batch["values"], mask, clip, mode
-    )
-    assert loss.item() == pytest.approx(aggregate(rows, mode))
-    assert clipfrac.item() == pytest.approx(sum(held) / len(held))
-
-
-def test_the_value_loss_adds_up_over_parts_and_has_no_gradient_outside_the_mask(batch):
-    leaf, mask = batch["vpreds"].clone().requires_grad_(), batch["response_mask"]
-    whole, clipfrac = compute_value_loss(
-        leaf, batch["returns"], batch["values"], mask, 0.5, "seq-mean-token-mean"
-    )
-    (gradient,) = torch.autograd.grad(whole, leaf)
-    parts = [
-        compute_value_loss(*row, 0.5, "seq-mean-token-mean", **denominators(mask))
-        for row in zip(
-            *(x.split(1) for x in (leaf, batch["returns"], batch["values"], mask)), strict=True
-        )
-    ]
-    torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
-    torch.testing.assert_close(sum(fraction for _, fraction in parts), clipfrac)
-    sum(loss for loss, _ in parts).backward()
-    torch.testing.assert_close(leaf.grad, gradient)
-    assert (gradient[mask == 0] == 0).all()
+    config = Recorded()
+    POLICY_LOSSES[name](**policy_inputs(batch), config=config)
+    assert config.seen == set(keys_read(POLICY_LOSSES[name]))

@@ -1,0 +1,117 @@
+"""A recipe of a few lines, with a schema and a YAML of its own, composes like PPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import PPOConfig, load_config
+from trainer.config.keys import leaf_keys
+from trainer.config.recipe import Recipe, presets
+from trainer.config.schema import RunConfig
+from verl_like.config_key import When, key
+from verl_like.errors import ConfigError
+
+TAUGHT = When("`taught`", lambda config, _: config.taught, "nobody teaches")
+
+
+@dataclass(kw_only=True)
+class ToyConfig(RunConfig):
+    width: int = key(4, above=0)
+    taught: bool = key(True)
+    teacher_width: int = key(4, above=0, read_when=TAUGHT)
+
+
+def no_teacher(config: Any) -> dict[str, str]:
+    return {} if config.taught else {"teacher": "taught is false"}
+
+
+def teacher_is_wide(config: ToyConfig) -> None:
+    if config.teacher_width < config.width:
+        raise ConfigError(f"teacher_width={config.teacher_width} is below width={config.width}.")
+
+
+TOY = Recipe(
+    name="toy",
+    schema=ToyConfig,
+    config_dir=Path(__file__).parent / "toy",
+    config_name="toy_trainer",
+    placements=presets({"learner_pool": ["learner"], "teacher_pool": ["teacher"]}),
+    inactive_roles=no_teacher,
+    checks=(teacher_is_wide,),
+)
+NEEDED = ["trainer.cls=toy.Trainer", "trainer.n_gpus_per_node=4"]
+
+
+def load(*overrides: str) -> ToyConfig:
+    return load_config([*NEEDED, *overrides], TOY)
+
+
+def test_a_recipe_has_its_own_keys_and_those_of_every_run() -> None:
+    config = load("width=8", "trainer.seed=3")
+    assert isinstance(config, ToyConfig)
+    assert (config.width, config.teacher_width, config.trainer.seed) == (8, 8, 3)
+    assert not hasattr(config, "actor_rollout_ref")
+
+
+def test_keys_are_counted_for_each_recipe() -> None:
+    of_every_run = len(leaf_keys(RunConfig))
+    assert len(leaf_keys(ToyConfig)) == of_every_run + 3
+    assert of_every_run < 40
+
+
+@pytest.mark.parametrize(
+    ("preset", "pools"),
+    [
+        ("colocate", {"global_pool": [4]}),
+        ("split", {"learner_pool": [2], "teacher_pool": [2]}),
+        ("standalone", {"learner_pool": [2], "teacher_pool": [2]}),
+        ("teacher_first", {"teacher_pool": [2], "learner_pool": [2]}),
+    ],
+)
+def test_presets_place_the_roles_of_a_recipe(preset: str, pools: dict[str, list[int]]) -> None:
+    config = load(f"placement={preset}")
+    assert config.resource_pool_spec == pools
+    assert set(config.role_mapping) == {"learner", "teacher"}
+
+
+def test_an_inactive_role_leaves_its_devices_to_the_others() -> None:
+    config = load("placement=split", "taught=false")
+    assert config.resource_pool_spec == {"learner_pool": [4]}
+    assert config.role_mapping == {"learner": "learner_pool"}
+    assert config.role_workers == {"learner": "toy.Learner"}
+
+
+def test_recipes_are_composed_in_turns() -> None:
+    ppo = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.n_gpus_per_node=2"]
+    for _ in range(2):
+        assert set(load("placement=split").role_mapping) == {"learner", "teacher"}
+        config = load_config([*ppo, "placement=split"])
+        assert isinstance(config, PPOConfig)
+        assert set(config.role_mapping) == {"actor_rollout", "critic"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answer"),
+    [
+        ("wdith=3", "There is no key 'wdith'. Did you mean 'width'"),
+        ("data.train_files=x", "All keys: verl-like toy --cfg job"),
+        ("width=0", "width=0: it must be above 0"),
+        ("teacher_width=2", "teacher_width=2 is below width=4"),
+        ("taught=false teacher_width=9", "nobody teaches"),
+        (
+            "taught=false role_workers.teacher=toy.Own",
+            "role_workers.teacher is set, but this run has no such role",
+        ),
+        ("+role_mapping.critic=global_pool", "no built-in role (learner, teacher)"),
+        ("~role_mapping.teacher ~role_workers.teacher", "Role 'teacher' is on no pool"),
+        ("trainer.cls=", "trainer.cls is empty: give the dotted path"),
+    ],
+)
+def test_a_recipe_gets_every_check(overrides: str, answer: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides.split())
+    assert answer in str(caught.value)

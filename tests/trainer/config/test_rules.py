@@ -1,0 +1,155 @@
+"""The rules that stand at a field are complete, hold for the defaults, and are what others read."""
+
+from __future__ import annotations
+
+import re
+from functools import reduce
+from typing import Any
+
+import pytest
+
+from tests.conftest import load as load_file
+from trainer import load_config
+from trainer.config.checks import check_fields
+from trainer.config.compose import check_overrides
+from trainer.config.keys import Key, config_keys, leaf_keys, may_change_on_resume, path_to
+from trainer.config.schema import TRACKERS
+from trainer.config.unused_keys import unused_keys, why_unused
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import KEYS_OF_VERLS_COMMAND, PPO
+from verl_like.errors import ConfigError
+from workers.config import ENGINES, KL_ESTIMATORS, LOSS_AGG_MODES, STRATEGIES
+
+PPO.load_registries()
+KEYS = {key.name: key for key in leaf_keys(PPOConfig)}
+NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
+WITH_RANGE = [key for key in KEYS.values() if key.range]
+WITH_CHOICES = [key for key in KEYS.values() if key.rules.choices]
+
+
+def config_with(name: str, value: Any) -> PPOConfig:
+    """A configuration that has what every run needs, and one other value."""
+    config = PPOConfig()
+    config.data.train_files, config.actor_rollout_ref.model.path = "train.parquet", "model"
+    *sections, leaf = name.split(".")
+    setattr(reduce(getattr, sections, config), leaf, value)
+    return config
+
+
+def test_every_key_says_which_values_it_may_have() -> None:
+    assert [name for name, key in KEYS.items() if not key.allowed] == []
+
+
+def test_the_defaults_keep_their_own_rules() -> None:
+    check_fields(config_with("trainer.seed", 1))
+
+
+@pytest.mark.parametrize("key", WITH_RANGE, ids=lambda key: key.name)
+def test_a_number_below_its_range_is_refused(key: Key) -> None:
+    rules = key.rules
+    low = rules.above if rules.above is not None else rules.at_least - 1
+    with pytest.raises(ConfigError, match=re.escape(f"{key.name}={low}: it must be {key.range}")):
+        check_fields(config_with(key.name, low))
+
+
+@pytest.mark.parametrize("key", WITH_CHOICES, ids=lambda key: key.name)
+def test_a_word_that_is_no_choice_is_refused_with_all_of_them(key: Key) -> None:
+    wrong = ["nosuch"] if key.name.endswith(("logger", "save_contents")) else "nosuch"
+    with pytest.raises(ConfigError, match="nosuch") as caught:
+        check_fields(config_with(key.name, wrong))
+    assert [choice for choice in key.rules.choices if choice not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "algorithm.adv_estimator",
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+        "actor_rollout_ref.actor.optim.optimizer",
+    ],
+)
+def test_a_registered_name_or_a_dotted_path_is_asked_for(name: str) -> None:
+    assert KEYS[name].allowed.endswith(", or a dotted path")
+    check_fields(config_with(name, "torch.optim.SGD"))
+    with pytest.raises(ConfigError, match=f"{re.escape(name)}=nosuch: unknown .* 'nosuch'"):
+        check_fields(config_with(name, "nosuch"))
+
+
+def test_a_value_with_a_meaning_of_its_own_is_let_through() -> None:
+    check_fields(config_with("trainer.save_freq", -1))
+    check_fields(config_with("trainer.max_ckpt_to_keep", None))
+    with pytest.raises(ConfigError, match="save_freq=-2: it must be above 0, or -1 for no"):
+        check_fields(config_with("trainer.save_freq", -2))
+
+
+def test_choices_are_the_names_that_the_code_knows() -> None:
+    from trainer.run_folder import tracking
+    from workers.losses import aggregate, kl
+    from workers.parallel import fsdp
+    from workers.rollout import build
+    from workers.training import optim
+
+    assert set(STRATEGIES) == set(fsdp.STRATEGIES)
+    assert set(ENGINES) == set(build.ENGINES)
+    assert set(LOSS_AGG_MODES) == set(aggregate.AGGREGATIONS)
+    assert {name.removesuffix("+") for name in KL_ESTIMATORS} == set(kl.KL_ESTIMATORS)
+    assert set(TRACKERS) == set(tracking.TRACKERS)
+    schedule = KEYS["actor_rollout_ref.actor.optim.lr_scheduler_type"]
+    assert set(schedule.rules.choices) == set(optim.SCHEDULES)
+
+
+def test_a_condition_of_a_section_covers_all_below_it() -> None:
+    config = load_config([*NEEDED, "algorithm.adv_estimator=grpo", "trainer.backend=local"])
+    assert why_unused(config, "critic.model.fsdp_config.fsdp_size").startswith("this run has no")
+    assert why_unused(config, "ray.runtime_env.env_vars.A") == "trainer.backend is not ray"
+    assert why_unused(config, "role_mapping.critic") is None
+
+
+def test_unused_keys_are_grouped_by_what_is_missing() -> None:
+    found = unused_keys(load_config([*NEEDED, "algorithm.adv_estimator=grpo"]))
+    reason = "this run has no critic: algorithm.adv_estimator takes no values"
+    assert found[reason] == ["critic", "trainer.critic_warmup"]
+    listed = [name for names in found.values() for name in names]
+    assert [name for name in listed if name.startswith("critic.")] == []
+
+
+def test_every_condition_says_when_and_why_not() -> None:
+    for key in config_keys(PPOConfig):
+        for condition in key.rules.read_when:
+            assert condition.says, key.name
+            assert condition.otherwise, key.name
+
+
+def test_a_resume_may_change_where_a_run_runs_but_not_what_it_computes() -> None:
+    for name in ("ray.address", "role_mapping.critic", "trainer.total_training_steps"):
+        assert may_change_on_resume(PPOConfig, name)
+    for name in ("actor_rollout_ref.actor.optim.lr", "data.train_files", "trainer.seed"):
+        assert not may_change_on_resume(PPOConfig, name)
+
+
+def test_a_key_by_verls_name_is_answered_with_ours() -> None:
+    with pytest.raises(ConfigError, match="Here it is 'trainer.max_ckpt_to_keep'"):
+        check_overrides(["trainer.max_actor_ckpt_to_keep=1"], PPO)
+
+
+def test_names_of_verl_are_no_keys_here() -> None:
+    assert [key.rules.verl for key in KEYS.values() if key.rules.verl in KEYS] == []
+
+
+def test_keys_that_are_only_noticed_are_keys_with_a_condition() -> None:
+    for name in KEYS_OF_VERLS_COMMAND:
+        assert any(key.rules.read_when for key in path_to(PPOConfig, name)), name
+
+
+def test_the_docs_show_values_conditions_and_resume_of_every_key() -> None:
+    rows = re.findall(r"^\| `(\w+)` .*$", load_file("docs/make_tables.py").key_table(), re.M)
+    table = load_file("docs/make_tables.py").key_table()
+    sections = dict(re.findall(r"^## `?([\w .]+)`?\n(.*?)(?=^## |\Z)", table, re.M | re.S))
+    assert len(rows) == len(KEYS)
+
+    for name, key in KEYS.items():
+        section, _, leaf = name.rpartition(".")
+        (row,) = re.findall(rf"^\| `{leaf}` .*$", sections[section or "Top level"], re.M)
+        expected = [key.allowed, *(condition.says for condition in key.rules.read_when)]
+        expected += ["may change"] if key.rules.may_change_on_resume else []
+        assert [words for words in expected if words.replace("|", "\\|") not in row] == [], name

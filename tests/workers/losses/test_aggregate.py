@@ -1,0 +1,45 @@
+"""Aggregation beside plain Python, and cut into parts."""
+
+import pytest
+import torch
+
+from tests.workers.losses.plain_python import aggregate, denominators, tokens_of
+from verl_like.errors import ConfigError
+from workers.losses.aggregate import LOSS_AGG_MODES, agg_loss
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_aggregation_equals_plain_python(batch, mode, dtype):
+    losses, mask = batch["advantages"], batch["response_mask"]
+    expected = aggregate(tokens_of(losses, mask), mode)
+    assert agg_loss(losses, mask.to(dtype), mode).item() == pytest.approx(expected)
+    assert agg_loss(losses, mask.to(dtype), mode, **denominators(mask)).item() == pytest.approx(
+        expected
+    )
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("cuts", [[1] * 6, [2, 2, 2], [5, 1], [3, 1, 2]])
+def test_parts_add_up_to_the_whole(batch, mode, cuts):
+    losses, mask = batch["advantages"], batch["response_mask"]
+    parts = [
+        agg_loss(part, inside, mode, **denominators(mask))
+        for part, inside in zip(losses.split(cuts), mask.split(cuts), strict=True)
+    ]
+    torch.testing.assert_close(sum(parts), agg_loss(losses, mask, mode))
+
+
+def test_the_norm_of_dr_grpo_divides_by_a_constant():
+    losses, mask = torch.ones(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    assert agg_loss(losses, mask, "seq-mean-token-sum-norm").item() == (4 + 2) / 2 / 4
+    assert agg_loss(
+        losses, mask, "seq-mean-token-sum-norm", loss_scale_factor=10
+    ).item() == pytest.approx(0.3)
+
+
+def test_an_unknown_aggregation_names_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"unknown loss_agg_mode 'token_mean'.*Did you mean 'token-mean'"
+    ):
+        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "token_mean")

@@ -1,0 +1,115 @@
+"""The keys of a schema: their dotted names, types and rules, and their values in a configuration.
+
+Read by the composing, the checks, `verl-like explain`, the docs' table, and by the run folder,
+which asks what a resumed run may change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.config_key import KeyRules, rules_of
+from verl_like.registry import registry_of
+
+_keys_of: dict[type, tuple[Key, ...]] = {}
+"""Schema -> its keys, found once."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key, or a section of keys."""
+
+    name: str
+    """Dotted, from the root of the schema."""
+    kind: Any
+    """Its type; of a section, the dataclass."""
+    rules: KeyRules
+
+    @property
+    def is_section(self) -> bool:
+        """Whether it holds keys of the schema."""
+        return dataclasses.is_dataclass(self.kind)
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether the user puts names of their own below it, as in `role_mapping`."""
+        return typing.get_origin(self.kind) is dict
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether null is a value."""
+        union = typing.get_origin(self.kind) in (typing.Union, types.UnionType)
+        return union and type(None) in typing.get_args(self.kind)
+
+    @property
+    def allowed(self) -> str:
+        """The values that it may have, in words; "" if nobody has said."""
+        rules = self.rules
+        words = self.range or ", ".join(rules.choices) or rules.allows
+        if rules.registry:
+            words = f"{', '.join(registry_of(rules.registry))}, or a dotted path"
+        if not words and (self.kind is bool or bool in typing.get_args(self.kind)):
+            words = "true, false"
+
+        if rules.hint and self.range:
+            return f"{words}, {rules.hint}"
+        return f"{words}, or null" if words and self.is_optional else words
+
+    @property
+    def range(self) -> str:
+        """The numbers that it may be, in words; "" if it has no range."""
+        if self.rules.above is not None:
+            return f"above {self.rules.above:g}"
+        if self.rules.at_least is not None:
+            word = "above" if self.kind is float else "more"
+            return f"{self.rules.at_least:g} or {word}"
+        return ""
+
+
+def config_keys(schema: type) -> tuple[Key, ...]:
+    """Every key of a schema, sections included, in the order of declaration."""
+    if schema not in _keys_of:
+        _keys_of[schema] = tuple(_keys_below(schema, ""))
+    return _keys_of[schema]
+
+
+def _keys_below(schema: type, prefix: str) -> Iterator[Key]:
+    kinds = typing.get_type_hints(schema)
+    fields = {field.name: field for field in dataclasses.fields(schema)}
+
+    for name, kind in kinds.items():
+        found = Key(prefix + name, kind, rules_of(fields[name]))
+        yield found
+        if found.is_section:
+            yield from _keys_below(kind, f"{found.name}.")
+
+
+def leaf_keys(schema: type) -> list[Key]:
+    """The keys of a schema that have a value, without the sections."""
+    return [key for key in config_keys(schema) if not key.is_section]
+
+
+def path_to(schema: type, name: str) -> list[Key]:
+    """The sections around a dotted key, the outermost first, and the key itself.
+
+    A name of the user's own, such as `role_mapping.judge`, ends with the key that takes it.
+    """
+    around = [key for key in config_keys(schema) if f"{name}.".startswith(f"{key.name}.")]
+    return sorted(around, key=lambda key: len(key.name))
+
+
+def may_change_on_resume(schema: type, name: str) -> bool:
+    """Whether a resumed run may have another value: the key, or a section around it, says so."""
+    return any(key.rules.may_change_on_resume for key in path_to(schema, name))
+
+
+def read(config: Any, name: str) -> Any:
+    """The value at a dotted key; at "" the configuration itself."""
+    for part in name.split(".") if name else ():
+        config = getattr(config, part)
+    return config

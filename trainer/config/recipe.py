@@ -1,0 +1,74 @@
+"""A recipe as the configuration sees it: its schema, its YAML, its roles, its rules between fields.
+
+    SFT = Recipe(
+        name="sft", schema=SFTConfig, config_dir=Path(__file__).parent, config_name="sft_trainer",
+        placements=presets({"model_pool": ["actor"], "judge_pool": ["judge"]}),
+    )
+    config = load_config(["data.train_files=x"], SFT)
+
+The YAML begins with `defaults: [sft_schema, placement: colocate, _self_]`. What a recipe knows of
+its algorithm it hands over as callables: nothing in `trainer.config` knows one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from trainer.config.schema import RunConfig
+
+C = TypeVar("C", bound=RunConfig)
+Placements = Mapping[str, Mapping[str, Sequence[str]]]
+"""Preset -> pool -> the roles that it puts there."""
+
+
+def _none_inactive(config: Any) -> dict[str, str]:
+    return {}
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Recipe(Generic[C]):
+    """What composing and checking a configuration needs to know of a recipe."""
+
+    name: str
+    """Its word in messages and on the command line; its schema is `<name>_schema` in YAML."""
+    schema: type[C]
+    """Its config dataclass."""
+    config_dir: Path
+    """Folder of its YAML; files in `placement/` there are presets beside those of `placements`."""
+    config_name: str
+    """Its YAML, without the ending."""
+    placements: Placements
+    """What `placement=<preset>` stands for."""
+    inactive_roles: Callable[[Any], Mapping[str, str]] = _none_inactive
+    """Roles of the recipe that a configuration does not need -> why.
+
+    It gets the configuration, or the composed tree before that.
+    """
+    load_registries: Callable[[], None] = _nothing
+    """Imports the modules that register the names which keys may have."""
+    checks: Sequence[Callable[[C], None]] = ()
+    """Rules between fields: each raises `ConfigError`."""
+    shorthands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Words such as `colocate_all` -> the overrides that `colocate_all=true` stands for."""
+    only_noticed: frozenset[str] = frozenset()
+    """Keys that are shown, not refused, where nothing reads them."""
+
+
+def presets(split: Mapping[str, Sequence[str]]) -> Placements:
+    """The presets of a recipe whose `placement=split` puts roles on these pools.
+
+    `colocate` puts all of them on one pool, `standalone` each on its own.
+    """
+    roles = [role for pool_roles in split.values() for role in pool_roles]
+    return {
+        "colocate": {"global_pool": roles},
+        "split": split,
+        "standalone": {f"{role}_pool": [role] for role in roles},
+    }

@@ -1,0 +1,40 @@
+"""Generalised advantage estimation (GAE): PPO's own, with a critic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from trainer.ppo.advantages.returns import (
+    discounted_sum,
+    order_inside_first,
+    put_back,
+    put_in_order,
+)
+from trainer.ppo.advantages.whiten import whiten_
+
+
+@ADVANTAGE_ESTIMATORS.register("gae")
+@torch.no_grad()
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of later errors of the critic, each step back discounted by gamma lam; whitened.
+
+    The error at t is reward(t) + gamma value(t + 1) - value(t), with value 0 after the last token.
+    Returns are the unwhitened advantages plus values; whitening is over the whole batch's tokens.
+
+    Source: arXiv 1506.02438
+    """
+    inside = response_mask.to(values.dtype)
+    order = order_inside_first(response_mask)
+    values = values * inside
+    ordered_values = put_in_order(values, order)
+
+    errors = put_in_order(token_level_rewards * inside, order).sub_(ordered_values)
+    errors[:, :-1].add_(ordered_values[:, 1:], alpha=gamma)
+
+    advantages = put_back(discounted_sum(errors, gamma * lam), order)
+    returns = values.add_(advantages)
+    return whiten_(advantages, response_mask), returns

@@ -1,0 +1,65 @@
+"""Samples of one prompt are a group: mean, spread, and scores brought back to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Index = Sequence[Any] | np.ndarray
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows are samples of one prompt."""
+
+    of_row: Tensor
+    """The number of each row's group."""
+    size: Tensor
+    """How many rows each group has, in the scores' type."""
+
+    @classmethod
+    def of(cls, index: Index, scores: Tensor) -> Groups:
+        """Rows with equal values of `index` are one group."""
+        numbers: dict[Any, int] = {}
+        of_row = [numbers.setdefault(uid, len(numbers)) for uid in index]
+        group = torch.tensor(of_row, device=scores.device)
+        return cls(group, torch.bincount(group).to(scores.dtype))
+
+    def sum(self, scores: Tensor) -> Tensor:
+        """The sum of each group."""
+        return torch.zeros_like(self.size).index_add_(0, self.of_row, scores)
+
+    def size_of_row(self) -> Tensor:
+        """For each row, how many its group has."""
+        return self.size[self.of_row]
+
+    def centered(self, scores: Tensor) -> Tensor:
+        """Scores less their group's mean; the score of a group of one stays as it is.
+
+        Equal scores give exactly zero: what is summed is the distance from the group's lowest.
+        """
+        lowest = torch.zeros_like(self.size)
+        lowest.scatter_reduce_(0, self.of_row, scores, "amin", include_self=False)
+        shifted = scores - lowest[self.of_row]
+        mean = self.sum(shifted) / self.size
+        return torch.where(self.size_of_row() > 1, shifted - mean[self.of_row], scores)
+
+    def std(self, centered: Tensor) -> Tensor:
+        """For each row, the standard deviation (n - 1) of its group's centered scores."""
+        variance = self.sum(centered.square()) / (self.size - 1).clamp(min=1)
+        return variance.sqrt()[self.of_row]
+
+
+def scores_of(token_level_rewards: Tensor) -> Tensor:
+    """One score a row: the sum of its rewards."""
+    return token_level_rewards.sum(dim=-1)
+
+
+def on_tokens(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """Each row's score on all of its tokens; zero outside the mask."""
+    return torch.where(response_mask.bool(), scores.unsqueeze(-1), 0)

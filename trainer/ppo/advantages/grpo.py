@@ -1,0 +1,35 @@
+"""Group relative policy optimization (GRPO): a sample against the others of its prompt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("grpo")
+@torch.no_grad()
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The score less its group's mean, over its group's standard deviation.
+
+    Without the division (norm_adv_by_std_in_grpo=false) it is Dr. GRPO's. A group of one keeps its
+    raw score; equal scores give zero.
+
+    Source: GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783
+    """
+    scores = scores_of(token_level_rewards)
+    groups = Groups.of(index, scores)
+    centered = groups.centered(scores)
+    if norm_adv_by_std_in_grpo:
+        normalised = centered / (groups.std(centered) + epsilon)
+        centered = torch.where(groups.size_of_row() > 1, normalised, centered)
+    advantages = on_tokens(centered, response_mask)
+    return advantages, advantages

@@ -1,0 +1,23 @@
+"""REINFORCE++: discounted returns, whitened over the batch; no critic and no groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from trainer.ppo.advantages.returns import returns_of
+from trainer.ppo.advantages.whiten import whiten_
+
+
+@ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus")
+@torch.no_grad()
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Every token's discounted return, whitened over the batch's tokens.
+
+    Source: arXiv 2501.03262
+    """
+    returns = returns_of(token_level_rewards, response_mask, gamma)
+    return whiten_(returns.clone(), response_mask), returns

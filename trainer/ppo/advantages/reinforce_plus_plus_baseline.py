@@ -1,0 +1,25 @@
+"""REINFORCE++ with a baseline: the group gives the mean, the batch gives the scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from trainer.ppo.advantages.whiten import whiten_
+
+
+@ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus_baseline")
+@torch.no_grad()
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+) -> tuple[Tensor, Tensor]:
+    """The score less its group's mean, whitened over the batch's tokens.
+
+    Source: arXiv 2501.03262
+    """
+    scores = scores_of(token_level_rewards)
+    centered = Groups.of(index, scores).centered(scores)
+    advantages = whiten_(on_tokens(centered, response_mask), response_mask)
+    return advantages, advantages

@@ -1,0 +1,23 @@
+"""ReMax: the baseline is the score of the prompt's greedy answer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import on_tokens
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("remax")
+@torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Every token's return, undiscounted, less the score of the prompt's greedy answer.
+
+    Source: arXiv 2310.10505
+    """
+    rewards = token_level_rewards * response_mask
+    returns = rewards.flip(-1).cumsum(dim=-1).flip(-1) * response_mask
+    return returns - on_tokens(reward_baselines, response_mask), returns

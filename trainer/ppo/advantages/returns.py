@@ -1,0 +1,59 @@
+"""Discounted sums over the tokens of a row, from the last one back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+"""Tokens that one matrix product sums at once."""
+
+
+def order_inside_first(response_mask: Tensor) -> Tensor | None:
+    """The order of columns that brings each row's tokens inside the mask to its left.
+
+    None where they are there already.
+    """
+    outside = response_mask == 0
+    if not bool((outside[:, :-1] > outside[:, 1:]).any()):
+        return None
+    return outside.to(torch.uint8).argsort(dim=-1, stable=True)
+
+
+def put_in_order(column: Tensor, order: Tensor | None) -> Tensor:
+    """The column in the order that `order_inside_first` found."""
+    return column if order is None else column.gather(-1, order)
+
+
+def put_back(column: Tensor, order: Tensor | None) -> Tensor:
+    """The opposite of `put_in_order`."""
+    return column if order is None else torch.empty_like(column).scatter_(-1, order, column)
+
+
+def discounted_sum(terms: Tensor, decay: float) -> Tensor:
+    """out[t] = the sum over s >= t of decay^(s - t) terms[s].
+
+    A matrix product sums inside blocks, then block by block from the end.
+    """
+    num_rows, width = terms.shape
+    num_blocks = -(-width // BLOCK)
+    missing = num_blocks * BLOCK - width
+    padded = torch.nn.functional.pad(terms, (0, missing)) if missing else terms
+
+    steps = torch.arange(BLOCK, device=terms.device)
+    distance = steps[:, None] - steps[None, :]  # row: the token summed; column: where it goes
+    powers = float(decay) ** distance.clamp(min=0).to(terms.dtype)
+    sums = padded.view(num_rows, num_blocks, BLOCK) @ torch.where(distance >= 0, powers, 0)
+
+    to_next_block = float(decay) ** (BLOCK - steps).to(terms.dtype)
+    for block in range(num_blocks - 2, -1, -1):
+        sums[:, block].addcmul_(sums[:, block + 1, :1], to_next_block)
+    return sums.flatten(start_dim=1)[:, :width]
+
+
+def returns_of(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """Every token's discounted return: its own and all later rewards of its row."""
+    inside = response_mask.to(token_level_rewards.dtype)
+    order = order_inside_first(response_mask)
+    rewards = put_in_order(token_level_rewards * inside, order)
+    return put_back(discounted_sum(rewards, gamma), order)

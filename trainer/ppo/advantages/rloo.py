@@ -1,0 +1,26 @@
+"""REINFORCE leave-one-out (RLOO): the baseline is the mean of the prompt's other samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("rloo")
+@torch.no_grad()
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+) -> tuple[Tensor, Tensor]:
+    """The score less the mean score of its group's others; a group of one keeps its raw score.
+
+    Source: arXiv 2402.14740
+    """
+    scores = scores_of(token_level_rewards)
+    groups = Groups.of(index, scores)
+    from_mean_to_others = groups.size / (groups.size - 1).clamp(min=1)
+    advantages = groups.centered(scores) * from_mean_to_others[groups.of_row]
+    advantages = on_tokens(advantages, response_mask)
+    return advantages, advantages

@@ -1,0 +1,116 @@
+"""PPO as a recipe: what composing and checking its configuration needs to know.
+
+`trainer.load_config` is the function here: PPO's configuration, unless another recipe is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from trainer.config import compose
+from trainer.config.recipe import Recipe
+from trainer.config.schema import RunConfig
+from trainer.ppo.config import PPOConfig
+from verl_like.registry import registry_of
+
+C = TypeVar("C", bound=RunConfig)
+
+PLACEMENTS = {
+    "colocate": {"global_pool": ["actor_rollout", "ref", "critic", "reward_model"]},
+    "split": {
+        "actor_rollout_ref_pool": ["actor_rollout", "ref"],
+        "critic_pool": ["critic", "reward_model"],
+    },
+    "standalone": {
+        "actor_pool": ["actor"],
+        "rollout_pool": ["rollout"],
+        "ref_pool": ["ref"],
+        "critic_pool": ["critic"],
+        "reward_pool": ["reward_model"],
+    },
+}
+"""Preset -> pool -> roles. Under `split` the updates of actor and critic overlap."""
+
+SHORTHANDS = {
+    "colocate_all": {"placement": "colocate"},
+    "colocate_actor_ref": {"placement": "standalone", "role_mapping.ref": "actor_pool"},
+    "colocate_critic_reward": {
+        "placement": "standalone",
+        "role_mapping.reward_model": "critic_pool",
+    },
+}
+"""OpenRLHF's words for a placement -> the overrides that they stand for."""
+
+KEYS_OF_VERLS_COMMAND = frozenset(
+    {
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
+        "critic.optim.lr",
+        "critic.model.path",
+        "critic.model.enable_gradient_checkpointing",
+        "critic.model.fsdp_config.param_offload",
+        "critic.model.fsdp_config.optimizer_offload",
+        "critic.ppo_micro_batch_size_per_gpu",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+        "trainer.critic_warmup",
+        "data.val_files",
+        "trainer.total_epochs",
+        "trainer.max_ckpt_to_keep",
+    }
+)
+"""Keys of verl's split-placement command, which must compose whatever else is set."""
+
+
+def inactive_roles(config: Any) -> dict[str, str]:
+    """Roles of PPO that this run does not need -> why; of a `PPOConfig` or the composed tree."""
+    inactive = {}
+    name = config.algorithm.adv_estimator
+    estimator = registry_of("advantage estimator").look_up(name)
+    if "values" not in inspect.signature(estimator).parameters:
+        inactive["critic"] = f"algorithm.adv_estimator={name} takes no values"
+    if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):
+        inactive["ref"] = "there is no KL in the reward or the loss"
+    if not config.reward_model.enable:
+        inactive["reward_model"] = "reward_model.enable=false"
+    return inactive
+
+
+def load_registries() -> None:
+    """Import what registers estimators, losses and optimizers; all of it imports torch."""
+    import trainer.ppo.advantages  # noqa: F401
+    import workers.losses  # noqa: F401
+    import workers.training.optim  # noqa: F401
+
+
+def check(config: PPOConfig) -> None:
+    """PPO's rules between fields; they look into the losses, hence torch: not before `--help`."""
+    from trainer.ppo.checks import validate
+
+    validate(config)
+
+
+PPO = Recipe(
+    name="ppo",
+    schema=PPOConfig,
+    config_dir=Path(__file__).resolve().parent,
+    config_name="ppo_trainer",
+    placements=PLACEMENTS,
+    inactive_roles=inactive_roles,
+    load_registries=load_registries,
+    checks=(check,),
+    shorthands=SHORTHANDS,
+    only_noticed=KEYS_OF_VERLS_COMMAND,
+)
+
+
+@overload
+def load_config(overrides: Sequence[str]) -> PPOConfig: ...
+@overload
+def load_config(overrides: Sequence[str], recipe: Recipe[C]) -> C: ...
+def load_config(overrides: Sequence[str], recipe: Recipe[Any] = PPO) -> Any:
+    """`key=value` strings, as on the command line -> the configuration of a run."""
+    return compose.load_config(overrides, recipe)

@@ -1,0 +1,83 @@
+"""How a configuration dataclass declares a key: its default and the rules that stand at the field.
+
+    @dataclass(kw_only=True)
+    class OptimConfig:
+        lr: float = key(1e-6, at_least=0)
+        lr_scheduler_type: str = key("constant", choices=("constant", "cosine", "linear"))
+        min_lr_ratio: float = key(0.0, allows="a share", read_when=NOT_CONSTANT)
+
+A rule that needs two fields is no rule of a field: it is a check of the recipe. Nothing here
+imports torch: schemas are read on the way to `--help`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class When:
+    """The condition under which a key, or all of a section, is read."""
+
+    says: str
+    """The condition in words, as the docs show it: "there is a critic"."""
+    holds: Callable[[Any, Any], bool]
+    """(section that the key stands in, whole configuration) -> whether the key is read."""
+    otherwise: str
+    """What is missing where it does not hold, as an error says it: "this run has no critic"."""
+
+
+@dataclass(frozen=True)
+class KeyRules:
+    """What is known of one key beside its type, default and docstring."""
+
+    above: float | None = None
+    """The value is larger than this."""
+    at_least: float | None = None
+    """The value is this or larger."""
+    or_exactly: float | None = None
+    """A value outside the range that has a meaning of its own, such as -1."""
+    choices: tuple[str, ...] = ()
+    """The values that there are; of a list, those of each item."""
+    registry: str = ""
+    """The kind of the registry that the value is looked up in; a dotted path is the user's own."""
+    allows: str = ""
+    """The values in words, where their type says too little and neither range nor choices do."""
+    hint: str = ""
+    """The end of a refusal, and of the values in the docs: "or null to keep all"."""
+    required: str = ""
+    """The key must not be empty; how to fill it."""
+    read_when: tuple[When, ...] = ()
+    """The key is read only where all of these hold."""
+    may_change_on_resume: bool = False
+    """A resumed run may have another value: it does not decide what is computed."""
+    verl: str = ""
+    """The dotted key of the same thing in verl, where it has another name there."""
+
+
+NO_RULES = KeyRules()
+
+
+def key(
+    default: Any = MISSING,
+    *,
+    factory: Any = MISSING,
+    read_when: When | Sequence[When] = (),
+    **rules: Any,
+) -> Any:
+    """A dataclass field with its default (or `factory`) and `KeyRules`."""
+    conditions = (read_when,) if isinstance(read_when, When) else tuple(read_when)
+    metadata = {"rules": KeyRules(read_when=conditions, **rules)}
+
+    if factory is not MISSING:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def rules_of(field: dataclasses.Field[Any]) -> KeyRules:
+    """The rules that `key` put at a field; a plain field has none."""
+    rules: KeyRules = field.metadata.get("rules", NO_RULES)
+    return rules

@@ -1,0 +1,166 @@
+"""Conditions under which keys of the workers' sections are read: the `read_when` of their fields.
+
+Each takes the section that the key stands in and the whole configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from verl_like.config_key import When
+from verl_like.registry import registry_of
+
+
+def _actor(run: Any) -> Any:
+    return run.actor_rollout_ref.actor
+
+
+def _has_reference(_: Any, run: Any) -> bool:
+    return bool(run.algorithm.use_kl_in_reward or _actor(run).use_kl_loss)
+
+
+def _validates(_: Any, run: Any) -> bool:
+    asked_for = run.trainer.val_before_train or run.trainer.test_freq > 0
+    return bool(run.data.val_files) and asked_for
+
+
+def _rules_score(_: Any, run: Any) -> bool:
+    model_alone = run.reward_model.enable and run.reward_model.rule_weight == 0
+    return not model_alone or bool(run.custom_reward_function.path)
+
+
+def _rollout_is_apart(_: Any, run: Any) -> bool:
+    from verl_like.placement.pools import expand_roles
+
+    pools = expand_roles(run.role_mapping)
+    return pools["actor"] != pools["rollout"]
+
+
+def loss_reads(name: str) -> Callable[[Any, Any], bool]:
+    """Whether the policy loss reads that key of the actor's section; one of the user's may."""
+
+    def holds(_: Any, run: Any) -> bool:
+        loss = registry_of("policy loss").look_up(_actor(run).policy_loss.loss_mode)
+        keys = getattr(loss, "keys_read", None)
+        return keys is None or name in keys
+
+    return holds
+
+
+def optimizer_takes(name: str) -> When:
+    """The optimizer's constructor has a parameter of that name."""
+
+    def holds(optim: Any, _: Any) -> bool:
+        optimizer = registry_of("optimizer").look_up(optim.optimizer)
+        return name in inspect.signature(optimizer).parameters
+
+    return When(f"the optimizer takes `{name}`", holds, "the optimizer does not take it")
+
+
+def section_has(name: str) -> When:
+    """The key `name` of the same section is set."""
+    return When(
+        f"`{name}` is set", lambda section, _: bool(getattr(section, name)), f"there is no {name}"
+    )
+
+
+HAS_CRITIC = When(
+    "there is a critic",
+    lambda _, run: "critic" in run.role_mapping,
+    "this run has no critic: algorithm.adv_estimator takes no values",
+)
+HAS_REFERENCE = When(
+    "there is a reference",
+    _has_reference,
+    "this run has no reference: set algorithm.use_kl_in_reward or "
+    "actor_rollout_ref.actor.use_kl_loss",
+)
+HAS_LORA = When("`lora_rank` > 0", lambda model, _: model.lora_rank > 0, "model.lora_rank is 0")
+
+SCHEDULE_DECAYS = When(
+    "`lr_scheduler_type` is not constant",
+    lambda optim, _: optim.lr_scheduler_type != "constant",
+    "lr_scheduler_type=constant stays at the peak",
+)
+
+ONE_CLIP_RATIO = When(
+    "`clip_ratio_low` or `clip_ratio_high` is null",
+    lambda actor, _: actor.clip_ratio_low is None or actor.clip_ratio_high is None,
+    "clip_ratio_low and clip_ratio_high are both set and replace it",
+)
+LOSS_CLIPS = When(
+    "the policy loss clips a ratio",
+    loss_reads("clip_ratio"),
+    "the loss of policy_loss.loss_mode clips no ratio",
+)
+LOSS_CLIPS_TWICE = When(
+    "the policy loss has a dual clip",
+    loss_reads("clip_ratio_c"),
+    "the loss of policy_loss.loss_mode has no dual clip; vanilla has one",
+)
+LOSS_HAS_DIVISOR = When(
+    "`loss_agg_mode` is seq-mean-token-sum-norm",
+    lambda actor, _: actor.loss_agg_mode == "seq-mean-token-sum-norm",
+    "only loss_agg_mode=seq-mean-token-sum-norm reads it",
+)
+USES_KL_LOSS = When(
+    "`use_kl_loss`", lambda actor, _: actor.use_kl_loss, "actor.use_kl_loss is false"
+)
+WEIGHS_ROLLOUT = When(
+    "`rollout_is` is set",
+    lambda correction, _: correction.rollout_is is not None,
+    "algorithm.rollout_correction.rollout_is is not set",
+)
+
+CUT_BY_TOKENS = When(
+    "`actor.use_dynamic_bsz`",
+    lambda _, run: _actor(run).use_dynamic_bsz,
+    "actor.use_dynamic_bsz is false",
+)
+CUT_BY_SAMPLES = When(
+    "not `actor.use_dynamic_bsz`",
+    lambda _, run: not _actor(run).use_dynamic_bsz,
+    "actor.use_dynamic_bsz cuts batches by ppo_max_token_len_per_gpu",
+)
+
+ENGINE_IS_VLLM = When(
+    "`name` is vllm", lambda rollout, _: rollout.name == "vllm", "only rollout.name=vllm reads it"
+)
+ENGINE_IS_NOT_HF = When(
+    "`name` is not hf", lambda rollout, _: rollout.name != "hf", "rollout.name=hf does not read it"
+)
+ROLLOUT_SAMPLES = When(
+    "`do_sample`",
+    lambda rollout, _: rollout.do_sample,
+    "rollout.do_sample=false decodes greedily",
+)
+ROLLOUT_IS_APART = When(
+    "actor and rollout are on two pools",
+    _rollout_is_apart,
+    "actor and rollout share their processes: weights do not travel in pieces",
+)
+VALIDATES = When(
+    "the run validates",
+    _validates,
+    "this run never validates: set data.val_files, and trainer.test_freq or "
+    "trainer.val_before_train",
+)
+VALIDATION_SAMPLES = When(
+    "`do_sample`",
+    lambda sampling, _: sampling.do_sample,
+    "val_kwargs.do_sample=false decodes greedily",
+)
+
+HAS_REWARD_MODEL = When(
+    "`enable`", lambda rewards, _: rewards.enable, "reward_model.enable is false"
+)
+RULES_SCORE = When("a rule scores", _rules_score, "rule_weight=0 leaves the score to the model")
+PUNISHES_LENGTH = When("`enable`", lambda buffer, _: buffer.enable, "its enable is false")
+
+SAVES = When(
+    "`trainer.save_freq` > 0",
+    lambda _, run: run.trainer.save_freq > 0,
+    "trainer.save_freq writes no checkpoints",
+)

@@ -1,0 +1,66 @@
+"""The value model; what it does not set of its own is the actor's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_like.config_key import key
+from workers.config.conditions import CUT_BY_SAMPLES, CUT_BY_TOKENS
+from workers.config.model import STRATEGIES, CheckpointConfig, FSDPConfig
+
+
+@dataclass(kw_only=True)
+class CriticModelConfig:
+    """The critic's model; types, attention, packing and LoRA's other settings are the actor's."""
+
+    path: str = key("", allows="a folder")
+    """Folder of the model."""
+    enable_gradient_checkpointing: bool = key(False, may_change_on_resume=True)
+    """Recompute activations in the backward pass."""
+    lora_rank: int = key(0, allows="a rank, or 0")
+    """Rank of LoRA adapters, which are then trained with the head alone; 0 trains every weight."""
+    fsdp_config: FSDPConfig = key(factory=FSDPConfig)
+    """Sharding."""
+
+
+@dataclass(kw_only=True)
+class CriticOptimConfig:
+    """What the critic's optimizer has of its own; everything else is the actor's `optim`."""
+
+    lr: float = key(1e-5, at_least=0)
+    """Peak learning rate."""
+    lr_warmup_steps: int = key(0, allows="a number of calls")
+    """Update calls of linear warm-up from 0 to `lr`."""
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    """The value model and its update."""
+
+    strategy: str = key("fsdp", choices=STRATEGIES, may_change_on_resume=True)
+    """How the model lies over the ranks."""
+    model: CriticModelConfig = key(factory=CriticModelConfig)
+    """Body of the value model; its head starts at zero."""
+    optim: CriticOptimConfig = key(factory=CriticOptimConfig)
+    """Optimizer."""
+    ppo_mini_batch_size: int | None = key(None, allows="a divisor of `data.train_batch_size`")
+    """Prompts per optimizer step, over all ranks; null takes the actor's."""
+    ppo_micro_batch_size_per_gpu: int = key(
+        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
+    )
+    """Samples per forward and backward pass on one rank; no effect on the result."""
+    ppo_max_token_len_per_gpu: int | None = key(
+        None,
+        allows="prompt and response, or more",
+        read_when=CUT_BY_TOKENS,
+        may_change_on_resume=True,
+    )
+    """Real tokens per pass on one rank, under the actor's `use_dynamic_bsz`; null takes its."""
+    ppo_epochs: int | None = key(None, allows="a number of passes")
+    """Passes over the batch per update; null takes the actor's."""
+    cliprange_value: float = key(0.5, above=0)
+    """Largest move of a value away from the one before the update."""
+    grad_clip: float = key(1.0, above=0)
+    """Largest gradient norm."""
+    checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
+    """What is saved."""

@@ -1,0 +1,103 @@
+"""A model that is trained: its folder, sharding, optimizer, and what of it is saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.config_key import key
+from workers.config.conditions import HAS_LORA, SAVES, SCHEDULE_DECAYS, optimizer_takes
+
+STRATEGIES = ("single", "ddp", "fsdp", "fsdp_offload")
+"""How a model may lie over the ranks."""
+SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+"""What `checkpoint.save_contents` may name."""
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """The optimizer and its schedule, which steps once per `update_*` call."""
+
+    optimizer: str = key("AdamW", registry="optimizer")
+    """AdamW, or the dotted path of a class; it gets those of the settings below that it knows."""
+    lr: float = key(1e-6, at_least=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = key(
+        (0.9, 0.999), allows="two numbers", read_when=optimizer_takes("betas")
+    )
+    """Decay rates of the two moments."""
+    eps: float = key(1e-8, allows="a number", read_when=optimizer_takes("eps"))
+    """Floor of the denominator."""
+    weight_decay: float = key(0.01, at_least=0, read_when=optimizer_takes("weight_decay"))
+    """Decoupled weight decay."""
+    lr_warmup_steps: int = key(0, allows="a number of calls")
+    """Update calls of linear warm-up from 0 to `lr`."""
+    lr_scheduler_type: str = key("constant", choices=("constant", "cosine", "linear"))
+    """What follows the warm-up."""
+    min_lr_ratio: float = key(0.0, allows="a share", read_when=SCHEDULE_DECAYS)
+    """Where cosine and linear end, as a share of `lr`."""
+    max_skipped_steps: int = key(5, allows="a number of steps", may_change_on_resume=True)
+    """Steps in a row with a non-finite gradient that are skipped; one more stops the run."""
+
+
+@dataclass(kw_only=True)
+class FSDPConfig:
+    """How a role's module is sharded over its ranks."""
+
+    fsdp_size: int = key(-1, allows="a number of ranks, or -1", may_change_on_resume=True)
+    """Ranks per sharding group; -1 shards over the whole pool."""
+    param_offload: bool | None = key(None, may_change_on_resume=True)
+    """Keep parameters in host memory between calls; null is what the strategy says."""
+    optimizer_offload: bool | None = key(None, may_change_on_resume=True)
+    """Keep optimizer state in host memory between updates; null is what the strategy says."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """A Hugging Face model folder and how it is loaded."""
+
+    path: str = key(
+        "", allows="a folder or a name", required="give the folder of a model with its tokenizer"
+    )
+    """Folder of the model and, for the actor, its tokenizer; or its name on the Hugging Face hub.
+    """
+    enable_gradient_checkpointing: bool = key(False, may_change_on_resume=True)
+    """Recompute activations in the backward pass."""
+    attn_implementation: str = key(
+        "auto",
+        allows="auto, or an implementation",
+        may_change_on_resume=True,
+        verl="actor_rollout_ref.model.override_config.attn_implementation",
+    )
+    """auto takes the first that runs here of flash_attention_2, sdpa, eager; or one of these."""
+    use_remove_padding: bool = key(True, may_change_on_resume=True)
+    """Run rows end to end without their padding, where the model computes that right."""
+    dtype: str = key(
+        "float32", allows="a torch type", verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
+    )
+    """Type that the weights are loaded and trained in."""
+    compute_dtype: str | None = key(None, allows="a torch type")
+    """Mixed precision: compute in this type, add gradients up in float32; null computes in `dtype`.
+    """
+    lora_rank: int = key(0, allows="a rank, or 0")
+    """Rank of LoRA adapters, which are then all that is trained; 0 trains every weight."""
+    lora_alpha: int = key(16, allows="a number", read_when=HAS_LORA)
+    """Adapters count lora_alpha / lora_rank times."""
+    target_modules: Any = key(
+        "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
+    )
+    """Layers that get an adapter: all-linear (all but the head), or names such as q_proj."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What a role puts into its part of a checkpoint."""
+
+    save_contents: list[str] = key(
+        factory=lambda: ["model", "optimizer", "extra"],
+        choices=SAVE_CONTENTS,
+        read_when=SAVES,
+        may_change_on_resume=True,
+    )
+    """A resume needs the first three; extra is schedule and random state, hf_model a model folder.
+    """

@@ -1,0 +1,139 @@
+"""The policy in training and as its own reference: actor, loss, importance weights, reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_like.config_key import key
+from workers.config.conditions import (
+    CUT_BY_SAMPLES,
+    CUT_BY_TOKENS,
+    HAS_REFERENCE,
+    LOSS_CLIPS,
+    LOSS_CLIPS_TWICE,
+    LOSS_HAS_DIVISOR,
+    ONE_CLIP_RATIO,
+    USES_KL_LOSS,
+    WEIGHS_ROLLOUT,
+)
+from workers.config.model import (
+    STRATEGIES,
+    CheckpointConfig,
+    FSDPConfig,
+    ModelConfig,
+    OptimConfig,
+)
+from workers.config.rollout import RolloutConfig
+
+LOSS_AGG_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+"""How token losses may become one number."""
+_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
+"""Estimators of a KL; with a trailing +, the value has k2's gradient."""
+
+
+@dataclass(kw_only=True)
+class PolicyLossConfig:
+    """Which policy loss."""
+
+    loss_mode: str = key("vanilla", registry="policy loss")
+    """The loss, or the dotted path of a function of the user's."""
+
+
+@dataclass(kw_only=True)
+class RolloutCorrectionConfig:
+    """Importance weights for a rollout whose probabilities differ from the trainer's: TIS."""
+
+    rollout_is: str | None = key(None, choices=("token", "sequence"))
+    """What gets one weight; null weighs nothing."""
+    rollout_is_threshold: float = key(2.0, at_least=1, read_when=WEIGHS_ROLLOUT)
+    """Bound of the weights."""
+    rollout_is_mode: str = key("truncate", choices=("truncate", "mask"), read_when=WEIGHS_ROLLOUT)
+    """truncate caps weights at the threshold; mask zeroes those outside [1 / threshold, threshold].
+    """
+
+
+@dataclass(kw_only=True)
+class ActorConfig:
+    """The policy's update."""
+
+    strategy: str = key("fsdp", choices=STRATEGIES, may_change_on_resume=True)
+    """How the model lies over the ranks."""
+    ppo_mini_batch_size: int = key(64, above=0)
+    """Prompts per optimizer step, over all ranks; divides `data.train_batch_size`."""
+    ppo_micro_batch_size_per_gpu: int = key(
+        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
+    )
+    """Samples per forward and backward pass on one rank; no effect on the result."""
+    use_dynamic_bsz: bool = key(False, may_change_on_resume=True)
+    """Cut micro-batches by tokens: the actor's, the critic's, and those of log-prob passes."""
+    ppo_max_token_len_per_gpu: int = key(
+        16384,
+        allows="prompt and response, or more",
+        read_when=CUT_BY_TOKENS,
+        may_change_on_resume=True,
+    )
+    """Real tokens per forward and backward pass on one rank, under `use_dynamic_bsz`."""
+    ppo_epochs: int = key(1, above=0)
+    """Passes over the batch per update."""
+    clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
+    """PPO's clip range, both sides."""
+    clip_ratio_low: float | None = key(None, allows="a number", read_when=LOSS_CLIPS)
+    """Lower clip range; null takes `clip_ratio`."""
+    clip_ratio_high: float | None = key(None, allows="a number", read_when=LOSS_CLIPS)
+    """Upper clip range; null takes `clip_ratio`."""
+    clip_ratio_c: float = key(3.0, above=1, read_when=LOSS_CLIPS_TWICE)
+    """Dual-clip bound for negative advantages."""
+    policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
+    """The loss itself."""
+    loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)
+    """How token losses become one number, the critic's too."""
+    loss_scale_factor: float | None = key(None, allows="a number", read_when=LOSS_HAS_DIVISOR)
+    """Divisor of seq-mean-token-sum-norm; null takes `data.max_response_length`."""
+    entropy_coeff: float = key(0.0, allows="a number")
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = key(False)
+    """Add the KL to the reference to the loss; starts the reference role."""
+    kl_loss_coef: float = key(0.001, at_least=0, read_when=USES_KL_LOSS)
+    """Weight of that KL."""
+    kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=USES_KL_LOSS)
+    """Estimator of that KL."""
+    grad_clip: float = key(1.0, above=0)
+    """Largest gradient norm."""
+    optim: OptimConfig = key(factory=OptimConfig)
+    """Optimizer."""
+    fsdp_config: FSDPConfig = key(factory=FSDPConfig)
+    """Sharding."""
+    checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
+    """What is saved."""
+
+
+@dataclass(kw_only=True)
+class RefConfig:
+    """The frozen reference policy: the actor's initial weights."""
+
+    log_prob_micro_batch_size_per_gpu: int = key(
+        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
+    )
+    """Samples per forward pass on one rank."""
+    fsdp_config: FSDPConfig = key(factory=FSDPConfig)
+    """Sharding."""
+
+
+@dataclass(kw_only=True)
+class ActorRolloutRefConfig:
+    """The policy in its three roles, one model."""
+
+    model: ModelConfig = key(factory=ModelConfig)
+    """Model of all three."""
+    actor: ActorConfig = key(factory=ActorConfig)
+    """Training."""
+    rollout: RolloutConfig = key(factory=RolloutConfig)
+    """Generation."""
+    ref: RefConfig = key(factory=RefConfig, read_when=HAS_REFERENCE)
+    """Reference log-probs."""

@@ -1,0 +1,78 @@
+"""Scores: rule functions, a reward model, the punishment of overlong responses, the user's code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.config_key import key
+from workers.config.conditions import (
+    HAS_REWARD_MODEL,
+    PUNISHES_LENGTH,
+    RULES_SCORE,
+    section_has,
+)
+
+
+@dataclass(kw_only=True)
+class OverlongBufferConfig:
+    """DAPO's soft punishment of responses that come near `data.max_response_length`."""
+
+    enable: bool = key(False)
+    """Punish them."""
+    len: int = key(0, allows="1 to `data.max_response_length`", read_when=PUNISHES_LENGTH)
+    """Tokens before the limit over which the punishment grows from 0."""
+    penalty_factor: float = key(1.0, allows="a number", read_when=PUNISHES_LENGTH)
+    """The punishment at the limit."""
+
+
+@dataclass(kw_only=True)
+class ScoringModelConfig:
+    """A sequence classifier with one output, on the actor's tokenizer."""
+
+    path: str = key("", allows="a folder")
+    """Its Hugging Face folder."""
+
+
+@dataclass(kw_only=True)
+class UserCodeConfig:
+    """A name in a file or module of the user's."""
+
+    path: str = key("", allows="a .py file or a module")
+    """A Python file, or a module as one imports it; empty: none."""
+    name: str = key("", allows="a name", read_when=section_has("path"))
+    """What to take from it."""
+
+
+@dataclass(kw_only=True)
+class RewardFunctionConfig(UserCodeConfig):
+    """A function (data_source, solution_str, ground_truth, extra_info) -> score, sync or async."""
+
+    name: str = key("compute_score", allows="a name", read_when=section_has("path"))
+    """What to take from it."""
+    reward_kwargs: dict[str, Any] = key(
+        factory=dict, allows="what the function takes", read_when=section_has("path")
+    )
+    """Keyword arguments that every call gets besides."""
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig:
+    """Scores: rule functions, a reward model, or both."""
+
+    enable: bool = key(False)
+    """Score with a model; starts the reward_model role."""
+    model: ScoringModelConfig = key(factory=ScoringModelConfig, read_when=HAS_REWARD_MODEL)
+    """That model."""
+    micro_batch_size_per_gpu: int = key(
+        8, above=0, read_when=HAS_REWARD_MODEL, may_change_on_resume=True
+    )
+    """Samples per forward pass of the model on one rank."""
+    overlong_buffer: OverlongBufferConfig = key(factory=OverlongBufferConfig)
+    """Punishment of overlong responses."""
+    rule_weight: float = key(1.0, allows="a number", read_when=HAS_REWARD_MODEL)
+    """What the rule's score counts beside the model's; 0 leaves the score to the model."""
+    default_score: float = key(0.0, allows="a number", read_when=RULES_SCORE)
+    """Score where the rule function raises, gives no finite number, or passes its deadline."""
+    sample_timeout_s: float = key(10.0, above=0, read_when=RULES_SCORE)
+    """Deadline of the rule function for one sample; a batch gets twelve times that."""

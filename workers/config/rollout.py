@@ -1,0 +1,86 @@
+"""Generation: the engine, how it samples in training and in validation, its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.config_key import key
+from workers.config.conditions import (
+    CUT_BY_SAMPLES,
+    ENGINE_IS_NOT_HF,
+    ENGINE_IS_VLLM,
+    ROLLOUT_IS_APART,
+    ROLLOUT_SAMPLES,
+    VALIDATES,
+    VALIDATION_SAMPLES,
+)
+
+ENGINES = ("native", "hf", "vllm")
+"""The rollout engines."""
+
+
+@dataclass(kw_only=True)
+class ValidationSamplingConfig:
+    """How validation samples; greedy by default."""
+
+    n: int = key(1, above=0)
+    """Samples per prompt."""
+    do_sample: bool = key(False)
+    """False decodes greedily."""
+    temperature: float = key(1.0, allows="a number", read_when=VALIDATION_SAMPLES)
+    """Divides the logits."""
+    top_k: int = key(-1, allows="a number of tokens, or -1", read_when=VALIDATION_SAMPLES)
+    """Sample among the k likeliest tokens; -1 takes all."""
+    top_p: float = key(1.0, allows="a probability", read_when=VALIDATION_SAMPLES)
+    """Sample among the likeliest tokens of this total probability; 1 takes all."""
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """Generation."""
+
+    name: str = key("native", choices=ENGINES)
+    """Engine."""
+    n: int = key(1, above=0)
+    """Samples per prompt."""
+    temperature: float = key(1.0, above=0)
+    """Divides the logits, here and in every log-prob pass."""
+    top_k: int = key(-1, allows="a number of tokens, or -1", read_when=ROLLOUT_SAMPLES)
+    """Sample among the k likeliest tokens; -1 takes all."""
+    top_p: float = key(1.0, allows="a probability", read_when=ROLLOUT_SAMPLES)
+    """Sample among the likeliest tokens of this total probability; 1 takes all."""
+    do_sample: bool = key(True)
+    """False decodes greedily."""
+    max_num_seqs: int = key(256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
+    """Samples decoded together on one rank."""
+    kv_cache_gb: float = key(4.0, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
+    """Most memory of keys and values on one rank, in GiB; native and vllm on CPUs."""
+    sampling_kwargs: dict[str, Any] = key(
+        factory=dict, allows="min_p, min_tokens, stop_strings, logit_bias, truncated_log_probs"
+    )
+    """Further sampling settings; logit_bias is token id -> number."""
+    update_weights_bucket_megabytes: float = key(
+        16.0, above=0, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
+    )
+    """Weights travel to the rollout in pieces of about this size."""
+    engine_kwargs: dict[str, Any] = key(
+        factory=dict, allows="what vLLM's LLM takes", read_when=ENGINE_IS_VLLM
+    )
+    """vllm: further arguments of its LLM class, such as quantization."""
+    tensor_model_parallel_size: int = key(
+        1, above=0, read_when=ENGINE_IS_VLLM, may_change_on_resume=True
+    )
+    """vllm: ranks that share one engine; divides the rollout's pool."""
+    gpu_memory_utilization: float = key(
+        0.5, allows="a share", read_when=ENGINE_IS_VLLM, may_change_on_resume=True
+    )
+    """vllm: share of a device's memory that the engine takes."""
+    log_prob_micro_batch_size_per_gpu: int = key(
+        8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
+    )
+    """Samples per forward pass of the old log-probs on one rank."""
+    val_kwargs: ValidationSamplingConfig = key(
+        factory=ValidationSamplingConfig, read_when=VALIDATES, may_change_on_resume=True
+    )
+    """Sampling in validation."""

@@ -1,0 +1,103 @@
+"""From token losses to one number that adds up over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import ConfigError, nearest
+from verl_like.tensor_ops import masked_mean, masked_sum
+
+AGGREGATIONS: Mapping[str, tuple[str, str]] = {
+    "token-mean": (
+        "The sum over all tokens of the mini-batch, divided by their count.",
+        "DAPO, arXiv 2503.14476",
+    ),
+    "seq-mean-token-sum": (
+        "The sum over all tokens, divided by the count of rows that have any.",
+        "REINFORCE with one return a sequence; arXiv 2503.20783 calls it unbiased",
+    ),
+    "seq-mean-token-mean": (
+        "The mean over each row's tokens, then the mean over rows that have any.",
+        "GRPO, arXiv 2402.03300",
+    ),
+    "seq-mean-token-sum-norm": (
+        "seq-mean-token-sum, divided by a constant: `loss_scale_factor`, or the response's width.",
+        "Dr. GRPO, arXiv 2503.20783",
+    ),
+}
+"""`loss_agg_mode` -> (formula in words, source)."""
+
+LOSS_AGG_MODES = tuple(AGGREGATIONS)
+
+
+class Denominators(TypedDict, total=False):
+    """What `agg_loss` divides by; the counts are those of the global mini-batch."""
+
+    batch_num_tokens: int | float | Tensor | None
+    """Tokens inside the mask; read by token-mean, and by every metric."""
+    global_batch_size: int | float | Tensor | None
+    """Rows with at least one token inside the mask; read by the three seq-mean modes."""
+    loss_scale_factor: int | float | None
+    """Constant of seq-mean-token-sum-norm; by default the mask's width."""
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    *,
+    batch_num_tokens: int | float | Tensor | None = None,
+    global_batch_size: int | float | Tensor | None = None,
+    loss_scale_factor: int | float | None = None,
+) -> Tensor:
+    """One number from token losses: this part's share of the global mini-batch's loss."""
+    if loss_agg_mode not in AGGREGATIONS:
+        raise ConfigError(
+            f"unknown loss_agg_mode {loss_agg_mode!r}; there are {', '.join(LOSS_AGG_MODES)}."
+            f"{nearest(loss_agg_mode, LOSS_AGG_MODES)}"
+        )
+    inside = loss_mask.bool()
+
+    if loss_agg_mode == "token-mean":
+        return masked_sum(loss_mat, inside) / _at_least_one(batch_num_tokens, inside)
+
+    num_rows = _at_least_one(global_batch_size, inside.any(dim=-1))
+    if loss_agg_mode == "seq-mean-token-mean":
+        return masked_mean(loss_mat, inside, axis=-1).sum() / num_rows
+
+    total = masked_sum(loss_mat, inside) / num_rows
+    if loss_agg_mode == "seq-mean-token-sum":
+        return total
+    return total / (loss_scale_factor or loss_mask.shape[-1])
+
+
+def _at_least_one(given: int | float | Tensor | None, counted: Tensor) -> Tensor:
+    count = counted.sum() if given is None else torch.as_tensor(given, device=counted.device)
+    return count.clamp(min=1)
+
+
+def agg_policy_loss(
+    losses: Tensor,
+    per_token: Mapping[str, Tensor],
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    rollout_is_weights: Tensor | None,
+    **denominators: Unpack[Denominators],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, weighed where there are weights, and the token means of what else was found.
+
+    Metrics take the same denominators as the loss, so they add up as it does.
+    """
+    if rollout_is_weights is not None:
+        losses = losses * torch.where(response_mask.bool(), rollout_is_weights.detach(), 0)
+    loss = agg_loss(losses, response_mask, loss_agg_mode, **denominators)
+
+    metrics = {}
+    for name, values in per_token.items():
+        as_numbers = values.detach().to(losses.dtype)
+        metrics[name] = agg_loss(as_numbers, response_mask, "token-mean", **denominators)
+    return loss, metrics

@@ -1,0 +1,48 @@
+"""CISPO: importance weights are clipped, tokens never are."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from workers.config import ActorConfig
+from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.importance_ratio import clip_range, log_ratio
+from workers.losses.registry import POLICY_LOSSES, reads
+
+
+@POLICY_LOSSES.register("cispo")
+@reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+def compute_policy_loss_cispo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+    **denominators: Unpack[Denominators],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A log p, times the ratio policy / old policy, clipped and without its gradient.
+
+    No token drops out of the gradient, as PPO's clip makes them do.
+
+    Source: MiniMax-M1 (CISPO), arXiv 2506.13585
+    """
+    config = config or ActorConfig()
+    inside = response_mask.bool()
+    log_r = log_ratio(log_prob, old_log_prob, inside)
+    ratio = log_r.detach().exp()
+    weight = ratio.clamp(*clip_range(config))
+    losses = -torch.where(inside, advantages, 0) * weight * torch.where(inside, log_prob, 0)
+
+    per_token = {
+        "actor/ppo_kl": -log_r,
+        "actor/pg_clipfrac": weight != ratio,
+        "actor/pg_clipfrac_lower": torch.zeros_like(inside),
+    }
+    return agg_policy_loss(
+        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
+    )

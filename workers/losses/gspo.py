@@ -1,0 +1,54 @@
+"""Group sequence policy optimization (GSPO): one importance ratio a sequence."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from verl_like.tensor_ops import masked_mean
+from workers.config import ActorConfig
+from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.importance_ratio import clip_range, log_ratio, one_with_gradient
+from workers.losses.registry import POLICY_LOSSES, reads
+
+
+@POLICY_LOSSES.register("gspo")
+@reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+def compute_policy_loss_gspo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+    **denominators: Unpack[Denominators],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped surrogate with s, the exponential of the sequence's mean token log-ratio.
+
+    It is the paper's token form: the value is the sequence's, the gradient the token's. The paper
+    aggregates by seq-mean-token-mean and clips at 3e-4 below and 4e-4 above.
+
+    Source: GSPO, arXiv 2507.18071, section 4.3
+    """
+    config = config or ActorConfig()
+    inside = response_mask.bool()
+    log_r = log_ratio(log_prob, old_log_prob, inside)
+    sequence = masked_mean(log_r.detach(), inside, axis=-1).unsqueeze(-1)
+    ratio = sequence.exp() * one_with_gradient(log_prob, inside)
+
+    advantages = torch.where(inside, advantages, 0)
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(*clip_range(config))
+
+    per_token = {
+        "actor/ppo_kl": -log_r,
+        "actor/pg_clipfrac": clipped > free,
+        "actor/pg_clipfrac_lower": torch.zeros_like(inside),
+    }
+    losses = torch.maximum(free, clipped)
+    return agg_policy_loss(
+        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
+    )

@@ -1,0 +1,79 @@
+"""Estimates of KL(policy || reference) from the log-probs of the policy's own tokens.
+
+They serve the KL in the actor's loss and the KL in the reward alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from verl_like.errors import ConfigError, nearest
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """The log-ratio x = log policy - log reference.
+
+    Source: Schulman, joschu.net/blog/kl-approx.html, 2020
+    """
+    return log_ratio
+
+
+def absolute(log_ratio: Tensor) -> Tensor:
+    """The size of the log-ratio, |x|.
+
+    Source: verl's `abs`
+    """
+    return log_ratio.abs()
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """Half the square of the log-ratio; its gradient is the KL's own.
+
+    Source: Schulman, joschu.net/blog/kl-approx.html, 2020
+    """
+    return 0.5 * log_ratio.square()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """exp(-x) - 1 + x, never negative and of low variance; clamped to 10.
+
+    Source: Schulman, joschu.net/blog/kl-approx.html, 2020; in the loss: GRPO, arXiv 2402.03300
+    """
+    inverse = (-log_ratio).clamp(min=-20.0, max=20.0)
+    return (inverse.exp() - inverse - 1).clamp(min=-10.0, max=10.0)
+
+
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "kl": k1,
+    "k1": k1,
+    "abs": absolute,
+    "mse": k2,
+    "k2": k2,
+    "low_var_kl": k3,
+    "k3": k3,
+}
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """The estimate of that name for every token.
+
+    A trailing + keeps the value and takes k2's gradient, straight through.
+    """
+    estimate = _estimator(kl_penalty.removesuffix("+"), kl_penalty)
+    log_ratio = logprob - ref_logprob
+    if not kl_penalty.endswith("+"):
+        return estimate(log_ratio)
+
+    gradient = k2(log_ratio)
+    return gradient - gradient.detach() + estimate(log_ratio).detach()
+
+
+def _estimator(name: str, asked: str) -> Callable[[Tensor], Tensor]:
+    if name in KL_ESTIMATORS:
+        return KL_ESTIMATORS[name]
+    raise ConfigError(
+        f"unknown KL estimator {asked!r}; there are {', '.join(KL_ESTIMATORS)}, also with a "
+        f"trailing +.{nearest(name, KL_ESTIMATORS)}"
+    )

@@ -1,0 +1,45 @@
+"""Policy losses by name, and what a policy loss says of itself.
+
+    @POLICY_LOSSES.register("mine")
+    @reads("clip_ratio_low")
+    def compute_policy_loss_mine(old_log_prob, log_prob, advantages, response_mask, ...): ...
+
+A loss has verl's signature: old and new log-probs, advantages, mask, `loss_agg_mode`, the actor's
+settings `config`, `rollout_is_weights` and the denominators of the mini-batch. It returns its share
+of the mini-batch's loss and metrics that add up in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+from verl_like.registry import Registry
+
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+AnyPolicyLoss = TypeVar("AnyPolicyLoss", bound=PolicyLoss)
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+
+
+def reads(*keys: str) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
+    """Say which keys of the actor's section that concern a policy loss alone this one reads."""
+
+    def mark(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
+        policy_loss.keys_read = keys  # type: ignore[attr-defined]
+        return policy_loss
+
+    return mark
+
+
+def keys_read(policy_loss: PolicyLoss) -> tuple[str, ...] | None:
+    """What `reads` said; None where nobody said anything, and every key may be read."""
+    keys: tuple[str, ...] | None = getattr(policy_loss, "keys_read", None)
+    return keys
+
+
+def get_policy_loss(name: str) -> PolicyLoss:
+    """The policy loss of that name, or the user's own by its dotted path."""
+    return POLICY_LOSSES.look_up(name)

@@ -1,0 +1,37 @@
+"""REINFORCE: the plain policy gradient."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from workers.config import ActorConfig
+from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.importance_ratio import log_ratio
+from workers.losses.registry import POLICY_LOSSES, reads
+
+
+@POLICY_LOSSES.register("reinforce")
+@reads()
+def compute_policy_loss_reinforce(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+    **denominators: Unpack[Denominators],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A log p, with no ratio and nothing to clip.
+
+    Source: Williams, Machine Learning 8, 1992
+    """
+    inside = response_mask.bool()
+    losses = -torch.where(inside, advantages, 0) * torch.where(inside, log_prob, 0)
+    per_token = {"actor/ppo_kl": -log_ratio(log_prob, old_log_prob, inside)}
+    return agg_policy_loss(
+        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
+    )

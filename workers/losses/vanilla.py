@@ -1,0 +1,84 @@
+"""PPO's clipped surrogate, with two clip ranges and a dual clip."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import ConfigError
+from workers.config import ActorConfig
+from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.importance_ratio import clip_range, log_ratio, resolve_clip
+from workers.losses.registry import POLICY_LOSSES, reads
+
+
+@POLICY_LOSSES.register("vanilla")
+@reads("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+    **denominators: Unpack[Denominators],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A r, with r = policy / old policy, or what r clipped to its range gives if that is worse.
+
+    The range is [1 - clip_ratio_low, 1 + clip_ratio_high]. For A < 0 the loss is never more than
+    -A clip_ratio_c (the dual clip).
+
+    Source: PPO, arXiv 1707.06347; two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729
+    """
+    config = config or ActorConfig()
+    if config.clip_ratio_c <= 1.0:
+        raise ConfigError(
+            f"clip_ratio_c is {config.clip_ratio_c}; it bounds a ratio that starts at 1: take more."
+        )
+    inside = response_mask.bool()
+    log_r = log_ratio(log_prob, old_log_prob, inside)
+    ratio, advantages = log_r.exp(), torch.where(inside, advantages, 0)
+
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(*clip_range(config))
+    worse = torch.maximum(free, clipped)
+
+    negative, bound = advantages < 0, -advantages * config.clip_ratio_c
+    losses = torch.where(negative, torch.minimum(worse, bound), worse)
+
+    per_token = {
+        "actor/ppo_kl": -log_r,
+        "actor/pg_clipfrac": clipped > free,
+        "actor/pg_clipfrac_lower": negative & (worse > bound),
+    }
+    return agg_policy_loss(
+        losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
+    )
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same in verl's older form: (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."""
+    low, high = resolve_clip(cliprange, cliprange_low, cliprange_high)
+    config = ActorConfig(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=clip_ratio_c)
+    loss, metrics = compute_policy_loss_vanilla(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
+    )
+    return (
+        loss,
+        metrics["actor/pg_clipfrac"],
+        metrics["actor/ppo_kl"],
+        metrics["actor/pg_clipfrac_lower"],
+    )
