@@ -1,6 +1,6 @@
-"""The driver: the order of things.
+"""The driver: the order of things. Names are imported on first use.
 
-Read `trainer.ppo.step` first. Names are imported on first use.
+`trainer.ppo.step` is the PPO step; `trainer.loop` is the loop that every recipe shares.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.groups.worker_groups import WorkerGroups
     from trainer.launch import run
+    from trainer.loop import Trainer
     from trainer.ppo.config import PPOConfig
     from trainer.ppo.recipe import load_config
     from trainer.ppo.step import PPOTrainer
 
-__all__ = ["PPOConfig", "PPOTrainer", "WorkerGroups", "load_config", "run"]
-_HOME = {
+__all__ = ["PPOConfig", "PPOTrainer", "Trainer", "WorkerGroups", "load_config", "run"]
+_MODULE_OF = {
     "PPOConfig": "ppo.config",
     "PPOTrainer": "ppo.step",
+    "Trainer": "loop",
     "WorkerGroups": "groups.worker_groups",
     "load_config": "ppo.recipe",
     "run": "launch",
@@ -27,6 +29,6 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module on first use."""
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'trainer' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"trainer.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"trainer.{_MODULE_OF[name]}"), name)

@@ -1,12 +1,14 @@
-"""The hooks of a run: methods that do nothing, for subclasses of `PPOTrainer`, which calls them.
+"""The hooks of a run: methods that do nothing, which a subclass of a trainer overrides.
 
-A subclass that `trainer.cls=my_module.MyTrainer` names overrides those it needs. Their order, the
-indented ones for every step; those of a validation come where one is due, which may be before the
-first step as well:
+`trainer.cls=my_module.MyTrainer` runs the subclass. This is their order; the indented ones come in
+every step, and those of a validation wherever one is due, which may be before the first step:
 
     on_init_end
     on_train_begin
-        on_step_begin  on_sample_begin  on_sample_end  (on_validate_begin  on_validate_end)  on_step_end
+        on_step_begin
+        on_sample_begin  on_sample_end          (in recipes that make samples)
+        on_validate_begin  on_validate_end
+        on_step_end
     on_train_end
 """
 

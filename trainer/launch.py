@@ -1,23 +1,19 @@
-"""The start of a run: what can be refused is refused, then processes start.
+"""The start of a run of any recipe: what can be refused is refused, then processes start.
 
-`trainer.main_ppo` and tests call `run`.
+`run(config)` is what `trainer.main_ppo` calls.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import closing
+from contextlib import ExitStack
 
 import torch
 
-from trainer.data.prompts import PromptLoader, load_tokenizer
-from trainer.data.sizes import batch_table
+from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import describe
-from trainer.ppo.step import PPOTrainer
-from trainer.preflight import preflight
+from trainer.loop import Trainer
 from trainer.report.page import close_run
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import open_run_folder
@@ -28,54 +24,44 @@ from verl_like.placement.pools import Node
 from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
 from workers.cpu.allocator import keep_freed_memory
-from workers.rewards.manager import make_reward_manager
 
 
-def run(config: PPOConfig, trainer_cls: type[PPOTrainer] | None = None) -> None:
+def run(config: RunConfig, trainer_cls: type[Trainer] | None = None) -> None:
     """A whole run: checks first, then data, then processes, then steps.
 
     With `trainer.dry_run` it ends before them.
     """
-    torch.set_num_threads(
-        1
-    )  # sums come out alike whatever the machine; the driver's share of the arithmetic is small
+    # sums come out alike whatever the machine; the driver's share of the arithmetic is small
+    torch.set_num_threads(1)
     keep_freed_memory()
-    os.environ.setdefault(
-        "HF_HUB_DISABLE_PROGRESS_BARS", "1"
-    )  # one bar a weight file and rank, on top of our own
+
     trainer_cls = trainer_cls or trainer_class(config)
     if config.trainer.dry_run:
-        show_plan(nominal_placement(config), config)
+        show_plan(nominal_placement(config), config, trainer_cls)
         return
-    preflight(config)
-    Checkpoints(
-        config
-    )  # a folder that this run cannot go on from is refused before any process starts
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-    loader = PromptLoader(config, tokenizer)
-    with closing(
-        make_reward_manager(
-            config.custom_reward_function, config.reward_model, tokenizer, loader.data_sources
-        )
-    ) as rewards:
+
+    # a folder that this run cannot go on from is refused before anything is read
+    Checkpoints(config)
+    with ExitStack() as at_end:
+        inputs = trainer_cls.prepare(config, at_end)
         folder = open_run_folder(config)
         try:
-            with WorkerGroups(config) as groups:
+            with WorkerGroups(config, trainer_cls.worker_code(config)) as groups:
                 write_whole(folder / "placement.txt", f"{groups.placement}\n")
-                show_plan(groups.placement, config)
-                trainer_cls(config, groups, tokenizer, loader, rewards).fit()
+                show_plan(groups.placement, config, trainer_cls)
+                trainer_cls(config, groups, *inputs).fit()
         finally:
             close_run(folder, sys.exception())
 
 
-def show_plan(placement: Placement, config: PPOConfig) -> None:
-    """Print who runs where, how much and in which order, as wide as the terminal."""
+def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:
+    """Print who runs where and what a step does, as wide as the terminal."""
     width = terminal_width()
-    parts = placement.draw(width), batch_table(config, width), describe(config, width)
+    parts = [placement.draw(width), *trainer_cls.describe(config, width)]
     print(*(fit(part, width) for part in parts), sep="\n\n", flush=True)
 
 
-def nominal_placement(config: PPOConfig) -> Placement:
+def nominal_placement(config: RunConfig) -> Placement:
     """The plan on the machines that the configuration names, without looking for them."""
     trainer = config.trainer
     cpus = float(os.cpu_count() or 1)
@@ -88,11 +74,12 @@ def nominal_placement(config: PPOConfig) -> Placement:
     )
 
 
-def trainer_class(config: PPOConfig) -> type[PPOTrainer]:
+def trainer_class(config: RunConfig) -> type[Trainer]:
     """The class at `trainer.cls`."""
     cls = load_object(config.trainer.cls, "trainer.cls")
-    if not (isinstance(cls, type) and issubclass(cls, PPOTrainer)):
+    if not (isinstance(cls, type) and issubclass(cls, Trainer)):
         raise ConfigError(
-            f"trainer.cls={config.trainer.cls} is not a subclass of trainer.PPOTrainer."
+            f"trainer.cls={config.trainer.cls} is not a subclass of trainer.Trainer; "
+            "PPO's is trainer.ppo.PPOTrainer."
         )
     return cls

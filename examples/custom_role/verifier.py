@@ -1,6 +1,10 @@
-"""A role of your own: a verifier that learns to tell good responses from bad ones while the policy trains.
+"""A role of your own: a verifier that learns to tell good responses from bad ones.
+
     PYTHONPATH=examples/custom_role verl-like ppo trainer.cls=verifier.TrainerWithVerifier \
-        +role_workers.verifier=verifier.VerifierWorker +role_mapping.verifier=global_pool ..."""
+        +role_workers.verifier=verifier.VerifierWorker +role_mapping.verifier=global_pool ...
+
+It trains beside the policy.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,7 @@ from workers.training.microbatch import Budget
 
 
 class VerifierWorker(Worker):
-    """A scalar head on the critic's model; at every response token it gives the log-odds of a good
-    score.
-    """
+    """A scalar head on the critic's model: at every response token the log-odds of a good score."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -43,38 +45,34 @@ class VerifierWorker(Worker):
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def update_verifier(self, data: DataProto) -> DataProto:
+    def update_verifier(self, data: DataProto) -> dict[str, float]:
         """One optimizer step on the whole batch."""
         rows, names = len(data) if data.shard is None else data.shard.total, ["token_level_scores"]
         metrics = self.engine.update(
             data, names, mini_batch_size=rows, budget=self.budget, epochs=1, loss_fn=self.loss
         )
-        return DataProto(
-            meta_info={"metrics": {f"verifier/{name}": value for name, value in metrics.items()}}
-        )
+        return {f"verifier/{name}": value for name, value in metrics.items()}
 
     def loss(self, outputs: Any, columns: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share: shares add up, so the divisor is the whole mini-batch's number
-        of tokens.
+        """This micro-batch's share of the loss.
+
+        Shares add up, so the divisor is the whole mini-batch's number of tokens.
         """
         inside = columns["response_mask"] != 0
-        good = (
-            (columns["token_level_scores"].sum(dim=1, keepdim=True) >= 0.5)
-            .float()
-            .expand(inside.shape)
+        is_good = columns["token_level_scores"].sum(dim=1, keepdim=True) >= 0.5
+        target = is_good.float().expand(inside.shape)
+
+        total = binary_cross_entropy_with_logits(
+            outputs["values"][inside], target[inside], reduction="sum"
         )
-        losses = binary_cross_entropy_with_logits(
-            outputs["values"][inside], good[inside], reduction="sum"
-        )
-        return losses / max(batch.num_tokens, 1), {"loss": losses / max(batch.num_tokens, 1)}
+        share = total / max(batch.num_tokens, 1)
+        return share, {"loss": share}
 
 
 class TrainerWithVerifier(PPOTrainer):
     """Trains the verifier beside actor and critic."""
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """The verifier's update is launched first and runs beside the others where its pool is its
-        own.
-        """
+        """The verifier's update comes first: on a pool of its own it runs beside the others."""
         verifier = self.call("verifier", "update_verifier", batch)
-        return super().update(batch) | reduce_metrics(verifier.get().meta_info["metrics"])
+        return super().update(batch) | reduce_metrics(verifier.get())

@@ -23,7 +23,7 @@ class FailingCritic(CriticWorker):
     """Fails in its first update."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
-    def update_critic(self, data: DataProto) -> DataProto:
+    def update_critic(self, data: DataProto) -> dict[str, Any]:
         raise FloatingPointError("the critic is broken")
 
 
@@ -31,7 +31,7 @@ class FailingActor(ActorWorker):
     """Fails in its first update, later than the critic."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
-    def update_actor(self, data: DataProto) -> DataProto:
+    def update_actor(self, data: DataProto) -> dict[str, Any]:
         time.sleep(SLOW_S)
         raise ArithmeticError("the actor is broken too")
 

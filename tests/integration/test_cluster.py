@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from trainer import load_config
+from trainer import PPOTrainer, load_config
 from trainer.groups.user_modules import modules_of_the_user
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import PlacementError
@@ -94,7 +94,7 @@ def test_the_command_of_the_page_composes() -> None:
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": [8], "critic_pool": [8]}
 
 
-def test_only_the_users_own_modules_are_shipped(
+def test_only_the_users_own_modules_are_sent_to_other_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_losses.py").write_text("def mine(): ...", encoding="utf-8")
@@ -107,8 +107,8 @@ def test_only_the_users_own_modules_are_shipped(
         "+role_workers.rollout=workers.roles.rollout.RolloutWorker",
         "actor_rollout_ref.actor.optim.optimizer=torch.optim.SGD",
     )
-    assert modules_of_the_user(config) == [
+    assert modules_of_the_user(PPOTrainer.worker_code(config)) == [
         str(tmp_path / "my_roles"),
         str(tmp_path / "my_losses.py"),
     ]
-    assert modules_of_the_user(load()) == []
+    assert modules_of_the_user(PPOTrainer.worker_code(load())) == []

@@ -90,10 +90,6 @@ def started(cls: type, config: WorkersConfig, *init_args: Any) -> Any:
     return worker
 
 
-def learned(result: DataProto) -> dict[str, float]:
-    """The metrics of an update but for the machine's, which no two ranks or runs share."""
-    return {
-        name: value
-        for name, value in result.meta_info["metrics"].items()
-        if not name.startswith("perf/")
-    }
+def learned(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of an update but for those of the machine, which differ from run to run."""
+    return {name: value for name, value in metrics.items() if not name.startswith("perf/")}

@@ -1,8 +1,7 @@
-"""`verl-like explain key=value ...`: what one step of a configuration will do, in words, before
-anything starts.
+"""`verl-like explain key=value ...`: what a step of a configuration will do, in words.
 
-`trainer.cli.main` calls `main`. The graph comes from `trainer.ppo.dataflow`, the sizes from
-`trainer.data.sizes`, the keys without effect from `trainer.config.unused_keys`.
+The graph comes from the trainer's class, the sizes from `trainer.ppo.sizes`, the keys without
+effect from `trainer.config.unused_keys`. Nothing is started.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from typing import Any
 
 from trainer.config.keys import config_keys, leaf_keys, read
 from trainer.config.unused_keys import unused_keys
-from trainer.data.sizes import batch_table
-from trainer.launch import nominal_placement
+from trainer.launch import nominal_placement, trainer_class
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import describe
+from trainer.ppo.dataflow import describe, own_stages
 from trainer.ppo.recipe import load_config
+from trainer.ppo.sizes import batch_table
+from trainer.ppo.step import PPOTrainer
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import fit, terminal_width
 
@@ -30,8 +30,9 @@ WIDTH_OF_A_FILE = 160
 
 def explain(config: PPOConfig, max_columns: int | None = None) -> str:
     """Everything, section by section, with tables no wider than `max_columns`."""
+    own = own_stages(trainer_class(config), PPOTrainer)
     sections = {
-        "What a step does": describe(config, max_columns).splitlines(),
+        "What a step does": describe(config, max_columns, own).splitlines(),
         "Who runs where": placement_lines(config, max_columns),
         "How much": batch_table(config, max_columns).splitlines(),
         "Changed from the defaults": change_lines(config),

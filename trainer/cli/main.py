@@ -9,9 +9,11 @@ from verl_like.terminal import end_with_the_reader, fit, terminal_width
 
 USAGE = """usage: verl-like COMMAND ...
 
-  ppo [key=value ...]      train; `verl-like ppo --help` shows the main keys, `verl-like ppo --cfg job` every key
+  ppo [key=value ...]      train; `verl-like ppo --help` shows the main keys,
+                           `verl-like ppo --cfg job` every key
   explain [key=value ...]  say in words what a step of this configuration will do; starts nothing
-  doctor                   check what a run needs: packages, a remote call, an all-reduce, a weight sync, the machine
+  doctor                   check what a run needs: packages, a remote call, an all-reduce,
+                           a weight sync, the machine
   report RUN_DIR           write RUN_DIR/report.html anew from what is in the run folder
   -sc install=bash         print tab completion; use it with: eval "$(verl-like -sc install=bash)"
   --version                print the version
@@ -19,21 +21,25 @@ USAGE = """usage: verl-like COMMAND ...
 HELP = {
     "explain": """usage: verl-like explain [key=value ...]
 
-Takes the same key=value settings as `verl-like ppo` and prints, without starting a process: the calls of a step with
-what each waits for, which run at the same time, who runs where, every batch size with its unit, each key that is not
-at its default with its meaning, and the keys that have no effect in this run.
+Takes the same key=value settings as `verl-like ppo` and prints, without starting a process: the
+calls of a step with what each waits for, which run at the same time, who runs where, every batch
+size with its unit, each key that is not at its default with its meaning, and the keys that have no
+effect in this run.
 
-  verl-like explain placement=split trainer.n_gpus_per_node=8 data.train_files=x actor_rollout_ref.model.path=y
+  verl-like explain placement=split trainer.n_gpus_per_node=8 \\
+      data.train_files=x actor_rollout_ref.model.path=y
 """,
     "doctor": """usage: verl-like doctor
 
-One line for each thing that a run needs: ok, FAIL, or - for what only some runs need. A line that says FAIL ends with
-the command that mends it. Takes 10 to 20 seconds; the exit code is 1 if anything needed fails.
+One line for each thing that a run needs: ok, FAIL, or - for what only some runs need. A line that
+says FAIL ends with the command that mends it. Takes 10 to 20 seconds; the exit code is 1 if
+anything needed fails.
 """,
     "report": """usage: verl-like report RUN_DIR
 
-Writes RUN_DIR/report.html: one file that opens in any browser without a network. A run writes its own report when it
-ends, also when it fails; this command makes it anew, of a run that still goes on as well.
+Writes RUN_DIR/report.html: one file that opens in any browser without a network. A run writes its
+own report when it ends, also when it fails; this command makes it anew, of a run that still goes on
+as well.
 """,
 }
 

@@ -1,8 +1,7 @@
-"""Prompts: rows in verl's schema -> batches of token ids, in an order that depends on the seed
-alone.
+"""Prompts: rows in verl's schema become batches of token ids.
 
-`trainer.ppo.step` builds one `PromptLoader` and takes a batch per step; `trainer.ppo.validation`
-takes a whole `PromptSet`:
+Their order depends on the seed alone. A trainer takes a batch per step from one `PromptLoader`, a
+validation takes a whole `PromptSet`:
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     loader = PromptLoader(config, tokenizer)
@@ -14,14 +13,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.data.files import listing, read_rows
-from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
 from workers.models.folder import model_folder
@@ -47,8 +46,9 @@ def load_tokenizer(path: str) -> Any:
 
 
 class PromptSet:
-    """The prompts of `data.train_files` or `data.val_files`, tokenized; a prompt is known by its
-    row number.
+    """The prompts of `data.train_files` or `data.val_files`, tokenized.
+
+    A prompt is known by its row number.
 
     `num_bad` counts the rows that `data.on_bad_row=skip` left out, `num_overlong` the prompts that
     the filter dropped, `num_cut` those that `data.truncation` cut.
@@ -129,14 +129,25 @@ class PromptSet:
         )
 
 
+class PromptRun(Protocol):
+    """What a loader reads of a run's configuration."""
+
+    @property
+    def data(self) -> DataConfig:
+        """The prompts."""
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """The length of the run, and its seed."""
+
+
 class PromptLoader:
-    """Endless batches of prompts, epoch after epoch; a resumed one goes on where the saved one
-    stopped.
+    """Endless batches of prompts, epoch after epoch; a resumed one goes on where it stopped.
 
     `num_left_over` counts the prompts of each epoch's partial last batch, which is dropped.
     """
 
-    def __init__(self, config: PPOConfig, tokenizer: Any):
+    def __init__(self, config: PromptRun, tokenizer: Any):
         """Read, tokenize and filter `data.train_files`."""
         self._config: DataConfig = config.data
         self._trainer = config.trainer
@@ -199,11 +210,10 @@ class PromptLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go to where `state` was taken; other data or another batch size is refused."""
         now = self.state_dict()
-        differs = [
-            f"{k}: saved {state[k]}, now {now[k]}"
-            for k in ("num_prompts", "batch_size")
-            if state[k] != now[k]
-        ]
+        differs = []
+        for name in ("num_prompts", "batch_size"):
+            if state[name] != now[name]:
+                differs.append(f"{name}: saved {state[name]}, now {now[name]}")
         if differs:
             raise CheckpointError(
                 f"The loader's saved position is one in other data ({'; '.join(differs)})."
@@ -220,16 +230,15 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[np.ndarray[An
             f"{len(prompts)} prompts are chat messages. Add chat_template.jinja to the model "
             "folder, or give prompts as plain strings."
         )
-    texts = [
-        p
-        if isinstance(p, str)
-        else tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False)
-        for p in prompts
-    ]
-    plain = [isinstance(p, str) for p in prompts]
+
     encoded = []
-    for index, (text, special) in enumerate(zip(texts, plain, strict=True)):
-        ids = np.array(tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int64)
+    for index, prompt in enumerate(prompts):
+        # the template writes the special tokens of a chat itself
+        is_plain = isinstance(prompt, str)
+        text = prompt
+        if not is_plain:
+            text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        ids = np.array(tokenizer(text, add_special_tokens=is_plain)["input_ids"], dtype=np.int64)
         if ids.size == 0:
             raise ConfigError(f"Prompt {index} has no tokens: {text!r}.")
         encoded.append(ids)
@@ -237,9 +246,7 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[np.ndarray[An
 
 
 def as_objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """A one-dimensional object column, whatever the values are (numpy would make a table of
-    equal-length lists).
-    """
+    """A one-dimensional object column; of lists of equal length numpy itself would make a table."""
     column = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         column[index] = value

@@ -1,5 +1,4 @@
-"""From a placement to running worker groups: the role table, the backends, and the life of the
-processes.
+"""From a placement to running worker groups: roles, backends, and the life of the processes.
 
     with WorkerGroups(config) as groups:
         print(groups.placement)
@@ -18,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.schema import RunConfig
 from trainer.groups.user_modules import modules_of_the_user
-from trainer.ppo.config import PPOConfig
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError, PlacementError, nearest
@@ -43,7 +42,7 @@ NO_GPU = "trainer.device=cuda asks for GPUs, but"
 WITHOUT_GPU = "Set trainer.device=auto or cpu to run on CPU slots."
 
 
-def worker_class(config: PPOConfig, role: str) -> type[Worker]:
+def worker_class(config: RunConfig, role: str) -> type[Worker]:
     """The class that plays a role: the user's own, or the built-in one."""
     cls = load_object(config.role_workers.get(role) or ROLE_WORKERS[role], f"role_workers.{role}")
     if not (isinstance(cls, type) and issubclass(cls, Worker)):
@@ -57,18 +56,23 @@ def worker_class(config: PPOConfig, role: str) -> type[Worker]:
 class WorkerGroups:
     """The worker group of every role. Leaving the `with` block ends all processes."""
 
-    def __init__(self, config: PPOConfig) -> None:
+    def __init__(self, config: RunConfig, worker_code: Sequence[str] | None = None) -> None:
         """Check the whole placement and import every class; only then start processes.
 
+        `worker_code` are the dotted paths that workers import; by default their classes alone.
         On Ray all pools start at once, in process one by one: there a role may find neighbours from
         other pools.
         """
         self.config = config
+        self._worker_code = list(
+            config.role_workers.values() if worker_code is None else worker_code
+        )
         self._life, self._is_over = threading.Lock(), False
         self._fused: dict[str, WorkerGroup] = {}
         self._groups: dict[str, WorkerGroup] = {}
         self._neighbours: dict[str, Worker] = {}
-        self._places: list[RayResourcePool] = []
+        self._ray_pools: list[RayResourcePool] = []
+
         nodes = self._connect()
         self.placement = Placement.plan(
             config.resource_pool_spec,
@@ -78,15 +82,19 @@ class WorkerGroups:
         )
         classes = {role: worker_class(config, role) for role in self.placement.role_mapping}
         self._require_shared_folder()
+        self._start_all(classes)
+
+    def _start_all(self, classes: dict[str, type[Worker]]) -> None:
+        """Start every pool, or leave no process behind."""
         order = [*ROLE_WORKERS, *classes]
         pools = self.placement.pools
         roles = {name: sorted(plan.roles, key=order.index) for name, plan in pools.items()}
-        starts = [
-            partial(self._start, pools[name], {r: classes[r] for r in roles[name]})
-            for name in pools
-        ]
+        starts = []
+        for name, plan in pools.items():
+            starts.append(partial(self._start, plan, {role: classes[role] for role in roles[name]}))
+
         try:
-            if config.trainer.backend == "local":
+            if self.config.trainer.backend == "local":
                 for start in starts:
                     start()
             else:
@@ -94,6 +102,8 @@ class WorkerGroups:
         except BaseException:
             self.shutdown()
             raise
+
+        # pools may have come up in another order
         self._fused = {name: self._fused[name] for name in pools}
         for name, group in self._fused.items():
             self._groups.update(group.spawn(roles[name]))
@@ -119,22 +129,21 @@ class WorkerGroups:
         self.shutdown()
 
     def take_calls(self) -> list[dict[str, Any]]:
-        """The calls finished since the last time, of every pool: what
-        the timeline is drawn from.
-        """
+        """The calls finished since the last time, of every pool, for the timeline."""
         records = []
         for pool, group in self._fused.items():
-            for h in group.transport.take_finished():
-                records.append(
-                    {
-                        "role": h.role,
-                        "method": h.method,
-                        "rank": h.rank,
-                        "pid": h.pid,
-                        "start": h.start,
-                    }
-                )
-                records[-1].update(end=h.end, cpu_s=h.cpu_s, pool=pool)
+            for header in group.transport.take_finished():
+                record = {
+                    "role": header.role,
+                    "method": header.method,
+                    "rank": header.rank,
+                    "pid": header.pid,
+                    "start": header.start,
+                    "end": header.end,
+                    "cpu_s": header.cpu_s,
+                    "pool": pool,
+                }
+                records.append(record)
         return records
 
     def shutdown(self) -> None:
@@ -143,7 +152,7 @@ class WorkerGroups:
             self._is_over = True
         for group in self._fused.values():
             group.shutdown()
-        for pool in self._places:
+        for pool in self._ray_pools:
             pool.release()
 
     def _connect(self) -> list[Node]:
@@ -155,7 +164,7 @@ class WorkerGroups:
 
         joins = settings.address or os.environ.get("RAY_ADDRESS")
         runtime_env = dict(settings.runtime_env)
-        if joins and (modules := modules_of_the_user(self.config)):
+        if joins and (modules := modules_of_the_user(self._worker_code)):
             runtime_env["py_modules"] = [*runtime_env.get("py_modules", []), *modules]
         limits = Deadlines.of(self.config.watch)
         ray_backend.connect(settings.address, settings.namespace, runtime_env, limits)
@@ -199,7 +208,7 @@ class WorkerGroups:
                 nodes=plan.nodes,
                 deadlines=limits,
             )
-            self._places.append(pool)
+            self._ray_pools.append(pool)
             group = RayWorkerGroup(pool, recipe, **options)
         with self._life:
             if not self._is_over:
@@ -209,8 +218,9 @@ class WorkerGroups:
 
 
 def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
-    """Make these calls in a thread each; once all are through, raise the first one's error, the
-    others in its notes.
+    """Make these calls in a thread each, and wait for all.
+
+    The first one's error is raised then, with the others in its notes.
     """
     errors: dict[int, BaseException] = {}
 

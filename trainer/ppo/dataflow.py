@@ -1,15 +1,16 @@
-"""The dataflow of a configuration as a graph: which call reads what another wrote, and which may
-run at the same time.
+"""The dataflow of a configuration as a graph: what waits for what, and what may overlap.
 
 Nothing here runs a step: `describe(config)` prints what `PPOTrainer.step` will do with that
 configuration. The edges are not written down anywhere; they follow from the columns that calls read
-and write.
+and write. `tests/trainer/ppo/test_dataflow.py` compares the nodes with the timeline of real runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
 
 from trainer.groups.worker_groups import worker_class
 from trainer.ppo.compute_advantage import columns_read
@@ -18,6 +19,8 @@ from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import reads_of
 
+OWN_POOL = "?"
+"""Where the code of a subclass runs: it may call any role."""
 REUSE_NOTICE = (
     "notice: old log-probs are not computed in a pass of their own: an update is one optimizer "
     "step on samples of the current policy, so its own forward pass gives them"
@@ -41,6 +44,16 @@ def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
     )
 
 
+STAGE_METHODS = {
+    "gen": ("make_samples", "generate", "greedy_scores", "roll_out", "with_rewards", "balance"),
+    "score": ("score", "launch_rewards", "policy_is_current"),
+    "adv": ("estimate",),
+    "update": ("update",),
+    "update_weights": ("sync",),
+}
+"""Stage of `PPOTrainer.step` -> the trainer's methods that make it up."""
+
+
 @dataclass(frozen=True)
 class Node:
     """One call of a step: where it runs, what it reads and writes."""
@@ -52,58 +65,140 @@ class Node:
     writes: tuple[str, ...]
 
 
-def step_nodes(config: PPOConfig) -> list[Node]:
-    """The calls of a step in the order in which the driver launches them."""
-    algorithm, pools = config.algorithm, expand_roles(config.role_mapping)
-    own_old = old_log_probs_are_the_updates_own(config)
-    found: list[Node] = []
+@dataclass(frozen=True)
+class OwnStage:
+    """A stage that a subclass overrides, wholly or around the one it inherits."""
 
-    def on_role(stage: str, role: str, method: str, *writes: str) -> None:
-        if role in pools:
-            reads = reads_of(worker_class(config, role), method) or ("responses",)
-            found.append(Node(stage, f"{role}.{method}", pools[role], reads, writes))
+    name: str
+    """`Class.method`, of the override."""
+    keeps_inherited: bool
+    """Whether the override calls the method that it overrides."""
 
-    def on_driver(stage: str, name: str, reads: Iterable[str], *writes: str) -> None:
-        found.append(Node(stage, name, "driver", tuple(reads), writes))
 
-    on_driver("gen", "prompts", (), "input_ids", "uid")
-    on_role(
-        "gen",
-        "rollout",
-        "generate_sequences",
-        "input_ids",
-        "responses",
-        "response_mask",
-        "rollout_log_probs",
-    )
-    if algorithm.adv_estimator == "remax":
-        on_driver("gen", "greedy_scores", ("responses",), "reward_baselines")
-    on_role("score", "reward_model", "compute_rm_score", "rm_scores")
-    rm_scores = ("rm_scores",) if "reward_model" in pools else ()
-    on_driver("score", "rewards", ("responses", *rm_scores), "token_level_scores")
-    if not own_old:
-        on_role("score", "actor", "compute_log_prob", "old_log_probs")
-    on_role("score", "ref", "compute_ref_log_prob", "ref_log_prob")
-    on_role("score", "critic", "compute_values", "values")
-    kl_reads = ("old_log_probs", "ref_log_prob") if algorithm.use_kl_in_reward else ()
-    on_driver("adv", "token rewards", ("token_level_scores", *kl_reads), "token_level_rewards")
-    on_driver(
-        "adv",
-        algorithm.adv_estimator,
-        columns_read(algorithm.adv_estimator),
-        "advantages",
-        "returns",
-    )
-    on_role("update", "critic", "update_critic", "critic weights")
-    on_role("update", "actor", "update_actor", "actor weights")
-    on_driver("update_weights", "sync_weights", ("actor weights",), "rollout weights")
+def own_stages(trainer_cls: type, base: type) -> dict[str, OwnStage]:
+    """The stages in which `trainer_cls` does not run the methods of `base`."""
+    found = {}
+    for stage, methods in STAGE_METHODS.items():
+        for method in ("step", *methods):
+            function = getattr(trainer_cls, method)
+            if function is not getattr(base, method):
+                keeps = method != "step" and _calls_inherited(function, method)
+                found[stage] = OwnStage(function.__qualname__, keeps)
+                break
     return found
 
 
+def _calls_inherited(function: Any, method: str) -> bool:
+    """Whether a method's code names `super().method`."""
+    code = function.__code__
+    return "__class__" in code.co_freevars and method in code.co_names
+
+
+@dataclass
+class Graph:
+    """The nodes of a step, put together stage by stage."""
+
+    config: PPOConfig
+    own: Mapping[str, OwnStage]
+    nodes: list[Node] = field(default_factory=list)
+
+    def on_role(self, stage: str, role: str, method: str, *writes: str) -> None:
+        """Add a call on a role's workers, where the run has this role."""
+        pools = expand_roles(self.config.role_mapping)
+        if role in pools:
+            reads = reads_of(worker_class(self.config, role), method) or ("responses",)
+            self._add(Node(stage, f"{role}.{method}", pools[role], reads, writes))
+
+    def on_driver(self, stage: str, name: str, reads: Iterable[str], *writes: str) -> None:
+        """Add what the driver computes itself."""
+        self._add(Node(stage, name, "driver", tuple(reads), writes))
+
+    def _add(self, node: Node) -> None:
+        """Add a node, unless an override replaces its stage: then that has what the node writes."""
+        own = self.own.get(node.stage)
+        if own is None or own.keeps_inherited:
+            self.nodes.append(node)
+            return
+
+        name = own_name(own)
+        reads, writes = node.reads, node.writes
+        if self.nodes and self.nodes[-1].name == name:
+            last = self.nodes.pop()
+            reads, writes = last.reads + reads, last.writes + writes
+        outside = tuple(dict.fromkeys(column for column in reads if column not in writes))
+        self.nodes.append(Node(node.stage, name, OWN_POOL, outside, writes))
+
+    def end_stage(self, stage: str) -> None:
+        """Add what a subclass does around the stage that it inherits."""
+        own = self.own.get(stage)
+        if own is not None and own.keeps_inherited:
+            reads = tuple(
+                column for node in self.nodes if node.stage == stage for column in node.writes
+            )
+            self.nodes.append(Node(stage, own_name(own), OWN_POOL, reads, ()))
+
+
+def own_name(own: OwnStage) -> str:
+    """How an override is called in the graph."""
+    return f"own {own.name}"
+
+
+def step_nodes(config: PPOConfig, own: Mapping[str, OwnStage] | None = None) -> list[Node]:
+    """The calls of a step in the order in which the driver launches them."""
+    graph = Graph(config, own or {})
+    _add_generation(graph)
+    graph.end_stage("gen")
+    _add_scoring(graph)
+    graph.end_stage("score")
+    _add_advantages(graph)
+    graph.end_stage("adv")
+    graph.on_role("update", "critic", "update_critic", "critic weights")
+    graph.on_role("update", "actor", "update_actor", "actor weights")
+    graph.end_stage("update")
+    graph.on_driver("update_weights", "sync_weights", ("actor weights",), "rollout weights")
+    graph.end_stage("update_weights")
+    return graph.nodes
+
+
+def _add_generation(graph: Graph) -> None:
+    graph.on_driver("gen", "prompts", (), "input_ids", "uid")
+    made = "input_ids", "responses", "response_mask", "rollout_log_probs"
+    graph.on_role("gen", "rollout", "generate_sequences", *made)
+    algorithm = graph.config.algorithm
+    if algorithm.adv_estimator == "remax":
+        graph.on_driver("gen", "greedy_scores", ("responses",), "reward_baselines")
+    if algorithm.filter_groups.enable:
+        _add_rewards(graph, "gen")
+
+
+def _add_scoring(graph: Graph) -> None:
+    if not graph.config.algorithm.filter_groups.enable:
+        _add_rewards(graph, "score")
+    if not old_log_probs_are_the_updates_own(graph.config):
+        graph.on_role("score", "actor", "compute_log_prob", "old_log_probs")
+    graph.on_role("score", "ref", "compute_ref_log_prob", "ref_log_prob")
+    graph.on_role("score", "critic", "compute_values", "values")
+
+
+def _add_rewards(graph: Graph, stage: str) -> None:
+    graph.on_role(stage, "reward_model", "compute_rm_score", "rm_scores")
+    has_model = "reward_model" in expand_roles(graph.config.role_mapping)
+    reads = ("responses", "rm_scores") if has_model else ("responses",)
+    graph.on_driver(stage, "rewards", reads, "token_level_scores")
+
+
+def _add_advantages(graph: Graph) -> None:
+    algorithm = graph.config.algorithm
+    reads = ["token_level_scores"]
+    if algorithm.use_kl_in_reward:
+        reads += ["old_log_probs", "ref_log_prob"]
+    graph.on_driver("adv", "token rewards", reads, "token_level_rewards")
+    estimator = algorithm.adv_estimator
+    graph.on_driver("adv", estimator, columns_read(estimator), "advantages", "returns")
+
+
 def edges(nodes: Sequence[Node]) -> dict[str, list[str]]:
-    """Name of each node -> names of those whose columns it reads, the
-    latest writer of each column.
-    """
+    """Name of each node -> names of those whose columns it reads: each column's latest writer."""
     writer: dict[str, str] = {}
     after: dict[str, list[str]] = {}
     for node in nodes:
@@ -115,38 +210,44 @@ def edges(nodes: Sequence[Node]) -> dict[str, list[str]]:
 
 
 def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tuple[Node, Node]]:
-    """Pairs of one stage of which neither waits for the other: they overlap where their pools
-    differ.
+    """Pairs of one stage of which neither waits for the other: they overlap on different pools.
+
+    Of what a subclass calls by itself nothing is known, so it is in no pair.
     """
     waits: dict[str, set[str]] = {}
     for node in nodes:
         waits[node.name] = {far for near in after[node.name] for far in (near, *waits[near])}
-    return [
-        (first, second)
-        for place, first in enumerate(nodes)
-        for second in nodes[place + 1 :]
-        if first.stage == second.stage and first.name not in waits[second.name]
-    ]
+
+    pairs = []
+    known = [node for node in nodes if node.pool != OWN_POOL]
+    for first, second in combinations(known, 2):
+        if first.stage == second.stage and first.name not in waits[second.name]:
+            pairs.append((first, second))
+    return pairs
 
 
-def describe(config: PPOConfig, max_columns: int | None = None) -> str:
-    """The graph in words: a line for every call with what it waits for, then which pairs overlap
-    and which take turns.
+def describe(
+    config: PPOConfig,
+    max_columns: int | None = None,
+    own: Mapping[str, OwnStage] | None = None,
+) -> str:
+    """The graph in words: what each call waits for, which pairs overlap, which take turns.
 
-    The table is no wider than `max_columns`. Bookkeeping columns such as the attention mask come
-    with the tokens and are not drawn.
+    The table is no wider than `max_columns`. Stages that a subclass overrides are called its own.
+    Bookkeeping columns such as the attention mask come with the tokens and are not drawn.
     """
-    nodes = step_nodes(config)
+    nodes = step_nodes(config, own)
     after = edges(nodes)
     rows = [("stage", "call", "pool", "after")]
-    rows += [
-        (node.stage, node.name, node.pool, ", ".join(after[node.name]) or "-") for node in nodes
-    ]
+    for node in nodes:
+        rows.append((node.stage, node.name, node.pool, ", ".join(after[node.name]) or "-"))
     lines = draw_table(rows, max_columns, num_titles=2)
+
     pairs = side_by_side(nodes, after)
     for title, differ in (("at the same time", True), ("in turns, on one pool", False)):
         chosen = [f"{a.name} ‖ {b.name}" for a, b in pairs if (a.pool != b.pool) is differ]
         lines.append(f"{title}: {', '.join(chosen) or 'nothing'}")
+
     if old_log_probs_are_the_updates_own(config):
         lines.append(REUSE_NOTICE)
     return "\n".join(lines)

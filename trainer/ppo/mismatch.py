@@ -1,8 +1,7 @@
-"""Rollout against trainer: the gauge of a batch, and a self-test that says where a gap comes from.
+"""Log-probs of the rollout against those of the trainer: metrics of a batch, and a self-test.
 
-`PPOTrainer.score` calls `mismatch_metrics` at every step. `self_test` changes no weights (an update
-at lr = 0): it generates twice and compares, and is called by hand, on a trainer whose models are
-built.
+`self_test` says where a gap comes from. It is called by hand on a trainer whose models are built,
+generates twice and compares; it changes no weights.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ class GapFacts:
 
 
 def explain_gap(facts: GapFacts) -> tuple[str, str]:
-    """(cause, sentence):
+    """The cause in a word, and a sentence about it.
 
-    "none", "staleness", "sampling semantics", "quantisation", "dtype" or "unknown".
+    The causes: none, staleness, sampling semantics, quantisation, dtype, unknown.
     """
     rounding = TOLERANCES["float32"]
     if facts.stale:
@@ -89,8 +88,9 @@ def explain_gap(facts: GapFacts) -> tuple[str, str]:
 
 
 def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
-    """Generate from these prompts as the run does and plainly, score both, and say what separates
-    the two sides.
+    """What separates rollout and actor: cause and sentence, as `explain_gap` has them.
+
+    Samples are made from these prompts as the run makes them, and plainly; the actor scores both.
     """
     policy = trainer.config.actor_rollout_ref
     gaps = []
@@ -98,7 +98,8 @@ def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
     for settings in ({}, plain):
         index = DataProto.from_dict({"sample_index": torch.zeros(len(prompts), dtype=torch.int64)})
         batch = trainer.roll_out(prompts.select().union(index), **settings)
-        batch = batch.union(trainer.groups["actor"].compute_log_prob(batch))
+        log_probs, _ = trainer.groups["actor"].compute_log_prob(batch)
+        batch = batch.union(log_probs)
         gaps.append(largest_gap(batch))
     actor, rollout = (set(trainer.groups[role].weights_checksum()) for role in ("actor", "rollout"))
     compute = policy.model.compute_dtype or policy.model.dtype

@@ -1,11 +1,10 @@
-"""Where a step's samples come from: a bounded queue between who makes them and who learns from
-them.
+"""Where a step's samples come from: a bounded queue between their makers and the trainer.
 
 `PPOTrainer.step` takes one batch a step and does not know who made it:
 
     source = SynchronousSource(loader, trainer.make_samples)
     for step in range(num_steps):
-        batch = source.take()      # every row with the `policy_version` that made it
+        batch, metrics = source.take()    # every row with the `policy_version` that made it
 
 `length` says how many batches may wait. Zero is the synchronous loop: nothing is made ahead, so
 every sample is of the current policy. A source with makers of its own has a length above zero, and
@@ -19,6 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from verl_like.batch.protocol import DataProto
 
+Samples = tuple[DataProto, dict[str, float]]
+"""A batch, and metrics of how it was made."""
+
 
 class SampleSource(ABC):
     """What `PPOTrainer` asks for the samples of a step."""
@@ -27,7 +29,7 @@ class SampleSource(ABC):
     """Batches that may wait, made and not yet taken."""
 
     @abstractmethod
-    def take(self) -> DataProto:
+    def take(self) -> Samples:
         """The samples of the next step; waits for them, and raises what their making raised."""
 
     @abstractmethod
@@ -36,20 +38,18 @@ class SampleSource(ABC):
 
 
 class SynchronousSource(SampleSource):
-    """Length 0: a batch is made when it is asked for, in the caller's thread, by the weights of
-    that moment.
-    """
+    """Length 0: a batch is made when it is asked for, by the weights of that moment."""
 
     length = 0
 
     def __init__(
-        self, prompts: Iterable[DataProto], make: Callable[[Iterator[DataProto]], DataProto]
+        self, prompts: Iterable[DataProto], make: Callable[[Iterator[DataProto]], Samples]
     ) -> None:
         """`make` draws as many batches of prompts as it needs for the samples of one step."""
         self._prompts = iter(prompts)
         self._make = make
 
-    def take(self) -> DataProto:
+    def take(self) -> Samples:
         """Make the next batch now."""
         return self._make(self._prompts)
 

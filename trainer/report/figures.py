@@ -1,7 +1,4 @@
-"""The report's figures, drawn by matplotlib as SVG that stands inside a page.
-
-`trainer.report.page` calls it.
-"""
+"""The report's figures, drawn by matplotlib as SVG that stands inside a page."""
 
 from __future__ import annotations
 
@@ -50,40 +47,75 @@ RC: dict[Any, Any] = {
 
 
 class Panel(NamedTuple):
-    """One figure of curves: its title, what it tells, and the metrics in it (a name ending in `*`
-    is a prefix).
-    """
+    """One figure of curves: its title, what it tells, and the metrics in it."""
 
     title: str
     about: str
     names: tuple[str, ...]
+    """Metrics; `*` stands for any end of a name."""
     band: str = ""
     """`<band>/min` to `<band>/max` is shaded."""
 
 
 PANELS = (
-    Panel("Reward", "Mean score of a step's samples; the band is lowest to highest.",
-          ("critic/score/mean", "critic/rewards/mean", "val-core/*"), "critic/score"),
-    Panel("KL", "Distance from the reference (reward, loss) and of one update (ppo_kl).",
-          ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")),
-    Panel("Entropy", "Of the policy, in nats a token. A fall to 0 is a collapse.",
-          ("actor/entropy", "actor/entropy_loss")),
-    Panel("Lengths", "Tokens of a response (band: shortest to longest) and of a prompt.",
-          ("response_length/mean", "prompt_length/mean"), "response_length"),
+    Panel(
+        "Reward",
+        "Mean score of a step's samples; the band is lowest to highest.",
+        ("critic/score/mean", "critic/rewards/mean", "val-core/*"),
+        "critic/score",
+    ),
+    Panel(
+        "KL",
+        "Distance from the reference (reward, loss) and of one update (ppo_kl).",
+        ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),
+    ),
+    Panel(
+        "Entropy",
+        "Of the policy, in nats a token. A fall to 0 is a collapse.",
+        ("actor/entropy", "actor/entropy_loss"),
+    ),
+    Panel(
+        "Lengths",
+        "Tokens of a response (band: shortest to longest) and of a prompt.",
+        ("response_length/mean", "prompt_length/mean"),
+        "response_length",
+    ),
     Panel("Policy loss", "PPO's clipped objective.", ("actor/pg_loss",)),
     Panel("Value loss", "The critic's clipped squared error.", ("critic/vf_loss",)),
     Panel("Gradient norms", "Before clipping.", ("actor/grad_norm", "critic/grad_norm")),
-    Panel("Clipped",
-        "Share of tokens outside PPO's clip range."
-    , ("actor/pg_clipfrac", "critic/vf_clipfrac")),
-    Panel("Mismatch", "Rollout's against trainer's probabilities of the same tokens.",
-          ("training/rollout_probs_diff_*", "rollout_corr/kl", "rollout_corr/k3_kl")),
-    Panel("Overlap",
-        "Time in which roles worked, over wall time: 1 is taking turns, 2 is side by side."
-    ,
-          ("perf/overlap_ratio", "perf/overlap_ratio_update")),
+    Panel(
+        "Clipped",
+        "Share of tokens outside PPO's clip range.",
+        ("actor/pg_clipfrac", "critic/vf_clipfrac"),
+    ),
+    Panel(
+        "Mismatch",
+        "Rollout's against trainer's probabilities of the same tokens.",
+        ("training/rollout_probs_diff_*", "rollout_corr/kl", "rollout_corr/k3_kl"),
+    ),
+    Panel(
+        "Overlap",
+        "Time in which roles worked, over wall time: 1 is taking turns, 2 is side by side.",
+        ("perf/overlap_ratio", "perf/overlap_ratio_update"),
+    ),
     Panel("Speed", "Tokens a second and device.", ("perf/throughput",)),
-)  # fmt: skip
+)
+BOOKKEEPING = ("step", "timing", "perf/", "val-", "training/")
+"""How the names of numbers begin that say nothing of what is learned."""
+MOST_OWN_PANELS = 12
+
+
+def panels_of(data: RunData) -> list[Panel]:
+    """The figures of a run: the known ones, or one for each number of another recipe's steps."""
+    known = dict.fromkeys(name for line in data.metrics for name in line)
+    learned = [name for name in known if not name.startswith(BOOKKEEPING)]
+    wanted = [name for panel in PANELS for name in panel.names]
+    if not learned or any(fnmatchcase(name, pattern) for name in learned for pattern in wanted):
+        return list(PANELS)
+
+    own = [Panel(name, "", (name,)) for name in learned[:MOST_OWN_PANELS]]
+    shared = [panel for panel in PANELS if panel.title == "Overlap"]
+    return own + shared
 
 
 def _styled(draw: Callable[P, str]) -> Callable[P, str]:
@@ -133,8 +165,9 @@ def curves(data: RunData, panel: Panel) -> str:
 
 @_styled
 def timeline(calls: Sequence[Call]) -> str:
-    """The calls as a Gantt chart, a lane for each pool, role and rank; under it, when pools worked
-    at the same time.
+    """The calls as a Gantt chart, a lane for each pool, role and rank.
+
+    Under it stands when pools worked at the same time.
     """
     shown = spread(sorted({(call.pool, call.lane) for call in calls}), MOST_LANES)
     row_of = {lane: row for row, lane in enumerate(shown)}
@@ -202,9 +235,7 @@ def _colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
 
 
 def _figure(width: float, height: float, margins: Mapping[str, float] | None = None) -> Figure:
-    """With `margins` for what stands beside the axes; finding them
-    takes as long as drawing, twice.
-    """
+    """An empty figure; given `margins` need not be found, which takes twice as long as drawing."""
     from matplotlib.figure import Figure
 
     if margins is None:
@@ -221,8 +252,9 @@ def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float],
 
 
 def _svg(figure: Figure, description: str, titles: Mapping[str, str] | None = None) -> str:
-    """The figure as an `svg` element with a description; `titles` are shown on hovering over the
-    groups they name.
+    """The figure as an `svg` element with a description.
+
+    `titles` are shown on hovering over the groups they name.
     """
     text = io.StringIO()
     figure.savefig(

@@ -1,8 +1,6 @@
 """`report.html`: a run folder as one page that needs nothing else.
 
-`PPOTrainer.fit` and `verl-like report` call it.
-
-Reads the run folder alone, so a report can be made anew at any time, of a run that goes on or
+It reads the run folder alone, so a report can be made anew at any time, of a run that goes on or
 failed as well.
 """
 
@@ -75,7 +73,8 @@ def _content(data: RunData) -> dict[str, Any]:
     """What the template shows."""
     from markupsafe import Markup
 
-    drawn = [(panel, report_figures.curves(data, panel)) for panel in report_figures.PANELS]
+    panels = report_figures.panels_of(data)
+    drawn = [(panel, report_figures.curves(data, panel)) for panel in panels]
     calls = last_steps(data.calls, GANTT_STEPS)
     phases = phase_shares(data.metrics)
     return {

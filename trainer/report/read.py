@@ -1,7 +1,4 @@
-"""A run folder read for the report: whole, half written, or of a run that failed.
-
-`trainer.report.page` calls it.
-"""
+"""A run folder read for the report: whole, half written, or of a run that failed."""
 
 from __future__ import annotations
 
@@ -36,6 +33,7 @@ class Call:
     method: str
     start: float
     end: float
+    step: int
 
 
 @dataclass(frozen=True)
@@ -158,6 +156,7 @@ def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
             method=e["name"],
             start=e["ts"] / 1e6,
             end=(e["ts"] + e["dur"]) / 1e6,
+            step=e.get("args", {}).get("step", 0),
         )
         for e in events
         if e["ph"] == "X"
@@ -174,9 +173,7 @@ def _read_placement(path: Path) -> list[list[str]]:
 
 
 def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:
-    """Samples of some steps from the first to the last, the best and the worst of each step among
-    them.
-    """
+    """Samples of some steps, first and last, the best and the worst of each among them."""
     files = sorted(
         (path for path in folder.glob("*.jsonl") if path.stem.isdecimal()),
         key=lambda path: int(path.stem),
@@ -218,8 +215,9 @@ def spread(items: Sequence[Any], limit: int) -> list[Any]:
 
 
 def phase_shares(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float, float]]:
-    """(phase, seconds a step, per cent of the step) over all steps; the per cents, to one decimal,
-    sum to 100.
+    """(phase, seconds a step, per cent of the step) over all steps.
+
+    The per cents, to one decimal, sum to 100.
     """
     timed = [line for line in metrics if line.get("timing_s/step", 0.0) > 0.0]
     if not timed:
@@ -238,23 +236,16 @@ def phase_shares(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, floa
 
 
 def last_steps(calls: Sequence[Call], count: int) -> list[Call]:
-    """The calls of the last `count` steps: a step begins with `generate_sequences`."""
-    begins: list[float] = []
-    generated = float("-inf")
-    for call in calls:
-        if call.method == "generate_sequences":
-            if call.start >= generated:
-                begins.append(call.start)
-            generated = max(generated, call.end)
-    first = begins[-count] if len(begins) >= count else (begins[0] if begins else 0.0)
-    return [call for call in calls if call.start >= first]
+    """The calls of the last `count` steps."""
+    steps = sorted({call.step for call in calls})[-count:]
+    return [call for call in calls if call.step in steps]
 
 
 def pools_at_work(calls: Sequence[Call]) -> list[tuple[float, float, int]]:
-    """(start, end, number of pools at work) of every stretch of time from the first call to the
-    last.
-    """
-    edges = sorted([(c.start, 1, c.pool) for c in calls] + [(c.end, -1, c.pool) for c in calls])
+    """(start, end, number of pools at work) of every stretch from the first call to the last."""
+    starts = [(call.start, 1, call.pool) for call in calls]
+    ends = [(call.end, -1, call.pool) for call in calls]
+    edges = sorted(starts + ends)
     running: Counter[str] = Counter()
     stretches: list[tuple[float, float, int]] = []
     for (time, change, pool), (until, _, _) in zip(edges, edges[1:], strict=False):
@@ -269,8 +260,5 @@ def overlap_share(calls: Sequence[Call]) -> float:
     """Share of the time with any pool at work in which two or more were."""
     stretches = pools_at_work(calls)
     working = sum(end - start for start, end, number in stretches if number)
-    return (
-        sum(end - start for start, end, number in stretches if number > 1) / working
-        if working
-        else 0.0
-    )
+    overlapping = sum(end - start for start, end, number in stretches if number > 1)
+    return overlapping / working if working else 0.0

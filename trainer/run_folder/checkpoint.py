@@ -1,17 +1,16 @@
-"""The run's checkpoints: one folder a step, one commit marker over all roles, and what a resume
-goes on from.
+"""The run's checkpoints: a folder a step, one commit marker over all roles, and the resume.
 
     <run folder>/
       latest_checkpointed_iteration.txt   number of the newest step, for people and for verl's tools
       global_step_N/
-        commit.json                       written last, with sizes and checksums: without it there is no checkpoint
-        trainer.json, random.pt           the driver: step, weight version, loader, KL weight; its random state
+        commit.json                       sizes and checksums; written last: else there is none
+        trainer.json, random.pt           what the driver goes on with, and its random state
         actor/, critic/, rollout/, ...    one folder a role, written by `Worker.save_checkpoint`
 
-`PPOTrainer` drives it so:
+A trainer drives it so:
 
-    checkpoints = Checkpoints(config)     # refuses a folder that this configuration cannot go on from
-    checkpoints.cut_back()                # metrics and rollouts after the committed step are made again
+    checkpoints = Checkpoints(config)     # refuses a folder that this run cannot go on from
+    checkpoints.cut_back()                # what came after the committed step is made again
     state = checkpoints.load(groups)      # None: there is nothing to go on from
     if checkpoints.is_due(step, total_steps):
         checkpoints.write(step, groups, state)

@@ -12,9 +12,10 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
-"""The KL that is shown: to the reference where there is one, otherwise to the policy before the
-update.
-"""
+"""The KL that is shown: to the reference, else to the policy before the update."""
+BOOKKEEPING = ("timing", "perf/", "val-", "training/")
+"""How the names of numbers begin that do not say what a step learned."""
+MOST_NUMBERS = 3
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 """Short beside the bar, so that the reward is seen on a terminal of 40 columns, too."""
 
@@ -80,11 +81,26 @@ class Console:
 
 
 def headline(metrics: Mapping[str, float]) -> Iterator[str]:
-    """The few numbers of a step that a person watches."""
+    """The few numbers of a step that a person watches: reward, KL and speed where there are any.
+
+    A recipe that has none of them is shown by its first numbers.
+    """
+    known = list(_known(metrics))
+    if known:
+        yield from known
+        return
+    own = [name for name in metrics if not name.startswith(BOOKKEEPING)]
+    for name in own[:MOST_NUMBERS]:
+        yield f"{name} {metrics[name]:.4g}"
+
+
+def _known(metrics: Mapping[str, float]) -> Iterator[str]:
     if "critic/score/mean" in metrics:
         yield f"reward {metrics['critic/score/mean']:.4g}"
+
     kl = next((metrics[name] for name in KL_NAMES if name in metrics), None)
     if kl is not None:
         yield f"KL {kl:.3g}"
+
     if metrics.get("perf/time_per_step", 0.0) > 0:
         yield f"{metrics['perf/total_num_tokens'] / metrics['perf/time_per_step']:.0f} tokens/s"

@@ -1,7 +1,4 @@
-"""When a run has reached what it was for:
-
-`trainer.stop_at`. `PPOTrainer.fit` asks after every step.
-"""
+"""The goals of a run (`trainer.stop_at`): it ends with the step that reaches one."""
 
 from __future__ import annotations
 
@@ -11,8 +8,9 @@ from verl_like.errors import ConfigError, nearest
 
 
 def reached_goal(metrics: Mapping[str, float], goals: Mapping[str, float]) -> str:
-    """In words the first goal that is reached, or nothing; validation metrics may be absent, others
-    must be there.
+    """The first goal that is reached, in words; empty where none is.
+
+    Metrics of a validation may be absent from a step, others must be there.
     """
     for name, goal in goals.items():
         if name not in metrics and not name.startswith("val"):

@@ -1,14 +1,14 @@
-"""`timeline.json`: what every worker did when, for Perfetto or chrome://tracing; and what a step's
-calls took.
+"""`timeline.json`: what every worker did when, for Perfetto or chrome://tracing.
 
-`trainer.ppo.step` hands over the calls of every step, each with the stage of the dataflow in which
-it was made. The file is whole JSON after every step, and a resumed run goes on in it.
+The trainer hands over the calls of every step, each with the stage in which it was made. The file
+is whole JSON after every step, and a resumed run goes on in it. The same calls give `timing_s/...`
+and the overlap ratios of a step.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,47 +48,43 @@ class Timeline:
 
     def _events(self, record: Record) -> list[dict[str, Any]]:
         """The call's event, after those that name its lane when it is the first in it."""
-        pool, lane = record["pool"], (record["pool"], f"{record['role']}-{record['rank']}")
-        events: list[dict[str, Any]] = []
         if self._origin is None:
             self._origin = float(record["start"])
-            events.append(
+            first = [
                 {"ph": "M", "name": "trace_origin", "pid": 0, "args": {"seconds": self._origin}}
-            )
-        if pool not in self._pools:
-            self._pools[pool] = len(self._pools) + 1
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "process_name",
-                    "pid": self._pools[pool],
-                    "args": {"name": pool},
-                }
-            )
-        pid = self._pools[pool]
-        if lane not in self._lanes:
-            self._lanes[lane] = len(self._lanes) + 1
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "thread_name",
-                    "pid": pid,
-                    "tid": self._lanes[lane],
-                    "args": {"name": lane[1]},
-                }
-            )
-        where = {
+            ]
+        else:
+            first = []
+        pid, tid, names = self._lane(record)
+
+        event = {
+            "ph": "X",
             "name": record["method"],
             "cat": record["role"],
             "pid": pid,
-            "tid": self._lanes[lane],
-        }
-        when = {
+            "tid": tid,
             "ts": (record["start"] - self._origin) * 1e6,
             "dur": (record["end"] - record["start"]) * 1e6,
         }
         facts = {name: record[name] for name in ("pid", "rank", "cpu_s", "step") if name in record}
-        return [*events, {"ph": "X", **where, **when, "args": facts}]
+        return [*first, *names, {**event, "args": facts}]
+
+    def _lane(self, record: Record) -> tuple[int, int, list[dict[str, Any]]]:
+        """Numbers of the call's pool and lane, and the events that name them if they are new."""
+        pool = record["pool"]
+        lane = f"{record['role']}-{record['rank']}"
+        names: list[dict[str, Any]] = []
+
+        if pool not in self._pools:
+            self._pools[pool] = len(self._pools) + 1
+            names.append({"name": "process_name", "pid": self._pools[pool], "args": {"name": pool}})
+        pid = self._pools[pool]
+
+        if (pool, lane) not in self._lanes:
+            self._lanes[pool, lane] = len(self._lanes) + 1
+            tid = self._lanes[pool, lane]
+            names.append({"name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
+        return pid, self._lanes[pool, lane], [{"ph": "M", **event} for event in names]
 
     def _read_lanes(self) -> None:
         """Origin and lanes of the run that is gone on with."""
@@ -104,51 +100,51 @@ class Timeline:
                 self._lanes[pool_of[event["pid"]], event["args"]["name"]] = event["tid"]
 
 
-STAGE_OF = {
-    "compute_log_prob": "old_log_prob",
-    "compute_ref_log_prob": "ref",
-    "compute_values": "values",
-}
-"""verl's name for the time of a worker's method, where it has another one."""
+def call_timings(
+    records: Iterable[Record],
+    stages: Mapping[str, float],
+    concurrent: Sequence[str] = (),
+    labels: Mapping[str, str] | None = None,
+) -> dict[str, float]:
+    """`timing_s/...` of a step's stages and calls, and how much the calls overlapped.
 
-OVERLAPPING_STAGES = ("score", "update")
+    A call's time is from its first start to its last end over the ranks. Its name is the method's,
+    or what `labels` says instead; where a method has a stage's name, the time is the stage's.
 
-
-def call_timings(records: Iterable[Record], stages: Mapping[str, float]) -> dict[str, float]:
-    """`timing_s/...` of a step's stages and calls (first start to last end), and how much of them
-    overlapped.
-
-    A record's `stage` is the part of the step that it belongs to; where a method has a stage's
-    name, the time is the stage's. `perf/overlap_ratio` is the time in which roles were busy, added
-    up, over the wall time from the first start to the last end, in the stages that launch several
-    calls at once: 1 when they took turns, 2 when two of them ran side by side throughout.
-    `perf/overlap_ratio_<stage>` is that of one stage.
+    `perf/overlap_ratio` is the time in which roles were busy, added up, over the wall time from the
+    first start to the last end, in the stages `concurrent`: 1 when they took turns, 2 when two of
+    them ran side by side throughout. `perf/overlap_ratio_<stage>` is that of one stage.
     """
     records = list(records)
-    timings = {
-        f"timing_s/{name}": seconds
-        for name, seconds in (call_seconds(records) | dict(stages)).items()
-    }
+    seconds = call_seconds(records, labels) | dict(stages)
+    timings = {f"timing_s/{name}": value for name, value in seconds.items()}
+
     busy = wall = 0.0
-    for stage in OVERLAPPING_STAGES:
+    for stage in concurrent:
         calls = [record for record in records if record.get("stage") == stage]
         if not calls:
             continue
+        first = min(record["start"] for record in calls)
+        last = max(record["end"] for record in calls)
         stage_busy = sum(end - start for start, end in _spans(calls, "role", "method").values())
-        stage_wall = max(record["end"] for record in calls) - min(
-            record["start"] for record in calls
-        )
-        timings[f"perf/overlap_ratio_{stage}"] = stage_busy / stage_wall
-        busy, wall = busy + stage_busy, wall + stage_wall
+        timings[f"perf/overlap_ratio_{stage}"] = stage_busy / (last - first)
+        busy += stage_busy
+        wall += last - first
+
     if wall:
         timings["perf/overlap_ratio"] = busy / wall
     return timings
 
 
-def call_seconds(records: Iterable[Record]) -> dict[str, float]:
-    """First start to last end of every method's calls, by verl's name for it."""
-    spans = _spans(records, "method")
-    return {STAGE_OF.get(method, method): end - start for method, (start, end) in spans.items()}
+def call_seconds(
+    records: Iterable[Record], labels: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """First start to last end of every method's calls, by its name or its label."""
+    labels = labels or {}
+    return {
+        labels.get(method, method): end - start
+        for method, (start, end) in _spans(records, "method").items()
+    }
 
 
 def _spans(records: Iterable[Record], *keys: str) -> dict[Any, tuple[float, float]]:

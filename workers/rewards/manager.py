@@ -53,15 +53,19 @@ def make_reward_manager(
     )
 
 
+Scored = tuple[DataProto, dict[str, float]]
+"""`token_level_scores` with what the rule returned beside them, and metrics of them."""
+
+
 class RewardFuture:
     """Scores that are being computed."""
 
-    def __init__(self, future: Future[DataProto]):
+    def __init__(self, future: Future[Scored]):
         """Wraps a thread's future."""
         self._future = future
 
-    def get(self, timeout: float | None = None) -> DataProto:
-        """The scores; waits at most `timeout` seconds."""
+    def get(self, timeout: float | None = None) -> Scored:
+        """The scores and metrics of them; waits at most `timeout` seconds."""
         return self._future.result(timeout)
 
     def done(self) -> bool:
@@ -76,21 +80,21 @@ class SummedScores:
         """`model` is the future of `rm_scores`."""
         self._rules, self._model, self._rule_weight = rules, model, rule_weight
 
-    def get(self, timeout: float | None = None) -> DataProto:
+    def get(self, timeout: float | None = None) -> Scored:
         """The sum, with the mean of each part among the metrics.
 
         Waits at most `timeout` seconds for each part.
         """
-        result = self._rules.get(timeout)
+        result, metrics = self._rules.get(timeout)
         by_rule = read_columns(result, "token_level_scores")["token_level_scores"]
         by_model = read_columns(self._model.get(timeout), "rm_scores")["rm_scores"]
-        result.meta_info["reward_metrics"] |= {
+        metrics |= {
             "reward/rule_score/mean": by_rule.sum(-1).mean().item(),
             "reward/model_score/mean": by_model.sum(-1).mean().item(),
         }
         assert result.batch is not None, "the manager has just written the scores"
         result.batch["token_level_scores"] = self._rule_weight * by_rule + by_model
-        return result
+        return result, metrics
 
     def done(self) -> bool:
         """Whether `get` returns at once."""
@@ -102,8 +106,8 @@ class RewardManager:
 
     The function is (data_source, solution_str, ground_truth, extra_info) -> float, or dict with
     "score". A sample whose call raises, returns no finite number, or passes its deadline gets
-    `default_score`; so does what is left of a batch after `batch_deadline`. They are counted in
-    `meta_info["reward_metrics"]` and never stop the step.
+    `default_score`; so does what is left of a batch after `batch_deadline`. They are counted in the
+    metrics and never stop the step.
     """
 
     def __init__(
@@ -146,7 +150,7 @@ class RewardManager:
         uids = list(columns.get("uid", range(len(samples))))
         return RewardFuture(self._thread.submit(self._score, samples, uids, mask))
 
-    def _score(self, samples: list[Sample], uids: list[Any], mask: Tensor) -> DataProto:
+    def _score(self, samples: list[Sample], uids: list[Any], mask: Tensor) -> Scored:
         began = time.perf_counter()
         outcomes = self._scorer.score(samples)
         seconds = time.perf_counter() - began
@@ -165,11 +169,11 @@ class RewardManager:
 
         metrics = _score_metrics(outcomes, extras)
         metrics["timing_s/reward"] = seconds
-        return DataProto.from_dict(
+        result = DataProto.from_dict(
             tensors={"token_level_scores": scores},
             non_tensors={f"reward_extra/{name}": column for name, column in extras.items()},
-            meta_info={"reward_metrics": metrics},
         )
+        return result, metrics
 
     def _warn_of_failures(self, uids: list[Any], outcomes: list[Outcome]) -> None:
         failed = []

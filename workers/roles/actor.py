@@ -1,7 +1,4 @@
-"""The actor: the policy in training.
-
-The driver calls its methods; a rollout in the same process reads its engine.
-"""
+"""The actor: the policy in training. A rollout in the same process reads its engine."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
+from verl_like.errors import BatchError
 from verl_like.process.worker import Worker
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import compute_rollout_importance_weights
@@ -34,11 +32,11 @@ if TYPE_CHECKING:
         WorkersConfig,
     )
 
+Metrics = dict[str, Any]
+
 
 def log_prob_temperature(rollout: RolloutConfig) -> float:
-    """What divides the logits in every log-prob pass: the rollout's temperature; greedy decoding
-    counts as 1.
-    """
+    """What divides the logits in every log-prob pass: the rollout's temperature, 1 if greedy."""
     return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
 
@@ -49,14 +47,9 @@ def log_prob_budget(section: RolloutConfig | RefConfig, actor: ActorConfig) -> B
 
 
 def drawn_from(columns: Any) -> str:
-    """The column of log-probs under what tokens were drawn from: the truncated distribution's,
-    where there is one.
-    """
-    return (
-        "rollout_truncated_log_probs"
-        if "rollout_truncated_log_probs" in columns.keys()
-        else "rollout_log_probs"
-    )
+    """The column of log-probs under the distribution that tokens were drawn from."""
+    truncated = "rollout_truncated_log_probs"
+    return truncated if truncated in columns.keys() else "rollout_log_probs"
 
 
 class ActorWorker(Checkpointed, WeightSender, Worker):
@@ -92,7 +85,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         self.engine.build(self, total_steps)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
-    def compute_log_prob(self, data: DataProto) -> DataProto:
+    def compute_log_prob(self, data: DataProto) -> tuple[DataProto, Metrics]:
         """`old_log_probs` and `entropys` of the responses under the policy as it is now."""
         with utilization("actor_infer", self.engine, data, trains=False) as mfu:
             outputs = self.engine.forward_rows(
@@ -102,27 +95,26 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
                 want_entropy=True,
             )
         columns = {"old_log_probs": outputs["log_probs"], "entropys": outputs["entropys"]}
-        meta_info = {"metrics": mfu} if mfu else {}
-        return DataProto(batch=TensorDict(columns, batch_size=[len(data)]), meta_info=meta_info)
+        return DataProto(batch=TensorDict(columns, batch_size=[len(data)])), mfu
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
-    def update_actor(self, data: DataProto) -> DataProto:
-        """One PPO update over the batch; its `meta_info["metrics"]`, but for perf/, are the same on
-        every rank.
+    def update_actor(self, data: DataProto) -> Metrics:
+        """One PPO update over the batch; gives metrics that, but for perf/, every rank agrees on.
+
+        With `meta_info["on_policy"]` the samples are of the policy as it is now, and the update's
+        own forward pass gives the old log-probs: a batch then needs no `old_log_probs`.
         """
-        names = ["advantages"] + (["ref_log_prob"] if self.config.use_kl_loss else [])
-        finds = self.finds_old_log_probs(data)
-        measures = finds and "rollout_log_probs" in data.batch.keys()
+        on_policy = bool(data.meta_info.get("on_policy", False))
+        if on_policy:
+            self.require_one_step(data)
+        measures = on_policy and "rollout_log_probs" in data.batch.keys()
         self.gauge = MismatchGauge(data.batch["responses"].size(1)) if measures else None
-        names += ["rollout_log_probs"] if measures else []
-        names += [drawn_from(data.batch)] if self.correction.rollout_is is not None else []
-        names += [] if finds else ["old_log_probs"]
+
         epochs = self.config.ppo_epochs
-        names = list(dict.fromkeys(names))
         with utilization("actor", self.engine, data, passes=epochs) as mfu:
             metrics = self.engine.update(
                 data,
-                names,
+                self.columns_of_update(data, on_policy),
                 mini_batch_size=self.config.ppo_mini_batch_size * self.policy.rollout.n,
                 budget=self.budget,
                 epochs=epochs,
@@ -134,20 +126,32 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         if self.gauge is not None:
             self.gauge.all_reduce(self.engine.group, self.engine.device)
             metrics |= self.gauge.metrics()
-        return DataProto(meta_info={"metrics": metrics | mfu | memory_in_use(self.engine.device)})
+        return metrics | mfu | memory_in_use(self.engine.device)
 
-    def finds_old_log_probs(self, data: DataProto) -> bool:
-        """Whether the update's own forward pass gives the old log-probs of a batch that has none.
+    def columns_of_update(self, data: DataProto, on_policy: bool) -> list[str]:
+        """What an update reads beside tokens and masks."""
+        names = ["advantages"]
+        if self.config.use_kl_loss:
+            names.append("ref_log_prob")
+        if self.gauge is not None:
+            names.append("rollout_log_probs")
+        if self.correction.rollout_is is not None:
+            names.append(drawn_from(data.batch))
+        if not on_policy:
+            names.append("old_log_probs")
+        return list(dict.fromkeys(names))
 
-        It does when the update is one optimizer step, and the samples are of the policy as it is
-        now.
-        """
+    def require_one_step(self, data: DataProto) -> None:
+        """Refuse a batch said to be on-policy of which the second mini-batch would not be."""
         num_rows = len(data) if data.shard is None else data.shard.total
-        one_step = (
-            self.config.ppo_epochs == 1
-            and self.config.ppo_mini_batch_size * self.policy.rollout.n == num_rows
-        )
-        return one_step and "old_log_probs" not in data.batch.keys()
+        mini_batch_size = self.config.ppo_mini_batch_size * self.policy.rollout.n
+        if self.config.ppo_epochs != 1 or mini_batch_size != num_rows:
+            raise BatchError(
+                "update_actor: meta_info['on_policy'] is set, but ppo_epochs="
+                f"{self.config.ppo_epochs} and mini-batches of {mini_batch_size} samples make more "
+                f"than one optimizer step of {num_rows} samples, and the policy moves with the "
+                "first. Leave it out and give old_log_probs (actor.compute_log_prob)."
+            )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
@@ -157,14 +161,13 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """PPO's policy loss, less the entropy bonus, plus the KL to the reference: this
-        micro-batch's share.
-        """
+        """This micro-batch's share of the policy loss, entropy bonus and KL to the reference."""
         config, mask = self.config, columns["response_mask"]
         divisors: Denominators = {
             **batch.denominators,
             "loss_scale_factor": config.loss_scale_factor,
         }
+        # the columns of an on-policy update have none: the policy is the one that drew the samples
         old_log_probs = columns.get("old_log_probs", outputs["log_probs"].detach())
         if self.gauge is not None:
             self.gauge.add(columns["rollout_log_probs"], old_log_probs, mask)
@@ -195,8 +198,9 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         return loss, metrics
 
     def importance_weights(self, old_log_probs: Tensor, columns: Columns) -> Tensor | None:
-        """The trainer's over the rollout engine's probability of each token, bounded; None without
-        a correction.
+        """The trainer's over the rollout engine's probability of each token, bounded.
+
+        None without a correction.
         """
         if self.correction.rollout_is is None:
             return None

@@ -1,11 +1,8 @@
-"""The critic: the value model in training.
-
-The driver calls `compute_values` and `update_critic`.
-"""
+"""The critic: the value model in training."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -32,11 +29,9 @@ class CriticWorker(Checkpointed, Worker):
         super().__init__()
         self.config = config.critic
         actor, own = config.actor_rollout_ref.actor, config.critic
-        prompts = (
-            actor.ppo_mini_batch_size
-            if own.ppo_mini_batch_size is None
-            else own.ppo_mini_batch_size
-        )
+        prompts = own.ppo_mini_batch_size
+        if prompts is None:
+            prompts = actor.ppo_mini_batch_size
         self.mini_batch_size = prompts * config.actor_rollout_ref.rollout.n
         self.loss_agg_mode = actor.loss_agg_mode
         self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
@@ -56,24 +51,24 @@ class CriticWorker(Checkpointed, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int) -> None:
-        """Load the body, put a head of zeros on it; the schedule spans `total_steps` calls of
-        `update_critic`.
+        """Load the body and put a head of zeros on it.
+
+        The schedule spans `total_steps` calls of `update_critic`.
         """
         self.engine.build(self, total_steps)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values`: entry j is read at the position before response token j, and zero outside the
-        response mask.
+        """`values`: entry j is read at the position before response token j.
+
+        They are zero outside the response mask.
         """
         columns = self.engine.forward_rows(data, self.budget)
         return DataProto(batch=TensorDict(columns, batch_size=[len(data)]))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
-    def update_critic(self, data: DataProto) -> DataProto:
-        """One update towards the returns; its `meta_info["metrics"]`, but for perf/, are the same
-        on every rank.
-        """
+    def update_critic(self, data: DataProto) -> dict[str, Any]:
+        """One update towards the returns; gives metrics, which but for perf/ all ranks share."""
         with utilization("critic", self.engine, data, passes=self.epochs) as mfu:
             metrics = self.engine.update(
                 data,
@@ -83,11 +78,7 @@ class CriticWorker(Checkpointed, Worker):
                 epochs=self.epochs,
                 loss_fn=self.loss,
             )
-        return DataProto(
-            meta_info={
-                "metrics": {f"critic/{name}": value for name, value in metrics.items()} | mfu
-            }
-        )
+        return {f"critic/{name}": value for name, value in metrics.items()} | mfu
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:

@@ -1,4 +1,4 @@
-"""The reference: the actor's initial policy, frozen. The driver calls `compute_ref_log_prob`.
+"""The reference: the actor's initial policy, frozen.
 
 Beside an actor that trains LoRA adapters it loads nothing: the actor's module with its adapters off
 is the reference.
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceWorker(Worker):
-    """Scores responses under the weights that training started from, always those of the actor's
-    model path.
-    """
+    """Scores responses under the weights that training started from: those of the actor's path."""
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()

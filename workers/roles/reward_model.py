@@ -1,4 +1,4 @@
-"""The reward model: a sequence classifier that scores samples. The driver calls `compute_rm_score`.
+"""The reward model: a sequence classifier that scores samples.
 
 Rule rewards are the driver's own (`workers.rewards.manager`); with both, the driver adds them up.
 """
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 class RewardModelWorker(Worker):
-    """Scores a prompt with its response by one number, read at the last real token: padding does
-    not change it.
+    """Scores a prompt with its response by one number, read at the last real token.
+
+    So padding does not change it.
     """
 
     def __init__(self, config: WorkersConfig) -> None:
@@ -44,8 +45,9 @@ class RewardModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """`rm_scores`: the sample's score at its last response token, zero elsewhere; zero for an
-        empty response.
+        """`rm_scores`: the sample's score at its last response token, zero elsewhere.
+
+        An empty response has zeros alone.
         """
         scores = self.engine.score_rows(data, self.budget)
         mask = data.batch["response_mask"] != 0
@@ -62,8 +64,9 @@ class RewardModelWorker(Worker):
 
 
 def check_same_tokenizer(path: str, policy_path: str) -> None:
-    """Refuse a reward model whose token ids are not the policy's; a folder without a tokenizer is
-    taken at its word.
+    """Refuse a reward model whose token ids are not the policy's.
+
+    Of a folder without a tokenizer nothing can be said.
     """
     own, policy = _vocabulary(path), _vocabulary(policy_path)
     if own is None or policy is None or own == policy:

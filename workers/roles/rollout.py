@@ -1,14 +1,13 @@
 """The rollout: the policy generating.
 
-The driver calls `generate_sequences`, and `sync_weights` between updates.
+Where its weights live:
 
-Where the weights live:
-    beside the actor, whole            the native engine decodes with the actor's own module, by reference
-    beside the actor, sharded          one unsharded copy per version, gathered tensor by tensor and freed by `sleep`
-    in a pool of its own               a copy filled by the actor through `weight_channel`
-Decoding issues no collective: ranks decode different numbers of steps. `engines.build_rollout`
-chooses the engine; ranks that share one (tensor parallelism) get the same rows, and the first of
-them answers.
+    beside the actor, whole      the native engine decodes with the actor's module, by reference
+    beside the actor, sharded    one unsharded copy per version, gathered tensor by tensor
+    in a pool of its own         a copy that the actor fills through `workers.weights.channel`
+
+Decoding issues no collective: ranks decode different numbers of steps. Ranks that share an engine
+(tensor parallelism) get the same rows, and the first of them answers.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ MESH = "rollout"
 
 
 class RolloutWorker(WeightReceiver, Worker):
-    """Turns prompts into samples, each keyed by (seed, uid, sample index): the same wherever it is
-    made.
+    """Turns prompts into samples, each the same wherever it is made.
+
+    A sample's noise is keyed by seed, uid and sample index.
     """
 
     def __init__(self, config: WorkersConfig) -> None:
@@ -67,8 +67,9 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
     def generate_sequences(self, data: DataProto) -> DataProto:
-        """One response per row; `meta_info` carries the ids of eos and pad, and may override the
-        sampling settings.
+        """One response per row.
+
+        `meta_info` carries the ids of eos and pad, and may override the sampling settings.
         """
         require(data, "input_ids", "attention_mask", "position_ids", "sample_index", "uid")
         sampling, pad = self.sampling_of(data), data.meta_info.get("pad_token_id")
@@ -90,9 +91,7 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def pause(self) -> None:
-        """Hold the generation in flight (or the next) between two steps; returns when it stands
-        still.
-        """
+        """Hold the generation in flight, or the next; returns when it stands still."""
         self.engine.control.pause()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
@@ -102,8 +101,9 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def abort(self) -> None:
-        """End the generation in flight: it returns what it has, unfinished samples with finish
-        reason "abort".
+        """End the generation in flight: it returns what it has.
+
+        Unfinished samples have the finish reason "abort".
         """
         self.engine.control.abort()
 
@@ -116,31 +116,28 @@ class RolloutWorker(WeightReceiver, Worker):
                 "rollout: meta_info has no eos_token_id: no response could end. Has the "
                 "tokenizer one?"
             )
+
         names = ("temperature", "top_k", "top_p", "do_sample")
-        settings = {
-            name: getattr(self.config, name) for name in names
-        } | self.config.sampling_kwargs
+        settings = {name: getattr(self.config, name) for name in names}
+        settings |= self.config.sampling_kwargs
         own = {*names, "max_tokens", *EXTRA_SAMPLING} & data.meta_info.keys()
         settings |= {name: data.meta_info[name] for name in own}
         return sampling_params(settings, self.response_width, stop)
 
     def requests_of(self, data: DataProto) -> list[Request]:
         """The prompts of the real rows, without padding."""
-        ids, mask, indices = (
-            data.batch["input_ids"],
-            data.batch["attention_mask"].bool(),
-            data.batch["sample_index"],
-        )
+        ids = data.batch["input_ids"]
+        mask = data.batch["attention_mask"].bool()
+        indices = data.batch["sample_index"]
         if ids.shape[1] != self.prompt_width:
             raise RolloutError(
                 f"rollout: prompts are {ids.shape[1]} columns wide, data.max_prompt_length is "
                 f"{self.prompt_width}; pad them to that width on the left (and do not generate a "
                 "batch twice)."
             )
-        attempt, stream = (
-            data.meta_info.get("attempt", 0),
-            "validate" if data.meta_info.get("validate") else "train",
-        )
+        attempt = data.meta_info.get("attempt", 0)
+        stream = "validate" if data.meta_info.get("validate") else "train"
+
         requests = []
         for row in range(data.num_real_rows):
             uid, index = str(data.non_tensor_batch["uid"][row]), int(indices[row])
@@ -150,8 +147,9 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:
-        """Take over the weights of the actor in this process; the version flips if every rank has
-        verified its copy.
+        """Take over the weights of the actor in this process.
+
+        The new version counts once every rank has verified its copy.
         """
         actor: Any = self.sibling("actor")
         if actor is None:
@@ -195,9 +193,7 @@ class RolloutWorker(WeightReceiver, Worker):
 
 
 def generate(group: Any, batch: DataProto) -> DataProto:
-    """`group.generate_sequences(batch)`; if a process dies meanwhile, the error names the samples
-    that it held.
-    """
+    """`group.generate_sequences(batch)`; if a process dies, the error names the samples it held."""
     future = group.generate_sequences.remote(batch)
     try:
         samples: DataProto = future.get()
@@ -231,9 +227,7 @@ def _arrived(group: Any, pending: Any) -> bool:
 def response_columns(
     data: DataProto, outputs: list[Output], width: int, pad: int, truncated: bool = False
 ) -> dict[str, Tensor]:
-    """The columns that `generate_sequences` writes; rows without an output (pad rows) get an empty
-    response.
-    """
+    """The columns that `generate_sequences` writes; pad rows get an empty response."""
     prompts, prompt_mask = data.batch["input_ids"], data.batch["attention_mask"]
     rows = len(prompts)
     responses = torch.full((rows, width), pad, dtype=torch.long)

@@ -15,9 +15,9 @@ import pytest
 
 from trainer import load_config, run
 from trainer.config.placement import settle
-from trainer.data.sizes import batch_table
 from trainer.launch import nominal_placement
 from trainer.ppo.recipe import PPO
+from trainer.ppo.sizes import batch_table
 from verl_like.errors import ConfigError
 
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]

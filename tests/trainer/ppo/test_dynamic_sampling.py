@@ -12,17 +12,19 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
 
-def drawn(scores: list[list[float]], attempt: int, **extras: list[float]) -> DataProto:
+def drawn(
+    scores: list[list[float]], attempt: int, **extras: list[float]
+) -> tuple[DataProto, dict[str, float]]:
     """A draw: a row of `scores` for each prompt."""
     flat = [score for group in scores for score in group]
     uids = [f"{prompt}-{attempt}" for prompt, group in enumerate(scores) for _ in group]
     columns = {"uid": np.array(uids, dtype=object)}
     columns |= {f"reward_extra/{name}": np.array(values) for name, values in extras.items()}
-    return DataProto.from_dict(
+    batch = DataProto.from_dict(
         tensors={"token_level_scores": torch.tensor([[score, 0.0] for score in flat])},
         non_tensors=columns,
-        meta_info={"metrics": {"reward/num_failed": 1.0, "reward/mean": float(attempt)}},
     )
+    return batch, {"reward/num_failed": 1.0, "reward/mean": float(attempt)}
 
 
 def test_groups_that_differ_are_kept_in_the_order_of_their_drawing_and_the_surplus_goes() -> None:

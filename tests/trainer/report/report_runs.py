@@ -55,7 +55,7 @@ def make_run(folder: Path, num_steps: int, samples: int = 20, response: str = "a
         timeline.add(
             {
                 "pool": pool, "role": role, "rank": 0, "method": method, "pid": 7, "cpu_s": 0.1,
-                "start": step + start, "end": step + end,
+                "step": step, "start": step + start, "end": step + end,
             }
             for pool, role, method, start, end in CALLS
         )  # fmt: skip

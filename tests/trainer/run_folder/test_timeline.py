@@ -86,7 +86,7 @@ def test_the_overlap_ratio_is_busy_time_over_the_wall_of_the_stages_that_overlap
         record("a", "actor", 0, 11.0, 12.0, stage="score"),
         record("a", "rollout", 0, 20.0, 30.0, stage="gen"),
     ]
-    timings = call_timings(records, {"update": 4.1})
+    timings = call_timings(records, {"update": 4.1}, concurrent=("score", "update"))
     assert timings["timing_s/update"] == 4.1
     assert timings["perf/overlap_ratio_update"] == pytest.approx(6 / 4)
     assert timings["perf/overlap_ratio_score"] == pytest.approx(2 / 2)
@@ -94,4 +94,4 @@ def test_the_overlap_ratio_is_busy_time_over_the_wall_of_the_stages_that_overlap
 
 
 def test_a_step_without_calls_has_no_ratio() -> None:
-    assert call_timings([], {}) == {}
+    assert call_timings([], {}, concurrent=("update",)) == {}

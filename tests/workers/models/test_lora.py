@@ -127,7 +127,7 @@ def test_a_reference_beside_the_actor_is_the_base_of_its_module(tiny_dir: Path) 
         actor.update_actor(make_batch(ROWS, seed))
     assert ref.engine.module is actor.engine.module
     assert ref.weights_checksum() == alone.weights_checksum() != actor.weights_checksum()
-    assert (actor.compute_log_prob(batch).batch["old_log_probs"] - expected).abs().max() > 1e-3
+    assert (actor.compute_log_prob(batch)[0].batch["old_log_probs"] - expected).abs().max() > 1e-3
 
 
 def test_a_rollout_that_shares_the_module_samples_from_the_adapted_policy(tiny_dir: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_rollout_that_shares_the_module_samples_from_the_adapted_policy(tiny_d
     assert rollout.engine.module is actor.engine.module
     assert rollout.weights_checksum() == actor.weights_checksum()
     assert not samples.batch["rollout_log_probs"].equal(before.batch["rollout_log_probs"])
-    scored = actor.compute_log_prob(samples).batch["old_log_probs"]
+    scored = actor.compute_log_prob(samples)[0].batch["old_log_probs"]
     torch.testing.assert_close(samples.batch["rollout_log_probs"], scored, atol=1e-5, rtol=0)
 
 
@@ -159,7 +159,7 @@ def on_ranks(tiny_dir: Path) -> dict[str, Any]:
     report = rollout.update_weights(0)
     return {
         "reference": reference,
-        "log_probs": actor.compute_log_prob(batch).batch["old_log_probs"],
+        "log_probs": actor.compute_log_prob(batch)[0].batch["old_log_probs"],
         "metrics": metrics,
         "weights": snapshot(actor.engine),
         "same": (report.error, rollout.weights_checksum() == actor.weights_checksum()),

@@ -132,25 +132,27 @@ def make_batch(
     )
 
 
-def counts(scores: DataProto) -> dict[str, float]:
+def counts(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics of a scoring, less its time, which is above zero."""
-    metrics = dict(scores.meta_info["reward_metrics"])
+    metrics = dict(metrics)
     assert metrics.pop("timing_s/reward") > 0
     return metrics
 
 
 def test_the_score_stands_at_the_last_response_token(managers: Any, tokenizer: Any) -> None:
-    scores = managers().remote(make_batch(tokenizer, ["ab", "abcd", ""], ["", "", ""])).get()
+    scores, metrics = (
+        managers().remote(make_batch(tokenizer, ["ab", "abcd", ""], ["", "", ""])).get()
+    )
     expected = torch.zeros(3, 8)
     expected[0, 2], expected[1, 4] = 2.0, 4.0
     assert torch.equal(scores.batch["token_level_scores"], expected)
-    assert counts(scores) == {"reward/num_failed": 0.0, "reward/num_timed_out": 0.0}
+    assert counts(metrics) == {"reward/num_failed": 0.0, "reward/num_timed_out": 0.0}
 
 
 def test_the_default_rules_score_the_tiny_task(make_manager: Any, tokenizer: Any) -> None:
     manager = make_manager()
     batch = make_batch(tokenizer, ["aab", "c"], ["a", "a"], source="verl_like/tiny_letters")
-    assert manager.remote(batch).get().batch["token_level_scores"].sum(
+    assert manager.remote(batch).get()[0].batch["token_level_scores"].sum(
         -1
     ).tolist() == pytest.approx([2 / 3, 0.0])
 
@@ -160,13 +162,13 @@ def test_the_default_rules_score_the_tiny_task(make_manager: Any, tokenizer: Any
 def test_a_failing_sample_gets_the_default_score_and_the_others_theirs(
     managers: Any, tokenizer: Any, name: str, truth: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scores = (
+    scores, metrics = (
         managers(name, default_score=-1.0)
         .remote(make_batch(tokenizer, ["a", "ab", "abc"], ["", truth, ""]))
         .get()
     )
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, -1.0, 3.0]
-    assert counts(scores) == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
+    assert counts(metrics) == {"reward/num_failed": 1.0, "reward/num_timed_out": 0.0}
     assert "1-0" in caplog.text
 
 
@@ -175,17 +177,17 @@ def test_a_hanging_sample_is_killed_at_its_deadline(
     managers: Any, tokenizer: Any, name: str
 ) -> None:
     manager = managers(name, deadline=0.6)
-    scores = manager.remote(make_batch(tokenizer, ["a", "ab", "abc"], ["", "hang", ""])).get(
-        timeout=20
-    )
+    scores, metrics = manager.remote(
+        make_batch(tokenizer, ["a", "ab", "abc"], ["", "hang", ""])
+    ).get(timeout=20)
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 3.0]
-    assert counts(scores) == {"reward/num_failed": 0.0, "reward/num_timed_out": 1.0}
+    assert counts(metrics) == {"reward/num_failed": 0.0, "reward/num_timed_out": 1.0}
 
 
 def test_many_hanging_samples_end_at_the_batch_deadline(managers: Any, tokenizer: Any) -> None:
     manager = managers(deadline=60.0, batch_deadline=1.0)
-    scores = manager.remote(make_batch(tokenizer, ["a"] * 5, ["hang"] * 5)).get(timeout=20)
-    assert scores.meta_info["reward_metrics"]["reward/num_timed_out"] == 5.0
+    scores, metrics = manager.remote(make_batch(tokenizer, ["a"] * 5, ["hang"] * 5)).get(timeout=20)
+    assert metrics["reward/num_timed_out"] == 5.0
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_a_function_in_a_file_gets_its_keyword_arguments(
         path=str(tmp_path / "odd_rewards.py"), name="odd", reward_kwargs={"bonus": 0.5}
     )
     manager = make_manager(custom_reward_function=custom)
-    scores = manager.remote(make_batch(tokenizer, ["ab"], [""])).get()
+    scores, _ = manager.remote(make_batch(tokenizer, ["ab"], [""])).get()
     assert scores.batch["token_level_scores"].sum().item() == 2.5
 
 
@@ -239,18 +241,18 @@ def test_a_batch_that_takes_long_gets_more_processes(
     monkeypatch.setattr(scorer, "SLOW_S", 0.2)
     monkeypatch.setattr(scorer, "usable_cores", lambda: 4)
     manager = managers(deadline=2.0)
-    quick = manager.remote(make_batch(tokenizer, ["a"] * 20, [""] * 20)).get()
+    quick, _ = manager.remote(make_batch(tokenizer, ["a"] * 20, [""] * 20)).get()
     assert quick.batch["token_level_scores"].sum() == 20
     truths = ["slow"] * 80
     truths[10], truths[30], truths[50] = "hang", "exit", "raise"
     solutions = ["a" * (1 + row % 7) for row in range(80)]
-    scores = manager.remote(make_batch(tokenizer, solutions, truths)).get(timeout=30)
+    scores, metrics = manager.remote(make_batch(tokenizer, solutions, truths)).get(timeout=30)
     expected = [
         0.0 if truth != "slow" else len(text) for text, truth in zip(solutions, truths, strict=True)
     ]
     assert scores.batch["token_level_scores"].sum(-1).tolist() == expected
-    assert counts(scores)["reward/num_failed"] == 2.0
-    assert counts(scores)["reward/num_timed_out"] == 1.0
+    assert counts(metrics)["reward/num_failed"] == 2.0
+    assert counts(metrics)["reward/num_timed_out"] == 1.0
     pids = scores.non_tensor_batch["reward_extra/pid"]
     assert len(set(pids[~np.isnan(pids)])) >= 4
 
@@ -263,7 +265,7 @@ def test_a_process_that_does_not_start_leaves_its_samples_to_the_others(
     manager = managers(deadline=3.0)
     manager.remote(make_batch(tokenizer, ["a"], [""])).get()
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    scores = manager.remote(make_batch(tokenizer, ["ab"] * 20, ["slow"] * 20)).get()
+    scores, _ = manager.remote(make_batch(tokenizer, ["ab"] * 20, ["slow"] * 20)).get()
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [2.0] * 20
     assert "a process of odd_rewards:odd does not start" in caplog.text
 
@@ -281,10 +283,10 @@ def test_overlong_responses_are_punished_softly(make_manager: Any, tokenizer: An
     assert overlong_punishment(lengths, 8, buffer).tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
     manager = make_manager(reward_model=RewardModelConfig(overlong_buffer=buffer))
     batch = make_batch(tokenizer, ["aaa", "aaaaaa"], ["a", "a"], source="verl_like/tiny_letters")
-    scores = manager.remote(batch).get()  # eos is a token as well
+    scores, metrics = manager.remote(batch).get()  # eos is a token as well
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 1.0 - 1.5]
     assert scores.non_tensor_batch["reward_extra/overlong_reward"].tolist() == [0.0, -1.5]
-    assert scores.meta_info["reward_metrics"]["reward/overlong_reward/mean"] == -0.75
+    assert metrics["reward/overlong_reward/mean"] == -0.75
 
 
 def test_rules_and_a_reward_model_add_up_by_weight() -> None:
@@ -293,14 +295,12 @@ def test_rules_and_a_reward_model_add_up_by_weight() -> None:
     joined = SummedScores(RewardFuture(rules), RewardFuture(model), rule_weight=0.5)
     assert not joined.done()
     scores = {"token_level_scores": torch.tensor([[0.0, 2.0], [4.0, 0.0]])}
-    rules.set_result(
-        DataProto.from_dict(scores, meta_info={"reward_metrics": {"reward/num_failed": 0.0}})
-    )
+    rules.set_result((DataProto.from_dict(scores), {"reward/num_failed": 0.0}))
     model.set_result(DataProto.from_dict({"rm_scores": torch.tensor([[0.0, 1.0], [3.0, 0.0]])}))
-    result = joined.get()
+    result, metrics = joined.get()
     assert joined.done()
     assert result.batch["token_level_scores"].tolist() == [[0.0, 2.0], [5.0, 0.0]]
-    assert result.meta_info["reward_metrics"] == {
+    assert metrics == {
         "reward/num_failed": 0.0,
         "reward/rule_score/mean": 3.0,
         "reward/model_score/mean": 2.0,
@@ -308,11 +308,11 @@ def test_rules_and_a_reward_model_add_up_by_weight() -> None:
 
 
 def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: Any) -> None:
-    scores = managers().remote(make_batch(tokenizer, ["a", "ab"], ["extra", ""])).get()
-    assert scores.meta_info["reward_metrics"]["reward/accuracy/mean"] == 1.0
+    scores, metrics = managers().remote(make_batch(tokenizer, ["a", "ab"], ["extra", ""])).get()
+    assert metrics["reward/accuracy/mean"] == 1.0
     np.testing.assert_array_equal(scores.non_tensor_batch["reward_extra/accuracy"], [1.0, np.nan])
     assert list(scores.non_tensor_batch) == ["reward_extra/accuracy", "reward_extra/share"]
-    assert scores.meta_info["reward_metrics"]["reward/share/mean"] == 0.5
+    assert metrics["reward/share/mean"] == 0.5
 
 
 def test_the_caller_does_not_wait(managers: Any, tokenizer: Any) -> None:
@@ -327,7 +327,7 @@ def test_batches_are_scored_in_the_order_they_came(managers: Any, tokenizer: Any
     futures = [
         manager.remote(make_batch(tokenizer, ["a" * length], [""])) for length in range(1, 6)
     ]
-    assert [f.get().batch["token_level_scores"].sum().item() for f in futures] == [
+    assert [f.get()[0].batch["token_level_scores"].sum().item() for f in futures] == [
         1.0,
         2.0,
         3.0,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import MissingColumnError
+from verl_like.errors import BatchError, MissingColumnError
 from workers.config import PolicyLossConfig, RolloutConfig, RolloutCorrectionConfig
 from workers.roles.actor import ActorWorker, log_prob_temperature
 
@@ -35,7 +35,7 @@ def actor_of(tiny_dir: Path, **actor: Any) -> ActorWorker:
 def test_an_update_reports_plain_floats_under_verl_s_names(
     tiny_dir: Path, batch: DataProto
 ) -> None:
-    metrics = actor_of(tiny_dir).update_actor(batch).meta_info["metrics"]
+    metrics = actor_of(tiny_dir).update_actor(batch)
     assert metrics.keys() == {*(f"actor/{name}" for name in METRICS), "perf/cpu_memory_used_gb"}
     assert all(type(value) is float for value in metrics.values())
 
@@ -44,7 +44,7 @@ def test_entropy_and_kl_are_reported_when_they_are_in_the_loss(
     tiny_dir: Path, batch: DataProto
 ) -> None:
     actor = actor_of(tiny_dir, entropy_coeff=0.01, use_kl_loss=True)
-    metrics = actor.update_actor(batch).meta_info["metrics"]
+    metrics = actor.update_actor(batch)
     assert metrics["actor/entropy"] == pytest.approx(math.log(50), abs=0.05)
     assert metrics["actor/kl_loss"] > 0
 
@@ -53,21 +53,51 @@ def test_updates_raise_the_probability_of_tokens_with_positive_advantage(
     tiny_dir: Path, batch: DataProto
 ) -> None:
     actor = actor_of(tiny_dir, ppo_epochs=4)
-    before = actor.compute_log_prob(batch).batch["old_log_probs"]
+    before = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
     batch.batch["old_log_probs"] = before
     actor.update_actor(batch)
-    moved = actor.compute_log_prob(batch).batch["old_log_probs"] - before
+    moved = actor.compute_log_prob(batch)[0].batch["old_log_probs"] - before
     inside = batch.batch["response_mask"].bool()
     agrees = (moved * batch.batch["advantages"])[inside] > 0
     assert agrees.float().mean() > 0.8
+
+
+def test_an_update_without_old_log_probs_is_refused_by_who_writes_them(
+    tiny_dir: Path, batch: DataProto
+) -> None:
+    del batch.batch["old_log_probs"]
+    with pytest.raises(MissingColumnError, match="'old_log_probs'.*actor.compute_log_prob"):
+        actor_of(tiny_dir).update_actor(batch)
+
+
+def test_an_update_said_to_be_on_policy_finds_its_own_old_log_probs(
+    tiny_dir: Path, batch: DataProto
+) -> None:
+    given, found = actor_of(tiny_dir), actor_of(tiny_dir)
+    batch.batch["old_log_probs"] = given.compute_log_prob(batch)[0].batch["old_log_probs"]
+    given.update_actor(batch)
+    del batch.batch["old_log_probs"]
+    batch.meta_info["on_policy"] = True
+    metrics = found.update_actor(batch)
+    assert metrics["actor/ppo_kl"] == 0.0
+    assert found.weights_checksum() == given.weights_checksum()
+
+
+@pytest.mark.parametrize("more", [{"ppo_epochs": 2}, {"ppo_mini_batch_size": 4}])
+def test_an_update_of_several_steps_cannot_be_said_to_be_on_policy(
+    tiny_dir: Path, batch: DataProto, more: dict[str, int]
+) -> None:
+    batch.meta_info["on_policy"] = True
+    with pytest.raises(BatchError, match=r"on_policy.*more than one optimizer step of 8 samples"):
+        actor_of(tiny_dir, **more).update_actor(batch)
 
 
 def test_the_first_step_sees_no_divergence_from_its_own_log_probs(
     tiny_dir: Path, batch: DataProto
 ) -> None:
     actor = actor_of(tiny_dir)
-    batch.batch["old_log_probs"] = actor.compute_log_prob(batch).batch["old_log_probs"]
-    metrics = actor.update_actor(batch).meta_info["metrics"]
+    batch.batch["old_log_probs"] = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
+    metrics = actor.update_actor(batch)
     assert abs(metrics["actor/ppo_kl"]) < 1e-6
     assert metrics["actor/pg_clipfrac"] == 0.0
 
@@ -136,9 +166,9 @@ def test_importance_weights_of_the_rollout_s_log_probs_weigh_the_loss(tiny_dir: 
 def corrected(tiny_dir: Path, batch: DataProto, **correction: Any) -> dict[str, Any]:
     config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
     config.algorithm.rollout_correction = RolloutCorrectionConfig(**correction)
-    return started(ActorWorker, config, 1).update_actor(batch).meta_info["metrics"]
+    return started(ActorWorker, config, 1).update_actor(batch)
 
 
 def gradient_norm(tiny_dir: Path, **actor: Any) -> float:
     worker = started(ActorWorker, tiny_config(tiny_dir, ppo_mini_batch_size=4, **actor), 1)
-    return worker.update_actor(make_batch(4)).meta_info["metrics"]["actor/grad_norm"]
+    return worker.update_actor(make_batch(4))["actor/grad_norm"]

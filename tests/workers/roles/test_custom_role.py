@@ -26,7 +26,7 @@ def learn(tiny_dir: Path, steps: int = 4) -> tuple[list[float], torch.Tensor]:
         batch.batch["response_mask"] * (batch.batch["responses"] > 30) * 0.5
     )
     data = own_piece(batch, worker.rank, worker.world_size)
-    metrics = [worker.update_verifier(data).meta_info["metrics"] for _ in range(steps)]
+    metrics = [worker.update_verifier(data) for _ in range(steps)]
     return [step["verifier/loss"] for step in metrics], worker.compute_verdicts(data).batch[
         "verdicts"
     ]

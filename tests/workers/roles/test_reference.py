@@ -14,11 +14,11 @@ def test_the_reference_scores_as_the_actor_did_before_training(tiny_dir: Path) -
     config.actor_rollout_ref.rollout.temperature = 0.8
     actor, reference = started(ActorWorker, config, 10), started(ReferenceWorker, config)
     batch = make_batch(8)
-    first = actor.compute_log_prob(batch).batch["old_log_probs"]
+    first = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
     actor.update_actor(batch)
     scores = reference.compute_ref_log_prob(batch)
     assert torch.equal(scores.batch["ref_log_prob"], first)
-    assert not torch.equal(actor.compute_log_prob(batch).batch["old_log_probs"], first)
+    assert not torch.equal(actor.compute_log_prob(batch)[0].batch["old_log_probs"], first)
     assert set(scores.batch.keys()) == {"ref_log_prob"}
 
 

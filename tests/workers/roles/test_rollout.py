@@ -124,7 +124,7 @@ def test_a_bfloat16_actor_sends_bfloat16_and_the_gap_is_its_rounding(tiny_dir: P
     assert rollout.weights_checksum() == actor.weights_checksum()
     data = rollout.generate_sequences(prompt_batch(12))
     gap = (
-        (actor.compute_log_prob(data).batch["old_log_probs"] - data.batch["rollout_log_probs"])
+        (actor.compute_log_prob(data)[0].batch["old_log_probs"] - data.batch["rollout_log_probs"])
         .abs()
         .max()
     )

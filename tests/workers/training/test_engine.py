@@ -65,7 +65,7 @@ def on_ranks(
     return {
         "gradients": gradients(actor, data, ACTOR_COLUMNS, budget),
         "critic_gradients": gradients(critic, data, ("values", "returns"), budget),
-        "log_probs": actor.compute_log_prob(data).batch["old_log_probs"][:real],
+        "log_probs": actor.compute_log_prob(data)[0].batch["old_log_probs"][:real],
         "metrics": learned(actor.update_actor(data)),
         "critic_metrics": learned(critic.update_critic(data)),
         "weights": {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()},
@@ -189,7 +189,7 @@ def test_the_scheduler_steps_once_per_update(tiny_dir: Path) -> None:
     optim = OptimConfig(lr=1e-3, lr_warmup_steps=1, lr_scheduler_type="linear")
     actor = tiny_actor(tiny_dir, optim=optim, ppo_mini_batch_size=2, ppo_epochs=2)
     actor.init_model(3)
-    rates = [actor.update_actor(make_batch(6)).meta_info["metrics"]["actor/lr"] for _ in range(4)]
+    rates = [actor.update_actor(make_batch(6))["actor/lr"] for _ in range(4)]
     assert rates == pytest.approx([5e-4, 1e-3, 5e-4, 0.0])
 
 
@@ -212,7 +212,7 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted(tiny_dir: Path) -> 
     before = actor.weights_checksum()
     batch = make_batch(4)
     batch.batch["advantages"][1, 0] = math.inf
-    metrics = actor.update_actor(batch).meta_info["metrics"]
+    metrics = actor.update_actor(batch)
     assert metrics["actor/skipped_steps"] == 1.0
     assert actor.engine.guard.total == 1
     assert actor.weights_checksum() == before
@@ -254,7 +254,7 @@ def test_rows_without_a_response_give_no_loss_and_no_nan(tiny_dir: Path) -> None
     actor = tiny_actor(tiny_dir, ppo_mini_batch_size=4, entropy_coeff=0.01, use_kl_loss=True)
     batch = make_batch(4)
     batch.batch["response_mask"].zero_()
-    metrics = actor.update_actor(batch).meta_info["metrics"]
+    metrics = actor.update_actor(batch)
     assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == metrics["actor/entropy"] == 0.0
     assert all(torch.isfinite(weight).all() for _, weight in actor.engine.named_full_tensors())
 

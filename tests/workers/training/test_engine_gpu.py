@@ -52,7 +52,7 @@ def test_packed_rows_are_padded_ones_on_a_gpu(
     for packed in (True, False):
         own = actor(tiny_dir, use_remove_padding=packed, dtype=dtype, attn_implementation=attention)
         assert own.engine.packs == packed
-        log_probs.append(own.compute_log_prob(batch).batch["old_log_probs"])
+        log_probs.append(own.compute_log_prob(batch)[0].batch["old_log_probs"])
         grads.append(gradients(own, batch, ACTOR_COLUMNS, Budget(rows=3)))
     torch.testing.assert_close(log_probs[0], log_probs[1], atol=limit, rtol=0)
     for name, gradient in grads[1].items():

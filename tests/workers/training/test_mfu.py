@@ -85,16 +85,9 @@ def test_a_known_peak_gives_the_share_of_it_that_was_used(
     )  # every pass takes a second
     for peak in (1e9, math.nan, None):
         monkeypatch.setattr(utilization, "peak_flops", lambda device, peak=peak: peak)
-        found = [
-            getattr(actor, name)(batch).meta_info for name in ("compute_log_prob", "update_actor")
-        ]
-        found.append(critic.update_critic(batch).meta_info)
-        shares = {
-            k: v
-            for part in found
-            for k, v in part.get("metrics", {}).items()
-            if k.startswith("perf/mfu/")
-        }
+        _, inferred = actor.compute_log_prob(batch)
+        metrics = inferred | actor.update_actor(batch) | critic.update_critic(batch)
+        shares = {k: v for k, v in metrics.items() if k.startswith("perf/mfu/")}
         if peak == 1e9:
             inference, training = (
                 needed_flops(actor.engine, batch, trains=trains) for trains in (False, True)

@@ -32,7 +32,7 @@ def update_twice(tiny_dir: Path) -> tuple[list[tuple[float, int, bool]], str, bo
     broken = own_piece(broken_batch(), actor.rank, actor.world_size)
     counts = []
     for _ in range(2):  # a good step after each broken one: never two in a row
-        metrics = actor.update_actor(broken).meta_info["metrics"]
+        metrics = actor.update_actor(broken)
         counts.append(
             (
                 metrics["actor/skipped_steps"],

@@ -70,7 +70,7 @@ def test_packed_rows_give_the_log_probs_values_and_gradients_of_padded_ones(fold
         assert actor.engine.packs == critic.engine.packs == packed
         results.append(
             (
-                actor.compute_log_prob(batch).batch,
+                actor.compute_log_prob(batch)[0].batch,
                 critic.compute_values(batch).batch,
                 gradients(actor, batch, ACTOR_COLUMNS, Budget(rows=8)),
                 gradients(critic, batch, ("values", "returns"), Budget(tokens=30)),
@@ -98,7 +98,7 @@ def test_the_side_of_the_padding_does_not_matter(tiny_dir: Path) -> None:
         for name in ("responses", "response_mask"):
             left.batch[name][row] = batch.batch[name][row].roll(shift)
     assert left.batch["attention_mask"][:, width - 1].all()
-    ours, moved = (actor.compute_log_prob(b).batch["old_log_probs"] for b in (batch, left))
+    ours, moved = (actor.compute_log_prob(b)[0].batch["old_log_probs"] for b in (batch, left))
     for row in range(6):
         inside, inside_left = (
             batch.batch["response_mask"][row] != 0,

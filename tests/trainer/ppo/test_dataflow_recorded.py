@@ -1,0 +1,184 @@
+"""The printed graph of a step is the step: its nodes are the calls that a real run makes.
+
+Tiny models in process; two processes a pool where calls must run side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import overrides
+from trainer import PPOTrainer, load_config, run
+from trainer.ppo.dataflow import Node, describe, edges, own_stages, side_by_side, step_nodes
+
+LAST_STEP = 2
+PLACEMENTS = {"colocate": 1, "split": 2, "standalone": 4}
+ROLES = {
+    "all four roles": (),
+    "no reference": ("algorithm.use_kl_in_reward=false",),
+    "no critic": ("algorithm.adv_estimator=grpo",),
+    "policy alone": ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"),
+    "old log-probs by the update": (
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=false",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    ),
+    "dynamic sampling": ("algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true"),
+}
+PLACED_BY_THE_DRIVER = "update_weights"
+"""The stage whose calls `sync_weights` makes, a node of the driver."""
+
+
+class Recorded(PPOTrainer):
+    """Keeps the calls of its last step, each with its stage."""
+
+    calls_of_step: list[dict[str, Any]]
+
+    def on_step_end(self, metrics: dict[str, float]) -> None:
+        Recorded.calls_of_step = list(self.calls)
+
+
+def recorded(tiny: Path, folder: Path, *more: str) -> tuple[list[Node], dict[str, dict[str, Any]]]:
+    """The nodes of a configuration; by name, the calls of a step that it made on roles."""
+    settings = ("trainer.backend=local", f"trainer.total_training_steps={LAST_STEP}", *more)
+    config = load_config(overrides(tiny, folder, *settings))
+    run(config, Recorded)
+
+    spans: dict[str, dict[str, Any]] = {}
+    for call in Recorded.calls_of_step:
+        if call["step"] != LAST_STEP or call["stage"] == PLACED_BY_THE_DRIVER:
+            continue
+        name = f"{call['role']}.{call['method']}"
+        span = spans.setdefault(name, dict(call))
+        span["start"] = min(span["start"], call["start"])
+        span["end"] = max(span["end"], call["end"])
+    return step_nodes(config), spans
+
+
+def on_roles(nodes: Sequence[Node]) -> dict[str, Node]:
+    return {node.name: node for node in nodes if node.pool != "driver"}
+
+
+def check(nodes: Sequence[Node], spans: dict[str, dict[str, Any]]) -> None:
+    """Nodes are calls, each in its stage and pool, and none begins before what it waits for."""
+    drawn = on_roles(nodes)
+    assert set(drawn) == set(spans)
+    for name, node in drawn.items():
+        assert (spans[name]["stage"], spans[name]["pool"]) == (node.stage, node.pool)
+    after = edges(nodes)
+    for name in drawn:
+        for earlier in set(after[name]) & set(drawn):
+            assert spans[earlier]["end"] <= spans[name]["start"] + 1e-3, (earlier, name)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("roles", ROLES)
+def test_the_nodes_are_the_calls_of_a_step(
+    tiny_dir: Path, tmp_path: Path, placement: str, roles: str
+) -> None:
+    devices = f"trainer.n_gpus_per_node={PLACEMENTS[placement]}"
+    if roles != "all four roles" and placement == "standalone":
+        devices = "trainer.n_gpus_per_node=4"
+    check(*recorded(tiny_dir, tmp_path, f"placement={placement}", devices, *ROLES[roles]))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_reward_model_is_drawn_where_it_is_called(
+    tiny_dir: Path, classifier: Path, tmp_path: Path, placement: str
+) -> None:
+    model = ("reward_model.enable=true", f"reward_model.model.path={classifier}")
+    devices = f"trainer.n_gpus_per_node={PLACEMENTS[placement] + (placement == 'standalone')}"
+    nodes, spans = recorded(tiny_dir, tmp_path, f"placement={placement}", devices, *model)
+    check(nodes, spans)
+    assert "reward_model.compute_rm_score" in spans
+
+
+def test_remax_is_drawn_with_its_greedy_answers(tiny_dir: Path, tmp_path: Path) -> None:
+    estimator = ("placement=colocate", "algorithm.adv_estimator=remax")
+    nodes, spans = recorded(tiny_dir, tmp_path, *estimator)
+    check(nodes, spans)
+    assert "greedy_scores" in {node.name for node in nodes}
+
+
+def test_calls_said_to_overlap_do_and_calls_of_one_pool_take_turns(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    split = ("placement=split", "trainer.n_gpus_per_node=4")
+    nodes, spans = recorded(tiny_dir, tmp_path, *split)
+    check(nodes, spans)
+    drawn = on_roles(nodes)
+    pairs = [
+        (first.name, second.name)
+        for first, second in side_by_side(nodes, edges(nodes))
+        if {first.name, second.name} <= set(drawn)
+    ]
+    assert ("critic.update_critic", "actor.update_actor") in pairs
+    for one, other in combinations(drawn, 2):
+        first, second = sorted((spans[one], spans[other]), key=lambda span: span["start"])
+        overlap = first["end"] > second["start"]
+        if drawn[one].pool == drawn[other].pool:
+            assert not overlap, (one, other)
+        elif (one, other) in pairs and drawn[one].stage == "update":
+            assert overlap, (one, other)
+
+
+class OwnEstimate(PPOTrainer):
+    """Replaces a stage."""
+
+    def estimate(self, batch: Any) -> Any:
+        return batch, {}
+
+
+class OwnUpdate(PPOTrainer):
+    """Does something around a stage."""
+
+    def update(self, batch: Any) -> dict[str, float]:
+        return super().update(batch) | {"mine": 1.0}
+
+
+class OwnStep(PPOTrainer):
+    """Has a dataflow of its own."""
+
+    def step(self) -> dict[str, float]:
+        return {}
+
+
+def names_of(trainer_cls: type[PPOTrainer], tiny: Path, folder: Path) -> list[str]:
+    config = load_config(overrides(tiny, folder, "placement=colocate"))
+    return [node.name for node in step_nodes(config, own_stages(trainer_cls, PPOTrainer))]
+
+
+def test_a_stage_that_a_subclass_replaces_is_its_own(tiny_dir: Path, tmp_path: Path) -> None:
+    names = names_of(OwnEstimate, tiny_dir, tmp_path)
+    assert "own OwnEstimate.estimate" in names
+    assert not {"gae", "token rewards"} & set(names)
+    assert "critic.update_critic" in names
+
+
+def test_a_stage_around_the_inherited_one_is_drawn_with_it(tiny_dir: Path, tmp_path: Path) -> None:
+    names = names_of(OwnUpdate, tiny_dir, tmp_path)
+    place = names.index("actor.update_actor")
+    assert names[place + 1] == "own OwnUpdate.update"
+
+
+def test_a_step_of_ones_own_is_nothing_but_that(tiny_dir: Path, tmp_path: Path) -> None:
+    assert set(names_of(OwnStep, tiny_dir, tmp_path)) == {"own OwnStep.step"}
+
+
+def test_the_calls_of_an_own_stage_are_in_no_pair(tiny_dir: Path, tmp_path: Path) -> None:
+    config = load_config(
+        overrides(tiny_dir, tmp_path, "placement=split", "trainer.n_gpus_per_node=2")
+    )
+    text = describe(config, own=own_stages(OwnUpdate, PPOTrainer))
+    pairs = text.split("at the same time: ")[1]
+    assert "own OwnUpdate.update" not in pairs
+    assert "critic.update_critic ‖ actor.update_actor" in pairs
+
+
+def test_hooks_and_settings_make_no_stage_ones_own() -> None:
+    assert own_stages(Recorded, PPOTrainer) == {}

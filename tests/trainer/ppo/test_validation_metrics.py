@@ -1,0 +1,79 @@
+"""Metrics of a validation beside their definitions."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from trainer.ppo.validation_metrics import (
+    bootstrap_metric,
+    calc_maj_val,
+    process_validation_metrics,
+)
+
+
+def test_the_majority_vote_gives_the_first_value_of_the_winner():
+    data = [{"pred": p, "val": v} for p, v in (("B", 0.1), ("A", 0.9), ("A", 0.7))]
+    assert calc_maj_val(data, "pred", "val") == 0.9
+    assert calc_maj_val(data[:2], "pred", "val") == 0.1
+
+
+def naive_bootstrap(data, size, reduce_fn, seed):
+    state = np.random.RandomState(seed)
+    results = [
+        reduce_fn([data[i] for i in state.choice(len(data), size=size, replace=True)])
+        for _ in range(1000)
+    ]
+    return np.mean(results), np.std(results)
+
+
+def test_the_bootstrap_draws_as_verl_does_and_leaves_numpys_global_state_alone():
+    data = [0.5, 1.0, 4.0, 2.0, 3.0]
+    before = np.random.get_state()[1].copy()
+    ours = bootstrap_metric(data, 3, [np.max, np.min], seed=7)
+    assert ours == [naive_bootstrap(data, 3, np.max, 7), naive_bootstrap(data, 3, np.min, 7)]
+    assert (np.random.get_state()[1] == before).all()
+
+
+def test_validation_metrics_equal_their_definitions():
+    sources = ["x"] * 10 + ["y"]
+    uids = ["p"] * 5 + ["q"] * 5 + ["r"]
+    scores = [0.0, 1.0, 0.5, 1.0, 0.0, 1.0, 0.25, 0.0, 0.0, 1.0, 0.75]
+    preds = ["a", "b", "a", "c", "c", "a", "a", "b", "b", "d", "a"]
+    result = process_validation_metrics(sources, uids, {"reward": scores, "pred": preds}, seed=3)
+    assert set(result) == {"x", "y"}
+    assert set(result["x"]) == {"reward"}
+    assert result["y"]["reward"] == {"mean@1": 0.75}
+    prompts = [scores[:5], scores[5:10]]
+    expected = {
+        "mean@5": np.mean([np.mean(prompt) for prompt in prompts]),
+        "std@5": np.mean([np.std(prompt) for prompt in prompts]),
+    }
+    for n, (name, reduce_fn) in itertools.product(
+        (2, 4, 5), {"best": np.max, "worst": np.min}.items()
+    ):
+        pairs = [naive_bootstrap(prompt, n, reduce_fn, 3) for prompt in prompts]
+        expected[f"{name}@{n}/mean"], expected[f"{name}@{n}/std"] = np.mean(pairs, axis=0)
+    for n in (2, 4, 5):
+        votes = [
+            [{"val": v, "pred": p} for v, p in zip(scores[part], preds[part], strict=True)]
+            for part in (slice(5), slice(5, 10))
+        ]
+        pairs = [
+            naive_bootstrap(vote, n, lambda draw: calc_maj_val(draw, "pred", "val"), 3)
+            for vote in votes
+        ]
+        expected[f"maj@{n}/mean"], expected[f"maj@{n}/std"] = np.mean(pairs, axis=0)
+    assert result["x"]["reward"] == pytest.approx(expected)
+
+
+def test_without_predictions_there_is_no_majority():
+    result = process_validation_metrics(["x"] * 2, ["p"] * 2, {"acc": [1, 0]})
+    assert set(result["x"]["acc"]) == {
+        "mean@2",
+        "std@2",
+        "best@2/mean",
+        "best@2/std",
+        "worst@2/mean",
+        "worst@2/std",
+    }

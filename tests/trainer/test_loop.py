@@ -1,0 +1,192 @@
+"""A recipe gets the loop, checkpoints, report, tracking, timeline and placement for nothing.
+
+Shown on a regression of 60 lines, which knows no algorithm of ours, no tokenizer and no prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import calls, lines, numbers
+from tests.trainer.recipes import regression
+from tests.trainer.recipes.regression import RegressionConfig, RegressionTrainer
+from trainer import run
+from trainer.config.schema import TrainerConfig
+from trainer.launch import nominal_placement
+from verl_like.errors import CheckpointError, ConfigError
+
+HERE = "tests.trainer.recipes.regression"
+PLACEMENTS = {
+    "colocate": {"teacher": "pool", "student": "pool"},
+    "split": {"teacher": "teacher_pool", "student": "student_pool"},
+}
+
+
+def config(folder: Path, placement: str = "colocate", **trainer: Any) -> RegressionConfig:
+    """Six steps on one device a pool, with a checkpoint after every second one."""
+    role_mapping = PLACEMENTS[placement]
+    pools = dict.fromkeys(role_mapping.values(), [1])
+    settings: dict[str, Any] = {"cls": f"{HERE}.RegressionTrainer", "total_training_steps": 6}
+    settings |= {"save_freq": 2, "logger": [], "backend": "local"}
+    return RegressionConfig(
+        role_mapping=role_mapping,
+        role_workers=dict.fromkeys(role_mapping, f"{HERE}.LineWorker"),
+        resource_pool_spec=pools,
+        trainer=TrainerConfig(
+            default_local_dir=str(folder),
+            n_gpus_per_node=len(pools),
+            **(settings | trainer),
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of an uninterrupted run on one pool."""
+    folder = tmp_path_factory.mktemp("regression")
+    run(config(folder))
+    return folder
+
+
+def test_a_recipe_learns_step_by_step(whole: Path) -> None:
+    losses = [line["student/loss"] for line in lines(whole)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+
+
+def test_the_run_folder_has_every_file_of_a_run(whole: Path) -> None:
+    for name in ("config.yaml", "placement.txt", "metrics.jsonl", "timeline.json", "report.html"):
+        assert (whole / name).is_file(), name
+    assert "lr: 0.1" in (whole / "config.yaml").read_text(encoding="utf-8")
+    assert "teacher" in (whole / "placement.txt").read_text(encoding="utf-8")
+
+
+def test_the_report_draws_the_numbers_of_the_recipe(whole: Path) -> None:
+    page = (whole / "report.html").read_text(encoding="utf-8")
+    assert "student/loss" in page
+    assert "student-0: update" in page
+
+
+def test_the_timeline_has_every_call_with_its_step(whole: Path) -> None:
+    for method in ("label", "update"):
+        assert [call["args"]["step"] for call in calls(whole, method)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_stages_and_calls_are_timed(whole: Path) -> None:
+    line = lines(whole)[0]
+    assert {"timing_s/step", "timing_s/label", "timing_s/update"} <= line.keys()
+    assert line["perf/overlap_ratio_update"] == pytest.approx(1.0)
+    assert line["timing_s/label"] + line["timing_s/update"] <= line["timing_s/step"]
+
+
+def test_a_split_placement_gives_the_same_numbers(whole: Path, tmp_path: Path) -> None:
+    run(config(tmp_path, "split"))
+    assert numbers(tmp_path) == numbers(whole)
+    assert "student_pool" in (tmp_path / "placement.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.ray
+def test_a_split_run_on_ray_gives_the_same_numbers(
+    whole: Path, tmp_path: Path, ray_session: None
+) -> None:
+    run(config(tmp_path, "split", backend="ray", device="cpu"))
+    assert numbers(tmp_path) == numbers(whole)
+
+
+class Interrupted(RegressionTrainer):
+    """Fails in its fifth step."""
+
+    def step(self) -> dict[str, float]:
+        if self.global_step == 5:
+            raise RuntimeError("interrupted")
+        return super().step()
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="interrupted"):
+        run(config(tmp_path), Interrupted)
+    assert len(lines(tmp_path)) == 4
+    assert "interrupted" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    run(config(tmp_path))
+    assert numbers(tmp_path) == numbers(whole)
+    assert len(calls(tmp_path, "load_checkpoint")) == 2
+    assert json.loads((tmp_path / "global_step_6" / "trainer.json").read_text()) == {
+        "global_step": 6
+    }
+
+
+def test_a_folder_of_another_configuration_is_refused(whole: Path) -> None:
+    changed = config(whole)
+    changed.lr = 0.2
+    with pytest.raises(CheckpointError, match=r"lr was 0\.1, is 0\.2"):
+        run(changed)
+
+
+def test_a_run_ends_with_the_goal_that_it_reaches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(config(tmp_path, stop_at={"student/loss": 0.0}))
+    assert len(lines(tmp_path)) == 1
+    assert (tmp_path / "global_step_1").is_dir()
+    assert "student/loss" in capsys.readouterr().out
+
+
+def test_the_console_shows_the_numbers_of_the_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(config(tmp_path, total_training_steps=1, logger=["console"]))
+    loss = lines(tmp_path)[0]["student/loss"]
+    assert f"step 1/1  student/loss {loss:.4g}" in capsys.readouterr().out
+
+
+class Validated(RegressionTrainer):
+    """Validates by a constant."""
+
+    has_validation = True
+
+    def validation_metrics(self) -> dict[str, float]:
+        return {"val-core/constant": 1.0}
+
+
+def test_validations_come_when_they_are_due(tmp_path: Path) -> None:
+    run(config(tmp_path, test_freq=4), Validated)
+    found = [line["step"] for line in lines(tmp_path) if "val-core/constant" in line]
+    assert found == [0, 4, 6]
+
+
+def test_a_dry_run_prints_the_placement_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(config(tmp_path / "run", dry_run=True))
+    assert str(nominal_placement(config(tmp_path))) in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_that_is_no_trainer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"LineWorker is not a subclass of trainer\.Trainer"):
+        run(config(tmp_path, cls=f"{HERE}.LineWorker"))
+
+
+def test_the_recipe_is_small() -> None:
+    code = Path(regression.__file__).read_text(encoding="utf-8").splitlines()
+    assert len([line for line in code if line.strip()]) <= 60
+
+
+def test_the_loop_loads_no_recipe_and_no_language_model() -> None:
+    program = "import sys, trainer.loop, trainer.launch; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    assert "trainer.loop" in loaded
+    assert not loaded & {
+        "transformers",
+        "trainer.ppo.step",
+        "trainer.data.prompts",
+        "workers.roles",
+    }

@@ -1,0 +1,237 @@
+"""The loop of a run, whatever it trains: steps, clock, hooks, checkpoints, tracking, timeline, end.
+
+A recipe (`trainer.ppo` is one) is a subclass of `Trainer`; `trainer.launch.run` drives it:
+
+    inputs = MyTrainer.prepare(config, at_end)        # data and the like; refuses what cannot work
+    with WorkerGroups(config, MyTrainer.worker_code(config)) as groups:
+        MyTrainer(config, groups, *inputs).fit()
+
+A recipe has to say `total_steps` and `step`; it may add to what is initialised, validated, saved
+and printed. Role names, batches and tokenizers are its own matter.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trainer.config.schema import RunConfig
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.hooks import Hooks
+from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.stopping import reached_goal
+from trainer.run_folder.timeline import Timeline, call_timings
+from trainer.run_folder.tracking import Tracking, make_tracking
+from verl_like.calls.future import gather
+
+Metrics = dict[str, float]
+
+
+class Trainer(Hooks, ABC):
+    """Drives the roles in `groups` through the steps of a recipe."""
+
+    config: RunConfig
+    concurrent_stages: ClassVar[Sequence[str]] = ()
+    """Stages that launch several calls at once: how much these overlapped becomes a metric."""
+    call_labels: ClassVar[Mapping[str, str]] = {}
+    """Method -> what its time is called among the metrics, where that is not the method's name."""
+
+    def __init__(self, config: RunConfig, groups: WorkerGroups) -> None:
+        """Nothing is computed yet; `fit` does it all."""
+        self.config = config
+        self.groups = groups
+        self.folder = Path(config.trainer.default_local_dir)
+        self.checkpoints = Checkpoints(config)
+        self.global_step = 0
+        self.timing: Metrics = {}
+        self.calls: list[dict[str, Any]] = []
+
+    # --------------------------------------------------------------- what a recipe says of itself
+
+    @property
+    @abstractmethod
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+
+    @abstractmethod
+    def step(self) -> Metrics:
+        """One step, its stages timed by `clock`; gives the metrics."""
+
+    @classmethod
+    def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
+        """What the constructor takes after `config` and `groups`, made before a process starts.
+
+        What cannot work is refused here. What must be closed goes on the stack `at_end`.
+        """
+        return ()
+
+    @classmethod
+    def worker_code(cls, config: Any) -> list[str]:
+        """Dotted paths in the configuration that worker processes import."""
+        return list(config.role_workers.values())
+
+    @classmethod
+    def describe(cls, config: Any, max_columns: int | None = None) -> list[str]:
+        """Paragraphs about a step, printed under the placement before the run starts."""
+        return []
+
+    def init_arguments(self, role: str) -> dict[str, Any]:
+        """Arguments of the role's `init_model`."""
+        return {}
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is anything to validate on."""
+        return False
+
+    def validation_metrics(self) -> Metrics:
+        """Metrics of one validation."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver itself needs to go on, as JSON has it."""
+        return {"global_step": self.global_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.global_step = state["global_step"]
+
+    def close(self) -> None:
+        """End what the recipe itself has under way; called once, after the last step."""
+
+    # ------------------------------------------------------------------------------------ the loop
+
+    def fit(self) -> None:
+        """Every step of the run."""
+        self.checkpoints.cut_back()
+        with make_tracking(self.config, self.total_steps) as tracking:
+            timeline = Timeline(self.folder / "timeline.json", resume=self.checkpoints.goes_on_here)
+            try:
+                self._start(tracking, timeline)
+                reached = ""
+                while not reached and self.global_step < self.total_steps:
+                    reached = self._next_step(tracking, timeline)
+                if reached:
+                    print(reached, flush=True)
+            finally:
+                self.close()
+                timeline.add(self.take_calls())
+                self.on_train_end()
+
+    def _start(self, tracking: Tracking, timeline: Timeline) -> None:
+        """Models, a resume, and the validation before the first step."""
+        with self.clock("init"):
+            self.init_models()
+        self.on_init_end()
+
+        self.on_train_begin()
+        if self.global_step == 0 and (scores := self.validate()):
+            tracking.log(scores, 0)
+        timeline.add(self.take_calls())  # or the first step's times would begin with these
+
+    def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
+        """A step, its checkpoint and its line of metrics; gives the goal that it reached."""
+        self.global_step += 1
+        metrics = self.timed_step()
+        reached = reached_goal(metrics, self.config.trainer.stop_at)
+        try:
+            metrics |= self.save(is_last=bool(reached))
+        finally:
+            timeline.add(self.take_calls())
+            tracking.log(metrics, self.global_step)
+
+        # only now: a resume finds the line of the step that it goes on from
+        self.checkpoints.commit()
+        return reached
+
+    def init_models(self) -> None:
+        """Build every role's model, all at once, and go on from a checkpoint if there is one."""
+        gather(
+            *(
+                self.groups[role].init_model.remote(**self.init_arguments(role))
+                for role in self.groups
+            )
+        )
+        self.resume()
+
+    def timed_step(self) -> Metrics:
+        """One step between its hooks, with its times by stage and by role."""
+        self.timing = {}
+        self.on_step_begin()
+        with self.clock("step"):
+            metrics = self.step()
+        metrics |= call_timings(self.calls, self.timing, self.concurrent_stages, self.call_labels)
+        metrics |= self.validate()
+        self.on_step_end(metrics)
+        return metrics
+
+    # ---------------------------------------------------------------------------------- validation
+
+    def validate(self) -> Metrics:
+        """Metrics of a validation, if one is due after this step (0: before the first)."""
+        if not self.validation_is_due():
+            return {}
+
+        self.on_validate_begin()
+        with self.clock("testing"):
+            metrics = self.validation_metrics()
+        metrics["timing_s/testing"] = self.timing["testing"]
+        self.on_validate_end(metrics)
+        return metrics
+
+    def validation_is_due(self) -> bool:
+        """Whether one is asked for after this step; step 0 is before the first."""
+        settings = self.config.trainer
+        if not self.has_validation:
+            return False
+        if self.global_step == 0:
+            return settings.val_before_train
+        is_last = self.global_step == self.total_steps
+        return settings.test_freq > 0 and (self.global_step % settings.test_freq == 0 or is_last)
+
+    # --------------------------------------------------------------------------------- checkpoints
+
+    def save(self, is_last: bool = False) -> Metrics:
+        """Write all roles and the driver, if a checkpoint is due after this step; gives its time.
+
+        `fit` commits it.
+        """
+        last_step = self.global_step if is_last else self.total_steps
+        if not self.checkpoints.is_due(self.global_step, last_step):
+            return {}
+        with self.clock("save_checkpoint"):
+            self.checkpoints.write(self.global_step, self.groups, self.state_dict())
+        return {"timing_s/save_checkpoint": self.timing["save_checkpoint"]}
+
+    def resume(self) -> None:
+        """Go on from the checkpoint that `trainer.resume_mode` chose, if there is one."""
+        state = self.checkpoints.load(self.groups)
+        if state is not None:
+            self.load_state_dict(state)
+
+    # --------------------------------------------------------------------------------------- clock
+
+    @contextmanager
+    def clock(self, stage: str) -> Iterator[None]:
+        """Wall time of a stage, as `timing_s/<stage>`.
+
+        The calls that finished in it become the stage's.
+        """
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timing[stage] = time.perf_counter() - began
+            self.calls += [
+                call | {"stage": stage, "step": self.global_step}
+                for call in self.groups.take_calls()
+            ]
+
+    def take_calls(self) -> list[dict[str, Any]]:
+        """The workers' calls since the last time, each with its stage and step."""
+        calls, self.calls = self.calls, []
+        return calls

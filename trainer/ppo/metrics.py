@@ -1,0 +1,125 @@
+"""What the samples of a PPO step say in numbers, under verl's function and metric names.
+
+Names under `critic/` are verl's also where there is no critic: they are about scores, rewards and
+advantages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from workers.columns import has_column, read_columns
+
+if TYPE_CHECKING:
+    from verl_like.batch.protocol import DataProto
+
+_RESPONSE_PHASES = ("gen",)
+_SEQUENCE_PHASES = ("ref", "values", "adv", "update_critic", "update_actor")
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+    """Scores, rewards, advantages, returns, values and lengths of a training batch.
+
+    Scores and rewards are a sample's sums, over samples that have a response; the others are per
+    response token.
+    """
+    names = ("response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
+    columns = read_columns(batch, *names, *(("values",) if use_critic else ()))
+    inside = columns["response_mask"].bool()
+    prompt_length, response_length = _lengths(batch)
+    answered = response_length > 0
+    returns = columns["returns"][inside].double()
+    metrics = {
+        **_extremes("critic/score", columns["token_level_scores"].sum(dim=-1)[answered]),
+        **_extremes("critic/rewards", columns["token_level_rewards"].sum(dim=-1)[answered]),
+        **_extremes("critic/advantages", columns["advantages"][inside]),
+        **_extremes("critic/returns", returns),
+    }
+    if use_critic:
+        values = columns["values"][inside].double()
+        metrics |= _extremes("critic/values", values)
+        metrics["critic/vf_explained_var"] = (
+            1.0 - _var(returns - values) / (_var(returns) + 1e-5)
+        ).item()
+    max_prompt_length, max_response_length = _widths(batch)
+    metrics |= _length_metrics("response_length", response_length, max_response_length)
+    if has_column(
+        batch, "entropys"
+    ):  # the pass for old log-probs gives it; a step that needs none has none
+        metrics["actor/entropy"] = _mean(read_columns(batch, "entropys")["entropys"][inside])
+    metrics |= _length_metrics(
+        "response_length_non_aborted", response_length[answered], max_response_length
+    )
+    metrics["response/aborted_ratio"] = 1.0 - _mean(answered)
+    return metrics | _length_metrics("prompt_length", prompt_length, max_prompt_length)
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of every phase; milliseconds per token of those that work on tokens, gen on
+    responses, others on all.
+    """
+    prompt_length, response_length = _lengths(batch)
+    num_response_tokens = int(response_length.sum())
+    num_tokens = {name: num_response_tokens for name in _RESPONSE_PHASES}
+    num_tokens |= {
+        name: num_response_tokens + int(prompt_length.sum()) for name in _SEQUENCE_PHASES
+    }
+    metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
+    for name, count in num_tokens.items():
+        if name in timing_raw and count:
+            metrics[f"timing_per_token_ms/{name}"] = timing_raw[name] * 1000 / count
+    return metrics
+
+
+def compute_throughout_metrics(
+    batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
+) -> dict[str, float]:
+    """Prompt and response tokens of the step, its seconds, and tokens per second and device."""
+    num_tokens = sum(int(lengths.sum()) for lengths in _lengths(batch))
+    seconds = timing_raw["step"]
+    return {
+        "perf/total_num_tokens": num_tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": num_tokens / (seconds * n_gpus),
+    }
+
+
+def _widths(batch: DataProto) -> tuple[int, int]:
+    """(widest possible prompt, widest possible response)."""
+    columns = read_columns(batch, "attention_mask", "responses")
+    max_response_length = columns["responses"].shape[-1]
+    return columns["attention_mask"].shape[-1] - max_response_length, max_response_length
+
+
+def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """(prompt tokens, response tokens) of every row."""
+    inside = read_columns(batch, "attention_mask")["attention_mask"].bool()
+    max_prompt_length, _ = _widths(batch)
+    return inside[:, :max_prompt_length].sum(dim=-1), inside[:, max_prompt_length:].sum(dim=-1)
+
+
+def _extremes(name: str, values: Tensor) -> dict[str, float]:
+    """Mean, max and min; zeros when there is nothing to look at."""
+    if not values.numel():
+        values = torch.zeros(1)
+    return {
+        f"{name}/mean": _mean(values),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def _length_metrics(name: str, lengths: Tensor, limit: int) -> dict[str, float]:
+    return _extremes(name, lengths) | {f"{name}/clip_ratio": _mean(lengths == limit)}
+
+
+def _mean(values: Tensor) -> float:
+    return values.double().mean().item() if values.numel() else 0.0
+
+
+def _var(values: Tensor) -> Tensor:
+    return values.var() if values.numel() > 1 else torch.zeros(())

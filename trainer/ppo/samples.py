@@ -1,0 +1,83 @@
+"""Samples: rows of several batches as one, and a step's samples as text.
+
+`rollouts/N.jsonl` holds those of step N, `validation/N.jsonl` those of the validation after it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_like.batch.protocol import DataProto
+from verl_like.files import write_whole
+from workers.columns import read_columns
+from workers.rewards.pool import decode_responses
+
+EXTRA = "reward_extra/"
+"""How the columns begin that hold what a reward function returned beside its score."""
+
+
+def concat_rows(parts: Sequence[DataProto]) -> DataProto:
+    """All rows in order; a number that only some parts have is nan in the others."""
+    names = {name for part in parts for name in part.non_tensor_batch}
+    for part in parts:
+        for name in names - part.non_tensor_batch.keys():
+            part.non_tensor_batch[name] = np.full(len(part), np.nan)
+    return DataProto.concat(parts)
+
+
+def write_samples(folder: Path, step: int, batch: DataProto, tokenizer: Any) -> None:
+    """`<folder>/<step>.jsonl`: a line a sample, with verl's names and what the rule returned."""
+    fields = _fields(batch, tokenizer)
+    lines = []
+    for values in zip(*fields.values(), strict=True):
+        row = {"step": step, **dict(zip(fields, values, strict=True))}
+        lines.append(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / f"{step}.jsonl", "".join(lines), to_disk=False)
+
+
+def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
+    """Name of a field -> its value for every row."""
+    read = read_columns(batch, "token_level_scores", "sample_index")
+    columns = batch.non_tensor_batch
+    fields = {
+        "uid": columns["uid"].tolist(),
+        "sample": read["sample_index"].tolist(),
+        "data_source": columns["data_source"].tolist(),
+        "input": _prompt_texts(batch, tokenizer),
+        "output": decode_responses(batch, tokenizer),
+        "gts": [rule["ground_truth"] for rule in columns["reward_model"]],
+        "score": read["token_level_scores"].sum(-1).tolist(),
+    }
+    for name, column in columns.items():
+        if name.startswith(EXTRA):
+            values = [None if _is_nan(value) else value for value in column.tolist()]
+            fields[name.removeprefix(EXTRA)] = values
+    return fields
+
+
+def _prompt_texts(batch: DataProto, tokenizer: Any) -> list[str]:
+    """Every row's prompt; the samples of one uid have one, which is decoded once."""
+    read = read_columns(batch, "prompts", "attention_mask")
+    mask = read["attention_mask"][:, : read["prompts"].shape[-1]].bool()
+    uids = batch.non_tensor_batch["uid"]
+    row_of = {uid: row for row, uid in enumerate(uids)}
+
+    prompts = [read["prompts"][row][mask[row]].tolist() for row in row_of.values()]
+    decoded = tokenizer.batch_decode(prompts, skip_special_tokens=True)
+    texts = dict(zip(row_of, decoded, strict=True))
+    return [texts[uid] for uid in uids]
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and value != value
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
