@@ -15,7 +15,7 @@ import numpy as np
 from verl_like.batch.protocol import DataProto
 from verl_like.files import write_whole
 from workers.columns import read_columns
-from workers.rewards.pool import decode_responses
+from workers.rewards.manager import decode_responses
 
 EXTRA = "reward_extra/"
 """How the columns begin that hold what a reward function returned beside its score."""

@@ -169,32 +169,6 @@ def test_metrics_come_beside_a_batch_and_a_passed_on_future_is_the_batch(groups,
         modes.metrics_of_a_tensor(batch(4))
 
 
-def test_metrics_come_beside_a_batch_and_a_passed_on_future_is_the_batch(groups, backend) -> None:
-    modes, num_workers = groups["modes"], backend[1][0]
-    ranks = [value for rank in range(num_workers) for value in (rank, rank + 0.5)]
-    result, metrics = modes.with_metrics(batch(4))
-    assert result.batch["x"].tolist() == [0, 1, 2, 3]
-    assert "metrics" not in result.meta_info
-    assert metrics["ranks"] == ranks
-    assert sum(metrics["sum"]) == 6
-    assert metrics["first"] == [0.5]
-    assert {type(value) for values in metrics.values() for value in values} <= {int, float}
-
-    future = modes.with_metrics.remote(batch(5))
-    assert groups["adder"].add(future).batch["x"].tolist() == [1, 2, 3, 4, 5]
-    assert set(modes.describe(future)) == {"5 rows"}
-    assert modes.same(future.chunk(2)[1]).batch["x"].tolist() == [3, 4]
-    assert modes.lazy(future).batch["x"].tolist() == [0, 1, 2, 3, 4]
-    assert future.chunk(2)[0].get().batch["x"].tolist() == [0, 1, 2]
-    assert future.get()[1]["ranks"] == ranks
-
-    assert modes.metrics_alone(batch(4))["ranks"] == ranks
-    with pytest.raises(DispatchError, match="returned metrics alone on rank 0; its future was"):
-        modes.same(modes.metrics_alone.remote(batch(4)))
-    with pytest.raises(DispatchError, match="returned metric 'lengths' as Tensor of shape"):
-        modes.metrics_of_a_tensor(batch(4))
-
-
 def test_a_coroutine_method_runs_to_its_end(groups) -> None:
     assert groups["modes"].echo_async(batch()).batch["x"].tolist() == list(range(5))
 
