@@ -141,8 +141,8 @@ class Header:
         error: Any = self.error and (self.error.pickled, self.error.type_name, self.error.traceback)
         who = self.role, self.method, self.rank, self.pid
         times = self.start, self.end, self.cpu_s
-        told = self.rows, self.keys, error, self.mesh_facts, self.metrics, self.only_padding
-        return marshal.dumps((*who, *times, *told))
+        facts = self.rows, self.keys, error, self.mesh_facts, self.metrics, self.only_padding
+        return marshal.dumps((*who, *times, *facts))
 
     @staticmethod
     def read(value: Header | bytes | tuple[bytes, Any]) -> Header:

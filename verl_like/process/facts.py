@@ -1,4 +1,4 @@
-"""What a process is told about itself before it starts: its rank, its host, its log, its ports.
+"""What is settled about a process before it starts: its rank, its host, its log, its ports.
 
 The ground floor of `verl_like`: nothing but the standard library is imported here.
 """

@@ -92,23 +92,8 @@ class WorkerHost:
 
     def start(self, master: tuple[str, int] | WorkerError | None) -> Header:
         """Construct every role, in the order given; the header carries the first error, if any."""
-
-        def construct(*_: Any) -> Outcome:
-            if isinstance(master, WorkerError):
-                raise master
-            if not self._in_callers_thread:
-                self._own_the_process(master)
-            recipes = self._recipes
-            if isinstance(recipes, bytes):
-                recipes = pickle.loads(recipes)
-            for role, (cls, args, kwargs) in recipes.items():
-                self._states[role] = state = RoleState(role, self.facts)
-                facts = replace(self.facts, role=role, master=master)
-                with construction(facts, self._workers), self._turn_of(state):
-                    self._workers[role] = state.worker = cls(*args, **kwargs)
-            return Outcome()
-
-        return self._timed(construct, Call(self.facts.name, "__init__"), ())[1]
+        start = Call(self.facts.name, "__init__")
+        return self._timed(lambda *_: self._construct(master), start, ())[1]
 
     def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
         """Run one method. Never raises what the method raises: the header carries it.
@@ -134,6 +119,21 @@ class WorkerHost:
             self._loop_thread.join()
             self._loop.close()
             self._loop = None
+
+    def _construct(self, master: tuple[str, int] | WorkerError | None) -> Outcome:
+        if isinstance(master, WorkerError):
+            raise master
+        if not self._in_callers_thread:
+            self._own_the_process(master)
+        recipes = self._recipes
+        if isinstance(recipes, bytes):
+            recipes = pickle.loads(recipes)
+        for role, (cls, args, kwargs) in recipes.items():
+            self._states[role] = state = RoleState(role, self.facts)
+            facts = replace(self.facts, role=role, master=master)
+            with construction(facts, self._workers), self._turn_of(state):
+                self._workers[role] = state.worker = cls(*args, **kwargs)
+        return Outcome()
 
     def _own_the_process(self, master: tuple[str, int] | None) -> None:
         """Set a process of our own up: torchrun's environment, stack dumps on signal and crash."""

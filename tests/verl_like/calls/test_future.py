@@ -1,4 +1,4 @@
-"""`gather`: everything is waited for, and a failure is told at once."""
+"""`gather`: everything is waited for, and a failure is logged at once."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Releasing(logging.Handler):
 
 
 def test_a_failure_is_logged_while_an_earlier_future_is_still_on_its_way() -> None:
-    told = threading.Event()
-    handler = Releasing(told)
+    logged = threading.Event()
+    handler = Releasing(logged)
     logging.getLogger("verl_like.calls.future").addHandler(handler)
     try:
         with pytest.raises(KeyError, match="second"):
             gather(
-                Later("first", told), Later(KeyError("second"))
+                Later("first", logged), Later(KeyError("second"))
             )  # the first comes only once the log has the failure
     finally:
         logging.getLogger("verl_like.calls.future").removeHandler(handler)
-    assert told.is_set()
+    assert logged.is_set()
 
 
 def test_values_come_in_the_order_of_the_futures_and_none_is_none() -> None:

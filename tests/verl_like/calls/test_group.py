@@ -256,7 +256,7 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
     waiting.start()
     time.sleep(0.3)
     num_workers = backend[1][0]
-    assert groups["faulty"].stop("told") == ["told"] * num_workers
+    assert groups["faulty"].stop("given") == ["given"] * num_workers
     waiting.join(10)
     assert answers == ["stopped"] * num_workers
     with pytest.raises(FileNotFoundError, match="there") as caught:

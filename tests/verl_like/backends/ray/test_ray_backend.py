@@ -207,9 +207,9 @@ def test_an_uneven_pool_starts_every_worker_and_a_lost_node_or_memory_is_noticed
     assert "faulty.sleeps, faulty rank 1 of 3" in facts["died"]
     assert f"{tmp_path}/faulty-1.log" in facts["died"]
     assert facts["starved_s"] < 15
-    for told, method in ((facts["starved"], "takes_memory"), (facts["notes"][0], "sleeps")):
-        assert f"greedy.{method}, greedy rank 0 of 1 (pid " in told
-        assert f"log {tmp_path}/greedy-0.log): the worker process is gone: " in told
-        assert "Ray killed it because node " in told
-        assert " GB by pid " in told
-        assert "raise RAY_memory_usage_threshold" in told
+    for message, method in ((facts["starved"], "takes_memory"), (facts["notes"][0], "sleeps")):
+        assert f"greedy.{method}, greedy rank 0 of 1 (pid " in message
+        assert f"log {tmp_path}/greedy-0.log): the worker process is gone: " in message
+        assert "Ray killed it because node " in message
+        assert " GB by pid " in message
+        assert "raise RAY_memory_usage_threshold" in message
