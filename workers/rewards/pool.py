@@ -157,7 +157,7 @@ class RewardManager:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
     def remote(self, batch: DataProto) -> RewardFuture:
-        """Start scoring `batch` (responses, response_mask, data_source, reward_model, extra_info)."""
+        """Start scoring; reads responses, mask, data_source, reward_model and extra_info."""
         mask = read_columns(batch, "response_mask")["response_mask"].bool()
         columns = batch.non_tensor_batch
         samples: list[Sample] = [
