@@ -1,7 +1,5 @@
 """Which rank of the actor gets which rows: as even in tokens as whole rows allow.
 
-`PPOTrainer.balance` calls this.
-
 W ranks get W contiguous pieces of the batch, and mini-batch k of K is the rows whose number leaves
 k when divided by K. So rows change places only with rows of their own mini-batch: every optimizer
 step has the samples that it had, and its ranks are done at about the same time.
@@ -23,11 +21,10 @@ if TYPE_CHECKING:
 def balance_ranks(
     batch: DataProto, num_ranks: int, num_mini_batches: int
 ) -> tuple[DataProto, dict[str, float]]:
-    """The batch, its rows in the better order in place, and verl's `global_seqlen/...`: tokens of a
-    rank.
+    """The batch with its rows in the better order, and tokens of a rank (`global_seqlen/...`).
 
-    It stays as it is where the rows do not come out even over ranks and mini-batches, and where
-    nothing is gained.
+    The batch stays as it is where the rows do not come out even over ranks and mini-batches, and
+    where nothing is gained.
     """
     lengths = read_columns(batch, "attention_mask")["attention_mask"].sum(dim=-1).numpy()
     before = after = _tokens_of_ranks(lengths, num_ranks)
@@ -65,7 +62,5 @@ def _tokens_of_ranks(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _slowest(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -> int:
-    """Tokens of the fullest rank, added over the mini-batches: a
-    step's ranks wait for it in each.
-    """
+    """Tokens of the fullest rank, for which a step's ranks wait in each mini-batch, added up."""
     return int(lengths.reshape(num_ranks, -1, num_mini_batches).sum(axis=1).max(axis=0).sum())

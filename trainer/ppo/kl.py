@@ -1,7 +1,5 @@
 """From scores to rewards: the clamp, the KL to the reference policy, its weight's controllers.
 
-`PPOTrainer` calls it.
-
 The KL inside the actor's loss is another thing (`actor.use_kl_loss`) and lives in `workers`.
 """
 
@@ -70,9 +68,7 @@ def get_kl_controller(kl_ctrl: KLControlConfig) -> KLController:
 
 
 def clamp_scores(batch: DataProto, limit: float) -> tuple[DataProto, dict[str, float]]:
-    """The same batch with every score inside [-limit, limit], and the share of samples that this
-    changed.
-    """
+    """The same batch with every score inside [-limit, limit], and the share that this changed."""
     scores = read_columns(batch, "token_level_scores")["token_level_scores"]
     clamped = scores.clamp(-limit, limit)
     changed = (clamped != scores).any(dim=-1).double().mean().item()
@@ -82,8 +78,7 @@ def clamp_scores(batch: DataProto, limit: float) -> tuple[DataProto, dict[str, f
 def apply_kl_penalty(
     batch: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
-    """The same batch with token_level_rewards = token_level_scores - weight x KL on response
-    tokens, and two metrics.
+    """The same batch with rewards = scores - weight x KL on response tokens, and two metrics.
 
     The KL reported, and shown to the controller, is the mean over samples of their tokens' mean.
     """

@@ -1,9 +1,4 @@
-"""What is looked at before a process starts, beyond the configuration alone: model folders, pools,
-the reward function.
-
-`trainer.launch` calls `preflight`; `trainer.config.checks` holds what the configuration can say by
-itself.
-"""
+"""What PPO looks at before a process starts, beyond the configuration alone: models and pools."""
 
 from __future__ import annotations
 
@@ -18,9 +13,7 @@ from workers.models.folder import model_folder
 
 
 def preflight(config: PPOConfig) -> None:
-    """Refuse models that are not there or too short, and pools that
-    an engine cannot be laid over.
-    """
+    """Refuse models that are not there or too short, and pools that no engine can be laid over."""
     _check_model(config, "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
     if "critic" in config.role_mapping:
         _check_model(config, "critic.model.path", config.critic.model.path)

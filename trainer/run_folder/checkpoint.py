@@ -49,9 +49,7 @@ class Checkpoints:
     """The checkpoints of one run folder."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Find what `trainer.resume_mode` goes on from, and refuse what this configuration cannot
-        go on from.
-        """
+        """Find what `trainer.resume_mode` goes on from; refuse what this configuration cannot."""
         self.trainer = config.trainer
         self.folder = Path(config.trainer.default_local_dir).resolve()
         self.schema = type(config)
@@ -73,9 +71,7 @@ class Checkpoints:
         return every > 0 and (step % every == 0 or step == total_steps)
 
     def write(self, step: int, groups: Any, state: dict[str, Any]) -> None:
-        """Write all roles and the driver's `state` of a step; it becomes a checkpoint with
-        `commit`.
-        """
+        """Write all roles and the driver's `state`; it becomes a checkpoint with `commit`."""
         part = self._part(step)
         with self._naming_failures(step):
             shutil.rmtree(part, ignore_errors=True)
@@ -101,9 +97,7 @@ class Checkpoints:
             self._drop_old()
 
     def load(self, groups: Any) -> dict[str, Any] | None:
-        """Every role's state out of the checkpoint that the run goes on
-        from; returns the driver's.
-        """
+        """Load every role's state of the chosen checkpoint; gives the driver's, if any."""
         if self.start is None:
             return None
         for name, written in read_marker(self.start)["files"].items():
@@ -121,8 +115,9 @@ class Checkpoints:
         return state
 
     def cut_back(self) -> None:
-        """Take away what an interrupted run left after the committed step: unfinished folders,
-        metrics, rollouts.
+        """Take away what an interrupted run left after the committed step.
+
+        That is unfinished folders, metrics and samples.
         """
         for pattern in ("global_step_*.part", "global_step_*.old"):
             for leftover in self.folder.glob(pattern):
@@ -280,9 +275,7 @@ def flatten(config: RunConfig) -> dict[str, Any]:
 
 
 def _marked_files(part: Path) -> dict[str, Any]:
-    """The driver's files and every role's top ones; a role's manifest
-    vouches for what lies deeper.
-    """
+    """The driver's files and every role's top ones; its manifest vouches for what lies deeper."""
     paths = [
         path for pattern in ("*", "*/*") for path in sorted(part.glob(pattern)) if path.is_file()
     ]
