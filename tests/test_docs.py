@@ -75,4 +75,5 @@ def test_the_python_blocks_run(
     for match in BLOCK.finditer(text):
         if "no-run" not in match["info"]:
             line = text.count("\n", 0, match.start("code"))
-            exec(compile("\n" * line + match["code"], str(path), "exec"), space)
+            code = "\n" * line + match["code"]
+            exec(compile(code, str(path), "exec", dont_inherit=True), space)
