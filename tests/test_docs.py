@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.compose import load_config, prepare_overrides
+from trainer import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
@@ -79,7 +79,8 @@ def test_the_python_blocks_run(
     for match in BLOCK.finditer(text):
         if "no-run" not in match["info"]:
             line = text.count("\n", 0, match.start("code"))
-            exec(compile("\n" * line + match["code"], str(path), "exec"), space)
+            code = "\n" * line + match["code"]
+            exec(compile(code, str(path), "exec", dont_inherit=True), space)
 
 
 def commands() -> Iterator[object]:
@@ -97,5 +98,5 @@ def test_a_command_composes(settings: list[str]) -> None:
     needed = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": "model"}
     given = {setting.partition("=")[0] for setting in settings}
     missing = [f"{key}={value}" for key, value in needed.items() if key not in given]
-    config = load_config(prepare_overrides([*missing, *settings]))
+    config = load_config([*missing, *settings])
     assert config.data.train_files
