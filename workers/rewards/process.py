@@ -1,6 +1,6 @@
 """A process that runs a reward function:
 
-`python -m workers.rewards.process FD SPEC`; `workers.rewards.pool` starts it.
+`python -m workers.rewards.process FD SPEC`; `workers.rewards.scorer` starts it.
 
 Reads lists of (number, sample) from the pipe at file descriptor FD and answers each sample at once,
 so that the driver knows which one hangs. SPEC is a `FunctionSpec` as JSON. Coroutine functions run
