@@ -1,7 +1,9 @@
 """The program of a process that runs a reward function.
 
-Reads lists of (number, sample) from the pipe and answers each sample at once, so that the driver
-knows which one hangs. Coroutine functions run
+`python -m workers.rewards.process FD SPEC`; `workers.rewards.scorer` starts it.
+
+Reads lists of (number, sample) from the pipe at file descriptor FD and answers each sample at once,
+so that the driver knows which one hangs. SPEC is a `FunctionSpec` as JSON. Coroutine functions run
 side by side, others one by one. Imports nothing heavy: it starts again after every sample that
 hangs.
 """

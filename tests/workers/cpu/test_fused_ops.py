@@ -18,8 +18,15 @@ from workers.cpu.fused_ops import fused_ops
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0}  # fmt: skip
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+}
 
 
 def model_of(config_name: str, folder: Path) -> Any:

@@ -74,7 +74,8 @@ from workers.cpu.onednn import KERNELS_KEPT, limit_kernel_caches, linear
 limit_kernel_caches()
 
 class Heap(ctypes.Structure):  # glibc's mallinfo2
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena b c d mmapped f g used free keepcost".split()]
+    names = "arena b c d mmapped f g used free keepcost".split()
+    _fields_ = [(name, ctypes.c_size_t) for name in names]
 
 heap = ctypes.CDLL(None).mallinfo2
 heap.restype = Heap
