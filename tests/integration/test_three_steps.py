@@ -170,7 +170,7 @@ def test_the_console_command_is_not_misled_by_namesakes(
     """A folder with its own `trainer.py` and `workers/`, on the driver and inside the worker
     processes.
     """
-    (tmp_path / "workers").mkdir()
+    (tmp_path / "workers" / "roles").mkdir(parents=True)
     for name in ("trainer.py", "workers/__init__.py", "workers/roles/actor.py"):
         (tmp_path / name).write_text(
             "raise SystemExit('the namesake was imported')", encoding="utf-8"
