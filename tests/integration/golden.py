@@ -1,6 +1,6 @@
 """The golden curve: five seeded PPO steps on the tiny task, number by number in `golden_ppo.json`.
 
-    python -m tests.integration.golden        # writes it anew, after a change that means to move the numbers
+    python -m tests.integration.golden    # writes it anew, after a change meant to move numbers
 
 `test_golden.py` runs the same steps and compares.
 """
@@ -20,8 +20,10 @@ SETTINGS = ("trainer.total_training_steps=5", "algorithm.kl_ctrl.type=adaptive")
 HOME = Path(__file__).resolve().parent
 FILE = HOME / "golden_ppo.json"
 NAMES = (
-    "critic/score/mean", "critic/rewards/mean", "response_length/mean", "critic/values/mean", "critic/advantages/max",
-    "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/reward_kl_penalty", "critic/vf_loss", "critic/grad_norm",
+    "critic/score/mean", "critic/rewards/mean", "response_length/mean", "critic/values/mean",
+    "critic/advantages/max",
+    "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/reward_kl_penalty",
+    "critic/vf_loss", "critic/grad_norm",
 )  # fmt: skip
 
 

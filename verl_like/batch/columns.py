@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
 
+from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError, MissingColumnError, nearest
 
 Array = NDArray[Any]

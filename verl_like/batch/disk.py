@@ -18,10 +18,10 @@ import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from tensordict import TensorDict
 
 from verl_like.batch.columns import Array, object_rows, tensors_of
 from verl_like.batch.json_values import RefusedError, decode, encode
+from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
 T = TypeVar("T")

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from verl_like.batch.columns import object_rows, tensors_of
 from verl_like.batch.merge import check_same_keys, union_meta
 from verl_like.batch.parts import DataProtoItem
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from verl_like.batch.columns import Array, tensors_of
 from verl_like.batch.memory import join_rows
+from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
 

@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from verl_like.batch import columns
 from verl_like.batch.columns import Array
+from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
 

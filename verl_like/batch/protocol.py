@@ -25,13 +25,13 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from verl_like.batch import columns, disk, merge, tensordicts, wire
 from verl_like.batch.columns import Array
 from verl_like.batch.memory import copy_of
 from verl_like.batch.parts import DataProtoItem, Shard
 from verl_like.batch.rows import BatchRows
+from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
 __all__ = ["DataProto", "DataProtoItem", "Shard"]

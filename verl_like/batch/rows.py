@@ -13,12 +13,12 @@ from typing import Any, Self, overload
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from verl_like.batch import columns
 from verl_like.batch.columns import Array
 from verl_like.batch.parts import BatchParts, DataProtoItem
+from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
 _Slice = slice  # the class below has a method of this name

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensordict import NonTensorData, NonTensorStack, TensorDict
-
 from verl_like.batch.columns import Array, object_rows, tensors_of
+from verl_like.batch.tensordict_import import NonTensorData, NonTensorStack, TensorDict
 from verl_like.errors import BatchError
 
 Parts = tuple[TensorDict | None, dict[str, Array], dict[str, Any]]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
 
 from verl_like.batch.columns import Array, tensors_of
+from verl_like.batch.tensordict_import import TensorDict
 
 SMALL_BYTES = 4096
 """Up to this size a column is copied when it is loaded: a view of the bytes would take longer."""

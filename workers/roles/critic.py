@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.config import critic_model, critic_optim

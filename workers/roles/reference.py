@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict
-
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.models.lora import adapter_off

@@ -219,7 +219,8 @@ CUSTOM = """
 def letters(data_files, tokenizer, config):
     for letter in "abc":
         rule = {"ground_truth": letter}
-        yield {"prompt": letter * config.max_prompt_length, "data_source": "s", "reward_model": rule}
+        prompt = letter * config.max_prompt_length
+        yield {"prompt": prompt, "data_source": "s", "reward_model": rule}
 
 class Letters:
     def __init__(self, data_files, tokenizer, config):

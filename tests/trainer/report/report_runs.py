@@ -23,9 +23,12 @@ CALLS = (
 
 def metrics_of(step: int) -> dict[str, float]:
     names = (
-        "critic/score/mean", "critic/score/min", "critic/score/max", "actor/reward_kl_penalty", "actor/entropy",
-        "response_length/mean", "response_length/min", "response_length/max", "actor/pg_loss", "critic/vf_loss",
-        "actor/grad_norm", "critic/grad_norm", "training/rollout_probs_diff_mean", "perf/overlap_ratio",
+        "critic/score/mean", "critic/score/min", "critic/score/max", "actor/reward_kl_penalty",
+        "actor/entropy",
+        "response_length/mean", "response_length/min", "response_length/max", "actor/pg_loss",
+        "critic/vf_loss",
+        "actor/grad_norm", "critic/grad_norm", "training/rollout_probs_diff_mean",
+        "perf/overlap_ratio",
         "actor/pg_clipfrac", "perf/throughput",
     )  # fmt: skip
     values = {name: place + math.sin(step / 9 + place) for place, name in enumerate(names)}

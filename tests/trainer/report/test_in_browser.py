@@ -25,11 +25,14 @@ window.addEventListener("load", () => {
   const box = document.getElementById("search");
   box.value = "say b";
   box.dispatchEvent(new Event("input"));
-  const drawn = [...document.querySelectorAll("figure svg")].filter(svg => svg.getBoundingClientRect().height > 40);
+  const figures = [...document.querySelectorAll("figure svg")];
+  const drawn = figures.filter(svg => svg.getBoundingClientRect().height > 40);
   document.body.dataset.seen = JSON.stringify({
     width: window.innerWidth, page: document.documentElement.scrollWidth, figures: drawn.length,
     rows: document.querySelectorAll("#samples tbody tr:not([hidden])").length,
-    shares: [...document.querySelectorAll("#phases td:last-child")].map(cell => parseFloat(cell.textContent)),
+    shares: [...document.querySelectorAll("#phases td:last-child")].map(
+      cell => parseFloat(cell.textContent)
+    ),
   });
 });
 </script>
@@ -56,8 +59,10 @@ def test_the_report_is_right_in_a_browser(tmp_path: Path, width: int) -> None:
     probed.write_text(f"<!doctype html><body>{frame}<script>{READ_FRAME}</script></body>")
     done = subprocess.run(
         [
-            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
-            f"--user-data-dir={tmp_path}/profile", f"--window-size={max(width, 800)},1000", "--enable-logging=stderr",
+            BROWSER, "--headless", "--no-sandbox", "--disable-gpu",
+            "--allow-file-access-from-files",
+            f"--user-data-dir={tmp_path}/profile", f"--window-size={max(width, 800)},1000",
+            "--enable-logging=stderr",
             "--v=0", "--virtual-time-budget=10000", "--dump-dom", probed.as_uri(),
         ],
         capture_output=True, text=True, timeout=120, check=True,

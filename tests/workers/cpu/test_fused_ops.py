@@ -82,7 +82,7 @@ def test_only_what_computes_the_same_is_replaced_and_only_within(tmp_path: Path)
         assert not any("forward" in vars(child) for child in module.modules())
 
 
-def test_an_engine_on_another_device_than_the_cpu_enters_nothing(tiny_dir):
+def test_an_engine_on_another_device_than_the_cpu_enters_nothing(tiny_dir: Path) -> None:
     engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
     for device, is_entered in (("cpu", True), ("meta", False)):
         engine.device = torch.device(device)

@@ -91,7 +91,9 @@ print((heap().used - before) / 2**20)
     assert float(done.stdout) < 40
 
 
-def test_a_limit_that_the_user_set_for_the_kernel_caches_stays(monkeypatch):
+def test_a_limit_that_the_user_set_for_the_kernel_caches_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in onednn.CACHE_LIMITS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")

@@ -1,5 +1,7 @@
 """Which attention a model runs, and what takes its place where it cannot run."""
 
+from __future__ import annotations
+
 import logging
 
 import pytest
@@ -12,7 +14,9 @@ from workers.models.attention import resolve_attention
 CPU = torch.device("cpu")
 
 
-def test_attention_falls_back_to_what_runs_with_one_warning(caplog):
+def test_attention_falls_back_to_what_runs_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Old:
         _supports_sdpa = False
 

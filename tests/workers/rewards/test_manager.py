@@ -57,7 +57,9 @@ def odd(data_source, solution_str, ground_truth, extra_info, bonus):
         return "0.5"
     if ground_truth == "extra":
         import numpy
-        return {"score": numpy.float32(2), "accuracy": 1, "share": numpy.float32(0.5), "note": "not a number"}
+        import numpy
+        numbers = {"score": numpy.float32(2), "accuracy": 1, "share": numpy.float32(0.5)}
+        return numbers | {"note": "not a number"}
     return float(len(solution_str)) + bonus
 """
 

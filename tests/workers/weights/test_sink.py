@@ -1,5 +1,7 @@
 """Writing weights into a module, and what is refused."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from verl_like.errors import WeightSyncError
 from workers.weights.sink import WeightSink
 
 
-def test_tied_weights_arrive_under_either_name():
+def test_tied_weights_arrive_under_either_name() -> None:
     source, target = TiedModel(0), TiedModel(1)
     sink = WeightSink(target)
     for name, tensor in source.named_parameters():
@@ -17,7 +19,7 @@ def test_tied_weights_arrive_under_either_name():
     assert torch.equal(target.embed.weight, source.embed.weight)
 
 
-def test_a_dtype_that_loses_no_bit_is_taken_and_one_that_does_is_refused():
+def test_a_dtype_that_loses_no_bit_is_taken_and_one_that_does_is_refused() -> None:
     source = TiedModel(0)
     sink = WeightSink(TiedModel(1))
     for name, tensor in source.named_parameters():
