@@ -243,26 +243,28 @@ class WorkerGroup:
         """Whether both groups' workers live in the same processes."""
         return self.transport.process_key == other.transport.process_key
 
-    def mesh_facts(self, mesh_name: str, site: CallSite) -> MeshFacts:
+    def mesh_facts(self, mesh_name: str, site: CallSite | None = None) -> MeshFacts:
         """(dp rank, collects?) of every rank on a mesh, for a call of the role that `site` names.
 
-        A mesh of that role comes first, then one that a role in the same processes registered.
+        A mesh of that role (the group's first, unless said) comes before one that another role in
+        the same processes registered.
         """
-        facts = self._find_mesh(mesh_name, site.role)
+        role, where = (site.role, site.name) if site else (next(iter(self.roles)), self.name)
+        facts = self._find_mesh(mesh_name, role)
         if len(facts) < self.world_size:
             self._read_outstanding()
-            facts = self._find_mesh(mesh_name, site.role)
+            facts = self._find_mesh(mesh_name, role)
         if len(facts) < self.world_size:
             names = sorted({name for role in self.roles for name in self._mesh.get(role, {})})
             missing = [rank for rank in range(self.world_size) if rank not in facts]
             raise DispatchError(
-                f"{site}: rank(s) {missing} of {self.name} have not registered mesh "
+                f"{where}: rank(s) {missing} of {self.name} have not registered mesh "
                 f"'{mesh_name}'.{nearest(mesh_name, names)} Registered: "
                 f"{', '.join(names) or 'none'}. Workers do it with "
                 "_register_dispatch_collect_info, in the constructor or in a call before this "
                 "one."
             )
-        _check_mesh(f"{site}: mesh '{mesh_name}'", facts)
+        _check_mesh(f"{where}: mesh '{mesh_name}'", facts)
         return [facts[rank] for rank in range(self.world_size)]
 
     def _read_outstanding(self) -> None:
