@@ -54,22 +54,26 @@ def _job(composed: DictConfig) -> None:
 
 
 def main() -> None:
-    """Check the overrides in `sys.argv`, then let Hydra compose, print (`--cfg job`, `--help`) or
-    run.
+    """Check the overrides in `sys.argv`, then let Hydra go on.
+
+    It composes and runs, or only prints (`--cfg job`, `--help`).
     """
     arguments = sys.argv[1:]
     if ONLY_SHOWN & set(arguments):
         end_with_the_reader()
     if not {"-sc", "--shell-completion"} & set(arguments):
-        overrides = [
-            a for a in arguments if not a.startswith("-") and ("=" in a or a.startswith("~"))
-        ]
+        overrides = [a for a in arguments if is_override(a)]
         try:
             rest = [a for a in arguments if a not in overrides]
             sys.argv[1:] = rest + prepare_overrides(overrides, PPO)
         except ConfigError as err:
             sys.exit(f"error: {err}")
     _job()
+
+
+def is_override(argument: str) -> bool:
+    """Whether it sets, adds or deletes (`~key`) a key; what starts with `-` is Hydra's option."""
+    return not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
 
 
 if __name__ == "__main__":

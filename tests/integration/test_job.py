@@ -134,11 +134,9 @@ def test_a_submitted_job_ends_succeeded_or_failed_with_its_lines_in_its_log(
         r"^step 1/1  reward 0.25 ", job(job_environment, tmp_path, "logs", "good"), re.M
     )
     assert lines(tmp_path / "run")[0]["critic/score/mean"] == 0.25
-    ended = {
-        one["submission_id"]: one["status"]
-        for one in asked(job_environment, "")
-        if one["submission_id"]
-    }
+
+    submitted = [one for one in asked(job_environment, "") if one["submission_id"]]
+    ended = {one["submission_id"]: one["status"] for one in submitted}
     assert ended == {"good": "SUCCEEDED", "bad": "FAILED"}
     log = asked(job_environment, "bad/logs")["logs"].splitlines()
     assert log[-1].startswith("error: There is no key 'data.tran_files'"), log

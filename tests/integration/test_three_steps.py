@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,26 @@ ONE_RANK_A_ROLE = [
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path, ray_session: None) -> Any:
     """Run folders by (backend, placement), each made once."""
-    made: dict[tuple[str, tuple[str, ...]], Path] = {}
+    return partial(folder_of, {}, tmp_path_factory, tiny_dir)
 
-    def folder_of(
-        backend: str, placement: tuple[str, ...], trainer: type[PPOTrainer] = PPOTrainer
-    ) -> Path:
-        key = backend, placement
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("run")
-            settings = overrides(
-                tiny_dir, made[key], *golden.SETTINGS, *placement, f"trainer.backend={backend}"
-            )
-            run(load_config(settings), trainer)
-        return made[key]
 
-    return folder_of
+def folder_of(
+    made: dict[tuple[str, tuple[str, ...]], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_dir: Path,
+    backend: str,
+    placement: tuple[str, ...],
+    trainer: type[PPOTrainer] = PPOTrainer,
+) -> Path:
+    """The folder of a run, from `made` or by running it."""
+    key = backend, placement
+    if key not in made:
+        made[key] = tmp_path_factory.mktemp("run")
+        settings = overrides(
+            tiny_dir, made[key], *golden.SETTINGS, *placement, f"trainer.backend={backend}"
+        )
+        run(load_config(settings), trainer)
+    return made[key]
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +89,12 @@ def test_the_rollout_has_the_actors_weights_after_each_sync(split_run: Any) -> N
 
 def overlapping(some: list[Any], others: list[Any]) -> list[Any]:
     """Those calls that ran while one of the others did."""
-    ends = [(other["ts"], other["ts"] + other["dur"]) for other in others]
-    return [
-        one
-        for one in some
-        if any(max(one["ts"], a) < min(one["ts"] + one["dur"], b) for a, b in ends)
-    ]
+    return [one for one in some if any(overlap(one, other) for other in others)]
+
+
+def overlap(one: Any, other: Any) -> bool:
+    ends = one["ts"] + one["dur"], other["ts"] + other["dur"]
+    return max(one["ts"], other["ts"]) < min(ends)
 
 
 @pytest.mark.ray
@@ -136,9 +142,8 @@ def test_other_rank_counts_agree_to_rounding(runs: Any, split_run: Any) -> None:
     for one, two in zip(
         numbers(runs("local", ONE_RANK_A_ROLE[0])), numbers(split_run[0]), strict=True
     ):
-        shared = [
-            name for name in one if "global_seqlen" not in name
-        ]  # that is a rank's share of the tokens
+        # global_seqlen is a rank's share of the tokens
+        shared = [name for name in one if "global_seqlen" not in name]
         for name in shared:  # `rollout_corr` measures rounding itself
             assert one[name] == pytest.approx(
                 two[name], rel=1e-6, abs=1e-5 if "rollout_corr" in name else 1e-6

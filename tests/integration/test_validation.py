@@ -52,22 +52,15 @@ def finished(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_validation_comes_before_the_first_step_every_so_many_and_after_the_last(
     finished: Path,
 ) -> None:
-    validated = [
-        line["step"]
-        for line in lines(finished)
-        if any(name.startswith("val-core/") for name in line)
-    ]
-    assert validated == [0, 2, 3]
+    validated = [line for line in lines(finished) if any(n.startswith("val-core/") for n in line)]
+    assert [line["step"] for line in validated] == [0, 2, 3]
     assert [line["step"] for line in lines(finished)] == [0, 1, 2, 3]
 
 
 def test_metrics_of_validation_have_verls_names(finished: Path) -> None:
     first = lines(finished)[0]
-    core = {
-        name.removeprefix("val-core/verl_like/tiny_letters/")
-        for name in first
-        if name.startswith("val-core/")
-    }
+    names = [name for name in first if name.startswith("val-core/")]
+    core = {name.removeprefix("val-core/verl_like/tiny_letters/") for name in names}
     assert core == {
         "acc/mean@4",
         "acc/best@4/mean",

@@ -55,11 +55,8 @@ class Finding:
 def findings() -> Iterator[Finding]:
     """Every check, the quick ones first."""
     required = _requirements()
-    there = {
-        PROBED_IF_THERE[name]: name
-        for name in PROBED_IF_THERE
-        if name in required and _version(name)
-    }
+    installed = [name for name in PROBED_IF_THERE if name in required and _version(name)]
+    there = {PROBED_IF_THERE[name]: name for name in installed}
     probes = {
         **{
             probe: f"{PIP} --force-reinstall '{_named(required[name])}'"
@@ -90,9 +87,7 @@ def check_python() -> Finding:
 
 
 def _requirements() -> dict[str, Requirement]:
-    """What the project's metadata names, by package: what it needs, and of the rest what is in
-    `OPTIONAL`.
-    """
+    """What the project's metadata asks for, by package; of the extras only those in `OPTIONAL`."""
     from packaging.requirements import Requirement
 
     found: dict[str, Requirement] = {}

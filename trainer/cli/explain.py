@@ -48,11 +48,9 @@ def explain(config: PPOConfig, max_columns: int | None = None) -> str:
 
 def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:
     """The placement on the nodes that the configuration names, and what follows from it."""
-    shared = [
-        pool
-        for pool, count in Counter(expand_roles(config.role_mapping).values()).items()
-        if count > 1
-    ]
+    num_roles = Counter(expand_roles(config.role_mapping).values())
+    shared = [pool for pool, count in num_roles.items() if count > 1]
+
     lines = nominal_placement(config).draw(max_columns).splitlines()
     if len(config.resource_pool_spec) > 1:
         lines.append("calls on different pools run at the same time")

@@ -128,8 +128,9 @@ def vllm() -> str:
 
 
 def flash_attention() -> str:
-    """flash-attn's kernel beside torch's own; without a card its import alone, which another
-    torch's build fails.
+    """flash-attn's kernel beside torch's own; without a card, its import alone.
+
+    A build for another torch fails at the import.
     """
     import importlib
 

@@ -1,5 +1,4 @@
-"""Rows of parquet and JSONL files, or of a data set of the user's; a bad row is named by its
-number.
+"""Rows of parquet and JSONL files, or of the user's data set; a bad one is named by its number.
 
 `trainer.data.prompts.PromptLoader` calls `read_rows`.
 """
@@ -22,8 +21,9 @@ RULE_COLUMNS = ("data_source", "reward_model")
 
 
 def read_rows(config: DataConfig, setting: str, tokenizer: Any = None) -> tuple[list[Row], int]:
-    """The rows of `config.train_files` or `config.val_files` (named by `setting`) in order, and how
-    many were skipped.
+    """The rows in order, and how many were skipped.
+
+    `setting` names the files to read: train_files or val_files of `config`.
 
     A row has a prompt, a data_source and a reward_model with its ground_truth. One that has not
     stops the run or, with data.on_bad_row=skip, is left out and counted.

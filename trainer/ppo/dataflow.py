@@ -132,9 +132,8 @@ class Graph:
         """Add what a subclass does around the stage that it inherits."""
         own = self.own.get(stage)
         if own is not None and own.keeps_inherited:
-            reads = tuple(
-                column for node in self.nodes if node.stage == stage for column in node.writes
-            )
+            inherited = [node for node in self.nodes if node.stage == stage]
+            reads = tuple(column for node in inherited for column in node.writes)
             self.nodes.append(Node(stage, own_name(own), OWN_POOL, reads, ()))
 
 

@@ -109,8 +109,9 @@ def group_numbers(samples: DataProto) -> np.ndarray:
 
 
 def groups_that_differ(values: Tensor, group: np.ndarray) -> np.ndarray:
-    """For every group whether its samples have more than one value; a group of one always counts as
-    differing.
+    """For every group, whether its samples have more than one value.
+
+    A group of one always counts as differing.
     """
     index = torch.from_numpy(group)
     num_groups = int(index.max()) + 1

@@ -59,8 +59,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of every phase; milliseconds per token of those that work on tokens, gen on
-    responses, others on all.
+    """Seconds of every phase, and milliseconds per token of those that work on tokens.
+
+    The tokens are the responses' for gen, and all for the others.
     """
     prompt_length, response_length = _lengths(batch)
     num_response_tokens = int(response_length.sum())

@@ -1,5 +1,4 @@
-"""How many prompts, samples and tokens each part of a step takes: in all, on a rank, in a
-micro-batch.
+"""Prompts, samples and tokens of each part of a step: in all, on a rank, in a micro-batch.
 
 `trainer.launch` prints the table before a process starts. `… at most` are upper bounds: prompts and
 responses of full length.
@@ -16,8 +15,9 @@ from verl_like.terminal import draw_table
 
 @dataclass(frozen=True)
 class Row:
-    """One part of a step; a rank computes `micro_samples` at once or, where that is None,
-    `micro_tokens`.
+    """One part of a step.
+
+    A rank computes `micro_samples` at once or, where that is None, `micro_tokens`.
     """
 
     part: str

@@ -98,5 +98,5 @@ def _variables(samples: DataProto, rows: Any) -> dict[str, Any]:
 
 
 def _num_samples(metric: str) -> int:
-    """N of mean@N, best@N/mean, …"""
+    """N of mean@N, best@N/mean and the like."""
     return int(metric.partition("@")[2].partition("/")[0])

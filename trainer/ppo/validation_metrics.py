@@ -14,9 +14,7 @@ import numpy as np
 
 
 def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
-    """The first value of the most frequent vote; of equally frequent
-    ones the vote seen first wins.
-    """
+    """The first value of the most frequent vote; of equally frequent ones, the first seen wins."""
     values_of_vote: dict[Any, list[float]] = defaultdict(list)
     for item in data:
         values_of_vote[item[vote_key]].append(item[val_key])
@@ -30,8 +28,9 @@ def bootstrap_metric(
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """(mean, standard deviation) of each function over `n_bootstrap` draws of `subset_size` items
-    with replacement.
+    """(mean, standard deviation) of each function over `n_bootstrap` draws.
+
+    A draw takes `subset_size` items with replacement.
     """
     draws = [
         [data[item] for item in draw] for draw in _draws(len(data), subset_size, n_bootstrap, seed)
@@ -80,8 +79,9 @@ def process_validation_metrics(
 
 
 def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> dict[str, float]:
-    """The metrics of one variable of one prompt; all draws at once, as `bootstrap_metric` would
-    make them.
+    """The metrics of one variable of one prompt.
+
+    All draws are made at once, and are those that `bootstrap_metric` would make.
     """
     num_samples = len(values)
     metrics = {f"mean@{num_samples}": float(values.mean())}
@@ -110,8 +110,9 @@ def _vote_numbers(votes: Sequence[Any]) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _draws(num_items: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
-    """Item numbers [n_bootstrap, subset_size]: the stream that verl draws, without touching numpy's
-    global state.
+    """Item numbers [n_bootstrap, subset_size]: the stream that verl draws.
+
+    It leaves numpy's global state alone.
     """
     return np.random.RandomState(seed).choice(
         num_items, size=(n_bootstrap, subset_size), replace=True

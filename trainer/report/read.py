@@ -148,8 +148,12 @@ def _read_calls(path: Path, notes: list[str]) -> list[Call]:
 def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
     pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    calls = [
-        Call(
+
+    calls = []
+    for e in events:
+        if e["ph"] != "X":  # names of pools and lanes
+            continue
+        call = Call(
             pool=pools[e["pid"]],
             lane=lanes[e["pid"], e["tid"]],
             role=e["cat"],
@@ -158,9 +162,8 @@ def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
             end=(e["ts"] + e["dur"]) / 1e6,
             step=e.get("args", {}).get("step", 0),
         )
-        for e in events
-        if e["ph"] == "X"
-    ]
+        calls.append(call)
+
     return sorted(calls, key=lambda call: call.start)
 
 

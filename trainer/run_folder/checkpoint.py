@@ -60,8 +60,9 @@ class Checkpoints:
 
     @property
     def goes_on_here(self) -> bool:
-        """Whether the run goes on from a checkpoint of its own folder, whose earlier lines then
-        stay.
+        """Whether the run goes on from a checkpoint of its own folder.
+
+        The folder's earlier lines then stay.
         """
         return self.start is not None and self.start.parent == self.folder
 
@@ -86,8 +87,9 @@ class Checkpoints:
         self._written = step
 
     def commit(self) -> None:
-        """Give what was written its name, `global_step_<step>`, if anything was; then older ones
-        may go.
+        """Give what was written, if anything was, its name: `global_step_<step>`.
+
+        Then older ones may go.
         """
         step, self._written = self._written, None
         if step is not None:
@@ -129,11 +131,8 @@ class Checkpoints:
             )  # the numbers of this run go to a W&B run of their own
         metrics = self.folder / "metrics.jsonl"
         if metrics.is_file():
-            kept = [
-                line
-                for line in metrics.read_text(encoding="utf-8").splitlines()
-                if 0 <= _step_of(line) <= last
-            ]
+            written = metrics.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in written if 0 <= _step_of(line) <= last]
             write_whole(metrics, "".join(f"{line}\n" for line in kept))
         for path in (
             *self.folder.glob("rollouts/*.jsonl"),
@@ -202,11 +201,12 @@ class Checkpoints:
     def _differing(self, folder: Path) -> list[str]:
         """Keys that decide what is computed and are not as they were."""
         saved = read_marker(folder)["config"]
-        return [
-            f"{key} was {saved[key]!r}, is {value!r}"
-            for key, value in self.config.items()
-            if key in saved and saved[key] != value and not may_change_on_resume(self.schema, key)
-        ]
+        differing = []
+        for key, value in self.config.items():
+            is_same = key not in saved or saved[key] == value
+            if not is_same and not may_change_on_resume(self.schema, key):
+                differing.append(f"{key} was {saved[key]!r}, is {value!r}")
+        return differing
 
     def _others(self) -> str:
         others = [n for n in committed(self.folder) if n != self.start_step]
@@ -276,10 +276,9 @@ def flatten(config: RunConfig) -> dict[str, Any]:
 
 def _marked_files(part: Path) -> dict[str, Any]:
     """The driver's files and every role's top ones; its manifest vouches for what lies deeper."""
-    paths = [
-        path for pattern in ("*", "*/*") for path in sorted(part.glob(pattern)) if path.is_file()
-    ]
-    return {path.relative_to(part).as_posix(): fingerprint(path) for path in paths}
+    paths = sorted(part.glob("*")) + sorted(part.glob("*/*"))
+    files = [path for path in paths if path.is_file()]
+    return {path.relative_to(part).as_posix(): fingerprint(path) for path in files}
 
 
 def _step_of(line: str) -> int:

@@ -28,8 +28,9 @@ from verl_like.files import write_whole
 
 
 def open_run_folder(config: RunConfig) -> Path:
-    """Make the folder and write `config.yaml`; refuses one that cannot be written or holds another
-    run's metrics.
+    """Make the folder and write `config.yaml`.
+
+    Refuses a folder that cannot be written or holds another run's metrics.
     """
     folder = Path(config.trainer.default_local_dir)
     _refuse_other_run(folder, config)
@@ -44,19 +45,20 @@ def open_run_folder(config: RunConfig) -> Path:
 
 
 def _refuse_other_run(folder: Path, config: RunConfig) -> None:
-    """Metrics of another configuration are not overwritten; those with a checkpoint are
-    `trainer.run_folder.checkpoint`'s.
+    """Refuse to overwrite the metrics of a run of another configuration.
+
+    A folder with a checkpoint is for `trainer.run_folder.checkpoint` to judge.
     """
     metrics, saved = folder / "metrics.jsonl", folder / "config.yaml"
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0 and saved.is_file()
     if config.trainer.resume_mode != "auto" or not has_metrics or any(folder.glob("global_step_*")):
         return
     before, now = _flat_yaml(saved), flatten(config)
-    differs = [
-        f"{key} was {before[key]!r}, is {now[key]!r}"
-        for key in sorted(before.keys() & now.keys())
-        if before[key] != now[key] and not may_change_on_resume(type(config), key)
-    ]
+    differs = []
+    for key in sorted(before.keys() & now.keys()):
+        if before[key] != now[key] and not may_change_on_resume(type(config), key):
+            differs.append(f"{key} was {before[key]!r}, is {now[key]!r}")
+
     if differs:
         more = f"; and {len(differs) - 5} more" if len(differs) > 5 else ""
         raise ConfigError(

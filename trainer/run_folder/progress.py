@@ -36,9 +36,8 @@ class Console:
         if self._first_step is None:
             self._first_step = step
         text = "  ".join(headline(metrics))
-        scores = [
-            f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("val-core/")
-        ]
+        validated = [name for name in metrics if name.startswith("val-core/")]
+        scores = [f"{name} {metrics[name]:.4g}" for name in validated]
         if self._live:
             self._move_bar(step, text, scores)
             return

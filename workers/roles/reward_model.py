@@ -71,9 +71,9 @@ def check_same_tokenizer(path: str, policy_path: str) -> None:
     own, policy = _vocabulary(path), _vocabulary(policy_path)
     if own is None or policy is None or own == policy:
         return
-    other = sorted(
-        token for token in own.keys() | policy.keys() if own.get(token) != policy.get(token)
-    )
+
+    tokens = own.keys() | policy.keys()
+    other = sorted(token for token in tokens if own.get(token) != policy.get(token))
     raise ConfigError(
         f"reward_model.model.path={path!r} has another tokenizer than "
         f"actor_rollout_ref.model.path={policy_path!r}: {len(other)} tokens differ, such as "

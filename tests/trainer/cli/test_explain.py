@@ -59,7 +59,6 @@ def test_lines_fit_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     main([*NEEDED, "placement=split", "trainer.n_gpus_per_node=2"])
-    words = capsys.readouterr().out.splitlines()
-    assert [
-        line for line in words if len(line) > int(columns) and " " in line.strip()
-    ] == []  # a key is never cut
+    lines = capsys.readouterr().out.splitlines()
+    too_long = [line for line in lines if len(line) > int(columns)]
+    assert [line for line in too_long if " " in line.strip()] == []  # a key is never cut

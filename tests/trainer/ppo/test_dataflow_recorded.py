@@ -112,11 +112,10 @@ def test_calls_said_to_overlap_do_and_calls_of_one_pool_take_turns(
     nodes, spans = recorded(tiny_dir, tmp_path, *split)
     check(nodes, spans)
     drawn = on_roles(nodes)
-    pairs = [
-        (first.name, second.name)
-        for first, second in side_by_side(nodes, edges(nodes))
-        if {first.name, second.name} <= set(drawn)
-    ]
+
+    overlaps = side_by_side(nodes, edges(nodes))
+    names = [(first.name, second.name) for first, second in overlaps]
+    pairs = [pair for pair in names if set(pair) <= set(drawn)]
     assert ("critic.update_critic", "actor.update_actor") in pairs
     for one, other in pairs:
         if drawn[one].pool != drawn[other].pool and drawn[one].stage == "update":

@@ -35,9 +35,9 @@ def test_the_figures_are_those_of_their_definitions():
     rollout, trained, mask = (column.double().numpy() for column in columns())
     r, t = rollout[mask == 1], trained[mask == 1]
     diff = np.abs(np.exp(r) - np.exp(t))
-    rows = [
-        (a[m == 1], b[m == 1]) for a, b, m in zip(rollout, trained, mask, strict=True) if m.any()
-    ]
+
+    responses = [row for row in zip(rollout, trained, mask, strict=True) if row[2].any()]
+    rows = [(a[m == 1], b[m == 1]) for a, b, m in responses]
     log_ppl = np.array([(-a.mean(), -b.mean()) for a, b in rows])
     gap = log_ppl[:, 1] - log_ppl[:, 0]
     expected = {

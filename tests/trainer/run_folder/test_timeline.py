@@ -47,9 +47,9 @@ def test_calls_keep_their_times_workers_and_lanes(tmp_path: Path) -> None:
     assert drawn[2]["args"] == {"pid": 101, "rank": 1, "cpu_s": 0.25, "step": 7}
     assert len({(c["pid"], c["tid"]) for c in drawn}) == 3
     assert drawn[1]["pid"] == drawn[2]["pid"] != drawn[0]["pid"]
-    names = {
-        e["args"]["name"] for e in events(path) if e["ph"] == "M" and e["name"] != "trace_origin"
-    }
+
+    described = [e for e in events(path) if e["ph"] == "M" and e["name"] != "trace_origin"]
+    names = {e["args"]["name"] for e in described}
     assert names == {"a", "b", "actor-0", "actor-1", "critic-0"}
 
 

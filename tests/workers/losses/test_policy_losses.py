@@ -63,27 +63,27 @@ def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch, name):
     assert loss.item() == pytest.approx(aggregate(weighted, "token-mean"))
 
 
+def summed_over_cuts(batch, name, mode, cuts):
+    """The loss, its metrics and the gradient, summed over parts of `cuts` rows each."""
+    leaf = batch["log_prob"].clone().requires_grad_()
+    total, start = {"loss": torch.zeros(())}, 0
+    for size in cuts:
+        inputs = policy_inputs(batch | {"log_prob": leaf}, slice(start, start + size))
+        extra = denominators(batch["response_mask"])
+        loss, metrics = POLICY_LOSSES[name](**inputs, loss_agg_mode=mode, config=CONFIG, **extra)
+        loss.backward()
+        for key, value in {"loss": loss.detach(), **metrics}.items():
+            total[key] = total.get(key, 0) + value
+        start += size
+    return total | {"gradient": leaf.grad}
+
+
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", BY_TOKEN)
 def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(batch, name, mode):
-    def run(cuts):
-        leaf = batch["log_prob"].clone().requires_grad_()
-        total, start = {"loss": torch.zeros(())}, 0
-        for size in cuts:
-            inputs = policy_inputs(batch | {"log_prob": leaf}, slice(start, start + size))
-            extra = denominators(batch["response_mask"])
-            loss, metrics = POLICY_LOSSES[name](
-                **inputs, loss_agg_mode=mode, config=CONFIG, **extra
-            )
-            loss.backward()
-            for key, value in {"loss": loss.detach(), **metrics}.items():
-                total[key] = total.get(key, 0) + value
-            start += size
-        return total | {"gradient": leaf.grad}
-
-    whole = run([ROWS])
+    whole = summed_over_cuts(batch, name, mode, [ROWS])
     for cuts in ([1] * ROWS, [4, 2]):
-        for key, value in run(cuts).items():
+        for key, value in summed_over_cuts(batch, name, mode, cuts).items():
             torch.testing.assert_close(
                 value, whole[key], check_dtype=False, msg=lambda text, key=key: f"{key}: {text}"
             )

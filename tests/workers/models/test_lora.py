@@ -74,9 +74,9 @@ def test_adapters_and_head_of_the_critic_learn(tiny_dir: Path) -> None:
     critic = started(CriticWorker, lora_config(tiny_dir), 10)
     for seed in range(2):
         critic.update_critic(make_batch(ROWS, seed))
-    learning = [
-        name for name, tensor in critic.engine.module.named_parameters() if tensor.requires_grad
-    ]
+
+    parameters = critic.engine.module.named_parameters()
+    learning = [name for name, tensor in parameters if tensor.requires_grad]
     assert "score.weight" in learning
     assert all(is_adapter(name) or name == "score.weight" for name in learning)
     names = [
@@ -184,10 +184,11 @@ def test_the_adapter_alone_loads_by_peft(tiny_dir: Path, tmp_path: Path) -> None
 
     actor, batch = lora_actor(tiny_dir), make_batch(ROWS)
     actor.update_actor(make_batch(ROWS))
-    parameters = [
-        (n, full_tensor(p)) for n, p in actor.engine.module.named_parameters() if is_adapter(n)
-    ]
-    save_adapter(tmp_path, actor.engine.module, actor.policy.model, parameters)
+
+    parameters = actor.engine.module.named_parameters()
+    adapter = [(name, full_tensor(tensor)) for name, tensor in parameters if is_adapter(name)]
+    save_adapter(tmp_path, actor.engine.module, actor.policy.model, adapter)
+
     copy = plain_engine(tiny_dir / "model")
     PeftModel.from_pretrained(copy.module, tmp_path)
     ours = actor.engine.forward_rows(batch, Budget(rows=ROWS))["log_probs"]

@@ -127,16 +127,9 @@ def test_a_family_that_cannot_be_packed_runs_padded_with_one_warning(
     with caplog.at_level(logging.WARNING):
         actor = started(ActorWorker, tiny_config(tmp_path), 1)
     assert not actor.engine.packs
-    assert (
-        len(
-            [
-                r
-                for r in caplog.records
-                if "model type bloom is not computed right from packed rows" in r.message
-            ]
-        )
-        == 1
-    )
+
+    said = "model type bloom is not computed right from packed rows"
+    assert len([record for record in caplog.records if said in record.message]) == 1
 
 
 def test_a_model_that_mixes_packed_rows_is_found_out(

@@ -155,11 +155,11 @@ class SubRayResourcePool(RayResourcePool):
         per_node: list[int] = []
         for pool, ranks in sources:
             nodes = pool.node_list()
-            per_node += [
-                n
-                for node in range(len(pool.store))
-                if (n := sum(nodes[rank] == node for rank in ranks))
-            ]
+            for node in range(len(pool.store)):
+                count = sum(nodes[rank] == node for rank in ranks)
+                if count:
+                    per_node.append(count)
+
         first = sources[0][0]
         super().__init__(
             per_node,
@@ -261,9 +261,7 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
         enumerate(pool.store), key=lambda item: -item[1]
     ):  # the largest entry chooses first
         wanted = {kind: amount * count for kind, amount in need.items()}
-        fitting = [
-            n for n in nodes if all(n["Resources"].get(k, 0) + 1e-9 >= v for k, v in wanted.items())
-        ]
+        fitting = [n for n in nodes if _has(n["Resources"], wanted)]
         if not fitting:
             raise PlacementError(
                 f"pool {pool.name} wants {count} processes on one node ({amounts(wanted)}), and "
@@ -277,3 +275,8 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
         chosen[entry] if len(chosen) == len(pool.store) else None
         for entry in range(len(pool.store))
     ]
+
+
+def _has(resources: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+    """Whether a node's resources are enough, but for rounding."""
+    return all(resources.get(kind, 0) + 1e-9 >= amount for kind, amount in wanted.items())
