@@ -48,13 +48,11 @@ def messages(path: Path) -> Iterator[str]:
 def test_the_symptoms_that_troubleshooting_quotes_are_the_codes_words() -> None:
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     symptoms = re.findall(r"^\| ([^|]*`[^|]*) \|", text, re.M)
-    quoted = [
-        part
-        for row in symptoms
-        for quote in re.findall("`([^`]+)`", row)
-        for part in quote.split("...")
-        if part
-    ]
+    quoted = []
+    for row in symptoms:
+        for quote in re.findall("`([^`]+)`", row):
+            quoted += filter(None, quote.split("..."))
+
     code = "\n".join(
         text
         for package in ("trainer", "verl_like", "workers")
