@@ -43,7 +43,10 @@ class KeyRules:
     choices: tuple[str, ...] = ()
     """The values that there are; of a list, those of each item."""
     registry: str = ""
-    """The kind of the registry that the value is looked up in; a dotted path is the user's own."""
+    """The kind of the registry that the value, or each item of a list, is looked up in.
+
+    A dotted path is the user's own.
+    """
     allows: str = ""
     """The values in words, where their type says too little and neither range nor choices do."""
     hint: str = ""

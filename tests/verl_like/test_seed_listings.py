@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.config.compose import load_config, prepare_overrides
+from trainer import load_config
 from verl_like import (
     ClassWithInitArgs,
     DataProto,
@@ -125,7 +125,7 @@ def test_the_last_listing_starts_a_run_on_the_pools_of_the_first(tmp_path: Path)
     option, program, *overrides = done.stdout.splitlines()
     assert (option, program) == ("-m", "trainer.main_ppo")
 
-    config = load_config(prepare_overrides(overrides))
+    config = load_config(overrides)
     space = {"config": config}
     exec(IMPORTS + STEP_1, space)
     assert config.resource_pool_spec == space["resource_pool_spec"]

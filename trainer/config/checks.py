@@ -31,10 +31,12 @@ def _check_filled(key: Key, value: Any) -> None:
 def _check_registered(key: Key, value: Any) -> None:
     if not key.rules.registry:
         return
-    try:
-        registry_of(key.rules.registry).look_up(value)
-    except ConfigError as err:
-        raise ConfigError(f"{key.name}={value}: {err}") from err
+    for name in value if isinstance(value, list) else [value]:
+        try:
+            registry_of(key.rules.registry).look_up(name)
+        except ConfigError as err:
+            hint = f" {key.rules.hint}" if key.rules.hint else ""
+            raise ConfigError(f"{key.name}={name}: {err}{hint}") from err
 
 
 def _check_choices(key: Key, value: Any) -> None:

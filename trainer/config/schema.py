@@ -12,6 +12,7 @@ from typing import Any
 
 from verl_like.calls.waiting import Deadlines
 from verl_like.config_key import When, key
+from verl_like.registry import Registry
 
 ON_RAY = When(
     "`trainer.backend` is ray",
@@ -33,8 +34,10 @@ RESUMES_FROM_PATH = When(
     lambda trainer, _: trainer.resume_mode == "resume_path",
     "trainer.resume_mode is not resume_path",
 )
-TRACKERS = ("console", "tensorboard", "wandb")
-"""What `trainer.logger` may name."""
+TRACKERS: Registry[Any] = Registry("tracker")
+"""What `trainer.logger` may name: built-in ones, and functions (config, total_steps) -> tracker."""
+for _built_in in ("console", "tensorboard", "wandb"):
+    TRACKERS.register(_built_in)(_built_in)  # `trainer.run_folder.tracking` has their classes
 
 
 @dataclass(kw_only=True)
@@ -100,8 +103,8 @@ class TrainerConfig:
     """The `global_step_N` folder that resume_mode=resume_path goes on from."""
     logger: list[str] = key(
         factory=lambda: ["console"],
-        choices=TRACKERS,
-        hint="and metrics.jsonl is always written",
+        registry="tracker",
+        hint="(metrics.jsonl is always written.)",
         may_change_on_resume=True,
     )
     """Where metrics go besides metrics.jsonl."""

@@ -3,8 +3,8 @@
     with make_tracking(config, total_steps) as tracking:
         tracking.log({"critic/score/mean": 0.5}, step=1)
 
-A tracker is a class with `write(metrics, step)` and `close()`; `TRACKERS` names those that
-`trainer.logger` can.
+A tracker is a class with `write(metrics, step)` and `close()`. `trainer.logger` names built-in
+ones, those registered in `TRACKERS`, and others by their dotted path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import TRACKERS, RunConfig
 from trainer.run_folder.checkpoint import WANDB_ID
 from trainer.run_folder.progress import Console
 from verl_like.errors import ConfigError
@@ -112,12 +112,12 @@ class WandB:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[RunConfig, int], Tracker]] = {
+BUILT_IN: dict[str, Callable[[RunConfig, int], Tracker]] = {
     "console": lambda config, total_steps: Console(total_steps),
     "tensorboard": lambda config, total_steps: TensorBoard(Path(config.trainer.default_local_dir)),
     "wandb": lambda config, total_steps: WandB(config),
 }
-"""What `trainer.logger` may name."""
+"""The trackers that need not be registered, by their names in `TRACKERS`."""
 
 
 class Tracking:
@@ -154,7 +154,9 @@ def make_tracking(config: RunConfig, total_steps: int) -> Tracking:
     trackers: list[Tracker] = [JsonLines(config.trainer.default_local_dir)]
     for name in dict.fromkeys(config.trainer.logger):
         try:
-            trackers.append(TRACKERS[name](config, total_steps))
+            entry = TRACKERS.look_up(name)
+            make = BUILT_IN.get(name, entry)
+            trackers.append(make(config, total_steps))
         except ImportError as err:
             logger.warning(
                 "trainer.logger names %s, which is not installed (%s): pip install "

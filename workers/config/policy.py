@@ -30,6 +30,7 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
+    "token-sum",
 )
 """How token losses may become one number."""
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")

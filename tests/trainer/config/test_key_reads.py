@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.config.key_reads import keys_that_nothing_reads
-from trainer.config.schema import PPOConfig
+from trainer.ppo.config import PPOConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("verl_like", "workers", "trainer")

@@ -93,7 +93,7 @@ def test_choices_are_the_names_that_the_code_knows() -> None:
     assert set(ENGINES) == set(build.ENGINES)
     assert set(LOSS_AGG_MODES) == set(aggregate.AGGREGATIONS)
     assert {name.removesuffix("+") for name in KL_ESTIMATORS} == set(kl.KL_ESTIMATORS)
-    assert set(TRACKERS) == set(tracking.TRACKERS)
+    assert set(TRACKERS) == set(tracking.BUILT_IN)
     schedule = KEYS["actor_rollout_ref.actor.optim.lr_scheduler_type"]
     assert set(schedule.rules.choices) == set(optim.SCHEDULES)
 
