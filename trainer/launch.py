@@ -23,7 +23,6 @@ from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
 from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
-from workers.cpu.allocator import keep_freed_memory
 
 
 def run(config: RunConfig, trainer_cls: type[Trainer] | None = None) -> None:
@@ -33,7 +32,10 @@ def run(config: RunConfig, trainer_cls: type[Trainer] | None = None) -> None:
     """
     # sums come out alike whatever the machine; the driver's share of the arithmetic is small
     torch.set_num_threads(1)
-    keep_freed_memory()
+    if not torch.cuda.is_available():
+        from workers.cpu.allocator import keep_freed_memory
+
+        keep_freed_memory()
 
     trainer_cls = trainer_cls or trainer_class(config)
     if config.trainer.dry_run:

@@ -41,7 +41,7 @@ class Transport(ABC):
     finished: deque[Header]
     """Headers of the last finished calls, oldest first, for `take_finished`."""
     abandoned: deque[tuple[str, list[Any]]]
-    """Name and header references of every call whose future was dropped unread."""
+    """Name and header references of every call whose future nobody read."""
 
     def __init__(self, facts: Sequence[ProcessFacts], deadlines: Deadlines) -> None:
         """Nothing is started yet."""

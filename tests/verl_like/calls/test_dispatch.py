@@ -168,46 +168,6 @@ def test_a_result_that_is_no_batch_is_refused(world: int) -> None:
         GROUPS[2].same(future)
 
 
-def test_metrics_are_lists_in_rank_order_and_ranks_of_padding_give_none() -> None:
-    result, metrics = GROUPS[3].with_metrics(batch(7))
-    assert_same(result, batch(7))
-    assert metrics["ranks"] == [0, 0.5, 1, 1.5, 2, 2.5]
-    assert metrics["first"] == [0.5]
-    assert GROUPS[4].with_metrics(batch(2))[1]["ranks"] == [0, 0.5, 1, 1.5]
-    assert GROUPS[4].metrics_alone(batch(2))["ranks"] == [0, 0.5, 1, 1.5]
-    assert GROUPS[4].metrics_alone(batch(4))["sum"] == [0, 1, 2, 3]
-
-
-def test_metrics_come_from_the_ranks_that_collect() -> None:
-    GROUPS[4].make_mesh(2).get()
-    result, metrics = GROUPS[4].metrics_on_mesh(batch(5))
-    assert_same(result, batch(5))
-    assert metrics == {"rank": [1, 3]}
-
-
-@worlds
-def test_a_future_with_metrics_is_cut_again_as_its_batch(world: int) -> None:
-    future = GROUPS[3].with_metrics.remote(batch(7))
-    again = GROUPS[world].with_metrics.remote(future)
-    assert_same(again.get()[0], batch(7))
-    assert len(again.get()[1]["sum"]) == world
-    assert again.get()[1]["first"] == [0.5]
-    assert_same(DataProto.concat([part.get() for part in future.chunk(2)]), batch(7))
-
-
-def test_metrics_that_do_not_fit_together_or_cannot_travel_are_named() -> None:
-    with pytest.raises(
-        DispatchError,
-        match=r"metrics_on_the_first returned metrics alone on rank\(s\) \[0\], and something else",
-    ):
-        GROUPS[2].metrics_on_the_first(batch(2))
-    with pytest.raises(
-        DispatchError,
-        match=r"metrics_of_a_tensor on rank 0 returned metric 'lengths' as Tensor of shape \(2,\)",
-    ):
-        GROUPS[2].metrics_of_a_tensor(batch(4))
-
-
 def test_a_padded_result_of_another_length_is_refused() -> None:
     with pytest.raises(
         DispatchError,
