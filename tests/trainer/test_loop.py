@@ -1,6 +1,6 @@
 """A recipe gets the loop, checkpoints, report, tracking, timeline and placement for nothing.
 
-Shown on a regression of 60 lines, which knows no algorithm of ours, no tokenizer and no prompts.
+Shown on a regression of less than 60 lines and a YAML: no algorithm, no tokenizer, no prompts.
 """
 
 from __future__ import annotations
@@ -15,35 +15,21 @@ import pytest
 
 from tests.integration.runs import calls, lines, numbers
 from tests.trainer.recipes import regression
-from tests.trainer.recipes.regression import RegressionConfig, RegressionTrainer
-from trainer import run
-from trainer.config.schema import TrainerConfig
+from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
+from trainer import load_config, run
 from trainer.launch import nominal_placement
 from verl_like.errors import CheckpointError, ConfigError
 
 HERE = "tests.trainer.recipes.regression"
-PLACEMENTS = {
-    "colocate": {"teacher": "pool", "student": "pool"},
-    "split": {"teacher": "teacher_pool", "student": "student_pool"},
-}
 
 
 def config(folder: Path, placement: str = "colocate", **trainer: Any) -> RegressionConfig:
     """Six steps on one device a pool, with a checkpoint after every second one."""
-    role_mapping = PLACEMENTS[placement]
-    pools = dict.fromkeys(role_mapping.values(), [1])
-    settings: dict[str, Any] = {"cls": f"{HERE}.RegressionTrainer", "total_training_steps": 6}
-    settings |= {"save_freq": 2, "logger": [], "backend": "local"}
-    return RegressionConfig(
-        role_mapping=role_mapping,
-        role_workers=dict.fromkeys(role_mapping, f"{HERE}.LineWorker"),
-        resource_pool_spec=pools,
-        trainer=TrainerConfig(
-            default_local_dir=str(folder),
-            n_gpus_per_node=len(pools),
-            **(settings | trainer),
-        ),
-    )
+    settings: dict[str, Any] = {"total_training_steps": 6, "save_freq": 2, "logger": []}
+    settings |= {"backend": "local", "default_local_dir": folder, **trainer}
+    settings["n_gpus_per_node"] = 2 if placement == "split" else 1
+    overrides = [f"trainer.{name}={value}".replace("'", "") for name, value in settings.items()]
+    return load_config([f"placement={placement}", *overrides], REGRESSION)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
 """A second recipe: a student learns a line from a teacher, without tokens, models or prompts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from trainer.config.recipe import Recipe, presets
 from trainer.config.schema import RunConfig
-from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like import DataProto, Dispatch, Worker, register
@@ -18,21 +17,17 @@ from verl_like import DataProto, Dispatch, Worker, register
 class RegressionConfig(RunConfig):
     lr: float = 0.1
     """Learning rate of the student."""
-    batch_size: int = 8
-    """Points a step."""
 
 
 class LineWorker(Worker):
-    """A linear model, which its rank draws by `trainer.seed` and its role's name."""
-
     def __init__(self, config: RegressionConfig) -> None:
-        self.lr, self.seed = config.lr, config.trainer.seed + sum(map(ord, self.role))
+        torch.manual_seed(config.trainer.seed + sum(map(ord, self.role)))
+        self.line = torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.Adam(self.line.parameters(), lr=config.lr)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        torch.manual_seed(self.seed)
-        self.line = torch.nn.Linear(3, 1)
-        self.optimizer = torch.optim.Adam(self.line.parameters(), lr=self.lr)
+        """Nothing to load."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def label(self, batch: DataProto) -> DataProto:
@@ -54,15 +49,15 @@ class LineWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         super().load_checkpoint(path)
-        states = torch.load(Path(path) / "line.pt")
-        for part, state in zip((self.line, self.optimizer), states, strict=True):
-            part.load_state_dict(state)
+        line, optimizer = torch.load(Path(path) / "line.pt")
+        self.line.load_state_dict(line)
+        self.optimizer.load_state_dict(optimizer)
 
 
 class RegressionTrainer(Trainer):
     concurrent_stages = ("update",)
 
-    def __init__(self, config: RegressionConfig, groups: WorkerGroups) -> None:
+    def __init__(self, config: RegressionConfig, groups: Any) -> None:
         super().__init__(config, groups)
         torch.manual_seed(config.trainer.seed)
 
@@ -71,8 +66,12 @@ class RegressionTrainer(Trainer):
         return self.config.trainer.total_training_steps
 
     def step(self) -> Metrics:
-        batch = DataProto.from_dict({"x": torch.randn(self.config.batch_size, 3)})
+        batch = DataProto.from_dict({"x": torch.randn(8, 3)})
         with self.clock("label"):
             batch = batch.union(self.groups["teacher"].label(batch))
         with self.clock("update"):
             return reduce_metrics(self.groups["student"].update(batch))
+
+
+SPLIT = presets({"teacher_pool": ["teacher"], "student_pool": ["student"]})
+REGRESSION = Recipe("regression", RegressionConfig, Path(__file__).parent, "regression", SPLIT)
