@@ -17,7 +17,7 @@ from trainer import PPOTrainer, load_config, run
 from trainer.ppo.dataflow import Node, describe, edges, own_stages, side_by_side, step_nodes
 
 LAST_STEP = 2
-PLACEMENTS = {"colocate": 1, "split": 2, "standalone": 4}
+PLACEMENTS = ("colocate", "split", "standalone")
 ROLES = {
     "all four roles": (),
     "no reference": ("algorithm.use_kl_in_reward=false",),
@@ -41,6 +41,12 @@ class Recorded(PPOTrainer):
 
     def on_step_end(self, metrics: dict[str, float]) -> None:
         Recorded.calls_of_step = list(self.calls)
+
+
+def one_process_a_pool(tiny: Path, folder: Path, *more: str) -> tuple[str, ...]:
+    """These settings, with as many devices as the preset has pools left for the run's roles."""
+    plenty = load_config(overrides(tiny, folder, "trainer.n_gpus_per_node=10", *more))
+    return (*more, f"trainer.n_gpus_per_node={len(plenty.resource_pool_spec)}")
 
 
 def recorded(tiny: Path, folder: Path, *more: str) -> tuple[list[Node], dict[str, dict[str, Any]]]:
@@ -81,10 +87,8 @@ def check(nodes: Sequence[Node], spans: dict[str, dict[str, Any]]) -> None:
 def test_the_nodes_are_the_calls_of_a_step(
     tiny_dir: Path, tmp_path: Path, placement: str, roles: str
 ) -> None:
-    devices = f"trainer.n_gpus_per_node={PLACEMENTS[placement]}"
-    if roles != "all four roles" and placement == "standalone":
-        devices = "trainer.n_gpus_per_node=4"
-    check(*recorded(tiny_dir, tmp_path, f"placement={placement}", devices, *ROLES[roles]))
+    placed = one_process_a_pool(tiny_dir, tmp_path, f"placement={placement}", *ROLES[roles])
+    check(*recorded(tiny_dir, tmp_path, *placed))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -92,8 +96,8 @@ def test_a_reward_model_is_drawn_where_it_is_called(
     tiny_dir: Path, classifier: Path, tmp_path: Path, placement: str
 ) -> None:
     model = ("reward_model.enable=true", f"reward_model.model.path={classifier}")
-    devices = f"trainer.n_gpus_per_node={PLACEMENTS[placement] + (placement == 'standalone')}"
-    nodes, spans = recorded(tiny_dir, tmp_path, f"placement={placement}", devices, *model)
+    placed = one_process_a_pool(tiny_dir, tmp_path, f"placement={placement}", *model)
+    nodes, spans = recorded(tiny_dir, tmp_path, *placed)
     check(nodes, spans)
     assert "reward_model.compute_rm_score" in spans
 
