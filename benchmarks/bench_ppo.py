@@ -38,9 +38,9 @@ LIMITS: dict[str, tuple[str, float]] = {
     "driver.driver_share_local": ("<=", 0.05),
     "driver.driver_share_ray": ("<=", 0.05),
     "memory.growth_mib": ("<=", 20.0),
-    "calls.call_ms_2": ("<=", 2.04),
-    "calls.call_ms_8": ("<=", 2.16),
-    "calls.call_ms_64": ("<=", 3.28),
+    "calls.over_bare_2": ("<=", 1.5),
+    "calls.over_bare_8": ("<=", 1.5),
+    "calls.over_bare_64": ("<=", 1.5),
     "advantages.gae_s": ("<=", 0.2),
     "advantages.grpo_s": ("<=", 0.03),
 }

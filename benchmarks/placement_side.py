@@ -180,6 +180,8 @@ def calls(folder: Path) -> dict[str, float]:
         )
         for actor in actors:
             ray.kill(actor)
+        ours, bare = figures[f"call_ms_{num_workers}"], figures[f"bare_ms_{num_workers}"]
+        figures[f"over_bare_{num_workers}"] = ours / bare
     return figures
 
 
