@@ -80,8 +80,9 @@ class TensorBoard:
 
 
 class WandB:
-    """A Weights & Biases run, with the configuration; a resumed run goes on in the one that the run
-    folder names.
+    """A Weights & Biases run, with the configuration.
+
+    A resumed run goes on in the one that the run folder names.
     """
 
     def __init__(self, config: RunConfig):
@@ -90,9 +91,8 @@ class WandB:
         trainer = config.trainer
         folder = Path(trainer.default_local_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        name = (
-            folder / WANDB_ID
-        )  # `Checkpoints.cut_back` has taken it away where the run begins anew
+        # `Checkpoints.cut_back` has taken it away where the run begins anew
+        name = folder / WANDB_ID
         self._run = wandb.init(
             project=trainer.project_name,
             name=trainer.experiment_name,
@@ -148,8 +148,9 @@ class Tracking:
 
 
 def make_tracking(config: RunConfig, total_steps: int) -> Tracking:
-    """metrics.jsonl and what `trainer.logger` names; of those, one that is not installed is left
-    out with a warning.
+    """metrics.jsonl and what `trainer.logger` names.
+
+    Of those, one that is not installed is left out with a warning.
     """
     trackers: list[Tracker] = [JsonLines(config.trainer.default_local_dir)]
     for name in dict.fromkeys(config.trainer.logger):
