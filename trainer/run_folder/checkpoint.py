@@ -53,7 +53,7 @@ class Checkpoints:
         self.trainer = config.trainer
         self.folder = Path(config.trainer.default_local_dir).resolve()
         self.schema = type(config)
-        self.config = flatten(config)
+        self.config = flat_config(config)
         self.start: Path | None = getattr(self, f"_{config.trainer.resume_mode}")()
         self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
         self._written: int | None = None
@@ -259,18 +259,23 @@ def read_marker(folder: Path) -> dict[str, Any]:
     return marker
 
 
-def flatten(config: RunConfig) -> dict[str, Any]:
-    """Dotted key -> value, as JSON has it."""
+def flat_config(config: RunConfig) -> dict[str, Any]:
+    """Dotted key -> value of a configuration, as JSON has it."""
+    return flatten(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Dotted key -> value of dicts within dicts."""
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, dict):
             for name, inner in value.items():
-                walk(f"{prefix}.{name}" if prefix else name, inner)
+                walk(f"{prefix}.{name}" if prefix else str(name), inner)
         else:
             flat[prefix] = value
 
-    walk("", json.loads(json.dumps(dataclasses.asdict(config), default=str)))
+    walk("", tree)
     return flat
 
 

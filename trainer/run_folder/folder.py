@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
 from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
-from trainer.run_folder.checkpoint import flatten
+from trainer.run_folder.checkpoint import flat_config, flatten
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 
@@ -53,7 +52,7 @@ def _refuse_other_run(folder: Path, config: RunConfig) -> None:
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0 and saved.is_file()
     if config.trainer.resume_mode != "auto" or not has_metrics or any(folder.glob("global_step_*")):
         return
-    before, now = _flat_yaml(saved), flatten(config)
+    before, now = flatten(OmegaConf.to_container(OmegaConf.load(saved))), flat_config(config)
     differs = []
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key] and not may_change_on_resume(type(config), key):
@@ -66,18 +65,3 @@ def _refuse_other_run(folder: Path, config: RunConfig) -> None:
             f"configuration: {'; '.join(differs[:5])}{more}. Choose another folder, or write over "
             "them with trainer.resume_mode=disable."
         )
-
-
-def _flat_yaml(path: Path) -> dict[str, Any]:
-    tree: Any = OmegaConf.to_container(OmegaConf.load(path))
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                walk(f"{prefix}.{name}" if prefix else str(name), inner)
-        else:
-            flat[prefix] = value
-
-    walk("", tree)
-    return flat
