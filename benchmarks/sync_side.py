@@ -47,9 +47,9 @@ class Trainer:
         self.module = Weights()
         fully_shard(self.module, mesh=init_device_mesh("cpu", (2,)))
 
-    def named_full_tensors(self, on_all_ranks: bool) -> Any:
+    def named_full_tensors(self, on_all_ranks: bool, dtype: Any = None) -> Any:
         """As the training engine gathers them."""
-        from workers.training.engine import tensor_on_first
+        from workers.parallel.fsdp import tensor_on_first
 
         assert not on_all_ranks
         for name, parameter in self.module.named_parameters():

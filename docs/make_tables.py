@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from trainer.cli.explain import field_docs
 from trainer.config.keys import Key, config_keys, read
@@ -124,6 +126,26 @@ def aggregation_table() -> str:
     return _table(["name", "formula", "source"], rows)
 
 
+def preset_table() -> str:
+    """The presets of `algorithm`: what each file says of itself, and what it sets."""
+    rows = []
+    for preset in PPO.preset_names("algorithm"):
+        text = (PPO.config_dir / "algorithm" / f"{preset}.yaml").read_text(encoding="utf-8")
+        about = [line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#")]
+        keys = [f"{name}={value}" for name, value in _leaves(yaml.safe_load(text), "")]
+        rows.append([_code([preset]), " ".join(about), _code(keys)])
+    return _table(["preset", "what", "sets"], rows)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value).lower() if isinstance(value, bool) else value
+
+
 def _by_entry(registry: Mapping[str, Callable[..., Any]]) -> dict[tuple[str, ...], Any]:
     """(name, its aliases) -> entry."""
     names: dict[Callable[..., Any], list[str]] = {}
@@ -161,6 +183,7 @@ def _cell(text: str) -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "keys": ("configuration.md", key_table),
     "columns": ("dataflow.md", column_table),
+    "presets": ("algorithms.md", preset_table),
     "estimators": ("algorithms.md", estimator_table),
     "policy-losses": ("algorithms.md", policy_loss_table),
     "aggregations": ("algorithms.md", aggregation_table),

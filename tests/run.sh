@@ -13,5 +13,6 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PAR
 if [ $# -gt 0 ]; then
     exec "$py" -m pytest -q "$@"
 fi
-"$py" -m pytest -q -m "not ray and not slow and not vllm"
+# Two processes take the fast tests: a test computes in one thread, and some wait for their children.
+"$py" -m pytest -q -n 2 --dist worksteal -m "not ray and not slow and not vllm"
 "$py" -m pytest -q -m "ray and not slow and not vllm"

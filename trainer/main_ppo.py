@@ -14,13 +14,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trainer.config.compose import from_composed, prepare_overrides, register
+from trainer.config.compose import compose_tree, from_composed, prepare_overrides, register
+from trainer.config.show import annotated_yaml
 from trainer.ppo.recipe import PPO
 from verl_like.errors import CheckpointError, ConfigError, PlacementError
 from verl_like.terminal import end_with_the_reader
 
 ONLY_SHOWN = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "trainer.dry_run=true"}
 """Arguments with which nothing is trained."""
+SHOW_TREE = {("-c", "job"), ("--cfg", "job"), ("--cfg=job",)}
+"""The options that print the tree of a command; Hydra's print without the rules of its keys."""
+RESOLVE = "--resolve"
 GOES_ON = "the same command goes on from the last checkpoint, where there is one"
 EXIT_OF_CTRL_C = 130
 """What shells expect of a program that was interrupted: 128 and the signal's number."""
@@ -56,7 +60,7 @@ def _job(composed: DictConfig) -> None:
 def main() -> None:
     """Check the overrides in `sys.argv`, then let Hydra go on.
 
-    It composes and runs, or only prints (`--cfg job`, `--help`).
+    It composes and runs, or only prints (`--help`, `--cfg hydra`). `--cfg job` is printed here.
     """
     arguments = sys.argv[1:]
     if ONLY_SHOWN & set(arguments):
@@ -65,7 +69,13 @@ def main() -> None:
         overrides = [a for a in arguments if is_override(a)]
         try:
             rest = [a for a in arguments if a not in overrides]
-            sys.argv[1:] = rest + prepare_overrides(overrides, PPO)
+            overrides = prepare_overrides(overrides, PPO)
+            if tuple(option for option in rest if option != RESOLVE) in SHOW_TREE:
+                tree = compose_tree(overrides, PPO)
+                PPO.load_registries()  # the comments list the registered names
+                print(annotated_yaml(tree, PPO.schema, resolve=RESOLVE in rest), end="")
+                return
+            sys.argv[1:] = rest + overrides
         except ConfigError as err:
             sys.exit(f"error: {err}")
     _job()

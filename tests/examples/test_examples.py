@@ -37,6 +37,7 @@ TINY_KEYS = [
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.ref.fsdp_config.param_offload",
     "actor_rollout_ref.rollout.name",
     "critic.model.path",
     "critic.ppo_micro_batch_size_per_gpu",

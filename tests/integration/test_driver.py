@@ -16,7 +16,7 @@ import torch
 from tests.integration.rigged import NotedTrainer, TwoPassTrainer
 from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.step import PPOTrainer
 from verl_like.errors import ConfigError
 
@@ -117,12 +117,13 @@ def test_a_reward_model_scores_beside_the_rules(
 
 
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
-def test_groups_of_one_empty_responses_and_rows_without_eos_train(
+def test_empty_responses_and_rows_without_eos_train(
     tiny_dir: Path, tmp_path: Path, estimator: str
 ) -> None:
     rigged = f"+role_workers.rollout={RIGGED}.TruncatingRollout"
-    one = "actor_rollout_ref.rollout.n=1"
-    last = train(tiny_dir, tmp_path, *GRPO, rigged, one, f"algorithm.adv_estimator={estimator}")
+    least = 2 if needs_groups(ADVANTAGE_ESTIMATORS[estimator]) else 1
+    settings = (f"actor_rollout_ref.rollout.n={least}", f"algorithm.adv_estimator={estimator}")
+    last = train(tiny_dir, tmp_path, *GRPO, rigged, *settings)
     assert last["response/aborted_ratio"] == pytest.approx(3 / 8)
     assert last["response_length_non_aborted/clip_ratio"] == 1.0
     batch = NotedTrainer.batch.batch
@@ -161,6 +162,17 @@ def test_remax_compares_with_the_score_of_the_greedy_answer(tiny_dir: Path, tmp_
     train(tiny_dir, tmp_path / "sampled", *GRPO, "algorithm.adv_estimator=remax")
     assert len(calls(tmp_path / "sampled", "generate_sequences")) == 2
     assert torch.equal(NotedTrainer.batch.batch["reward_baselines"], batch["reward_baselines"])
+
+
+def test_remax_clips_baselines_as_the_scores_they_are_compared_with(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    clipped = ("algorithm.adv_estimator=remax", "algorithm.score_clip=0.05")
+    train(tiny_dir, tmp_path, *GRPO, *clipped, "actor_rollout_ref.rollout.do_sample=false")
+    batch = NotedTrainer.batch.batch
+    assert batch["token_level_scores"].abs().max() == pytest.approx(0.05)
+    assert torch.equal(batch["reward_baselines"], batch["token_level_scores"].sum(-1))
+    assert not batch["advantages"].any()  # every sample is its own baseline
 
 
 def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(

@@ -40,7 +40,9 @@ class PlainTrainer:
     def __init__(self, seed: int) -> None:
         self.module = TiedModel(seed)
 
-    def named_full_tensors(self, on_all_ranks: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_full_tensors(
+        self, on_all_ranks: bool = True, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.module.named_parameters()
 
 

@@ -18,9 +18,11 @@ from trainer.config.unused_keys import unused_keys
 from trainer.launch import nominal_placement, trainer_class
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages
+from trainer.ppo.memory import plan_text
 from trainer.ppo.recipe import load_config
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.step import PPOTrainer
+from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import fit, terminal_width
 
@@ -28,13 +30,20 @@ SHOWN_AS_PLACEMENT = ("resource_pool_spec", "role_mapping")
 WIDTH_OF_A_FILE = 160
 
 
-def explain(config: PPOConfig, max_columns: int | None = None) -> str:
-    """Everything, section by section, with tables no wider than `max_columns`."""
+def explain(
+    config: PPOConfig, max_columns: int | None = None, card_bytes: int | None = None
+) -> str:
+    """Everything, section by section, with tables no wider than `max_columns`.
+
+    `card_bytes` is the memory of GPUs that this machine need not have.
+    """
+    card = "cuda" if card_bytes is not None else None
     own = own_stages(trainer_class(config), PPOTrainer)
     sections = {
         "What a step does": describe(config, max_columns, own).splitlines(),
         "Who runs where": placement_lines(config, max_columns),
         "How much": batch_table(config, max_columns).splitlines(),
+        "On a device": plan_text(config, max_columns, card, card_bytes).splitlines(),
         "Changed from the defaults": change_lines(config),
         "No effect in this run": [
             f"{', '.join(keys)}: {reason}" for reason, keys in unused_keys(config).items()
@@ -111,7 +120,18 @@ def _documented(statements: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
             yield field.target.id, inspect.cleandoc(ast.literal_eval(after.value))
 
 
-def main(overrides: Sequence[str]) -> None:
-    """Print the explanation, wrapped to the terminal."""
+CARD = "--card-gb="
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the explanation, wrapped to the terminal; of GPUs with `--card-gb` GiB, where given."""
     width = terminal_width() or WIDTH_OF_A_FILE
-    print(fit(explain(load_config(overrides), width), width))
+    cards = [argument.removeprefix(CARD) for argument in arguments if argument.startswith(CARD)]
+    overrides = [argument for argument in arguments if not argument.startswith(CARD)]
+    card_bytes = None
+    if cards:
+        try:
+            card_bytes = int(float(cards[-1]) * 2**30)
+        except ValueError as error:
+            raise ConfigError(f"{CARD}{cards[-1]}: give a card's memory in GiB, as 80.") from error
+    print(fit(explain(load_config(overrides), width, card_bytes), width))

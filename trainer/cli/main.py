@@ -12,28 +12,33 @@ USAGE = """usage: verl-like COMMAND ...
   ppo [key=value ...]      train; `verl-like ppo --help` shows the main keys,
                            `verl-like ppo --cfg job` every key
   explain [key=value ...]  say in words what a step of this configuration will do; starts nothing
-  doctor                   check what a run needs: packages, a remote call, an all-reduce,
-                           a weight sync, the machine
+  doctor [--model PATH]    check what a run needs: packages, a remote call, an all-reduce,
+                           a weight sync, the machine; or say how a run treats one model
   report RUN_DIR           write RUN_DIR/report.html anew from what is in the run folder
   -sc install=bash         print tab completion; use it with: eval "$(verl-like -sc install=bash)"
   --version                print the version
 """
 HELP = {
-    "explain": """usage: verl-like explain [key=value ...]
+    "explain": """usage: verl-like explain [--card-gb=GIB] [key=value ...]
 
 Takes the same key=value settings as `verl-like ppo` and prints, without starting a process: the
 calls of a step with what each waits for, which run at the same time, who runs where, every batch
 size with its unit, each key that is not at its default with its meaning, and the keys that have no
-effect in this run.
+effect in this run. Memory of every role is that of this machine's devices, or of GPUs with
+--card-gb GiB, which need not be here.
 
   verl-like explain placement=split trainer.n_gpus_per_node=8 \\
       data.train_files=x actor_rollout_ref.model.path=y
 """,
-    "doctor": """usage: verl-like doctor
+    "doctor": """usage: verl-like doctor [--model PATH]
 
 One line for each thing that a run needs: ok, FAIL, or - for what only some runs need. A line that
 says FAIL ends with the command that mends it. Takes 10 to 20 seconds; the exit code is 1 if
 anything needed fails.
+
+With --model, for one model folder (or name on the hub) which path each part of a run takes and why:
+attention, packed or padded rows, rollout engines, fused CPU functions, the state that is loaded.
+Only its config.json is needed.
 """,
     "report": """usage: verl-like report RUN_DIR
 
@@ -80,14 +85,13 @@ def _plain_command(command: str, arguments: list[str]) -> None:
     """explain, doctor or report; an error of ours ends with its one line."""
     from verl_like.errors import VerlLikeError
 
-    wanted = {"doctor": (0, 0), "report": (1, 1)}.get(command, (0, len(arguments)))
-    if not wanted[0] <= len(arguments) <= wanted[1]:
+    wanted = {"doctor": (0, 2), "report": (1, 1)}.get(command, (0, len(arguments)))
+    is_doctor_wrong = command == "doctor" and arguments[:1] != ["--model"][: len(arguments)]
+    if not wanted[0] <= len(arguments) <= wanted[1] or is_doctor_wrong or arguments == ["--model"]:
         sys.exit(HELP[command])
     try:
         if command == "doctor":
-            from trainer.cli import doctor
-
-            doctor.main()
+            _doctor(*arguments[1:])
         elif command == "report":
             from trainer.report.page import write_report
 
@@ -98,3 +102,14 @@ def _plain_command(command: str, arguments: list[str]) -> None:
             explain.main(arguments)
     except VerlLikeError as err:
         sys.exit(f"error: {err}")
+
+
+def _doctor(model: str = "") -> None:
+    """What a run needs; or, of one model, which path each part of a run takes."""
+    from trainer.cli import doctor
+
+    if not model:
+        doctor.main()
+    from trainer.cli.doctor_model import model_findings
+
+    doctor.main(lambda: model_findings(model), passed="found on a small model of its class")

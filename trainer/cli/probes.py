@@ -82,7 +82,7 @@ def rollout() -> str:
         settings = [
             f"actor_rollout_ref.model.path={folder}/model",
             f"trainer.default_local_dir={folder}",
-            "algorithm.adv_estimator=grpo",
+            "algorithm.adv_estimator=reinforce_plus_plus",
             "data.max_prompt_length=4",
             "data.max_response_length=1",
             "data.train_files=none",

@@ -39,8 +39,16 @@ OmegaConf.register_new_resolver("share", _share, replace=True)
 
 def register(recipe: Recipe[Any]) -> None:
     """Let Hydra find the schema and the placement presets that the recipe's YAML names."""
-    _registered[recipe.name] = recipe
     store = ConfigStore.instance()
+    presets = store.repo.get("placement", {})
+    is_stored = all(
+        f"{preset}.yaml" in presets and presets[f"{preset}.yaml"].provider == recipe.name
+        for preset in recipe.placements
+    )
+    if is_stored and _registered.get(recipe.name) is recipe:
+        return
+
+    _registered[recipe.name] = recipe
     store.store(name=f"{recipe.name}_schema", node=recipe.schema)
     for preset in recipe.placements:
         store.store(
@@ -48,25 +56,31 @@ def register(recipe: Recipe[Any]) -> None:
             name=preset,
             package="_global_",
             node=preset_tree(recipe, preset),
+            provider=recipe.name,
         )
 
 
 def load_config(overrides: Sequence[str], recipe: Recipe[C]) -> C:
     """`key=value` strings, as on the command line -> the configuration of a run."""
-    register(recipe)
     overrides = prepare_overrides(overrides, recipe)
+    return from_composed(compose_tree(overrides, recipe), overrides, recipe)
+
+
+def compose_tree(overrides: Sequence[str], recipe: Recipe[Any]) -> DictConfig:
+    """Hydra's tree of prepared overrides, not yet checked."""
+    register(recipe)
     try:
         with initialize_config_dir(str(recipe.config_dir), version_base="1.3"):
-            composed = compose(recipe.config_name, overrides=overrides)
+            return compose(recipe.config_name, overrides=list(overrides))
     except HydraException as err:
         raise ConfigError(f"{err}\n{err.__cause__}" if err.__cause__ else str(err)) from err
-    return from_composed(composed, overrides, recipe)
 
 
 def prepare_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> list[str]:
     """What Hydra gets: keys are known, shorthands written out, own names take no `+`."""
     overrides = expand_shorthands(recipe, overrides)
     check_overrides(overrides, recipe)
+    _check_presets(overrides, recipe)
 
     takes_any = [key.name for key in config_keys(recipe.schema) if key.takes_any]
     own_names = tuple(section + sign for section in takes_any for sign in ".=")
@@ -85,6 +99,18 @@ def check_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
             raise ConfigError(
                 f"There is no key {name!r}.{_did_you_mean(name, keys)} All keys: verl-like "
                 f"{recipe.name} --cfg job"
+            )
+
+
+def _check_presets(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
+    """Refuse names of presets that there are not; Hydra would show its search path."""
+    for override in overrides:
+        group, _, name = override.partition("=")
+        presets = recipe.preset_names(group)
+        if presets and name.isidentifier() and name != "null" and name not in presets:
+            raise ConfigError(
+                f"{group}={name}: there is no such preset; there are {', '.join(presets)}."
+                f"{nearest(name, presets)}"
             )
 
 

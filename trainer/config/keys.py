@@ -70,6 +70,19 @@ class Key:
             return f"{self.rules.at_least:g} or {word}"
         return ""
 
+    @property
+    def rules_in_words(self) -> str:
+        """Its rules on one line: values, when it is read, whether it may change, verl's name."""
+        said = [self.allowed]
+        if self.rules.read_when:
+            conditions = " and ".join(condition.says for condition in self.rules.read_when)
+            said.append(f"read when {conditions}")
+        if self.rules.may_change_on_resume:
+            said.append("may change on resume")
+        if self.rules.verl:
+            said.append(f"in verl: {self.rules.verl}")
+        return "; ".join(part for part in said if part)
+
 
 def config_keys(schema: type) -> tuple[Key, ...]:
     """Every key of a schema, sections included, in the order of declaration."""

@@ -60,6 +60,14 @@ class Recipe(Generic[C]):
     only_noticed: frozenset[str] = frozenset()
     """Keys that are shown, not refused, where nothing reads them."""
 
+    def preset_names(self, group: str) -> list[str]:
+        """What `<group>=` may stand for: the files of that folder, of `placement` the mapping too.
+
+        Empty where there is no such group.
+        """
+        files = [path.stem for path in (self.config_dir / group).glob("*.yaml")]
+        return sorted({*files, *(self.placements if group == "placement" else ())})
+
 
 def presets(split: Mapping[str, Sequence[str]]) -> Placements:
     """The presets of a recipe whose `placement=split` puts roles on these pools.

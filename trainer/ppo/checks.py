@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.kl import get_kl_controller
 from verl_like.errors import ConfigError
@@ -22,6 +23,7 @@ def validate(config: PPOConfig) -> None:
     _check_data(config)
     _check_mini_batches(config)
     _check_token_budgets(config)
+    _check_groups(config)
     _check_correction(config)
     _check_sharding(config)
     check_sampling_kwargs(
@@ -92,6 +94,18 @@ def _check_token_budgets(config: PPOConfig) -> None:
                 f"{key}={tokens} tokens is less than one sample of data.max_prompt_length + "
                 f"data.max_response_length = {longest} tokens; raise it to that."
             )
+
+
+def _check_groups(config: PPOConfig) -> None:
+    """An estimator that compares a prompt's samples has more than one of them."""
+    name, num_samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    estimator = ADVANTAGE_ESTIMATORS.get(name)  # of the user's own, by its path, nothing is known
+    if num_samples < 2 and estimator is not None and needs_groups(estimator):
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and "
+            f"actor_rollout_ref.rollout.n={num_samples} makes one: its advantage would be its raw "
+            "score. Set actor_rollout_ref.rollout.n to 2 or more, or take reinforce_plus_plus."
+        )
 
 
 def _check_correction(config: PPOConfig) -> None:

@@ -111,17 +111,21 @@ def group_numbers(samples: DataProto) -> np.ndarray:
 def groups_that_differ(values: Tensor, group: np.ndarray) -> np.ndarray:
     """For every group, whether its samples have more than one value.
 
-    A group of one always counts as differing.
+    A group of one with a value always counts as differing. NaN is no value: a group without any
+    does not differ.
     """
     index = torch.from_numpy(group)
+    known = ~values.isnan()
+    index_of_known, known_values = index[known], values[known]
     num_groups = int(index.max()) + 1
-    ends = [
-        torch.zeros(num_groups, dtype=values.dtype).scatter_reduce_(
-            0, index, values, how, include_self=False
-        )
-        for how in ("amin", "amax")
-    ]
-    return ((ends[0] != ends[1]) | (torch.bincount(index) == 1)).numpy()
+
+    lowest = torch.full((num_groups,), torch.inf, dtype=values.dtype)
+    lowest.scatter_reduce_(0, index_of_known, known_values, "amin")
+    highest = torch.full((num_groups,), -torch.inf, dtype=values.dtype)
+    highest.scatter_reduce_(0, index_of_known, known_values, "amax")
+
+    has_one_row = torch.bincount(index, minlength=num_groups) == 1
+    return ((lowest < highest) | (has_one_row & (lowest == highest))).numpy()
 
 
 def first_groups(samples: DataProto, num_groups: int) -> DataProto:

@@ -31,8 +31,8 @@ class FixedKLController:
 class AdaptiveKLController:
     """A weight that steers the KL to a target (arXiv 1909.08593, section 2.2).
 
-    It grows or shrinks by its clipped relative error, at most 20 %, times n_steps / horizon.
-    `value` is all its state.
+    It grows or shrinks by its clipped relative error, at most 20 %, times n_steps / horizon; a
+    batch larger than the horizon counts as several. `value` is all its state.
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
@@ -48,7 +48,11 @@ class AdaptiveKLController:
     def update(self, current_kl: float, n_steps: int) -> None:
         """Move after a batch of `n_steps` samples whose mean KL was `current_kl`."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.horizon
+        for first in range(
+            0, n_steps, self.horizon
+        ):  # each factor is 0.8 or more: never below zero
+            part = min(self.horizon, n_steps - first)
+            self.value *= 1.0 + error * part / self.horizon
 
 
 KLController = FixedKLController | AdaptiveKLController

@@ -14,6 +14,7 @@ import torch
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 from workers.losses.mismatch import MismatchGauge
+from workers.models.precision import name_of, precision_of, rollout_dtype
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.3}
 """Largest log-prob gap that is rounding, by the type that the weights are computed in."""
@@ -101,14 +102,17 @@ def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
         log_probs, _ = trainer.groups["actor"].compute_log_prob(batch)
         batch = batch.union(log_probs)
         gaps.append(largest_gap(batch))
-    actor, rollout = (set(trainer.groups[role].weights_checksum()) for role in ("actor", "rollout"))
-    compute = policy.model.compute_dtype or policy.model.dtype
+    actor = set(trainer.groups["actor"].weights_checksum(as_sent=True))
+    rollout = set(trainer.groups["rollout"].weights_checksum())
+    is_on_gpus = trainer.config.trainer.device != "cpu" and torch.cuda.is_available()
+    device = "cuda" if is_on_gpus else "cpu"
+    types = (precision_of(policy.model, device).compute, rollout_dtype(policy, device))
     return explain_gap(
         GapFacts(
             gap=gaps[0],
             plain_gap=gaps[1],
             stale=actor != rollout,
             quantization=policy.rollout.engine_kwargs.get("quantization"),
-            dtype=compute if policy.model.dtype == "float32" else policy.model.dtype,
+            dtype=name_of(min(types, key=lambda dtype: dtype.itemsize)),
         )
     )

@@ -29,6 +29,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
 from trainer.ppo.dynamic_sampling import collect_groups
 from trainer.ppo.kl import apply_kl_penalty, clamp_scores, get_kl_controller
+from trainer.ppo.memory import plan_text
 from trainer.ppo.metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -151,6 +152,9 @@ class PPOTrainer(Trainer):
         first = DataProto.from_dict({"sample_index": torch.zeros(len(prompts), dtype=torch.int64)})
         answers = self.roll_out(prompts.select().union(first), do_sample=False)
         answers, _ = self.with_rewards(answers)
+        limit = self.config.algorithm.score_clip
+        if limit is not None:  # as the scores that are compared with them
+            answers, _ = clamp_scores(answers, limit)
         return read_columns(answers, "token_level_scores")["token_level_scores"].sum(dim=-1)
 
     def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
@@ -270,9 +274,9 @@ class PPOTrainer(Trainer):
 
     @classmethod
     def describe(cls, config: PPOConfig, max_columns: int | None = None) -> list[str]:
-        """The batch sizes, and the graph of a step as this class runs it."""
+        """Batch sizes, memory, and the graph of a step as this class runs it."""
         graph = describe(config, max_columns, own_stages(cls, PPOTrainer))
-        return [batch_table(config, max_columns), graph]
+        return [batch_table(config, max_columns), plan_text(config, max_columns), graph]
 
     @property
     def total_steps(self) -> int:

@@ -36,7 +36,13 @@ def start_child(
         process_group=0,  # Ctrl-C is for the driver, which ends its children
     )
     theirs.close()
-    ours.send(sys.path)
+    try:
+        ours.send(sys.path)
+    except OSError:  # it ended at once
+        ours.close()
+        process.kill()
+        process.wait()
+        raise
     return process, ours
 
 

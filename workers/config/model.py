@@ -41,13 +41,19 @@ class OptimConfig:
 
 
 @dataclass(kw_only=True)
-class FSDPConfig:
-    """How a role's module is sharded over its ranks."""
+class FrozenFSDPConfig:
+    """How a module without an optimizer is sharded over its role's ranks."""
 
     fsdp_size: int = key(-1, allows="a number of ranks, or -1", may_change_on_resume=True)
     """Ranks per sharding group; -1 shards over the whole pool."""
     param_offload: bool | None = key(None, may_change_on_resume=True)
     """Keep parameters in host memory between calls; null is what the strategy says."""
+
+
+@dataclass(kw_only=True)
+class FSDPConfig(FrozenFSDPConfig):
+    """How a role's module and its optimizer are sharded over its ranks."""
+
     optimizer_offload: bool | None = key(None, may_change_on_resume=True)
     """Keep optimizer state in host memory between updates; null is what the strategy says."""
 
@@ -69,16 +75,15 @@ class ModelConfig:
         may_change_on_resume=True,
         verl="actor_rollout_ref.model.override_config.attn_implementation",
     )
-    """auto takes the first that runs here of flash_attention_2, sdpa, eager; or one of these."""
+    """auto: FlashAttention for packed rows on CUDA, else sdpa; eager where sdpa is not right."""
     use_remove_padding: bool = key(True, may_change_on_resume=True)
     """Run rows end to end without their padding, where the model computes that right."""
     dtype: str = key(
         "float32", allows="a torch type", verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
     )
-    """Type that the weights are loaded and trained in."""
+    """Type of the weights and the optimizer's moments; bfloat16 rounds most small steps away."""
     compute_dtype: str | None = key(None, allows="a torch type")
-    """Mixed precision: compute in this type, add gradients up in float32; null computes in `dtype`.
-    """
+    """Type that passes compute in, with gradients added up in `dtype`; null is bfloat16 on CUDA."""
     lora_rank: int = key(0, allows="a rank, or 0")
     """Rank of LoRA adapters, which are then all that is trained; 0 trains every weight."""
     lora_alpha: int = key(16, allows="a number", read_when=HAS_LORA)

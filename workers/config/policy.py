@@ -19,6 +19,7 @@ from workers.config.conditions import (
 from workers.config.model import (
     STRATEGIES,
     CheckpointConfig,
+    FrozenFSDPConfig,
     FSDPConfig,
     ModelConfig,
     OptimConfig,
@@ -56,6 +57,8 @@ class RolloutCorrectionConfig:
     """Bound of the weights."""
     rollout_is_mode: str = key("truncate", choices=("truncate", "mask"), read_when=WEIGHS_ROLLOUT)
     """truncate caps weights at the threshold; mask zeroes those outside [1 / threshold, threshold].
+
+    A token whose weight is zero stays in the loss's denominators.
     """
 
 
@@ -122,7 +125,7 @@ class RefConfig:
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
     """Samples per forward pass on one rank."""
-    fsdp_config: FSDPConfig = key(factory=FSDPConfig)
+    fsdp_config: FrozenFSDPConfig = key(factory=FrozenFSDPConfig)
     """Sharding."""
 
 

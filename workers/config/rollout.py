@@ -22,7 +22,7 @@ ENGINES = ("native", "hf", "vllm")
 
 @dataclass(kw_only=True)
 class ValidationSamplingConfig:
-    """How validation samples; greedy by default."""
+    """How validation samples; greedy by default, and never as training does."""
 
     n: int = key(1, above=0)
     """Samples per prompt."""
@@ -42,6 +42,8 @@ class RolloutConfig:
 
     name: str = key("native", choices=ENGINES)
     """Engine."""
+    dtype: str | None = key(None, allows="a torch type")
+    """Type of the engine's weights, cast at each sync; null is what the trainer computes in."""
     n: int = key(1, above=0)
     """Samples per prompt."""
     temperature: float = key(1.0, above=0)
@@ -57,9 +59,10 @@ class RolloutConfig:
     kv_cache_gb: float = key(4.0, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
     """Most memory of keys and values on one rank, in GiB; native and vllm on CPUs."""
     sampling_kwargs: dict[str, Any] = key(
-        factory=dict, allows="min_p, min_tokens, stop_strings, logit_bias, truncated_log_probs"
+        factory=dict,
+        allows="min_p, min_tokens, stop_strings, stop_token_ids, logit_bias, truncated_log_probs",
     )
-    """Further sampling settings; logit_bias is token id -> number."""
+    """Further sampling settings; validation reads the stops alone."""
     update_weights_bucket_megabytes: float = key(
         16.0, above=0, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
     )

@@ -6,8 +6,9 @@ memory forwards and several backwards; beside the matrix products of a small mod
 of an update. Here each is one function with the fewest passes.
 
 They stand in for a model's own code only where that computes the same: a class is compared once
-with the formula, value and gradients, on a few numbers. What differs, or is not float32, runs as
-the model has it. Only instances inside the given module are touched, never a class or a module of
+with the formula, value and gradients, on a few numbers, and must take the formula's arguments and
+no other. What differs, is not float32, or rotates a part of the states only, runs as the model has
+it. Only instances inside the given module are touched, never a class or a module of
 another package.
 """
 
@@ -90,7 +91,8 @@ class _RmsNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(flat, dim=-1, keepdim=True)
         inverse = norm.square_().div_(flat.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(flat, weight, inverse)
-        return (flat * inverse).mul_(weight).view(states.shape)
+        normed: Tensor = torch.ops.aten._unsafe_view((flat * inverse).mul_(weight), states.shape)
+        return normed  # no view in autograd's eyes: a router's jitter writes over it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -232,7 +234,12 @@ def _attention_forward(cls: type[nn.Module]) -> Callable[..., Any] | None:
 
 @functools.cache
 def _is_norm(cls: type[nn.Module]) -> bool:
-    """Whether this class divides by the root mean square and multiplies by its weight."""
+    """Whether this class divides by the root mean square and multiplies by its weight.
+
+    A norm that may be given a gate as well is another formula.
+    """
+    if not _takes_states_alone(cls):
+        return False
     weight = _numbers(8, start=1.0)
     stand_in = SimpleNamespace(weight=weight, variance_epsilon=0.1)
     theirs: Callable[..., Any] = lambda states: cls.forward(stand_in, states)  # noqa: E731
@@ -242,6 +249,8 @@ def _is_norm(cls: type[nn.Module]) -> bool:
 @functools.cache
 def _is_gated_mlp(cls: type[nn.Module], activation: type[nn.Module]) -> bool:
     """Whether this class is down(silu(gate(x)) * up(x)) and nothing else."""
+    if not _takes_states_alone(cls):
+        return False
     weights = {
         "gate_proj": _numbers(8, 4),
         "up_proj": _numbers(8, 4, start=0.3),
@@ -262,10 +271,19 @@ def _is_gated_mlp(cls: type[nn.Module], activation: type[nn.Module]) -> bool:
     return _agree(theirs, ours, [_numbers(3, 4)], list(weights.values()))
 
 
+def _takes_states_alone(cls: type[nn.Module]) -> bool:
+    """Whether `forward` has one parameter beside the module."""
+    return len(inspect.signature(cls.forward).parameters) == 2
+
+
 @functools.cache
 def _is_rotary(original: Callable[..., Any]) -> bool:
     """Whether this function rotates queries and keys by halves, with transformers' parameters."""
-    if list(inspect.signature(original).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+    parameters = inspect.signature(original).parameters
+    if list(parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+        return False
+    defaults = [parameter.default for parameter in parameters.values()]
+    if defaults != [inspect.Parameter.empty] * 4 + [1]:
         return False
 
     cos, sin = _numbers(1, 3, 8, start=0.1), _numbers(1, 3, 8, start=0.7)
@@ -280,12 +298,16 @@ def _is_rotary(original: Callable[..., Any]) -> bool:
 
 
 def _rotary_in_place_of(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A function that rotates float32 by this file's formula, and other types by `original`."""
+    """A function that rotates float32 by this file's formula.
+
+    Other types, and states wider than the angles, are left to `original`.
+    """
 
     def rotary(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        if not q.dtype == k.dtype == cos.dtype == torch.float32:
+        is_float = q.dtype == k.dtype == cos.dtype == torch.float32
+        if not (is_float and q.shape[-1] == k.shape[-1] == cos.shape[-1]):
             rotated: tuple[Tensor, Tensor] = original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
             return rotated
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)

@@ -26,6 +26,10 @@ def compute_rollout_importance_weights(
     token, or one a sequence (the product over it). `truncate` caps weights at the threshold c;
     `mask` keeps those within [1/c, c] and gives the others zero. Zero outside the mask.
 
+    A token whose weight is zero stays in the loss's denominators: it adds nothing, and the tokens
+    that are kept weigh what they would weigh beside it. Without it a mini-batch in which most
+    tokens are rejected would take a step as large as one in which none is.
+
     Source: decoupled PPO, arXiv 2110.00641; truncation: Ionides, "Truncated importance sampling",
     JCGS 17, 2008
     """

@@ -1,4 +1,9 @@
-"""Which attention implementation a model runs: flash-attn, sdpa or eager, decided in one place."""
+"""Which attention implementation a model is built with: sdpa or eager, decided in one place.
+
+FlashAttention is not an implementation of the model's here but a kernel for its packed rows: an
+sdpa model runs on it where there is one (`workers.training.varlen`). So what pads its rows, and a
+rollout that decodes with the same module, attends by sdpa.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +19,83 @@ from verl_like.errors import ConfigError, nearest
 logger = logging.getLogger(__name__)
 
 ATTENTIONS = ("auto", "flash_attention_2", "sdpa", "eager")
+INSTALL_FLASH = 'pip install torch, then pip install -e ".[flash-attn]" --no-build-isolation'
+"""From a checkout. flash-attn is built against the torch that is there, so not in isolation."""
 
 
-def resolve_attention(wanted: str, device: torch.device, dtype: torch.dtype, model_cls: Any) -> str:
-    """`wanted`, or the next of flash_attention_2, sdpa, eager that this device and model can run.
+def resolve_attention(
+    wanted: str, device: torch.device, dtype: torch.dtype, model_cls: Any, hf_config: Any = None
+) -> str:
+    """sdpa, or eager where the model has no sdpa or sdpa would leave out what it computes.
 
-    auto takes the first that runs, and flash-attn is looked for on a CUDA device only.
+    `dtype` is the type that passes compute in.
     """
     if wanted not in ATTENTIONS:
         raise ConfigError(
             f"model.attn_implementation={wanted!r} is unknown; valid: {', '.join(ATTENTIONS)}."
             f"{nearest(wanted, ATTENTIONS)}"
         )
+    if wanted == "eager":
+        return wanted
 
-    chosen, reason = wanted, ""
-    if chosen in ("auto", "flash_attention_2"):
-        reason = _why_no_flash(device, dtype)
-        chosen = "sdpa" if reason else "flash_attention_2"
-    if chosen == "sdpa" and not getattr(model_cls, "_supports_sdpa", False):
+    cap = soft_cap(hf_config)
+    if cap is not None and wanted == "sdpa":
+        raise ConfigError(
+            f"model.attn_implementation=sdpa leaves out the soft-capping of {model_cls.__name__} "
+            f"(attn_logit_softcapping={cap:g} in its config.json), and every number would be "
+            "wrong; set auto, which takes eager, or flash_attention_2, which has it on CUDA."
+        )
+    chosen, reason = "sdpa", ""
+    if not getattr(model_cls, "_supports_sdpa", False):
         chosen, reason = "eager", f"{model_cls.__name__} has no sdpa attention"
-    if chosen != wanted and (wanted != "auto" or device.type == "cuda"):
-        _warn_once(f"attention: {chosen} in place of {wanted}: {reason}.")
+    elif cap is not None:
+        chosen, reason = "eager", f"sdpa has no soft-capping, which {model_cls.__name__} needs"
+
+    if wanted == "flash_attention_2" and why_no_kernel(device, dtype):
+        reason = reason or why_no_flash(device, dtype)
+        warn_once(f"attention: {chosen} in place of flash_attention_2: {reason}.")
+    elif wanted == "sdpa" and chosen != "sdpa":
+        warn_once(f"attention: {chosen} in place of sdpa: {reason}.")
+    elif chosen != "sdpa":
+        say_once(f"attention: {chosen}: {reason}.")
     return chosen
 
 
-def _why_no_flash(device: torch.device, dtype: torch.dtype) -> str:
+def soft_cap(hf_config: Any) -> float | None:
+    """The bound that a model sets to its attention scores by tanh, as Gemma-2 does."""
+    if hf_config is None:
+        return None
+    cap: float | None = getattr(hf_config.get_text_config(), "attn_logit_softcapping", None)
+    return cap
+
+
+def why_no_kernel(device: torch.device, dtype: torch.dtype) -> str:
+    """Why FlashAttention, whoever's, does not run here; empty where it does."""
     if device.type != "cuda":
         return f"flash-attn runs on CUDA devices, not on {device.type}"
     if dtype == torch.float32:
-        return "flash-attn takes 16-bit types, the model's is float32 (model.dtype)"
-    if importlib.util.find_spec("flash_attn") is None:
-        return "flash-attn is not installed (pip install 'verl-like[flash-attn]')"
+        return "FlashAttention takes 16-bit types; passes compute in float32 (model.compute_dtype)"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        name = torch.cuda.get_device_name(device)
+        return f"FlashAttention needs an Ampere card or a newer one, not a {name}"
     return ""
 
 
+def why_no_flash(device: torch.device, dtype: torch.dtype) -> str:
+    """Why the package flash-attn cannot be used here; empty where it may be."""
+    reason = why_no_kernel(device, dtype)
+    if not reason and importlib.util.find_spec("flash_attn") is None:
+        reason = f"flash-attn is not installed ({INSTALL_FLASH})"
+    return reason
+
+
 @cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """A warning that is given once per process."""
     logger.warning(message)
+
+
+@cache
+def say_once(message: str) -> None:
+    """A line of information that is given once per process."""
+    logger.info(message)

@@ -7,6 +7,7 @@ folder need be shared.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from pathlib import Path
 
@@ -40,3 +41,19 @@ def model_folder(path: str, weights: bool = True) -> Path:
             f"a model of that name: {' '.join(str(error).split())[:300]}"
         ) from error
     return found
+
+
+def generation_eos(path: str) -> tuple[int, ...]:
+    """The ids that end a response by the folder's `generation_config.json`; none without one.
+
+    Chat models end a turn with a token that is not their tokenizer's eos: Gemma's <end_of_turn>,
+    Llama 3's <|eot_id|>, Phi-3's <|end|>.
+    """
+    file = model_folder(path, weights=False) / "generation_config.json"
+    if not file.is_file():
+        return ()
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}. Mend or remove it.") from error
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)

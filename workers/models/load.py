@@ -1,13 +1,17 @@
 """Weights from a Hugging Face folder into a module that has none, one tensor at a time.
 
-Each rank of a sharded module reads its own slices. Names that the module and the folder spell
-differently are left to transformers, which reads the whole model on each rank.
+Each rank of a sharded module reads its own slices, and buffers whole. Names that the module and the
+folder spell differently are left to transformers, which reads the whole model on each rank. What
+the folder has and nothing takes is refused, as is a weight that nothing fills: a model with a part
+at its default computes other numbers without a word.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +24,17 @@ from verl_like.errors import ConfigError
 from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
 from workers.models.folder import model_folder
 from workers.models.lora import initial_value, is_adapter
+from workers.models.state import named_state
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
 
+COMPUTED = (
+    r"rotary_emb\.inv_freq$",
+    r"(^|\.)position_ids$",
+    r"(^|\.)(attn|attention)\.(masked_)?bias$",
+)
+"""Entries of older folders that models compute today: rotary tables, positions, causal masks."""
 logger = logging.getLogger(__name__)
 
 
@@ -38,7 +49,7 @@ def load_model(config: ModelConfig, head: Head, device: torch.device | None = No
 def load_weights(
     module: Any, config: ModelConfig, head: Head, device: torch.device, shard: int = 0
 ) -> None:
-    """Give every parameter its memory on `device` and its values.
+    """Give every parameter its memory on `device`, and every weight its values.
 
     `shard` is this rank's place on the mesh's shard axis.
     """
@@ -47,18 +58,18 @@ def load_weights(
     new_head = "score." if isinstance(module, ScalarHeadModel) and head == "scalar" else None
     missing, unfit = [], []
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for name, weight in named_state(module):
             origin = name.replace(".base_layer.", ".")
             if is_adapter(name):
-                _copy(parameter, initial_value(name, parameter.shape), shard)
+                _copy(weight, initial_value(name, weight.shape), shard)
             elif new_head is not None and name.startswith(new_head):
-                parameter.zero_()
+                weight.zero_()
             elif (stored := source.find(origin)) is None:
                 missing.append(name)
-            elif (there := list(stored.get_shape())) != (here := list(parameter.shape)):
+            elif (there := list(stored.get_shape())) != (here := list(weight.shape)):
                 unfit.append(f"{origin} (is {there}, config.json says {here})")
             else:
-                _copy(parameter, stored, shard)
+                _copy(weight, stored, shard)
 
     if head == "score" and any(name.startswith("score.") for name in missing):
         raise ConfigError(
@@ -71,10 +82,17 @@ def load_weights(
         )
     if missing:
         _load_through_transformers(module, config, missing, shard)
+    else:
+        refuse_extra(module, config, source.unknown_to(module))
 
 
 def materialize(module: Any, device: torch.device) -> None:
-    """Memory for the parameters, uninitialized; buffers keep values, tied parameters stay tied."""
+    """Memory for the parameters, uninitialized; buffers keep values, tied parameters stay tied.
+
+    Buffers that transformers keeps in float32 whatever a model's type (routers' biases) are in
+    float32 here too.
+    """
+    precise = module._keep_in_fp32_modules_strict or ()
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     buffers = []
     for child in module.modules():
@@ -90,7 +108,8 @@ def materialize(module: Any, device: torch.device) -> None:
         for child, name in others:
             child._parameters[name] = first._parameters[first_name]
     for child, name, buffer in buffers:
-        child._buffers[name] = buffer.to(device)
+        dtype = torch.float32 if name in precise else buffer.dtype
+        child._buffers[name] = buffer.to(device, dtype)
 
 
 class Folder:
@@ -109,10 +128,28 @@ class Folder:
 
     def find(self, name: str) -> Any:
         """The slice of a tensor, with or without the base model's prefix in its name, or None."""
-        for spelled in (name, name.removeprefix(self.prefix), self.prefix + name):
+        for spelled in self._spellings(name):
             if spelled in self.files:
                 return self._open(self.files[spelled]).get_slice(spelled)
         return None
+
+    def unknown_to(self, module: Any) -> list[str]:
+        """The entries that are no weight or buffer of `module`, under any of its names.
+
+        A body under another head than the folder's asks for no other head.
+        """
+        known = {
+            n.replace(".base_layer.", ".") for n, _ in module.named_parameters("", True, False)
+        }
+        known |= {name for name, _ in module.named_buffers("", True, False)}
+        extra = [name for name in self.files if known.isdisjoint(self._spellings(name))]
+        if isinstance(module, ScalarHeadModel):
+            bodies = [name for name in extra if name.startswith(self.prefix)]
+            extra = bodies if any(name.startswith(self.prefix) for name in self.files) else extra
+        return extra
+
+    def _spellings(self, name: str) -> tuple[str, str, str]:
+        return name, name.removeprefix(self.prefix), self.prefix + name
 
     def _open(self, file: str) -> Any:
         if file not in self.opened:
@@ -123,6 +160,22 @@ class Folder:
                     f"model.path: {self.path / file} cannot be read: {error}"
                 ) from error
         return self.opened[file]
+
+
+def refuse_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None:
+    """Refuse entries of the folder that nothing took, but for those that are known to be left over.
+
+    These are what transformers' class ignores (layers that predict further tokens), what is
+    computed today, and a classifier's head.
+    """
+    ignored = [*COMPUTED, *(module._keys_to_ignore_on_load_unexpected or ()), r"^score\."]
+    extra = sorted(name for name in names if not re.search("|".join(ignored), name))
+    if extra:
+        raise ConfigError(
+            f"model.path={config.path!r}: {len(extra)} entries that nothing in the model takes: "
+            f"{', '.join(extra[:20])}. Without them it would compute other numbers: config.json "
+            "may be of another model, or the folder quantized; save it anew with save_pretrained."
+        )
 
 
 def _copy(parameter: Tensor, stored: Any, shard: int) -> None:
@@ -162,13 +215,15 @@ def _load_through_transformers(
         ) from error
 
     whole, report = loaded
-    absent = sorted(set(missing) & set(report["missing_keys"]))
+    origins = {name.replace(".base_layer.", ".") for name in missing}
+    absent = sorted(origins & set(report["missing_keys"]))
     if absent:
         raise ConfigError(
             f"model.path={config.path!r} lacks {len(absent)} weights: {', '.join(absent[:20])}."
         )
+    refuse_extra(module, config, report["unexpected_keys"])
     values = whole.state_dict()
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for name, weight in named_state(module):
             if name in missing:
-                _copy(parameter, values[name.replace(".base_layer.", ".")], shard)
+                _copy(weight, values[name.replace(".base_layer.", ".")], shard)

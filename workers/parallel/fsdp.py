@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from verl_like.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from workers.config import FSDPConfig
+    from workers.config import FrozenFSDPConfig, FSDPConfig
 
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp_offload")
 DATA_AXES = ("replicate", "shard")
@@ -42,7 +42,9 @@ class Sharding:
     optimizer_offload: bool
 
 
-def settle(strategy: str, config: FSDPConfig, section: str = "fsdp_config") -> Sharding:
+def settle(
+    strategy: str, config: FSDPConfig | FrozenFSDPConfig, section: str = "fsdp_config"
+) -> Sharding:
     """The settings of `fsdp_config` that a strategy names; what the user set there must agree."""
     if strategy not in STRATEGIES:
         hint = nearest(strategy, STRATEGIES)
@@ -60,7 +62,7 @@ def settle(strategy: str, config: FSDPConfig, section: str = "fsdp_config") -> S
 
     offload = {}
     for name in ("param_offload", "optimizer_offload"):
-        wanted = getattr(config, name)
+        wanted = getattr(config, name, None)  # a frozen module has no optimizer
         if strategy == "fsdp_offload" and wanted is False:
             raise ConfigError(
                 f"strategy=fsdp_offload and {section}.{name}=False contradict each other; drop one."
@@ -109,14 +111,19 @@ def shard(module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> b
 
     Returns whether it is one for all: so in a small model, where a collective's latency is what it
     costs. The unit that is not a layer holds what a pass begins and ends with: it is whole
-    throughout, and stays so until the engine has run. Gradients are added up, not averaged.
+    throughout, and stays so until the engine has run. Gradients are added up, not averaged; a
+    weight that no token of a rank reached (an expert's) takes part with zeros, or the ranks'
+    collectives would not match.
     """
     num_elements: int = sum(parameter.numel() for parameter in module.parameters())
     one_unit = num_elements <= SMALL_ELEMENTS
     layers = set() if one_unit else set(module._no_split_modules or ())
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        # Weights alone are cast, as on one rank; inputs of a layer come as they are.
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
 
     for child in module.modules():
         if type(child).__name__ in layers:
@@ -126,6 +133,8 @@ def shard(module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> b
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
+            if hasattr(child, "set_reduce_scatter_unused_params"):  # not yet in torch 2.11
+                child.set_reduce_scatter_unused_params(True, recurse=False)
     return one_unit
 
 
@@ -141,14 +150,23 @@ def begin_pass(module: Any, one_unit: bool, last: bool) -> None:
         module.set_requires_gradient_sync(last, recurse=False)
 
 
-def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of a replicated module over its ranks, in buckets."""
+def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Sum the gradients of a whole module over its ranks, in buckets; none is left out.
+
+    A weight that no token of a rank reached (an expert's) has a gradient of zeros there, at every
+    strategy and number of ranks: the ranks stay in step, and the optimizer does the same to it.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    if group is None:
+        return
+
     bucket: list[Tensor] = []
     filled = 0
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is None:
-            continue
+        assert gradient is not None, "every gradient was filled above"
         if bucket and filled + gradient.numel() > BUCKET_ELEMENTS:
             _all_reduce_bucket(bucket, group)
             bucket, filled = [], 0
@@ -192,6 +210,24 @@ def gather_rows(tensor: DTensor) -> Tensor | None:
     return whole
 
 
+def full_tensor(parameter: Tensor) -> Tensor:
+    """A weight as one CPU tensor of its own dtype; collective where it is sharded."""
+    tensor = parameter.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.cpu()
+
+
+def tensor_on_first(parameter: Tensor) -> Tensor | None:
+    """A weight as one CPU tensor on rank 0, None elsewhere; collective where it is sharded."""
+    tensor = parameter.detach()
+    if isinstance(tensor, DTensor):
+        if tensor.device.type == "cpu" and tensor.placements[-1] == Shard(0):
+            return gather_rows(tensor)
+        tensor = tensor.full_tensor()
+    return tensor.cpu() if dist.get_rank() == 0 else None
+
+
 @contextmanager
 def resident(
     module: nn.Module,
@@ -215,7 +251,7 @@ def resident(
         yield
     finally:
         if sharding.param_offload:
-            module.to("cpu")
+            module._apply(pinned)  # as `module.to` does, which knows no pinned memory
         if sharding.optimizer_offload:
             move_states(optimizer, torch.device("cpu"))
         torch.cuda.empty_cache()
@@ -226,4 +262,13 @@ def move_states(optimizer: torch.optim.Optimizer | None, device: torch.device) -
     for state in (optimizer.state if optimizer is not None else {}).values():
         for name, value in state.items():
             if isinstance(value, Tensor) and math.prod(value.shape) > 1:
-                state[name] = value.to(device)
+                state[name] = pinned(value) if device.type == "cpu" else value.to(device)
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A copy in page-locked host memory: from there a GPU fetches it at the bus's full speed."""
+    host = tensor.to("cpu")
+    if not isinstance(host, DTensor):
+        return host.pin_memory()
+    host._local_tensor = host._local_tensor.pin_memory()
+    return host

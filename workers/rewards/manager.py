@@ -164,8 +164,10 @@ class RewardManager:
             extras["overlong_reward"] = punishment.double().numpy()
             values = values + punishment
 
+        # The mask may have holes, where a tool's answer stands: its last token, not its count.
+        places = torch.arange(mask.shape[-1])
         scores = torch.zeros(mask.shape, dtype=torch.float32)
-        scores[torch.arange(len(values)), (mask.sum(-1) - 1).clamp(min=0)] = values
+        scores[torch.arange(len(values)), (mask * places).amax(dim=-1)] = values
 
         metrics = _score_metrics(outcomes, extras)
         metrics["timing_s/reward"] = seconds

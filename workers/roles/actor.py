@@ -17,6 +17,7 @@ from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import get_policy_loss
 from workers.models.memory import memory_in_use
+from workers.models.precision import rollout_dtype
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
@@ -83,6 +84,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
     def init_model(self, total_steps: int) -> None:
         """Load the policy; the schedule spans `total_steps` calls of `update_actor`."""
         self.engine.build(self, total_steps)
+        self.sent_dtype = rollout_dtype(self.policy, self.device.type)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_log_prob(self, data: DataProto) -> tuple[DataProto, Metrics]:
@@ -154,9 +156,9 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weights_checksum(self) -> str:
-        """Hash of the full weights."""
-        return self.engine.weights_checksum()
+    def weights_checksum(self, as_sent: bool = False) -> str:
+        """Hash of the full weights; `as_sent`: of the type that a rollout gets them in."""
+        return self.engine.weights_checksum(self.sent_dtype if as_sent else None)
 
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch

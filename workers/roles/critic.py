@@ -34,6 +34,7 @@ class CriticWorker(Checkpointed, Worker):
             prompts = actor.ppo_mini_batch_size
         self.mini_batch_size = prompts * config.actor_rollout_ref.rollout.n
         self.loss_agg_mode = actor.loss_agg_mode
+        self.loss_scale_factor = actor.loss_scale_factor
         self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
         self.budget = Budget.of(
             actor.use_dynamic_bsz,
@@ -97,6 +98,7 @@ class CriticWorker(Checkpointed, Worker):
             mask,
             self.config.cliprange_value,
             self.loss_agg_mode,
+            loss_scale_factor=self.loss_scale_factor,
             **batch.denominators,
         )
         mean = agg_loss(predicted, mask, "token-mean", **batch.denominators)

@@ -33,7 +33,10 @@ class RewardModelWorker(Worker):
         super().__init__()
         self.config = config.reward_model
         self.policy_path = config.actor_rollout_ref.model.path
-        model = ModelConfig(path=self.config.model.path, dtype=config.actor_rollout_ref.model.dtype)
+        policy = config.actor_rollout_ref.model
+        model = ModelConfig(
+            path=self.config.model.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
+        )
         self.budget = Budget(rows=self.config.micro_batch_size_per_gpu)
         self.engine = TrainEngine(model, FSDPConfig(), head="score")
 

@@ -3,7 +3,8 @@
 Where its weights live:
 
     beside the actor, whole      the native engine decodes with the actor's module, by reference
-    beside the actor, sharded    one unsharded copy per version, gathered tensor by tensor
+    beside the actor, sharded    one unsharded copy per version, gathered tensor by tensor; so, too,
+                                 where `rollout.dtype` is another type than the weights'
     in a pool of its own         a copy that the actor fills through `workers.weights.channel`
 
 Decoding issues no collective: ranks decode different numbers of steps. Ranks that share an engine
@@ -24,7 +25,15 @@ from verl_like.calls.dispatch import Dispatch, make_nd_compute_dataproto_dispatc
 from verl_like.errors import RolloutError, WeightSyncError, WorkerDiedError
 from verl_like.process.worker import Worker
 from workers.columns import require
-from workers.rollout.base import EXTRA_SAMPLING, Output, Request, SamplingParams, sampling_params
+from workers.models.folder import generation_eos
+from workers.rollout.base import (
+    EXTRA_SAMPLING,
+    STOPS,
+    Output,
+    Request,
+    SamplingParams,
+    sampling_params,
+)
 from workers.rollout.build import build_engine, check_engine, ranks_per_engine
 from workers.rollout.sampling import noise_key
 from workers.weights.sync import SyncReport, WeightReceiver
@@ -49,6 +58,7 @@ class RolloutWorker(WeightReceiver, Worker):
         self.prompt_width: int = config.data.max_prompt_length
         self.response_width: int = config.data.max_response_length
         self.seed: int = config.trainer.seed
+        self.model_eos = generation_eos(self.policy.model.path)
         check_engine(config, self.world_size)
         ranks = ranks_per_engine(config)
         self._register_dispatch_collect_info(
@@ -108,18 +118,28 @@ class RolloutWorker(WeightReceiver, Worker):
         self.engine.control.abort()
 
     def sampling_of(self, data: DataProto) -> SamplingParams:
-        """The config's settings under those of the batch."""
+        """The config's settings under those of the batch; for validation `val_kwargs` alone.
+
+        A response ends at the tokenizer's eos, which the batch carries, at those that the model's
+        folder names, and at `sampling_kwargs.stop_token_ids`: so in every engine.
+        """
         eos = data.meta_info.get("eos_token_id")
         stop = tuple(int(token) for token in ([eos] if isinstance(eos, int) else eos or ()))
+        stop = (*stop, *self.model_eos)
         if not stop:
             raise RolloutError(
-                "rollout: meta_info has no eos_token_id: no response could end. Has the "
-                "tokenizer one?"
+                "rollout: meta_info has no eos_token_id and the model's generation_config.json "
+                "none: no response could end. Has the tokenizer one?"
             )
 
         names = ("temperature", "top_k", "top_p", "do_sample")
+        validates = bool(data.meta_info.get("validate"))
         settings = {name: getattr(self.config, name) for name in names}
-        settings |= self.config.sampling_kwargs
+        if validates:
+            settings = {name: getattr(self.config.val_kwargs, name) for name in names}
+        for name, value in self.config.sampling_kwargs.items():
+            if name in STOPS or not validates:
+                settings[name] = value
         own = {*names, "max_tokens", *EXTRA_SAMPLING} & data.meta_info.keys()
         settings |= {name: data.meta_info[name] for name in own}
         return sampling_params(settings, self.response_width, stop)
@@ -166,7 +186,7 @@ class RolloutWorker(WeightReceiver, Worker):
             return SyncReport()
         error: str | None = None
         try:
-            self.engine.load_weights(actor.engine.named_full_tensors())
+            self.engine.load_weights(actor.engine.named_full_tensors(dtype=actor.sent_dtype))
         except WeightSyncError as problem:
             error = f"rollout rank {self.rank}: {problem}"
         votes = torch.tensor([0 if error is None else 1])

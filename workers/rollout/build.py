@@ -1,7 +1,7 @@
 """From the configuration to this rank's rollout engine.
 
 native, hf    an engine per rank; native decodes with the actor's own module where that is
-              whole in this process
+              whole in this process, and of the type `rollout.dtype`
 vllm          an engine per `tensor_model_parallel_size` ranks, in the first of them; the
               others are on standby
 """
@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError, nearest
 from workers.models.folder import model_folder
+from workers.models.precision import name_of, precision_of, rollout_dtype
+from workers.models.state import set_buffer_dtype
 from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine, SamplingParams
+from workers.rollout.vllm.setup import check_options
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker
@@ -34,6 +39,7 @@ def check_engine(config: WorkersConfig, world_size: int) -> None:
         raise ConfigError(
             f"rollout.name={rollout.name!r} is no engine; there is: {', '.join(ENGINES)}.{hint}"
         )
+    check_options(rollout.engine_kwargs)
     ranks = ranks_per_engine(config)
     if world_size % ranks:
         valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
@@ -69,8 +75,12 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
             return StandbyEngine(limits)
         return _vllm_engine(config, worker, limits, decode, devices)
 
-    shared = shared_module(worker) if rollout.name == "native" else None
-    module = load_model(policy.model, "token", worker.device) if shared is None else shared
+    dtype = rollout_dtype(policy, worker.device.type)
+    shared = shared_module(worker, dtype) if rollout.name == "native" else None
+    own = replace(policy.model, dtype=name_of(dtype), compute_dtype=name_of(dtype))
+    module = load_model(own, "token", worker.device) if shared is None else shared
+    if shared is None:
+        set_buffer_dtype(module, precision_of(policy.model, worker.device.type).weights)
     if rollout.name == "hf":
         from workers.rollout.hf import HFEngine
 
@@ -80,8 +90,8 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
     return NativeEngine(module, limits, owns_weights=shared is None, decode=decode)
 
 
-def shared_module(worker: Worker) -> Any:
-    """The module of the actor in this process, if it is there in one piece."""
+def shared_module(worker: Worker, dtype: torch.dtype) -> Any:
+    """The module of the actor in this process, if it is there in one piece and has this type."""
     actor: Any = worker.sibling("actor")
     if actor is None:
         return None
@@ -89,7 +99,8 @@ def shared_module(worker: Worker) -> Any:
         raise RolloutError(
             "rollout.init_model shares the actor's module: call the actor's init_model first."
         )
-    return None if actor.engine.is_sharded else actor.engine.module
+    is_other = actor.engine.is_sharded or actor.engine.module.dtype != dtype
+    return None if is_other else actor.engine.module
 
 
 def _decoder(path: str) -> Callable[[list[int]], str]:
@@ -114,7 +125,7 @@ def _vllm_engine(
         os.environ["CUDA_VISIBLE_DEVICES"] = devices  # read by the processes that vLLM starts
     settings = VllmSettings(
         model_path=str(model_folder(policy.model.path, weights=False)),  # its weights come by sync
-        dtype=policy.model.dtype,
+        dtype=name_of(rollout_dtype(policy, worker.device.type)),
         tensor_parallel=policy.rollout.tensor_model_parallel_size,
         gpu_memory_utilization=policy.rollout.gpu_memory_utilization,
         device_type=worker.device.type,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.models.state import named_state
 from workers.rollout.base import (
     EngineLimits,
     Output,
@@ -35,8 +36,8 @@ class HFEngine(ModuleEngine):
         super().__init__(module, limits, decode)
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The module's parameters."""
-        return self.module.named_parameters()
+        """The module's parameters and persistent buffers."""
+        return named_state(self.module)
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
         was_training = self.module.training

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.models.state import named_state
 from workers.rollout.base import EngineLimits, RolloutEngine
 from workers.weights.sink import WeightSink
 
 
 class ModuleEngine(RolloutEngine):
-    """Loads, frees and allocates the parameters of `module`."""
+    """Loads the state of `module`; frees and allocates its parameters."""
 
     def __init__(
         self, module: Any, limits: EngineLimits, decode: Callable[[list[int]], str] | None = None
@@ -22,7 +23,7 @@ class ModuleEngine(RolloutEngine):
         self.module = module
         self.vocab_size = module.config.get_text_config().vocab_size
         self.num_bytes = sum(
-            weight.numel() * weight.element_size() for weight in module.parameters()
+            weight.numel() * weight.element_size() for _, weight in named_state(module)
         )
         self._shapes: list[torch.Size] = []
 

@@ -4,7 +4,8 @@
 `row_layout`, which transformers hands on to the attention function.
 
 A packed row needs a mask that keeps its rows apart. A dense one costs the square of all tokens.
-Here rows of like length are laid as the rows of a rectangle, padded on the right: causal attention
+FlashAttention takes the rows' bounds instead (`workers.training.varlen`). Where it does not run,
+rows of like length are laid as the rows of a rectangle, padded on the right: causal attention
 needs no mask then, since the padding comes after all that is real in its row. So time follows the
 real tokens, on every device.
 """
@@ -14,16 +15,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from workers.models.attention import soft_cap
+from workers.training.varlen import VarlenKernel
+
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in transformers' interface."""
 MAX_SHORT = 80
 """Widest rectangle, in tokens, for which matrix products beat the fused kernel of the CPU."""
+
+
+@dataclass(frozen=True)
+class LocalMask:
+    """What a packed row's layer gets in the place of a mask, where a token does not see all before.
+
+    A window ends at the token; chunks are counted from the row's first token.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -40,11 +56,27 @@ class Rectangle:
 
 
 class RowLayout:
-    """Where the rows of a packed row are: their rectangles."""
+    """Where the rows of a packed row are, by bounds or by rectangles; made when first asked for."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        runs = _runs(lengths)
-        self.rectangles = [_rectangle(lengths[first:last], device) for first, last in runs]
+        self.lengths, self.device = lengths, device
+
+    @cached_property
+    def rectangles(self) -> list[Rectangle]:
+        """Of neighbouring rows, in their order."""
+        runs = _runs(self.lengths)
+        return [_rectangle(self.lengths[first:last], self.device) for first, last in runs]
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """[rows + 1]: where each row begins, and the last ends."""
+        ends = torch.tensor([0, *self.lengths]).cumsum(dim=0, dtype=torch.int32)
+        return ends.to(self.device, non_blocking=True)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths)
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -80,25 +112,42 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: LocalMask | None,
     scaling: float | None = None,
     row_layout: RowLayout | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    kernel: VarlenKernel | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function, each row by itself.
+    """transformers' attention function, each row by itself: by `kernel`, or rectangle by rectangle.
 
-    [1, heads, tokens, size] -> [1, tokens, heads, size].
+    [1, heads, tokens, size] -> [1, tokens, heads, size]. The layer's window is that of its mask, as
+    under sdpa: some models do not name it among the arguments.
     """
     if row_layout is None:
         raise TypeError(f"{type(module).__name__} was not given the packed row's layout")
+    if attention_mask is None:
+        local = LocalMask(sliding_window)
+    elif isinstance(attention_mask, LocalMask):
+        local = attention_mask
+    else:
+        raise TypeError(f"{type(module).__name__} makes a mask of its own")
+
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    if kernel is not None and kernel.takes(query, softcap) and local.chunk is None:
+        rows = row_layout.cu_seqlens, row_layout.max_len
+        settings: Any = {"scaling": scaling, "window": local.window, "softcap": softcap}
+        return kernel(query, key, value, *rows, **settings).unsqueeze(0), None
+    if softcap is not None:
+        raise ValueError("soft-capping of attention scores (softcap) is not computed by rectangles")
 
     rectangles = row_layout.rectangles
     sizes = [rectangle.num_tokens for rectangle in rectangles]
-    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     parts = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-    pieces = [_attend(*part, scaling, sliding_window) for part in parts]
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).unsqueeze(0), None
+    pieces = [_attend(*part, scaling, local) for part in parts]
+    output = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
+    return output.unsqueeze(0), None  # contiguous, as some models take a view of it
 
 
 def _attend(
@@ -107,23 +156,24 @@ def _attend(
     key: Tensor,
     value: Tensor,
     scaling: float | None,
-    window: int | None,
+    local: LocalMask,
 ) -> Tensor:
     """[tokens, heads, size] of the rectangle's rows."""
     width = rectangle.width
-    windowed = window is not None and window < width
+    is_local = min(local.window or width, local.chunk or width) < width
     q, k, v = (_to_rectangle(states, rectangle) for states in (query, key, value))
-    if query.device.type == "cpu" and width <= MAX_SHORT:
+    is_float32 = query.dtype == value.dtype == torch.float32  # softmax never in a narrower type
+    if query.device.type == "cpu" and is_float32 and width <= MAX_SHORT:
         padded = -(-width // 8) * 8
-        mask = _causal_mask(padded, window or padded, query.device)
+        mask = _causal_mask(padded, local, query.device)
         output = _attend_short(q, k, v, mask, scaling)
     else:
         output = scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=_causal_mask(width, window or width, query.device) if windowed else None,
-            is_causal=not windowed,
+            attn_mask=_causal_mask(width, local, query.device) if is_local else None,
+            is_causal=not is_local,
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
@@ -139,9 +189,6 @@ def _attend_short(
 
     `mask` is that of one row, as wide as the next multiple of eight.
     """
-    if query.dtype != value.dtype:
-        # autocast casts matrix products only, and queries and keys come from rotations
-        query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output: Tensor = _ShortAttention.apply(query, key, value, mask, scale)
     return output
@@ -164,9 +211,8 @@ class _ShortAttention(torch.autograd.Function):
         bias = query.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
         bias = bias.repeat(heads // groups, 1)
 
-        with torch.autocast(query.device.type, enabled=False):
-            probs = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scale).softmax(dim=-1)
-            output = torch.bmm(probs, values)
+        probs = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scale).softmax(dim=-1)
+        output = torch.bmm(probs, values)
 
         ctx.save_for_backward(queries, keys, values, probs)
         ctx.scale, ctx.shapes = scale, (query.shape, key.shape, value.shape)
@@ -205,32 +251,75 @@ def _to_rectangle(states: Tensor, rectangle: Rectangle) -> Tensor:
     return own.reshape(rectangle.num_rows, rectangle.width, *own.shape[1:]).transpose(1, 2)
 
 
-def _causal_mask(width: int, window: int, device: torch.device) -> Tensor:
-    """Each token sees itself and the `window` - 1 before it."""
-    distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)
-    return (distance >= 0) & (distance < window)
+def _causal_mask(width: int, local: LocalMask, device: torch.device) -> Tensor:
+    """Each token sees itself and those before it in its window or chunk."""
+    places = torch.arange(width, device=device)
+    distance = places[:, None] - places
+    mask = (distance >= 0) & (distance < (local.window or width))
+    if local.chunk is not None:
+        mask &= (places // local.chunk)[:, None] == places // local.chunk
+    return mask
 
 
-def _no_mask(**_: Any) -> None:
-    """transformers' mask function: the layout takes the place of the mask."""
+def _local_mask(
+    *, config: Any, local_size: int | None = None, use_vmap: bool = False, **_: Any
+) -> LocalMask | None:
+    """transformers' mask function: the layout takes the place of the mask, but for its locality."""
+    if use_vmap:
+        raise TypeError("its mask is a function of its own")
+    if local_size is None:
+        return None
+    chunk = getattr(config, "attention_chunk_size", None)
+    window = getattr(config, "sliding_window", None)
+    if chunk == window:
+        raise TypeError(f"its chunks and its window are both of {chunk} tokens")
+    return LocalMask(chunk=chunk) if local_size == chunk else LocalMask(window=local_size)
+
+
+def is_capped_by(kernel: VarlenKernel | None, module: Any) -> bool:
+    """Whether the kernel can take an eager module that is eager for its soft-capping alone."""
+    is_eager = module.config.get_text_config()._attn_implementation == "eager"
+    has_cap = soft_cap(module.config) is not None
+    return is_eager and has_cap and kernel is not None and kernel.has_softcap
 
 
 @contextmanager
-def packed_rows(module: Any) -> Iterator[None]:
-    """Within, a module that attends by sdpa attends by `packed_attention`.
+def packed_rows(module: Any, kernel: VarlenKernel | None = None) -> Iterator[None]:
+    """Within, a module that attends by sdpa attends by `packed_attention`, with this kernel.
 
     A backward pass belongs inside, too.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(PACKED, packed_attention)
-    AttentionMaskInterface.register(PACKED, _no_mask)
+    AttentionInterface.register(PACKED, partial(packed_attention, kernel=kernel))
+    AttentionMaskInterface.register(PACKED, _local_mask)
     config = module.config.get_text_config()
     before = config._attn_implementation
-    if before == "sdpa":
+    if before == "sdpa" or is_capped_by(kernel, module):
         config._attn_implementation = PACKED
     try:
         yield
     finally:
         config._attn_implementation = before
+
+
+def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str) -> str:
+    """A line on what computes the attention of a training engine's rows, and what that costs."""
+    config = module.config.get_text_config()
+    built_with, model_type = config._attn_implementation, config.model_type
+    reason = f" ({why_not})" if why_not else ""
+    if not packs:
+        return f"attention of {model_type}: {built_with} on padded rows{reason}."
+    if kernel is not None and (built_with == "sdpa" or is_capped_by(kernel, module)):
+        return f"attention of {model_type}: packed rows by {kernel.name}, by their bounds{reason}."
+    if built_with == "sdpa":
+        return (
+            f"attention of {model_type}: packed rows by sdpa, in rectangles of rows of like length"
+            f"{reason}; up to a fifth of a rectangle is padding, each is a call of its own, and a "
+            "sliding window costs a mask of the square of its width."
+        )
+    return (
+        f"attention of {model_type}: packed rows by {built_with}{reason}; memory and time grow "
+        "with the square of all tokens of a pass, so keep passes short (ppo_max_token_len_per_gpu)."
+    )

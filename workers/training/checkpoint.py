@@ -31,8 +31,9 @@ from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint, put_in_place, write_whole
 from verl_like.process.random_state import load_random_state, save_random_state
 from workers.models.lora import is_adapter, save_adapter
+from workers.models.state import persistent_buffers
 from workers.parallel.collectives import Ranks
-from workers.training.engine import full_tensor
+from workers.parallel.fsdp import full_tensor
 from workers.training.hf_export import export_huggingface
 
 if TYPE_CHECKING:
@@ -163,10 +164,7 @@ def weights(engine: TrainEngine) -> dict[str, Tensor]:
             tensors[f"model.{name}"] = parameter.detach()
 
     if engine.model_config.lora_rank == 0:
-        stored = engine.module.state_dict()
-        for name, buffer in engine.module.named_buffers():
-            if name in stored:
-                tensors[f"model.{name}"] = buffer
+        tensors |= {f"model.{name}": buffer for name, buffer in persistent_buffers(engine.module)}
     return tensors
 
 

@@ -15,9 +15,9 @@ whole mini-batch. It returns its share of the loss and of every metric: shares a
 micro-batches and ranks. So neither the cut nor the number of ranks changes a result beyond float
 rounding.
 
-Rows run without their padding (`workers.training.packing`) where the model can. The strategies and
-the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp, the module is a plain
-one, so that a rollout engine in the same process can read it by reference.
+Rows run without their padding where that is proven right (`workers.training.row_proof`). The
+strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp, the
+module is a plain one, so that a rollout engine in the same process can read it by reference.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from verl_like.tensor_ops import logprobs_and_entropy_from_logits, logprobs_from_logits
-from workers.models.causal_lm import Head, dtype_of, empty_model
+from workers.models.attention import say_once
+from workers.models.causal_lm import Head, empty_model, to_training
 from workers.models.load import load_weights
 from workers.models.lora import add_adapter, merged_tensors
+from workers.models.precision import computing_in, frozen, precision_of
+from workers.models.state import named_state, persistent_buffers
 from workers.parallel.fsdp import (
     add_up_gradients,
     begin_pass,
     build_mesh,
     data_axes,
-    gather_rows,
+    full_tensor,
     resident,
     settle,
     shard,
+    tensor_on_first,
 )
-from workers.training.attention import packed_rows
+from workers.training.attention import describe, packed_rows
 from workers.training.microbatch import (
     Budget,
     Columns,
@@ -54,28 +57,21 @@ from workers.training.microbatch import (
     Rows,
     all_reduce,
     count_mini_batches,
-    cut,
     mini_batch,
     passes,
 )
+from workers.training.moved import count_moved, moved_share, sample_weights
 from workers.training.nonfinite_guard import NonfiniteGuard
 from workers.training.optim import Schedule, build_optimizer, guarded_step
-from workers.training.packing import (
-    can_pack,
-    check_rows,
-    last_token_reads,
-    needed_tokens,
-    packed_feed,
-    padded_feed,
-    read,
-    response_reads,
-)
+from workers.training.packing import check_rows, last_token_reads, read, response_reads
+from workers.training.row_proof import RowPasses, prove_rows
+from workers.training.varlen import find_kernel
 from workers.weights.checksum import checksum_of
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
     from verl_like.process.worker import Worker
-    from workers.config import FSDPConfig, ModelConfig, OptimConfig
+    from workers.config import FrozenFSDPConfig, ModelConfig, OptimConfig
 
 LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model outputs, columns, mini-batch counts) -> (share of the loss, shares of the metrics)."""
@@ -93,7 +89,7 @@ class TrainEngine:
     def __init__(
         self,
         model_config: ModelConfig,
-        fsdp_config: FSDPConfig,
+        fsdp_config: FrozenFSDPConfig,
         *,
         strategy: str = "fsdp",
         head: Head = "token",
@@ -102,12 +98,11 @@ class TrainEngine:
     ) -> None:
         self.model_config = model_config
         self.sharding = settle(strategy, fsdp_config)
-        compute = model_config.compute_dtype
-        self.compute_dtype = None if compute is None else dtype_of(compute, "model.compute_dtype")
         self.optim_config = optim_config
         self.head: Head = head
         self.grad_clip = grad_clip
         self.optimizer: torch.optim.Optimizer | None = None
+        self.row_passes = RowPasses()
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Shard and load the model on the worker's device.
@@ -124,12 +119,17 @@ class TrainEngine:
         self.is_sharded = self.world_size > 1 and self.sharding.strategy != "ddp"
 
         trained = self.optim_config is not None
+        if not trained:
+            self.model_config = frozen(self.model_config, self.device.type)
+        precision = precision_of(self.model_config, self.device.type)
         self.module: Any = empty_model(self.model_config, self.head, self.device)
-        self.module.requires_grad_(trained)
+        if not trained:
+            self.module.requires_grad_(False)  # what its class freezes, training leaves frozen
         if trained and self.model_config.lora_rank > 0:
             add_adapter(self.module, self.model_config)
         if self.is_sharded:
-            self.is_one_unit = shard(self.module, self.mesh, self.compute_dtype)
+            self.is_one_unit = shard(self.module, self.mesh, precision.cast)
+        self.cast = None if self.is_sharded else precision.cast  # FSDP casts what it gathers
         load_weights(
             self.module,
             self.model_config,
@@ -143,9 +143,18 @@ class TrainEngine:
             self.guard = NonfiniteGuard(self.optim_config.max_skipped_steps, self.group)
             self.scheduler = Schedule(self.optimizer, self.optim_config, total_steps)
 
-        self.packs = False
-        with self.running():
-            self.packs = self.model_config.use_remove_padding and can_pack(self.module, self.device)
+        wanted = self.model_config.attn_implementation
+        self.kernel, why_not = find_kernel(wanted, self.device, precision.compute)
+        may_pack = self.model_config.use_remove_padding
+        # what is wrong with a fused function is not packing's
+        with self.running(fused=False), computing_in(self.module, self.cast):
+            self.row_passes = prove_rows(self.module, self.device, self.kernel, may_pack=may_pack)
+        say_once(describe(self.module, self.packs, self.kernel, why_not))
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows run end to end, without padding."""
+        return self.row_passes.kind == "packed"
 
     def forward_rows(
         self,
@@ -183,7 +192,7 @@ class TrainEngine:
         cuts = self._cut(rows.columns, budget, reads)
         pieces: dict[str, list[Tensor]] = {}
         self.module.eval()
-        with self.running():
+        with self.running(), computing_in(self.module, self.cast):
             for columns, real, _ in passes(rows.columns, cuts, self.group, self.device):
                 for name, column in compute(columns).items():
                     pieces.setdefault(name, []).append(column[:real])
@@ -208,8 +217,10 @@ class TrainEngine:
         assert self.optimizer is not None, "a frozen engine was asked for an update"
         rows = self._take(data, (*INPUTS, *names))
         count = count_mini_batches(rows.total, mini_batch_size)
-        self.module.train(self.model_config.enable_gradient_checkpointing)
+        to_training(self.module)
 
+        is_first = self.scheduler.num_steps == 0
+        before = sample_weights(self.parameters()) if is_first else []
         steps: list[dict[str, float]] = []
         with self.running(self.optimizer):
             for index in list(range(count)) * epochs:
@@ -227,6 +238,9 @@ class TrainEngine:
 
         taken = [step for step in steps if math.isfinite(step["grad_norm"])]
         result = _mean_metrics(taken or steps)
+        if is_first and taken:
+            counts = all_reduce(count_moved(before, self.parameters(), self.device), self.group)
+            result["moved_share"] = moved_share(*counts.tolist(), self.scheduler.lr)
         result["lr"] = self.scheduler.lr
         result["skipped_steps"] = float(len(steps) - len(taken))
         self.scheduler.step()
@@ -246,10 +260,11 @@ class TrainEngine:
         for columns, num_real, last in passes(batch.columns, cuts, self.group, self.device):
             if self.is_sharded:
                 begin_pass(self.module, self.is_one_unit, last)
-            outputs = self.outputs(columns, temperature, want_entropy)
-            moved = {name: c.to(self.device, non_blocking=True) for name, c in columns.items()}
-            loss, shares = loss_fn(outputs, moved, batch)
-            loss.backward()
+            with computing_in(self.module, self.cast):
+                outputs = self.outputs(columns, temperature, want_entropy)
+                moved = {name: c.to(self.device, non_blocking=True) for name, c in columns.items()}
+                loss, shares = loss_fn(outputs, moved, batch)
+                loss.backward()
 
             for name, share in shares.items():
                 if num_real:
@@ -258,7 +273,7 @@ class TrainEngine:
                     share = torch.zeros((), device=self.device)
                 totals[name] = totals[name] + share if name in totals else share
 
-        if self.group is not None and not self.is_sharded:
+        if not self.is_sharded:
             add_up_gradients(self.parameters(), self.group)
         summed = all_reduce(torch.stack(list(totals.values())), self.group)
         return dict(zip(totals, summed.tolist(), strict=True))
@@ -284,22 +299,20 @@ class TrainEngine:
 
     def _take(self, data: DataProto, names: Sequence[str]) -> Rows:
         rows = Rows.take(data, names, self.world_size)
-        check_rows(self.module, rows.columns)
+        check_rows(self.module, rows.columns, rows.names)
         return rows
 
     def _cut(self, columns: Columns, budget: Budget, reads: Reads) -> list[list[int]]:
-        lengths = needed_tokens(columns, reads(columns)).sum(dim=1).tolist()
-        return cut(lengths, budget, rectangles=not self.packs)
+        return self.row_passes.cut(columns, reads(columns), budget)
 
     def _read(self, columns: Columns, reads: Tensor) -> Tensor:
         """The head's output at the positions `reads`, row by row."""
-        feed = (packed_feed if self.packs else padded_feed)(columns, reads, self.device)
-        dtype = None if self.is_sharded else self.compute_dtype
-        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            return read(self.module, feed)
+        return read(self.module, self.row_passes.feed(columns, reads, self.device))
 
     @contextmanager
-    def running(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    def running(
+        self, optimizer: torch.optim.Optimizer | None = None, *, fused: bool = True
+    ) -> Iterator[None]:
         """Within, the module (and the optimizer's state) is ready to compute on the device.
 
         Packed rows attend row by row, and on a CPU the parts that `fused_ops` knows run as written
@@ -309,33 +322,39 @@ class TrainEngine:
             stack.enter_context(resident(self.module, optimizer, self.sharding, self.device))
             if self.is_sharded:
                 stack.callback(self.module.reshard)
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and fused:
                 stack.enter_context(_cpu_kernels(self.module))
             if self.packs:
-                stack.enter_context(packed_rows(self.module))
+                stack.enter_context(packed_rows(self.module, self.kernel))
             yield
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters as the optimizer sees them: this rank's shards of what is trained."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
-    def named_full_tensors(self, on_all_ranks: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def named_full_tensors(
+        self, on_all_ranks: bool = True, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, whole, on the CPU, one at a time; collective.
 
-        Each has its own dtype. LoRA adapters are merged into the weights they stand beside. Every
-        rank must run the iterator to its end; unless the tensors are wanted `on_all_ranks`, it is
-        empty on all but rank 0. On one CPU rank the tensors are the live weights: do not write.
+        Parameters, in `dtype` or their own, then persistent buffers, always in their own: passes
+        read them so. LoRA adapters are merged into the weights they stand beside. Every rank must
+        run the iterator to its end; unless the tensors are wanted `on_all_ranks`, it is empty on
+        all but rank 0. On one CPU rank the tensors are the live weights: do not write.
         """
+        buffers = {name for name, _ in persistent_buffers(self.module)}
         with resident(self.module, None, self.sharding, self.device):
             whole = full_tensor if on_all_ranks else tensor_on_first
-            named = ((name, whole(parameter)) for name, parameter in self.module.named_parameters())
-            yield from merged_tensors(
+            named = ((name, whole(weight)) for name, weight in named_state(self.module))
+            for name, tensor in merged_tensors(
                 self.module, ((name, tensor) for name, tensor in named if tensor is not None)
-            )
+            ):
+                keeps = dtype is None or name in buffers or not tensor.is_floating_point()
+                yield name, tensor if keeps else tensor.to(dtype)
 
-    def weights_checksum(self) -> str:
-        """A hash of the full weights, equal at every sharding; collective."""
-        return checksum_of(self.named_full_tensors())
+    def weights_checksum(self, dtype: torch.dtype | None = None) -> str:
+        """A hash of the full weights, cast to `dtype`; equal at every sharding; collective."""
+        return checksum_of(self.named_full_tensors(dtype=dtype))
 
 
 def _prepare_cpu_process() -> None:
@@ -371,21 +390,3 @@ def _token_columns(
 
 def _mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-
-
-def full_tensor(parameter: Tensor) -> Tensor:
-    """A weight as one CPU tensor of its own dtype; collective where it is sharded."""
-    tensor = parameter.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.cpu()
-
-
-def tensor_on_first(parameter: Tensor) -> Tensor | None:
-    """A weight as one CPU tensor on rank 0, None elsewhere; collective where it is sharded."""
-    tensor = parameter.detach()
-    if isinstance(tensor, DTensor):
-        if tensor.device.type == "cpu" and tensor.placements[-1] == Shard(0):
-            return gather_rows(tensor)
-        tensor = tensor.full_tensor()
-    return tensor.cpu() if dist.get_rank() == 0 else None

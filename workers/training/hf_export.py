@@ -1,8 +1,9 @@
 """A trained model as a Hugging Face folder that plain `from_pretrained` loads.
 
 An actor becomes what it was loaded from: same configuration, tokenizer and type, new weights, LoRA
-merged. A critic becomes a sequence classifier with one label: body under the body's names and head
-as `score.weight`, so that `AutoModelForSequenceClassification`, or `AutoModel` for the body alone,
+merged; a buffer has the type that it has in the module, such as a router's float32. A critic
+becomes a sequence classifier with one label: body under the body's names and head as
+`score.weight`, so that `AutoModelForSequenceClassification`, or `AutoModel` for the body alone,
 loads it.
 """
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from workers.models.folder import model_folder
+from workers.models.state import persistent_buffers
 
 if TYPE_CHECKING:
     from workers.training.engine import TrainEngine
@@ -34,6 +36,7 @@ def export_huggingface(
 ) -> None:
     """Gather the weights on all ranks, by tensors; the one that `writes` puts them in `folder`."""
     tensors = engine.named_full_tensors()
+    buffers = {name for name, _ in persistent_buffers(engine.module)}
     try:
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +45,9 @@ def export_huggingface(
                 config = _as_classifier(config)
                 (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
             name = config.get("dtype") or config.get("torch_dtype") or engine.model_config.dtype
-            _write_weights(tensors, folder, getattr(torch, name), shard_bytes)
+            dtype = getattr(torch, name)
+            typed = ((n, t if n in buffers else t.to(dtype)) for n, t in tensors)
+            _write_weights(typed, folder, shard_bytes)
     finally:
         # The other ranks are in the same collectives: go through them to the end.
         deque(tensors, maxlen=0)
@@ -67,15 +72,13 @@ def _as_classifier(config: dict[str, Any]) -> dict[str, Any]:
     return config | ({"architectures": [name]} if name else {})
 
 
-def _write_weights(
-    tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, shard_bytes: int
-) -> None:
+def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
     """One `model.safetensors`, or numbered ones with their index; one shard in memory at a time."""
     from safetensors.torch import save_file
 
     drafts: list[tuple[Path, list[str]]] = []
     total = 0
-    for shard in _shards(tensors, dtype, shard_bytes):
+    for shard in _shards(tensors, shard_bytes):
         path = folder / f"draft-{len(drafts)}"
         save_file(shard, path, metadata={"format": "pt"})
         drafts.append((path, list(shard)))
@@ -95,14 +98,12 @@ def _write_weights(
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _shards(
-    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int
-) -> Iterator[dict[str, Tensor]]:
+def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
     """The tensors by name, as many together as fit into a shard; a larger one alone."""
     shard: dict[str, Tensor] = {}
     filled = 0
     for name, tensor in tensors:
-        stored = tensor.to(dtype).contiguous()
+        stored = tensor.contiguous()
         size = _num_bytes(stored)
         if shard and filled + size > shard_bytes:
             yield shard

@@ -147,26 +147,47 @@ def mini_batch(
     return MiniBatch(columns, num_rows, num_tokens, [rows.names[row] for row in mine.tolist()])
 
 
-def cut(lengths: Sequence[int], budget: Budget, *, rectangles: bool = False) -> list[list[int]]:
+def cut(
+    lengths: Sequence[int],
+    budget: Budget,
+    *,
+    rectangles: bool = False,
+    border: int | None = None,
+    single: bool = False,
+) -> list[list[int]]:
     """Row numbers of every micro-batch: longest rows first, none of length 0.
 
     With `rectangles` a row takes as many tokens of the budget as the longest of its micro-batch.
+    Rows of more than `border` tokens share none with others; `single` rows share none at all.
     """
     if (budget.rows or budget.tokens or 0) < 1:
         raise ConfigError(f"{budget}: a micro-batch holds 1 row or token at least; raise its size.")
 
     asked = [row for row, length in enumerate(lengths) if length]
     order = sorted(asked, key=lambda row: -lengths[row])
-    if budget.rows is not None:
-        return [order[start : start + budget.rows] for start in range(0, len(order), budget.rows)]
-
-    limit = budget.tokens or 0
-    if order and lengths[order[0]] > limit:
+    limit = budget.tokens
+    if order and limit is not None and lengths[order[0]] > limit:
         raise ConfigError(
             f"a row of {lengths[order[0]]} tokens exceeds the budget of {limit} tokens per "
             "micro-batch; raise ppo_max_token_len_per_gpu to the longest prompt plus response."
         )
 
+    if single:
+        return [[row] for row in order]
+    num_long = 0 if border is None else sum(lengths[row] > border for row in order)
+    sides = (order[:num_long], order[num_long:])
+    return [piece for side in sides for piece in _fill(side, lengths, budget, rectangles)]
+
+
+def _fill(
+    order: Sequence[int], lengths: Sequence[int], budget: Budget, rectangles: bool
+) -> list[list[int]]:
+    """The rows `order` in micro-batches as large as the budget."""
+    if budget.rows is not None:
+        size = budget.rows
+        return [list(order[start : start + size]) for start in range(0, len(order), size)]
+
+    limit = budget.tokens or 0
     cuts: list[list[int]] = []
     room = 0
     for row in order:

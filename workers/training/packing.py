@@ -1,18 +1,21 @@
 """What goes into a forward pass and what is read from it: rows without their padding.
 
-    feed = packed_feed(columns, reads)      # one row of all tokens end to end, and its layout
-    feed = padded_feed(columns, reads)      # a rectangle, for models that cannot be packed
-    numbers = read(module, feed)            # [positions read, vocabulary or 1]
+    feed = packed_feed(columns, reads, device)      # one row of all tokens end to end, its layout
+    feed = padded_feed(columns, reads, device)      # a rectangle, for models that cannot be packed
+    numbers = read(module, feed)                    # [positions read, vocabulary or 1]
 
 Position t of a row says something about token t + 1. Only positions that a loss reads get a head,
 and a row ends at the last of them: what comes after it cannot change it. Left or right padding is
-all the same.
+all the same: in a rectangle every row starts at the first column, so padding comes after all that
+is real, where neither a state nor a count of places can pick it up.
+
+Which of the two a model takes is proven in `workers.training.row_proof`.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +24,8 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
-from workers.training.attention import RowLayout, packed_rows
+from workers.training.attention import RowLayout
 from workers.training.microbatch import Columns
-
-logger = logging.getLogger(__name__)
 
 
 def response_reads(columns: Columns) -> Tensor:
@@ -43,8 +44,13 @@ def last_token_reads(columns: Columns) -> Tensor:
     return mask & (places == (mask * places).amax(dim=1, keepdim=True))
 
 
-def needed_tokens(columns: Columns, reads: Tensor) -> Tensor:
-    """[rows, T]: real tokens up to the last position that is read, none in a row without reads."""
+def needed_tokens(columns: Columns, reads: Tensor, *, whole: bool = False) -> Tensor:
+    """[rows, T]: real tokens up to the last position that is read, none in a row without reads.
+
+    `whole` rows keep what comes after it.
+    """
+    if whole:
+        return ((columns["attention_mask"] != 0) & reads.any(dim=1, keepdim=True)) | reads
     ahead = reads.flip(1).cumsum(dim=1).flip(1) > 0
     return ((columns["attention_mask"] != 0) & ahead) | reads
 
@@ -61,9 +67,11 @@ class Feed:
     packed: bool = True
 
 
-def packed_feed(columns: Columns, reads: Tensor, device: torch.device) -> Feed:
+def packed_feed(
+    columns: Columns, reads: Tensor, device: torch.device, *, whole: bool = False
+) -> Feed:
     """All needed tokens of all rows end to end, in the order of the rows."""
-    needed = needed_tokens(columns, reads)
+    needed = needed_tokens(columns, reads, whole=whole)
     if not needed.any():  # a dummy: one token, nothing read
         needed[:, 0] = True
     lengths = [length for length in needed.sum(dim=1).tolist() if length]
@@ -75,20 +83,25 @@ def packed_feed(columns: Columns, reads: Tensor, device: torch.device) -> Feed:
     return Feed(inputs, reads[needed].nonzero().squeeze(1).to(device))
 
 
-def padded_feed(columns: Columns, reads: Tensor, device: torch.device) -> Feed:
-    """The rows as they are, without the columns that no row needs."""
-    needed = needed_tokens(columns, reads)
+def padded_feed(
+    columns: Columns, reads: Tensor, device: torch.device, *, whole: bool = False
+) -> Feed:
+    """The needed tokens of each row from the first column on, zeros after them."""
+    needed = needed_tokens(columns, reads, whole=whole)
     if not needed.any():
         needed[:, 0] = True
-    used = needed.any(dim=0).nonzero().squeeze(1)
-    window = slice(int(used[0]), int(used[-1]) + 1)
-    names = ("input_ids", "position_ids")
-    inputs = {name: columns[name][:, window].to(device) for name in names}
-    inputs["attention_mask"] = needed[:, window].long().to(device)
+    width = int(needed.sum(dim=1).max())
+    places = needed.int().argsort(dim=1, descending=True, stable=True)[:, :width]
+    real = needed.gather(1, places)
+    inputs = {
+        name: (columns[name].gather(1, places) * real).to(device)
+        for name in ("input_ids", "position_ids")
+    }
+    inputs["attention_mask"] = real.long().to(device)
 
-    mask = reads[:, window]
+    mask = reads.gather(1, places) & real
     read_columns = mask.any(dim=0).nonzero()
-    first = int(read_columns[0]) if len(read_columns) else mask.shape[1] - 1
+    first = int(read_columns[0]) if len(read_columns) else width - 1
     return Feed(inputs, mask.to(device), first, packed=False)
 
 
@@ -99,8 +112,10 @@ def read(module: Any, feed: Feed) -> Tensor:
     attention = body.config.get_text_config()._attn_implementation
     if feed.packed and attention in ("eager", "flash_attention_2"):
         del inputs["row_layout"]  # they read the rows' bounds from the position ids
-    if "position_ids" not in inspect.signature(body.forward).parameters:
-        del inputs["position_ids"]
+    for name in {"position_ids", "attention_mask"} - inspect.signature(
+        body.forward
+    ).parameters.keys():
+        inputs.pop(name, None)
 
     if isinstance(module, ScalarHeadModel):
         return _picked(module(**inputs), feed)
@@ -121,72 +136,25 @@ def _picked(output: Tensor, feed: Feed) -> Tensor:
     return output[0].index_select(0, feed.reads) if feed.packed else output[feed.reads]
 
 
-def can_pack(module: Any, device: torch.device) -> bool:
-    """Whether two short rows come out alike packed and padded; a warning names a model that fails.
-
-    Every rank of a sharded module calls it.
-    """
-    body = body_of(module)
-    reason = _why_not_packed(module, device)
-    if reason:
-        logger.warning(
-            "model type %s is not computed right from packed rows (%s); it runs on padded rows, "
-            "which takes longer. model.use_remove_padding=False says so without this test.",
-            body.config.model_type,
-            reason,
-        )
-    return not reason
-
-
-def _why_not_packed(module: Any, device: torch.device) -> str:
-    columns = _probe_rows(body_of(module).get_input_embeddings().num_embeddings)
-    reads = columns["attention_mask"] != 0
-    try:
-        with packed_rows(module):
-            packed = _before_scalar_head(module, packed_feed(columns, reads, device))
-        padded = _before_scalar_head(module, padded_feed(columns, reads, device))
-    except (TypeError, ValueError, RuntimeError) as error:
-        return f"it refuses a packed row: {error}"
-
-    limit = 1e-4 if packed.dtype == torch.float32 else 3e-2
-    error_norm = float((packed - padded).float().norm() / padded.float().norm())
-    if error_norm <= limit:
-        return ""
-    return f"relative error {error_norm:.1e} over a limit of {limit:.0e}"
-
-
-@torch.no_grad()
-def _before_scalar_head(module: Any, feed: Feed) -> Tensor:
-    """Logits at every position; under a scalar head, which may be all zeros, the hidden states."""
-    if not isinstance(module, ScalarHeadModel):
-        return read(module, feed)
-    states: list[Tensor] = []
-    hook = module.score.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
-    try:
-        read(module, feed)
-    finally:
-        hook.remove()
-    return states[0][0] if feed.packed else states[0][feed.reads]
-
-
-def _probe_rows(vocabulary: int) -> Columns:
-    """Rows of 7 and 5 tokens, padded on the left."""
-    mask = torch.tensor([[1] * 7, [0, 0] + [1] * 5])
-    tokens = torch.arange(14).view(2, 7) * 7 % max(vocabulary, 1)
-    return {
-        "input_ids": tokens * mask,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-    }
-
-
-def check_rows(module: Any, columns: Columns) -> None:
-    """Refuse rows longer than the model has positions, and tokens that it has no embedding for."""
+def check_rows(module: Any, columns: Columns, names: Sequence[str]) -> None:
+    """Refuse rows with a gap, or longer than the model's positions, and unknown tokens."""
     config = body_of(module).config.get_text_config()
     if not columns["input_ids"].numel():
         return
 
     real = columns["attention_mask"] != 0
+    begins = real & ~real.roll(1, dims=1).index_fill(1, torch.tensor([0]), False)
+    gaps = (begins.sum(dim=1) > 1).nonzero()
+    if len(gaps):
+        row = int(gaps[0])
+        first, second = begins[row].nonzero().squeeze(1)[:2].tolist()
+        raise ConfigError(
+            f"{names[row]} has a gap: its attention_mask is 1 from column {first}, then 0, and 1 "
+            f"again from column {second}. The log-prob of the first token after the gap would be "
+            "read at a pad token; pad prompts on the left and responses on the right "
+            "(tokenizer.padding_side='left')."
+        )
+
     limit = getattr(config, "max_position_embeddings", None)
     longest = int(real.sum(dim=1).max())
     if limit is not None and longest > limit:

@@ -9,14 +9,13 @@ from verl_like.errors import WeightSyncError
 
 
 class WeightSink:
-    """Writes tensors into a module's weights, and notes what is missing, unknown or does not fit.
+    """Writes tensors into a module's state, and notes what is missing, unknown or does not fit.
 
     A tensor may arrive in another dtype than the weight's if no bit is lost (float32 that came from
-    bfloat16); tied weights arrive under one of their names.
+    bfloat16); tied weights arrive under one of their names. Persistent buffers are weights too.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.weights = dict(module.named_parameters())
         self.targets: dict[str, Tensor] = module.state_dict(keep_vars=True)
         self.received: set[int] = set()
         self.extra: list[str] = []
@@ -45,7 +44,8 @@ class WeightSink:
 
     def verify(self, who: str) -> None:
         """Raise one error that lists everything wrong."""
-        missing = [name for name, weight in self.weights.items() if id(weight) not in self.received]
+        first_names = {id(weight): name for name, weight in reversed(self.targets.items())}
+        missing = [name for key, name in first_names.items() if key not in self.received][::-1]
         other = {"of another shape": self.unfit, "that lost bits": self.changed}
         refuse_problems(who, missing=missing, unknown=self.extra, **other)
 

@@ -75,7 +75,9 @@ class SyncReport:
 
 
 class _SendingEngine(Protocol):
-    def named_full_tensors(self, on_all_ranks: bool) -> Iterator[tuple[str, Tensor]]: ...
+    def named_full_tensors(
+        self, on_all_ranks: bool, dtype: torch.dtype | None
+    ) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class _ReceivingEngine(Protocol):
@@ -87,12 +89,14 @@ class _ReceivingEngine(Protocol):
 class WeightSender:
     """Mixed into the actor's worker: the sending side between processes.
 
-    Needs `rank`, `device` and `engine`.
+    Needs `rank`, `device` and `engine`. Weights are cast to `sent_dtype`, where there is one,
+    before they are hashed: what arrives is compared bit by bit, and no more travels than is kept.
     """
 
     rank: int
     device: torch.device
     engine: _SendingEngine
+    sent_dtype: torch.dtype | None = None
     _weight_store: tuple[dist.TCPStore, str] | None = None
     _num_channels = 0
 
@@ -108,7 +112,7 @@ class WeightSender:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, num_receivers: int, bucket_mb: float) -> SyncReport:
         """Gather tensor by tensor on all actor ranks; rank 0 sends them to all rollout ranks."""
-        tensors = iter(self.engine.named_full_tensors(on_all_ranks=False))
+        tensors = self.engine.named_full_tensors(on_all_ranks=False, dtype=self.sent_dtype)
         try:
             if self._weight_store is None:
                 return SyncReport()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import doctor
+from trainer.cli import doctor, probes
 from trainer.cli.doctor import Finding
 
 COMMAND = Path(sys.executable).parent / "verl-like"
@@ -26,6 +26,10 @@ def test_everything_works_here_within_its_time() -> None:
     for line in ("two processes added up over gloo", "started a cluster", "then generated token"):
         assert line in done.stdout
     assert time.perf_counter() - began < 60  # 20 s on an idle machine
+
+
+def test_the_rollouts_probe_generates() -> None:
+    assert "then generated token" in probes.rollout()
 
 
 def test_a_missing_package_ends_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,13 +58,14 @@ def test_a_probe_that_fails_shows_its_last_line(monkeypatch: pytest.MonkeyPatch)
 def test_an_optional_package_that_is_there_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
     monkeypatch.setattr(
-        doctor.importlib.metadata, "version", lambda n: "2.8" if n == "flash-attn" else version(n)
+        doctor.importlib.metadata, "version", lambda n: "2.8.3" if n == "flash-attn" else version(n)
     )
     monkeypatch.setattr(
         doctor, "check_works", lambda probe, mend: Finding(f"{probe} works", "no", mend)
     )
     lines = {finding.subject: str(finding) for finding in doctor.findings()}
-    assert lines["flash_attention works"].endswith("-m pip install --force-reinstall 'flash-attn'")
+    said = lines["flash_attention works"]
+    assert "-m pip install --force-reinstall --no-build-isolation 'flash-attn" in said
     assert {
         "torch works",
         "ray works",

@@ -46,7 +46,7 @@ def test_changed_keys_come_with_default_and_meaning() -> None:
 
 
 def test_keys_without_effect_are_listed_with_the_reason() -> None:
-    text = explained("algorithm.adv_estimator=grpo")
+    text = explained("algorithm.adv_estimator=reinforce_plus_plus")
     assert (
         "critic, trainer.critic_warmup: this run has no critic"
         in text.partition("No effect in this run")[2]

@@ -80,10 +80,11 @@ def test_explain_starts_nothing(decoys: Path) -> None:
     assert sorted(path.name for path in decoys.iterdir()) == ["trainer.py", "workers"]
 
 
-def test_the_config_is_shown(decoys: Path) -> None:
+def test_the_config_is_shown_with_the_rules_of_its_keys(decoys: Path) -> None:
     done = verl_like(decoys, "ppo", "--cfg", "job", "data.train_batch_size=48")
     assert done.returncode == 0, done.stderr
-    assert "train_batch_size: 48" in done.stdout
+    assert "train_batch_size: 48  # above 0" in done.stdout
+    assert "adv_estimator: gae  # gae, " in done.stdout
 
 
 @pytest.mark.parametrize("flags", [[], ["--cfg", "job"]])

@@ -49,6 +49,10 @@ SETTINGS = [
         ["There is no key 'data.tran_batch_size'", "Did you mean 'data.train_batch_size'"],
     ),
     (
+        "actor_rollout_ref.ref.fsdp_config.optimizer_offload=true",
+        ["There is no key 'actor_rollout_ref.ref.fsdp_config.optimizer_offload'"],
+    ),
+    (
         "data.train_batch_size=many",
         ["'many'", "could not be converted to Integer", "train_batch_size"],
     ),
@@ -149,7 +153,11 @@ SETTINGS = [
         ["kl_ctrl.kl_coef is set, but nothing reads it", "use_kl_in_reward is false"],
     ),
     (
-        "critic.cliprange_value=0.1 algorithm.adv_estimator=grpo",
+        "algorithm.adv_estimator=rloo",
+        ["rollout.n=1 makes one", "Set actor_rollout_ref.rollout.n to 2 or more"],
+    ),
+    (
+        "critic.cliprange_value=0.1 algorithm.adv_estimator=reinforce_plus_plus",
         ["critic.cliprange_value", "this run has no critic"],
     ),
     (

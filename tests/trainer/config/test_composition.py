@@ -50,7 +50,8 @@ def test_verls_split_command_composes_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["actor_rollout_ref.rollout.name=native", "algorithm.adv_estimator=grpo"]
+    "change",
+    ["actor_rollout_ref.rollout.name=native", "algorithm.adv_estimator=reinforce_plus_plus"],
 )
 def test_keys_of_verls_command_without_effect_are_shown(
     change: str, caplog: pytest.LogCaptureFixture
@@ -59,7 +60,10 @@ def test_keys_of_verls_command_without_effect_are_shown(
     assert "has no effect here: " in caplog.text
 
 
-GRPO, DYNAMIC = "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_dynamic_bsz=true"
+NO_CRITIC, DYNAMIC = (
+    "algorithm.adv_estimator=reinforce_plus_plus",
+    "actor_rollout_ref.actor.use_dynamic_bsz=true",
+)
 MODEL_ALONE = [
     *("reward_model.enable=true", "reward_model.model.path=judge", "reward_model.rule_weight=0"),
     "role_mapping.reward_model=global_pool",
@@ -98,7 +102,7 @@ MODEL_ALONE = [
         ),
         ("actor_rollout_ref.rollout.engine_kwargs.seed=1", []),
         ("critic.ppo_max_token_len_per_gpu=64", []),
-        ("algorithm.filter_groups.metric=acc", [GRPO]),
+        ("algorithm.filter_groups.metric=acc", [NO_CRITIC]),
         ("algorithm.rollout_correction.rollout_is_threshold=3", []),
         ("custom_reward_function.reward_kwargs.bonus=1", []),
         ("reward_model.micro_batch_size_per_gpu=2", []),
@@ -119,7 +123,7 @@ def test_other_keys_without_effect_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"critic.grad_clip is set, but nothing reads it in this run"
     ):
-        load_config([*NEEDED, "algorithm.adv_estimator=grpo", "critic.grad_clip=2"])
+        load_config([*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus", "critic.grad_clip=2"])
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def is_string(node: ast.stmt | None) -> bool:
 
 
 @pytest.mark.parametrize("preset", PPO.placements)
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
 def test_every_preset_composes(preset: str, estimator: str) -> None:
     config = load(
         f"placement={preset}", f"algorithm.adv_estimator={estimator}", "trainer.n_gpus_per_node=4"

@@ -99,14 +99,16 @@ def test_choices_are_the_names_that_the_code_knows() -> None:
 
 
 def test_a_condition_of_a_section_covers_all_below_it() -> None:
-    config = load_config([*NEEDED, "algorithm.adv_estimator=grpo", "trainer.backend=local"])
+    config = load_config(
+        [*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus", "trainer.backend=local"]
+    )
     assert why_unused(config, "critic.model.fsdp_config.fsdp_size").startswith("this run has no")
     assert why_unused(config, "ray.runtime_env.env_vars.A") == "trainer.backend is not ray"
     assert why_unused(config, "role_mapping.critic") is None
 
 
 def test_unused_keys_are_grouped_by_what_is_missing() -> None:
-    found = unused_keys(load_config([*NEEDED, "algorithm.adv_estimator=grpo"]))
+    found = unused_keys(load_config([*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus"]))
     reason = "this run has no critic: algorithm.adv_estimator takes no values"
     assert found[reason] == ["critic", "trainer.critic_warmup"]
     listed = [name for names in found.values() for name in names]

@@ -18,6 +18,7 @@ def load(*overrides: str) -> PPOConfig:
 SPLIT_PPO = ("placement=split", "trainer.n_gpus_per_node=2", "algorithm.use_kl_in_reward=true")
 GRPO_OF_ONE_STEP = (
     "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1024",
 )
 

@@ -72,6 +72,19 @@ def test_another_number_of_the_reward_function_can_decide() -> None:
         )
 
 
+def test_a_group_without_a_number_does_not_differ() -> None:
+    nan = float("nan")
+    config = FilterGroupsConfig(enable=True, metric="acc", max_num_gen_batches=1)
+    draw = [[0, 1], [0, 1], [0, 1], [0, 1]]
+    acc = [nan, nan, nan, 1, nan, 0, 0, 1]
+    batch, metrics = collect_groups(lambda a: drawn(draw, a, acc=acc), 2, config)
+    assert batch.non_tensor_batch["uid"].tolist()[:2] == ["3-0", "3-0"]
+    assert metrics["dynamic_sampling/num_groups_of_equal_scores"] == 1.0
+
+    _, metrics = collect_groups(lambda a: drawn([[1], [1]], a, acc=[nan, 1]), 2, config)
+    assert metrics["dynamic_sampling/num_groups_of_equal_scores"] == 1.0
+
+
 def test_a_number_that_some_draws_lack_is_nan_there() -> None:
     config = FilterGroupsConfig(enable=True)
     batch, _ = collect_groups(

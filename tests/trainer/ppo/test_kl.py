@@ -73,6 +73,12 @@ def test_the_adaptive_controller_follows_the_clipped_relative_error(current_kl, 
     assert controller.value == pytest.approx(0.5 * (1 + error * 64 / 1000))
 
 
+def test_a_batch_beyond_the_horizon_moves_the_weight_in_parts_and_never_below_zero():
+    controller = AdaptiveKLController(0.5, target_kl=0.1, horizon=100)
+    controller.update(0.0, n_steps=750)  # in one step the factor would be -0.5
+    assert controller.value == pytest.approx(0.5 * 0.8**7 * 0.9)
+
+
 def test_the_fixed_controller_stays():
     controller = FixedKLController(0.3)
     controller.update(100.0, n_steps=64)

@@ -16,6 +16,8 @@ from tests.trainer.report.report_runs import make_run
 from trainer.report.figures import PANELS
 from trainer.report.page import write_report
 
+pytestmark = pytest.mark.usefixtures("figures")
+
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )

@@ -14,6 +14,8 @@ from trainer.report.page import close_run, write_report
 from trainer.report.read import last_steps, overlap_share, phase_shares, pools_at_work, read_run
 from verl_like.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("figures")
+
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 from verl_like.process.child import start_child
 
@@ -23,3 +27,21 @@ def test_a_program_gets_its_arguments_the_import_path_and_the_environment(monkey
     assert pipe.recv() == (("one", "two"), sys.path, "yes", program)
     pipe.send("end")
     assert process.wait(30) == 7
+
+
+def test_a_child_that_ends_before_it_listens_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen] = []
+
+    class Noted(subprocess.Popen):
+        """A process that has ended when its parent goes on."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(BrokenPipeError):
+        start_child("nothing")
+    assert started[0].returncode is not None

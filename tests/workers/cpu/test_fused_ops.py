@@ -11,6 +11,7 @@ import torch
 
 from tests.workers.distributed import run
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import VOCAB, make_batch, started, tiny_config
 from workers.cpu import fused_ops as fused_ops_module
 from workers.cpu.allocator import keep_freed_memory
@@ -80,6 +81,57 @@ def test_only_what_computes_the_same_is_replaced_and_only_within(tmp_path: Path)
                 assert names["apply_rotary_pos_emb"] is not rotary
             assert modeling.apply_rotary_pos_emb is rotary  # the model's module is left as it is
         assert not any("forward" in vars(child) for child in module.modules())
+
+
+PARTIAL_ROTARY = (
+    "gpt_neox phi3+partial glm4_moe laguna mimo_v2_flash nemotron qwen3_5 qwen3_next zaya "
+    "recurrent_gemma qwen4_exp_text"
+).split()
+GATED_NORMS = ["mamba2", "bamba", "granitemoehybrid"]
+
+
+def logits_and_gradient(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    module.zero_grad()
+    logits = module(input_ids=6 + torch.arange(40)[None] * 7 % 120).logits
+    logits.square().mean().backward()
+    gradients = [each.grad.flatten() for each in module.parameters() if each.grad is not None]
+    return logits.detach(), torch.cat(gradients).clone()
+
+
+@pytest.mark.parametrize("case", PARTIAL_ROTARY + GATED_NORMS)
+def test_partial_rotations_and_gated_norms_are_left_to_the_model(case: str) -> None:
+    module = build_tiny(tiny_model_config(case))
+    expected = logits_and_gradient(module)
+    with fused_ops(module):
+        found = logits_and_gradient(module)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 3e-5 * other.norm()
+
+
+def test_what_a_norm_returns_may_be_written_over() -> None:
+    module = build_tiny(tiny_model_config("mixtral"))
+    norm = module.model.norm
+    with fused_ops(module):
+        norm(torch.randn(1, 3, 32)).mul_(2).sum().backward()
+    assert norm.weight.grad.abs().sum() > 0
+
+
+class NormWithGate(torch.nn.Module):
+    """Agrees with an RMS norm where no gate is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(8)), 0.1
+
+    def forward(self, states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        states = states if gate is None else states * gate
+        return self.weight * states * (states.square().mean(-1, keepdim=True) + 0.1).rsqrt()
+
+
+def test_a_class_that_may_be_given_more_than_the_formula_is_not_replaced() -> None:
+    norm = NormWithGate()
+    with fused_ops(norm):
+        assert "forward" not in vars(norm)
 
 
 def test_an_engine_on_another_device_than_the_cpu_enters_nothing(tiny_dir: Path) -> None:

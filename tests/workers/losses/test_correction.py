@@ -3,9 +3,11 @@
 import math
 
 import pytest
+import torch
 
 from tests.workers.losses.plain_python import tokens_of
 from verl_like.errors import ConfigError
+from workers.losses.aggregate import agg_policy_loss
 from workers.losses.correction import compute_rollout_importance_weights
 
 
@@ -38,6 +40,18 @@ def test_importance_weights_equal_plain_python(batch, level, mode):
             assert row == pytest.approx(
                 [ratio if 1 / threshold <= ratio <= threshold else 0.0 for ratio in ratios]
             )
+
+
+def test_a_rejected_token_stays_in_the_denominator():
+    mask = torch.ones(1, 4)
+    old = torch.zeros(1, 4)
+    rollout = torch.tensor([[0.0, 0.0, -3.0, -3.0]])  # the last two weigh e^3: rejected
+    weights = compute_rollout_importance_weights(old, rollout, mask, rollout_is_mode="mask")
+    assert weights.tolist() == [[1.0, 1.0, 0.0, 0.0]]
+
+    losses = torch.full((1, 4), 2.0)
+    loss, _ = agg_policy_loss(losses, {}, mask, "token-mean", weights)
+    assert loss == pytest.approx(2.0 * 2 / 4)
 
 
 def test_importance_weights_have_no_gradient(batch):

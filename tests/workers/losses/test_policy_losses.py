@@ -128,7 +128,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(batch, name):
     assert metrics["actor/ppo_kl"] == 0
 
 
-@pytest.mark.parametrize("name", ["vanilla", "reinforce", "geo_mean", "sapo", "kl_cov"])
+@pytest.mark.parametrize("name", ["vanilla", "reinforce", "geo_mean", "sapo", "kl_cov", "dro"])
 def test_the_gradient_is_that_of_finite_differences(batch, name):
     inputs = policy_inputs(batch)
     log_prob = inputs.pop("log_prob").nan_to_num().requires_grad_()
@@ -195,6 +195,20 @@ def test_gspo_counts_the_whole_of_a_token_that_moved_far():
     new = torch.tensor([[25.0, -24.0, -0.5, 0.0]], dtype=torch.float64)
     loss, _ = POLICY_LOSSES["gspo"](old, new, torch.ones(1, 4), mask, config=CONFIG)
     assert loss.item() == pytest.approx(-math.exp(0.5 / 4))
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_keeps_rare_tokens_that_ppo_clips_and_drops_likely_ones(name):
+    probs = torch.tensor([[[0.001, 0.3, 0.3]], [[0.002, 0.9, 0.05]]], dtype=torch.float64)
+    old, new = probs.log()
+    new.requires_grad_()
+    advantages = torch.tensor([[1.0, 1.0, -1.0]], dtype=torch.float64)
+    loss, metrics = POLICY_LOSSES[name](old, new, advantages, torch.ones(1, 3), config=CONFIG)
+    loss.backward()
+
+    assert new.grad[0, 0] == pytest.approx(-1.5 / 3)  # the ratio is 2, cut at 1.5
+    assert new.grad[0, 1:].tolist() == [0.0, 0.0]
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(2 / 3)
 
 
 def test_policy_losses_are_found_by_name_or_dotted_path():

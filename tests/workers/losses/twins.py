@@ -4,6 +4,7 @@ A row is (old log-probs, log-probs, advantages) of the tokens inside its mask.
 """
 
 import math
+from functools import partial
 
 
 def ratios_of(old, new):
@@ -74,7 +75,42 @@ def sapo(rows, low, high, c):
     return losses
 
 
+def dppo(divergence, rows, low, high, c):
+    """Tokens that have moved too far in their advantage's direction add nothing."""
+    losses = []
+    for old, new, advantages in rows:
+        losses.append([])
+        for before, after, advantage in zip(old, new, advantages, strict=True):
+            distance = divergence(before, after)
+            up = advantage > 0 and after > before and distance > high
+            down = advantage <= 0 and after < before and distance > low
+            weight = 0.0 if up or down else min(math.exp(after - before), c)
+            losses[-1].append(-advantage * weight * after)
+    return losses
+
+
+def distance_of_probabilities(before, after):
+    return abs(math.exp(after) - math.exp(before))
+
+
+def binary_kl(before, after):
+    old, new = math.exp(before), math.exp(after)
+    others = math.log(max(1 - old, 1e-8) / max(1 - new, 1e-8))
+    return old * (before - after) + (1 - old) * others
+
+
+def dro(rows, low, high, c):
+    losses = []
+    for old, new, advantages in rows:
+        tokens = zip(old, new, advantages, strict=True)
+        losses.append([0.025 * (after - before) ** 2 - a * after for before, after, a in tokens])
+    return losses
+
+
 TWINS = {
+    "dppo_tv": partial(dppo, distance_of_probabilities),
+    "dppo_kl": partial(dppo, binary_kl),
+    "dro": dro,
     "vanilla": vanilla,
     "gspo": gspo,
     "cispo": cispo,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from verl_like.errors import ConfigError
+from workers.config import ModelConfig
 from workers.models import attention
 from workers.models.attention import resolve_attention
+from workers.models.load import load_model
 
 CPU = torch.device("cpu")
 
@@ -20,7 +24,7 @@ def test_attention_falls_back_to_what_runs_with_one_warning(
     class Old:
         _supports_sdpa = False
 
-    attention._warn_once.cache_clear()
+    attention.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert (
@@ -39,3 +43,54 @@ def test_attention_falls_back_to_what_runs_with_one_warning(
     assert resolve_attention("auto", CPU, torch.float32, Old) == "eager"
     with pytest.raises(ConfigError, match="Did you mean 'sdpa'"):
         resolve_attention("sdp", CPU, torch.float32, Old)
+
+
+class Capped:
+    """A class that has sdpa, under a config that caps its scores."""
+
+    _supports_sdpa = True
+
+
+def capped_config(cap: float | None) -> Any:
+    from transformers import Gemma2Config
+
+    return Gemma2Config(attn_logit_softcapping=cap)
+
+
+def test_soft_capping_takes_eager_and_refuses_sdpa() -> None:
+    arguments = CPU, torch.float32, Capped
+    assert resolve_attention("auto", *arguments, capped_config(50.0)) == "eager"
+    assert resolve_attention("eager", *arguments, capped_config(50.0)) == "eager"
+    assert resolve_attention("auto", *arguments, capped_config(None)) == "sdpa"
+    assert resolve_attention("sdpa", *arguments, capped_config(None)) == "sdpa"
+    with pytest.raises(ConfigError, match=r"attn_logit_softcapping=50 .*set auto"):
+        resolve_attention("sdpa", *arguments, capped_config(50.0))
+
+
+def test_gemma_2_scores_as_transformers_eager_attention_does(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    sizes |= {"intermediate_size": 64, "num_key_value_heads": 2, "vocab_size": 64}
+    config = Gemma2Config(**sizes, attn_logit_softcapping=0.5, initializer_range=0.3)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    eager = Gemma2ForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    ours = load_model(ModelConfig(path=str(tmp_path / "model")), "token")
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, eager(ids).logits, atol=1e-5, rtol=0)
+
+
+def test_a_card_too_old_or_a_type_too_wide_has_no_flash_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    assert "not a Tesla T4" in attention.why_no_kernel(cuda, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert attention.why_no_kernel(cuda, torch.bfloat16) == ""
+    assert "compute in float32" in attention.why_no_kernel(cuda, torch.float32)
+    assert "--no-build-isolation" in attention.why_no_flash(cuda, torch.bfloat16)

@@ -15,11 +15,12 @@ from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig, WorkersConfig
 from workers.models.load import load_model
 from workers.models.lora import is_adapter, save_adapter
+from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import ReferenceWorker
 from workers.roles.rollout import RolloutWorker
-from workers.training.engine import TrainEngine, full_tensor
+from workers.training.engine import TrainEngine
 from workers.training.microbatch import Budget
 from workers.weights.sink import WeightSink
 

@@ -15,7 +15,7 @@ from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, OptimConfig
 from workers.models.load import load_model
-from workers.parallel.fsdp import Sharding, build_mesh, data_axes, settle
+from workers.parallel.fsdp import Sharding, build_mesh, data_axes, move_states, pinned, settle
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
 
@@ -83,8 +83,15 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tiny_dir
             assert 1e-5 < (result["gradients"][name] - grad).norm() / grad.norm() < 0.1, name
 
 
-def bfloat16(tiny_dir: Path) -> dict[str, Any]:
-    return under(tiny_dir, "fsdp", compute_dtype="bfloat16")
+def bfloat16(tiny_dir: Path, strategy: str = "fsdp") -> dict[str, Any]:
+    return under(tiny_dir, strategy, compute_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_numbers_in_bfloat16_do_not_depend_on_the_strategy(tiny_dir: Path, strategy: str) -> None:
+    alone = bfloat16(tiny_dir, "single")
+    for result in run(2, bfloat16, tiny_dir, strategy):
+        assert_equal_gradients(result["gradients"], alone["gradients"])
 
 
 def test_weights_in_another_spelling_are_read_through_transformers_with_a_warning(
@@ -181,3 +188,22 @@ def test_any_optimizer_of_torch_steps_sharded_weights(tiny_dir: Path) -> None:
     ):
         for name, weight in alone.items():
             assert (ours[name] - weight).norm() <= 1e-3 * weight.norm(), (optimizer, name)
+
+
+def test_what_is_offloaded_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    move_states(optimizer, torch.device("cpu"))
+    assert len(seen) == 4  # both moments of weight and bias, and no step count
+    optimizer.zero_grad(set_to_none=True)
+    layer._apply(pinned)
+    assert [tensor.shape for tensor in seen[4:]] == [layer.weight.shape, layer.bias.shape]

@@ -151,6 +151,17 @@ def test_the_score_stands_at_the_last_response_token(managers: Any, tokenizer: A
     assert counts(metrics) == {"reward/num_failed": 0.0, "reward/num_timed_out": 0.0}
 
 
+def test_the_score_stands_at_the_last_response_token_of_a_mask_with_holes(
+    managers: Any, tokenizer: Any
+) -> None:
+    batch = make_batch(tokenizer, ["abcd"], [""])
+    batch.batch["response_mask"][0, 1:3] = 0  # what a tool answered
+    scores, _ = managers().remote(batch).get()
+    placed = scores.batch["token_level_scores"][0]
+    assert placed.nonzero().tolist() == [[4]]
+    assert batch.batch["response_mask"][0, 4] == 1
+
+
 def test_the_default_rules_score_the_tiny_task(make_manager: Any, tokenizer: Any) -> None:
     manager = make_manager()
     batch = make_batch(tokenizer, ["aab", "c"], ["a", "a"], source="verl_like/tiny_letters")

@@ -61,6 +61,18 @@ def test_mini_batch_and_epochs_default_to_the_actor_s(tiny_dir: Path) -> None:
     assert (critic.mini_batch_size, critic.epochs) == (6, 3)
 
 
+def test_the_aggregation_is_the_actor_s_with_its_constant(tiny_dir: Path) -> None:
+    losses = []
+    for factor in (None, 4, 8):
+        settings = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": factor}
+        critic = critic_of(tiny_dir, **settings)
+        batch = make_batch(8)
+        losses.append(critic.update_critic(batch)["critic/vf_loss"])
+    width = batch.batch["response_mask"].shape[1]
+    assert losses[1] == pytest.approx(2 * losses[2])
+    assert losses[0] == pytest.approx(losses[1] * 4 / width)
+
+
 def test_an_update_without_returns_names_their_writer(tiny_dir: Path) -> None:
     batch = make_batch(8)
     batch.pop(batch_keys=["returns"])

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from tests.workers.prompts import META, prompt_batch
-from tests.workers.samples import started, tiny_config
+from tests.workers.samples import make_batch, started, tiny_config
 from verl_like import RayResourcePool, RayWorkerGroup
 from verl_like.backends.local.group import LocalWorkerGroup
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.group import ClassWithInitArgs
-from verl_like.errors import RolloutError
+from verl_like.errors import ConfigError, RolloutError
 from verl_like.placement.pools import ResourcePool
 from workers.config import WorkersConfig
 from workers.roles.actor import ActorWorker
@@ -111,6 +111,72 @@ def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_repo
     for one, two in zip(samples[:2], samples[2:], strict=True):
         assert all(torch.equal(one.batch[name], column) for name, column in two.batch.items())
     assert not torch.equal(samples[0].batch["responses"], samples[1].batch["responses"])
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_beside_a_float32_actor_that_computes_in_bfloat16_the_rollout_keeps_a_bfloat16_copy(
+    tiny_dir: Path, engine: str
+) -> None:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    config.actor_rollout_ref.model.compute_dtype = "bfloat16"
+    config.actor_rollout_ref.rollout.name = engine
+    actor, rollout = ActorWorker(config), RolloutWorker(config)
+    rollout._siblings["actor"] = actor
+    actor.init_model(2)
+    rollout.init_model()
+    for version in range(2):
+        assert rollout.update_weights(version).error is None
+        assert rollout.weights_checksum() == actor.weights_checksum(as_sent=True)
+        assert rollout.weights_checksum() != actor.weights_checksum()
+        assert {weight.dtype for _, weight in rollout.engine.named_weights()} == {torch.bfloat16}
+        assert {weight.dtype for weight in actor.engine.parameters()} == {torch.float32}
+
+        data = rollout.generate_sequences(prompt_batch(12))
+        old = actor.compute_log_prob(data)[0].batch["old_log_probs"]
+        assert (old - data.batch["rollout_log_probs"]).abs().max() < 0.05
+        actor.update_actor(make_batch(8))
+    rollout.engine.module.lm_head.weight.data[0, 0] += 1
+    assert rollout.weights_checksum() != actor.weights_checksum(as_sent=True)
+
+
+def test_a_rollout_of_the_weights_own_type_shares_the_module_however_passes_compute(
+    tiny_dir: Path,
+) -> None:
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.model.compute_dtype = "bfloat16"
+    config.actor_rollout_ref.rollout.dtype = "float32"
+    actor, rollout = ActorWorker(config), RolloutWorker(config)
+    rollout._siblings["actor"] = actor
+    actor.init_model(2)
+    rollout.init_model()
+    assert rollout.engine.module is actor.engine.module
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dtype", "rollout.engine_kwargs.dtype: set rollout.dtype instead"),
+        ("load_format", "rollout.engine_kwargs.load_format: the engine sets it"),
+    ],
+)
+def test_an_argument_that_the_engine_gives_to_vllm_itself_is_refused(
+    tiny_dir: Path, name: str, words: str
+) -> None:
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.rollout.name = "vllm"
+    config.actor_rollout_ref.rollout.engine_kwargs = {"quantization": "fp8", name: "auto"}
+    with pytest.raises(ConfigError, match=words):
+        RolloutWorker(config)
+
+
+def test_vllm_gets_the_type_of_the_rollout(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.rollout.name = "vllm"
+    config.actor_rollout_ref.rollout.dtype = "bfloat16"
+    monkeypatch.setattr(
+        "workers.rollout.vllm.engine.VllmEngine", lambda settings, *_, **__: settings
+    )
+    assert started(RolloutWorker, config).engine.dtype == "bfloat16"
 
 
 def test_a_bfloat16_actor_sends_bfloat16_and_the_gap_is_its_rounding(tiny_dir: Path) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
 from workers.roles.actor import ActorWorker
+from workers.training.attention import RowLayout, packed_attention
 from workers.training.microbatch import Budget
+from workers.training.varlen import VarlenKernel, _flash_attn, _torch_varlen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,6 +45,7 @@ def actor(tiny_dir: Path, *, strategy: str = "fsdp", **model: Any) -> ActorWorke
     [
         ("float32", "sdpa", 1e-5),
         ("bfloat16", "sdpa", 5e-2),
+        ("bfloat16", "auto", 5e-2),
         pytest.param("bfloat16", "flash_attention_2", 5e-2, marks=no_flash),
     ],
 )
@@ -50,7 +54,12 @@ def test_packed_rows_are_padded_ones_on_a_gpu(
 ) -> None:
     batch, log_probs, grads = make_batch(8), [], []
     for packed in (True, False):
-        own = actor(tiny_dir, use_remove_padding=packed, dtype=dtype, attn_implementation=attention)
+        own = actor(
+            tiny_dir,
+            use_remove_padding=packed,
+            compute_dtype=dtype,
+            attn_implementation=attention,
+        )
         assert own.engine.packs == packed
         log_probs.append(own.compute_log_prob(batch)[0].batch["old_log_probs"])
         grads.append(gradients(own, batch, ACTOR_COLUMNS, Budget(rows=3)))
@@ -59,12 +68,42 @@ def test_packed_rows_are_padded_ones_on_a_gpu(
         assert (grads[0][name] - gradient).norm() <= 2 * limit * gradient.norm(), name
 
 
+@pytest.mark.parametrize("window", [None, 7, 200])
+@pytest.mark.parametrize("find", [_torch_varlen, pytest.param(_flash_attn, marks=no_flash)])
+def test_a_kernel_for_packed_rows_computes_what_sdpa_does_in_bfloat16(
+    find: Callable[[torch.dtype], VarlenKernel], window: int | None
+) -> None:
+    torch.manual_seed(0)
+    lengths, found, kernel = [300, 17, 1, 64], [], find(torch.bfloat16)
+    states = [
+        torch.randn(1, heads, sum(lengths), 64, device="cuda", dtype=torch.bfloat16)
+        for heads in (8, 2, 2)
+    ]
+    layout = RowLayout(lengths, torch.device("cuda"))
+    settings: Any = {"row_layout": layout, "sliding_window": window}
+    for own in (kernel, None):
+        q, k, v = leaves = [part.clone().requires_grad_() for part in states]
+        output, _ = packed_attention(None, q, k, v, None, kernel=own, **settings)
+        found.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).float().norm() < 2e-2 * theirs.float().norm()
+
+
+def test_by_default_packed_rows_run_on_flash_attention_in_bfloat16_over_float32_weights(
+    tiny_dir: Path,
+) -> None:
+    engine = actor(tiny_dir).engine
+    assert engine.kernel is not None
+    assert engine.kernel.dtype == torch.bfloat16
+    assert {weight.dtype for weight in engine.parameters()} == {torch.float32}
+
+
 def test_an_update_in_bfloat16_has_the_gradients_of_float32_but_for_rounding(
     tiny_dir: Path,
 ) -> None:
     exact, rounded = (
         gradients(actor(tiny_dir, compute_dtype=dtype), make_batch(8), ACTOR_COLUMNS)
-        for dtype in (None, "bfloat16")
+        for dtype in ("float32", "bfloat16")
     )
     for name, gradient in exact.items():
         assert rounded[name].dtype == torch.float32
@@ -76,5 +115,8 @@ def test_offloaded_states_are_on_the_gpu_only_while_they_are_used(tiny_dir: Path
     for own in (offloaded, resident):
         own.update_actor(make_batch(8))
     assert {p.device.type for p in offloaded.engine.parameters()} == {"cpu"}
+    assert all(p.is_pinned() for p in offloaded.engine.parameters())
+    states = [t for s in offloaded.engine.optimizer.state.values() for t in s.values()]
+    assert all(state.is_pinned() for state in states if state.numel() > 1)
     assert {p.device.type for p in resident.engine.parameters()} == {"cuda"}
     assert offloaded.weights_checksum() == resident.weights_checksum()

@@ -98,3 +98,12 @@ def test_a_batch_that_no_dispatch_cut_is_refused_on_more_than_one_rank() -> None
 def test_a_missing_column_names_its_writer() -> None:
     with pytest.raises(MissingColumnError, match="written by critic.compute_values"):
         Rows.take(make_batch(4).select(batch_keys=["responses"]), ("values",))
+
+
+def test_rows_over_the_border_share_no_micro_batch_with_others() -> None:
+    lengths = [5, 20, 16, 0, 17, 3]
+    assert cut(lengths, Budget(rows=4), border=16) == [[1, 4], [2, 0, 5]]
+    assert cut(lengths, Budget(tokens=40), border=16) == [[1, 4], [2, 0, 5]]
+    assert cut(lengths, Budget(rows=4), single=True) == [[1], [4], [2], [0], [5]]
+    with pytest.raises(ConfigError, match="a row of 20 tokens exceeds"):
+        cut(lengths, Budget(tokens=18), single=True)

@@ -15,9 +15,10 @@ from workers.models.causal_lm import empty_model
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training import attention
-from workers.training.attention import RowLayout, packed_attention
+from workers.training.attention import LocalMask, RowLayout, packed_attention
 from workers.training.microbatch import Budget
-from workers.training.packing import can_pack, last_token_reads, needed_tokens, response_reads
+from workers.training.packing import last_token_reads, needed_tokens, response_reads
+from workers.training.row_proof import prove_rows
 
 CPU = torch.device("cpu")
 
@@ -136,28 +137,30 @@ def test_a_model_that_mixes_packed_rows_is_found_out(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actor = started(ActorWorker, tiny_config(tiny_dir), 1)
-    assert can_pack(actor.engine.module, CPU)
+    assert prove_rows(actor.engine.module, CPU, may_pack=True).kind == "packed"
     monkeypatch.setattr(
         attention.RowLayout,
         "__init__",
         lambda self, lengths, device: one_row(self, lengths, device),
     )
-    assert not can_pack(actor.engine.module, CPU)
+    assert prove_rows(actor.engine.module, CPU, may_pack=True).kind == "padded"
 
 
 def one_row(layout: Any, lengths: list[int], device: torch.device) -> None:
     layout.rectangles = [attention._rectangle([sum(lengths)], device)]
 
 
+@pytest.mark.parametrize("in_mask", [False, True])
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize("lengths", [[7, 7, 7], [9, 8, 3, 1], [100, 95, 40, 2]])
 def test_packed_attention_is_attention_of_each_row_alone(
-    lengths: list[int], window: int | None
+    lengths: list[int], window: int | None, in_mask: bool
 ) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, sum(lengths), 8) for heads in (4, 2, 2))
+    mask, argument = (LocalMask(window), None) if in_mask else (None, window)
     packed, _ = packed_attention(
-        None, query, key, value, None, 0.3, RowLayout(lengths, CPU), window
+        None, query, key, value, mask, 0.3, RowLayout(lengths, CPU), argument
     )
     start = 0
     for length in lengths:

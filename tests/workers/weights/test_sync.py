@@ -214,7 +214,7 @@ def test_names_missing_unknown_and_of_another_shape_are_listed(
     tensors = dict(TiedModel(0).named_parameters())
     tensors["stranger"] = tensors.pop("layer.bias")
     tensors["small"] = torch.zeros(4)
-    actor.workers[0].engine.named_full_tensors = lambda on_all_ranks: iter(tensors.items())
+    actor.workers[0].engine.named_full_tensors = lambda **_: iter(tensors.items())
     words = (
         "1 missing: layer.bias; 1 unknown: stranger; "
         r"1 of another shape: small \(is \[3\], was sent \[4\]\)"

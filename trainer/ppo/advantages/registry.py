@@ -9,11 +9,24 @@ The names of its parameters say what an estimator gets: see `trainer.ppo.compute
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
 
 from verl_like.registry import Registry
 
 Estimator = Callable[..., tuple[Tensor, Tensor]]
+AnyEstimator = TypeVar("AnyEstimator", bound=Estimator)
 
 ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
+
+
+def compares_samples(estimator: AnyEstimator) -> AnyEstimator:
+    """Say that the samples of a prompt are compared with each other: one alone teaches nothing."""
+    estimator.needs_groups = True  # type: ignore[attr-defined]
+    return estimator
+
+
+def needs_groups(estimator: Estimator) -> bool:
+    """Whether `compares_samples` was said of it."""
+    return getattr(estimator, "needs_groups", False)

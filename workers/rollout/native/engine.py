@@ -1,5 +1,7 @@
 """The embedded rollout engine: a decode loop over any full-attention Hugging Face causal LM.
 
+Which classes those are `native.proof` finds out when the engine is built.
+
     waiting prompts --prefill, in groups--> slots of the KV cache
     slots           --decode, one token a pass--> finished samples leave, waiting prompts enter
 
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.lora import merged_tensors
+from workers.models.state import named_state
 from workers.rollout.base import (
     EngineLimits,
     Output,
@@ -46,6 +49,7 @@ from workers.rollout.native.kv_cache import (
     slots_that_fit,
 )
 from workers.rollout.native.module_forward import ModuleForward
+from workers.rollout.native.proof import check_decoding
 from workers.rollout.sampling import choose_tokens, uniforms
 from workers.weights.checksum import Fingerprint
 
@@ -73,7 +77,9 @@ class NativeEngine(ModuleEngine):
     ) -> None:
         super().__init__(module, limits, decode)
         self.config = module.config.get_text_config()
-        _check_model(self.config, limits.prompt_width + limits.response_width)
+        width = limits.prompt_width + limits.response_width
+        _check_model(self.config, width)
+        check_decoding(self.config, width)
         self.owns_weights = owns_weights
         self.direct_agrees: bool | None = None
         """Whether the direct pass computes what the module does; None while that is not known."""
@@ -89,8 +95,8 @@ class NativeEngine(ModuleEngine):
         self.cache_memory = CacheMemory()
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The module's parameters, LoRA merged."""
-        return merged_tensors(self.module, self.module.named_parameters())
+        """The module's parameters and persistent buffers, LoRA merged."""
+        return merged_tensors(self.module, named_state(self.module))
 
     def commit(self, version: int) -> None:
         """From here on samples are those of `version`.
@@ -99,7 +105,7 @@ class NativeEngine(ModuleEngine):
         """
         if not self.owns_weights:
             self._fingerprint = Fingerprint()
-            for name, tensor in self.module.named_parameters():
+            for name, tensor in named_state(self.module):
                 self._fingerprint.note(name, tensor)
         super().commit(version)
 
@@ -363,7 +369,7 @@ def _check_model(config: Any, width: int) -> None:
         raise ConfigError(
             f"rollout.name=native decodes full attention only; model type {config.model_type!r} "
             f"has layers {', '.join(sorted(kinds))} and a sliding window of {window} (this run is "
-            f"{width} tokens wide)."
+            f"{width} tokens wide). Choose actor_rollout_ref.rollout.name=hf or vllm."
         )
 
 

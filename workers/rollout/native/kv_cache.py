@@ -140,8 +140,11 @@ class Slots:
         self.columns = torch.arange(widest, device=device)
         self.order = torch.where(self.columns > 0, self.columns, widest)
         """The columns, with column 0 beyond them all."""
-        self.spare: Tensor | None = None
-        """Memory of the slots before their last change of width."""
+        self.spare: dict[int, Tensor] = {}
+        """Memory of slots before their last change of width, by its size.
+
+        Keys and values may differ in theirs (latent attention).
+        """
 
         self.is_prefill = True
         self.window = 0
@@ -162,12 +165,12 @@ class Slots:
         """
         count = self.num_slots * old.shape[1] * len(self.columns) * old.shape[3]
         whole = old.as_strided((count,), (1,))
-        memory = self.memory.take(count, old) if self.spare is None else self.spare
-        new = self._slots_in(memory, old)
+        spare = self.spare.pop(count, None)
+        new = self._slots_in(self.memory.take(count, old) if spare is None else spare, old)
 
         kept = min(self.width, old.shape[2])
         new[:num_used, :, :kept] = old[:num_used, :, :kept]
-        self.spare = whole
+        self.spare[count] = whole
         return new
 
     def _slots_in(self, memory: Tensor, like: Tensor) -> Tensor:

@@ -293,12 +293,13 @@ def check_vllm(model_path: str) -> str:
     """Start an engine, load a model's weights and draw a token; returns what was done, in words."""
     from workers.config import ModelConfig
     from workers.models.load import load_model
+    from workers.models.state import named_state
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     limits = EngineLimits(prompt_width=8, response_width=8, max_num_seqs=4, kv_cache_gb=1.0)
     engine = VllmEngine(VllmSettings(model_path, device_type=device_type), limits)
     module = load_model(ModelConfig(path=model_path), "token", torch.device("cpu"))
-    engine.load_weights(module.named_parameters())
+    engine.load_weights(named_state(module))
     engine.commit(0)
     (output,) = engine.generate(
         [Request([0], 1)], SamplingParams(max_tokens=1, stop_token_ids=(0,))

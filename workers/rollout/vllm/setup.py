@@ -6,7 +6,7 @@ Nothing here imports vLLM itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -15,9 +15,41 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
+from workers.models.state import named_state
 
 TESTED = ("0.32", "0.33")
 """vLLM versions from the first up to, but not including, the second."""
+
+
+OURS = {
+    "dtype": "rollout.dtype",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_model_len": "data.max_prompt_length and data.max_response_length",
+    "model": "actor_rollout_ref.model.path",
+}
+"""Arguments of vLLM's LLM that follow from keys of the configuration, and these."""
+FIXED = (
+    "load_format",
+    "skip_tokenizer_init",
+    "enforce_eager",
+    "enable_prefix_caching",
+    "async_scheduling",
+    "disable_log_stats",
+    "worker_extension_cls",
+)
+"""Arguments that the engine gives and relies on."""
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Refuse those of `rollout.engine_kwargs` that the engine gives to vLLM itself."""
+    for name in options:
+        if name in OURS:
+            raise ConfigError(f"rollout.engine_kwargs.{name}: set {OURS[name]} instead.")
+        if name in FIXED:
+            raise ConfigError(
+                f"rollout.engine_kwargs.{name}: the engine sets it and relies on it; leave it out."
+            )
 
 
 def check_version(device_type: str) -> str:
@@ -130,7 +162,7 @@ def expected_weights(model_path: str) -> ExpectedWeights:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    shapes = {name: weight.shape for name, weight in named_state(model)}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

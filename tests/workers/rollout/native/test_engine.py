@@ -280,7 +280,10 @@ def test_the_batch_may_override_sampling_and_validation_has_its_own_noise(
     assert (responses(eos_token_id=list(range(50)))[:, 1:] == 0).all()
 
 
-def test_batches_that_cannot_be_generated_are_refused(worker: RolloutWorker) -> None:
+def test_batches_that_cannot_be_generated_are_refused(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "model_eos", ())  # a folder that names none either
     with pytest.raises(RolloutError, match="no eos_token_id"):
         worker.generate_sequences(prompt_batch(4, meta={"pad_token_id": 0}))
     with pytest.raises(RolloutError, match="no pad_token_id"):

@@ -1,0 +1,47 @@
+"""`--cfg job`: the tree is YAML that says the same, and every rule of a field stands at its key."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from trainer.config.compose import compose_tree, prepare_overrides
+from trainer.config.keys import leaf_keys
+from trainer.config.show import annotated_yaml
+from trainer.ppo.recipe import PPO
+
+
+def shown(*overrides: str, resolve: bool = False) -> tuple[str, dict]:
+    PPO.load_registries()
+    tree = compose_tree(prepare_overrides(overrides, PPO), PPO)
+    text = annotated_yaml(tree, PPO.schema, resolve)
+    return text, OmegaConf.to_container(tree, resolve=resolve)
+
+
+@pytest.mark.parametrize("resolve", [False, True])
+def test_it_reads_back_as_the_composed_tree(resolve: bool) -> None:
+    text, tree = shown(
+        "role_mapping.judge=global_pool",
+        "trainer.stop_at={critic/score/mean:0.9}",
+        "data.train_files=[a.parquet,b c.parquet]",
+        "trainer.experiment_name='two words: # no comment'",
+        "actor_rollout_ref.model.path=x",
+        resolve=resolve,
+    )
+    assert yaml.safe_load(text) == tree
+    assert ("${" in text) is not resolve
+
+
+def test_every_rule_of_a_field_stands_at_its_key() -> None:
+    text, _ = shown()
+    for key in leaf_keys(PPO.schema):
+        if key.rules_in_words:
+            assert f"# {key.rules_in_words}" in text, key.name
+
+
+def test_a_range_a_condition_and_the_name_in_verl_are_said() -> None:
+    text, _ = shown()
+    (found,) = [line for line in text.splitlines() if "kl_loss_coef:" in line]
+    assert found.strip() == "kl_loss_coef: 0.001  # 0 or above; read when `use_kl_loss`"
+    assert "; in verl: " in text

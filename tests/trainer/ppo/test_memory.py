@@ -1,0 +1,91 @@
+"""Memory of the roles on a device: the example's 7B run on 8 cards, and what does not fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
+from trainer.cli.explain import explain
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.memory import GIB, check_memory, pool_bytes, role_memories
+from trainer.ppo.preflight import preflight
+from trainer.ppo.recipe import load_config
+from verl_like.errors import ConfigError
+
+SCRIPT = Path(__file__).parents[3] / "examples/split_placement/run_deepseek7b_llm.sh"
+CARD = 80 * GIB
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the shapes of DeepSeek-LLM-7B, and no weights."""
+    folder = tmp_path_factory.mktemp("deepseek7b")
+    DEEPSEEK_7B.save_pretrained(folder)
+    return folder
+
+
+def script_config(model: Path, *more: str) -> PPOConfig:
+    """The configuration of the example's settings, without running its shell."""
+    block = re.search(r"^settings=\(\n(.*?)^\)", SCRIPT.read_text(encoding="utf-8"), re.M | re.S)
+    assert block is not None
+    settings = [line.strip().replace('"', "") for line in block[1].splitlines()]
+    filled = [s.replace("$MODEL", str(model)).replace("$DATA", "/data") for s in settings]
+    return load_config([*filled, *more])
+
+
+def test_the_7b_example_fits_eight_cards_of_80_gb_and_says_so(model: Path) -> None:
+    text = explain(script_config(model), None, CARD)
+    assert "float32 / bfloat16" in text
+    assert "attention: packed rows by FlashAttention (torch.nn.attention.varlen)" in text
+    own = ("actor_rollout_ref.model.attn_implementation=sdpa",)
+    assert "attention: sdpa" in explain(script_config(model, *own), None, CARD)
+    assert re.findall(r"_pool: \d+\.\d GiB on each device at most, of 80.0: (.*)", text) == [
+        "fits",
+        "fits",
+    ]
+
+
+def test_roles_are_sharded_over_their_own_pool(model: Path) -> None:
+    roles = {role.role: role for role in role_memories(script_config(model), "cuda", CARD)}
+    num_weights = 6_910_365_696
+    assert roles["actor"].weights == num_weights * 4 / 4
+    assert roles["actor"].gradients == num_weights * 4 / 4
+    assert roles["actor"].moments == 2 * num_weights * 4 / 4
+    assert roles["ref"].weights == roles["ref"].host == num_weights * 2 / 4
+    assert roles["rollout"].weights == num_weights * 2 / 4
+    assert roles["rollout"].kv_cache == pytest.approx(0.4 * CARD - num_weights * 2 / 4)
+    assert roles["critic"].pool != roles["actor"].pool
+
+
+def test_roles_of_one_pool_are_added_up_and_calls_take_turns(model: Path) -> None:
+    config = script_config(model, "placement=colocate")
+    roles = role_memories(config, "cuda", CARD)
+    (total,) = pool_bytes(roles).values()
+    assert total == sum(role.kept for role in roles) + max(role.call for role in roles)
+
+
+def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
+    check_memory(script_config(model), "cuda", CARD)
+    more = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+    words = r"does not fit: .* which has 80\.0\. actor: .* in a call; rollout: .*checkpointing=true"
+    with pytest.raises(ConfigError, match=words):
+        check_memory(script_config(model, more), "cuda", CARD)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("actor_rollout_ref.ref.fsdp_config.param_offload=true", "ref.fsdp_config.param_offload"),
+        ("critic.model.fsdp_config.optimizer_offload=true", "critic.model.fsdp_config.optimizer"),
+        ("actor_rollout_ref.actor.strategy=fsdp_offload", "actor.strategy=fsdp_offload"),
+    ],
+)
+def test_offloading_is_refused_on_cpus(model: Path, setting: str, named: str) -> None:
+    more = ["trainer.device=cpu", "actor_rollout_ref.rollout.name=native"]
+    off = "actor_rollout_ref.ref.fsdp_config.param_offload=null"
+    preflight(script_config(model, *more, off))
+    with pytest.raises(ConfigError, match=f"{named}.*this run is on CPUs"):
+        preflight(script_config(model, *more, off, setting))

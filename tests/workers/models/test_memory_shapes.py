@@ -1,0 +1,138 @@
+"""Memory from shapes, against the bytes of real tensors and against torch's meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.workers.samples import tiny_config
+from workers.config import ModelConfig
+from workers.models.memory_shapes import ModelShapes, model_shapes
+from workers.roles.actor import ActorWorker
+from workers.training import engine as engine_module
+from workers.training.engine import INPUTS
+
+DEEPSEEK_7B = LlamaConfig(
+    hidden_size=4096,
+    num_hidden_layers=30,
+    num_attention_heads=32,
+    intermediate_size=11008,
+    vocab_size=102400,
+    max_position_embeddings=4096,
+    architectures=["LlamaForCausalLM"],
+)
+ROWS, PROMPT, RESPONSE = 3, 96, 64
+
+
+def shapes_of(folder: Path, compute: torch.dtype = torch.float32) -> ModelShapes:
+    return model_shapes(ModelConfig(path=str(folder)), "token", compute)
+
+
+@pytest.fixture(scope="module")
+def small(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small Llama under `model`, weights included."""
+    folder = tmp_path_factory.mktemp("small")
+    config = LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=160,
+        vocab_size=500,
+        max_position_embeddings=256,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture
+def worker(small: Path, monkeypatch: pytest.MonkeyPatch) -> ActorWorker:
+    """An actor that computes as on a GPU, without the CPU's fused functions."""
+    monkeypatch.setattr(engine_module, "_cpu_kernels", nullcontext)
+    actor = ActorWorker(tiny_config(small))
+    actor.init_model(1)
+    return actor
+
+
+def columns() -> dict[str, Tensor]:
+    width = PROMPT + RESPONSE
+    ids = torch.randint(6, 500, (ROWS, width))
+    values = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(width).expand(ROWS, width),
+        "responses": ids[:, PROMPT:],
+        "response_mask": torch.ones(ROWS, RESPONSE, dtype=torch.long),
+    }
+    return {name: values[name] for name in INPUTS}
+
+
+def kept_by(forward: Callable[[], Tensor], weights: list[nn.Parameter]) -> tuple[int, Tensor]:
+    """Bytes that autograd saves in a forward pass, weights left out, and what the pass returns."""
+    own = {weight.untyped_storage().data_ptr() for weight in weights}
+    found: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = forward()
+    kept = [t.untyped_storage().nbytes() for at, t in found.items() if at not in own]
+    return sum(kept), output
+
+
+def test_weights_of_7b_are_those_of_the_meta_device(tmp_path: Path) -> None:
+    DEEPSEEK_7B.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(DEEPSEEK_7B)
+    shapes = shapes_of(tmp_path, torch.bfloat16)
+    assert shapes.num_weights == sum(w.numel() for w in module.parameters()) == 6_910_365_696
+    assert shapes.num_trained == shapes.num_weights
+    assert shapes.num_outside_layers == 2 * 102400 * 4096 + 4096
+    assert shapes.key_value_numbers == 2 * 30 * 4096
+
+
+def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer(tmp_path: Path) -> None:
+    DEEPSEEK_7B.save_pretrained(tmp_path)
+    shapes = shapes_of(tmp_path, torch.bfloat16)
+    whole, less = (shapes.saved(8192, 0, checkpointing) for checkpointing in (False, True))
+    assert whole is not None
+    assert less is not None
+    assert whole == pytest.approx(8192 * 30 * (16 * 4096 + 8 * 4096 + 8 * 11008), rel=0.02)
+    assert less == pytest.approx(whole / 30 + 8192 * 30 * 4096 * 2, rel=0.02)
+
+
+def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -> None:
+    engine, shapes = worker.engine, shapes_of(small / "model")
+    with engine.running():
+        kept, log_probs = kept_by(
+            lambda: engine.outputs(columns())["log_probs"], engine.parameters()
+        )
+        log_probs.sum().backward()
+    tokens, reads = ROWS * (PROMPT + RESPONSE), ROWS * RESPONSE
+    assert engine.packs
+    assert shapes.saved(tokens, reads, checkpointing=False) == pytest.approx(kept, rel=0.1)
+
+    weights = engine.parameters()
+    in_bytes = 4 * shapes.num_trained
+    assert in_bytes == sum(weight.nbytes for weight in weights)
+    assert in_bytes == sum(weight.grad.nbytes for weight in weights if weight.grad is not None)
+    assert engine.optimizer is not None
+    engine.optimizer.step()
+    moments = [t for state in engine.optimizer.state.values() for t in state.values()]
+    assert 2 * in_bytes == pytest.approx(sum(moment.nbytes for moment in moments), rel=0.001)
+
+
+def test_adapters_alone_are_trained(small: Path) -> None:
+    pytest.importorskip("peft")
+    config = ModelConfig(path=str(small / "model"), lora_rank=2)
+    shapes = model_shapes(config, "token", torch.float32)
+    assert 0 < shapes.num_trained < shapes.num_weights / 20

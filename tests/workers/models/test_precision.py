@@ -1,0 +1,108 @@
+"""The types of weights, passes and rollouts: what is chosen, and what is computed in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.samples import make_batch, started, tiny_config
+from tests.workers.stand_ins import TiedModel
+from verl_like.errors import ConfigError
+from workers.config import ActorRolloutRefConfig, ModelConfig, RolloutConfig
+from workers.models.causal_lm import Float32Linear
+from workers.models.precision import Precision, computing_in, precision_of, rollout_dtype
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.roles.reference import ReferenceWorker
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "compute", "expected"),
+    [
+        ("cpu", "float32", None, (FLOAT32, FLOAT32)),
+        ("cuda", "float32", None, (FLOAT32, BFLOAT16)),
+        ("cuda", "float32", "float32", (FLOAT32, FLOAT32)),
+        ("cpu", "float32", "bfloat16", (FLOAT32, BFLOAT16)),
+        ("cpu", "bfloat16", None, (BFLOAT16, BFLOAT16)),
+        ("cuda", "bfloat16", None, (BFLOAT16, BFLOAT16)),
+    ],
+)
+def test_masters_are_float32_and_passes_on_cuda_bfloat16_unless_said_otherwise(
+    device: str, dtype: str, compute: str | None, expected: tuple[torch.dtype, torch.dtype]
+) -> None:
+    model = ModelConfig(dtype=dtype, compute_dtype=compute)
+    assert precision_of(model, device) == Precision(*expected)
+    policy = ActorRolloutRefConfig(model=model, rollout=RolloutConfig())
+    assert rollout_dtype(policy, device) == expected[1]
+    policy.rollout.dtype = "float32"
+    assert rollout_dtype(policy, device) == FLOAT32
+
+
+def test_types_that_are_none_or_that_bring_back_no_bits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="wider than the weights .*set model.dtype=float32"):
+        precision_of(ModelConfig(dtype="bfloat16", compute_dtype="float32"), "cuda")
+    policy = ActorRolloutRefConfig(rollout=RolloutConfig(dtype="bfloat"))
+    with pytest.raises(ConfigError, match="rollout.dtype='bfloat' .*Did you mean 'bfloat16'"):
+        rollout_dtype(policy, "cpu")
+
+
+def test_weights_are_cast_for_a_pass_and_gradients_arrive_in_the_weights_type() -> None:
+    model = TiedModel(0)
+    weights = dict(model.named_parameters())
+    with computing_in(model, BFLOAT16):
+        assert model.embed.weight is model.head.weight
+        assert {weight.dtype for weight in model.parameters()} <= {BFLOAT16}
+        model.head(model.embed(torch.tensor([0, 1]))).float().sum().backward()
+    assert all(own is weights[name] for name, own in model.named_parameters())
+    assert model.embed.weight.grad is not None
+    assert model.embed.weight.grad.dtype == FLOAT32
+
+
+def test_weights_are_the_masters_again_after_an_error() -> None:
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    with pytest.raises(RuntimeError, match="shapes"), computing_in(layer, BFLOAT16):
+        layer(torch.zeros(1, 3, dtype=BFLOAT16))
+    assert layer.weight is weight
+
+
+def test_gradient_checkpointing_runs_layers_again_with_the_cast_weights(tiny_dir: Path) -> None:
+    found = []
+    for checkpointing in (False, True):
+        config = tiny_config(tiny_dir, entropy_coeff=0.01)
+        config.actor_rollout_ref.model.compute_dtype = "bfloat16"
+        config.actor_rollout_ref.model.enable_gradient_checkpointing = checkpointing
+        actor = started(ActorWorker, config, 1)
+        actor.engine.module.train(checkpointing)
+        found.append(gradients(actor, make_batch(6), ACTOR_COLUMNS))
+    for name, gradient in found[0].items():
+        assert torch.equal(found[1][name], gradient), name
+
+
+def test_frozen_weights_are_kept_in_the_type_of_passes_and_score_as_the_actor_s_do(
+    tiny_dir: Path,
+) -> None:
+    config, batch = tiny_config(tiny_dir), make_batch(6)
+    config.actor_rollout_ref.model.compute_dtype = "bfloat16"
+    actor, reference = started(ActorWorker, config, 1), started(ReferenceWorker, config)
+    assert {weight.dtype for weight in reference.engine.module.parameters()} == {BFLOAT16}
+    own = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
+    assert own.dtype == FLOAT32
+    assert torch.equal(reference.compute_ref_log_prob(batch).batch["ref_log_prob"], own)
+
+
+def test_values_are_not_rounded_to_bfloat16(tiny_dir: Path) -> None:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    config.actor_rollout_ref.model.compute_dtype = "bfloat16"
+    critic = started(CriticWorker, config, 3)
+    critic.update_critic(make_batch(8))
+    values = critic.compute_values(make_batch(8)).batch["values"]
+    assert values.dtype == FLOAT32
+    assert not torch.equal(values.to(BFLOAT16).float(), values)
+    assert isinstance(critic.engine.module.score, Float32Linear)

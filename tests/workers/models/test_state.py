@@ -1,0 +1,306 @@
+"""Weights are all of the state: buffers are loaded, sharded, sent, saved, exported and missed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.workers.distributed import run
+from tests.workers.samples import PROMPT, make_batch, own_piece, started, tiny_config
+from verl_like.errors import ConfigError, WeightSyncError
+from workers.models.load import load_model
+from workers.models.state import named_state, persistent_buffers
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.roles.rollout import RolloutWorker
+from workers.rollout.vllm.setup import expected_weights
+from workers.training.microbatch import Budget
+from workers.weights.checksum import checksum_of
+from workers.weights.sink import WeightSink
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    initializer_range=0.2,
+)
+ROUTED = dict(moe_intermediate_size=16, num_experts_per_tok=2)
+LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+GROUPS = dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": ROUTED | LATENT | GROUPS,
+    "glm4_moe": ROUTED | GROUPS | dict(head_dim=8, partial_rotary_factor=1.0),
+    "lfm2_moe": ROUTED
+    | dict(num_experts=4, num_dense_layers=1, layer_types=["conv", "full_attention"]),
+    "afmoe": ROUTED | dict(num_experts=4, num_dense_layers=1, head_dim=8),
+    "minimax_m2": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+    "gemma4_text": dict(
+        head_dim=8,
+        global_head_dim=8,
+        layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+    ),
+}
+
+
+def save_model(folder: Path, family: str) -> Path:
+    """A tiny model whose buffers decide what it computes, in `folder`/model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for _, buffer in persistent_buffers(model):
+        buffer.copy_(torch.rand(buffer.shape) + 0.2)
+    model.save_pretrained(folder / "model")
+    return folder
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Change the entries of the folder's one file of weights."""
+    file = folder / "model" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def plain_log_probs(model_folder: Path) -> Tensor:
+    """Transformers' log-probs of the batch's responses, from each row without its padding."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    batch = make_batch(6).batch
+    found = torch.zeros(batch["responses"].shape)
+    for row, mask in enumerate(batch["attention_mask"]):
+        real = batch["input_ids"][row, mask != 0][None]
+        with torch.no_grad():
+            scores = model(real).logits[0, :-1].log_softmax(-1)
+        count = int(mask[PROMPT:].sum())
+        found[row, :count] = scores.gather(1, real[0, 1:, None])[-count:, 0]
+    return found
+
+
+def biases(module: Any) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in persistent_buffers(module)}
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "afmoe"])
+def test_buffers_are_loaded_sent_and_exported(family: str, tmp_path: Path) -> None:
+    config = tiny_config(save_model(tmp_path, family), use_dynamic_bsz=False)
+    config.actor_rollout_ref.rollout.name = "hf"
+    config.actor_rollout_ref.actor.checkpoint.save_contents = ["model", "hf_model"]
+    actor = started(ActorWorker, config, 10)
+    expected = plain_log_probs(tmp_path / "model")
+    ours = actor.engine.forward_rows(make_batch(6), Budget(rows=3))["log_probs"]
+    torch.testing.assert_close(ours, expected, atol=3e-5, rtol=0)
+
+    rollout = RolloutWorker(config)
+    rollout._siblings["actor"] = actor
+    rollout.init_model()
+    for _, buffer in persistent_buffers(actor.engine.module):
+        buffer.neg_()
+    assert rollout.update_weights(1).error is None
+    sent = biases(rollout.engine.module)
+    assert sent
+    for name, buffer in persistent_buffers(actor.engine.module):
+        assert sent[name].equal(buffer), name
+    assert rollout.weights_checksum() == actor.weights_checksum()
+
+    actor.save_checkpoint(str(tmp_path / "actor"))
+    exported = plain_log_probs(tmp_path / "actor" / "huggingface")
+    ours = actor.engine.forward_rows(make_batch(6), Budget(rows=3))["log_probs"]
+    torch.testing.assert_close(ours, exported, atol=3e-5, rtol=0)
+    assert (ours - expected).abs().max() > 1e-2  # the buffers count
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "lfm2_moe", "gemma4_text"])
+def test_a_rollout_in_bfloat16_has_the_buffers_that_the_trainer_s_passes_read(
+    family: str, tmp_path: Path
+) -> None:
+    config = tiny_config(save_model(tmp_path, family))
+    config.actor_rollout_ref.rollout.name = "hf"
+    config.actor_rollout_ref.rollout.dtype = "bfloat16"
+    actor = started(ActorWorker, config, 10)
+    rollout = RolloutWorker(config)
+    rollout._siblings["actor"] = actor
+    rollout.init_model()
+    assert rollout.update_weights(1).error is None
+
+    module = rollout.engine.module
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+    sent = biases(module)
+    assert sent
+    for name, buffer in persistent_buffers(actor.engine.module):
+        assert buffer.dtype == torch.float32
+        assert sent[name].equal(buffer), name
+    assert rollout.weights_checksum() == actor.weights_checksum(as_sent=True)
+    with torch.no_grad():
+        assert module(input_ids=torch.arange(6, 14)[None]).logits.isfinite().all()
+
+
+def sharded_actor_and_lonely_rollout(folder: Path) -> list[Any]:
+    """Ranks 0 and 1 are one sharded actor, rank 2 a rollout; checksums, errors and buffers.
+
+    The actor's buffers leave their values, go to the rollout and into a checkpoint, and come back.
+    """
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1"} if rank == 2 else {"WORLD_SIZE": "2"})
+    config = tiny_config(folder, ppo_mini_batch_size=4)
+    config.actor_rollout_ref.rollout.name = "hf"
+    if rank == 2:
+        rollout = started(RolloutWorker, config)
+        report = rollout.receive_weights(store.get("address").decode(), 0)
+        return [report.error, rollout.weights_checksum(), biases(rollout.engine.module)]
+
+    actor = started(ActorWorker, config, 10)
+    for _, buffer in persistent_buffers(actor.engine.module):
+        buffer.add_(1.0)
+    actor.update_actor(own_piece(make_batch(8), rank, 2))
+    address = actor.open_weight_channel()
+    if rank == 0:
+        store.set("address", address)
+    report = actor.send_weights(1, 0.01)
+    actor.save_checkpoint(str(folder / "actor"))
+
+    again = started(ActorWorker, config, 10)
+    again.load_checkpoint(str(folder / "actor"))
+    checksum = checksum_of(again.engine.named_full_tensors())
+    return [report.error, checksum, biases(again.engine.module)]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text"])
+def test_sharded_ranks_send_save_and_resume_buffers(family: str, tmp_path: Path) -> None:
+    save_model(tmp_path, family)
+    before = biases(load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token"))
+    for error, checksum, after in (results := run(3, sharded_actor_and_lonely_rollout, tmp_path)):
+        assert error is None
+        assert checksum == results[0][1]
+        assert after.keys() == before.keys()
+        assert all(after[name].equal(before[name] + 1.0) for name in before)
+
+
+def test_a_routers_bias_stays_float32_in_a_bfloat16_model_and_in_its_export(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(save_model(tmp_path, "deepseek_v3"))
+    config.actor_rollout_ref.model.dtype = "bfloat16"
+    config.actor_rollout_ref.actor.checkpoint.save_contents = ["model", "hf_model"]
+    edit_config = (tmp_path / "model" / "config.json").read_text()
+    (tmp_path / "model" / "config.json").write_text(edit_config.replace("float32", "bfloat16"))
+    actor = started(ActorWorker, config, 10)
+    actor.save_checkpoint(str(tmp_path / "actor"))
+    written = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "actor" / "huggingface", dtype="bfloat16"
+    )
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    stored = load_file(tmp_path / "actor" / "huggingface" / "model.safetensors")
+    assert stored["lm_head.weight"].dtype == torch.bfloat16
+    for state in (dict(named_state(actor.engine.module)), stored, written.state_dict()):
+        assert state[bias].equal(whole.state_dict()[bias])
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("gemma4_text", "model.layers.0.layer_scalar"),
+    ],
+)
+def test_a_buffer_that_nothing_fills_is_refused_by_name(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    config = tiny_config(save_model(tmp_path, family))
+    edit(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ConfigError, match=f"lacks 1 weights: {name}"):
+        load_model(config.actor_rollout_ref.model, "token")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text"])
+def test_an_entry_that_nothing_takes_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    config = tiny_config(save_model(tmp_path, family))
+    edit(tmp_path, lambda tensors: tensors.update({"model.layers.0.scales": torch.ones(2)}))
+    with pytest.raises(ConfigError, match="1 entries that nothing .* takes: model.layers.0.scales"):
+        load_model(config.actor_rollout_ref.model, "token")
+
+
+def test_what_transformers_leaves_over_is_left_over(tiny_dir: Path, tmp_path: Path) -> None:
+    """Rotary tables, further layers that a class ignores, and heads that another replaces."""
+    shutil.copytree(tiny_dir / "model", tmp_path / "model")
+    model = tiny_config(tmp_path).actor_rollout_ref.model
+    body = load_model(model, "token").get_output_embeddings().weight
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["lm_head.weight"] = body.detach().clone()
+        tensors["score.weight"] = torch.ones(1, body.shape[1])
+
+    edit(tmp_path, add)
+    for head in ("token", "scalar", "score"):
+        load_model(model, head)
+
+    deepseek = save_model(tmp_path / "deepseek", "deepseek_v3")
+    edit(deepseek, lambda tensors: tensors.update({"model.layers.61.norm.weight": torch.ones(2)}))
+    load_model(tiny_config(deepseek).actor_rollout_ref.model, "token")
+    load_model(tiny_config(deepseek).actor_rollout_ref.model, "scalar")
+
+
+def test_a_critic_has_its_bodys_buffers(tmp_path: Path) -> None:
+    critic = started(CriticWorker, tiny_config(save_model(tmp_path, "deepseek_v3")), 10)
+    actor = started(ActorWorker, tiny_config(tmp_path), 10)
+    theirs = biases(actor.engine.module)
+    assert theirs
+    for name, buffer in biases(critic.engine.module).items():
+        assert buffer.equal(theirs[name])
+
+
+def test_an_engine_that_gets_no_buffer_stays_stale(tmp_path: Path) -> None:
+    model = load_model(
+        tiny_config(save_model(tmp_path, "gemma4_text")).actor_rollout_ref.model, "token"
+    )
+    sink = WeightSink(model)
+    for name, parameter in model.named_parameters():
+        sink.write_tensor(name, parameter.detach().clone())
+    names = "model.layers.0.layer_scalar, model.layers.1.layer_scalar"
+    with pytest.raises(WeightSyncError, match=f"2 missing: {names}"):
+        sink.verify("sink")
+
+
+def test_adapters_leave_the_buffers_among_the_weights(tmp_path: Path) -> None:
+    config = tiny_config(save_model(tmp_path, "gemma4_text"))
+    plain = started(ActorWorker, config, 10).engine
+    config.actor_rollout_ref.model.lora_rank = 2
+    adapted = started(ActorWorker, config, 10).engine
+    assert adapted.weights_checksum() == plain.weights_checksum()
+    assert {name for name, _ in adapted.named_full_tensors()} >= biases(plain.module).keys()
+
+
+def test_vllm_is_to_be_sent_the_buffers_too(tmp_path: Path) -> None:
+    config = tiny_config(save_model(tmp_path, "gemma4_text"))
+    model = load_model(config.actor_rollout_ref.model, "token")
+    expected = expected_weights(config.actor_rollout_ref.model.path)
+    assert expected.shapes == {name: weight.shape for name, weight in named_state(model)}
+
+
+def test_what_a_class_freezes_stays_frozen_in_training(tmp_path: Path) -> None:
+    """afmoe's router bias is a parameter that its class keeps from gradients."""
+    actor = started(ActorWorker, tiny_config(save_model(tmp_path, "afmoe")), 10)
+    for name, parameter in actor.engine.module.named_parameters():
+        assert parameter.requires_grad == (not name.endswith("expert_bias")), name

@@ -1,0 +1,190 @@
+"""One architecture through training, native decoding and export, against transformers.
+
+    print(walk("gpt_neox", folder))     # {"training": "right (packed)", "native": "right", ...}
+
+Each result begins with "right", "refused" (by a `ConfigError`, its words follow) or "wrong". What
+is compared with are plain transformers' passes over each row by itself, without padding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from tests.workers.models.architectures import VOCAB, build_tiny, tiny_model_config
+from tests.workers.samples import started, tiny_config
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+from workers.models.causal_lm import to_training
+from workers.roles.actor import ActorWorker
+from workers.rollout.base import EngineLimits, Request, SamplingParams
+from workers.rollout.native.engine import NativeEngine
+from workers.training.engine import INPUTS
+from workers.training.hf_export import export_huggingface
+from workers.training.microbatch import Budget, Rows, mini_batch
+
+PROMPT, RESPONSE = 60, 100
+ROWS = ((60, 100), (17, 40), (3, 5), (33, 90))
+"""Tokens of the prompt and of the response of each row."""
+LARGEST_ERROR = 3e-5
+CRASHES = (
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def walk(case: str, folder: Path) -> dict[str, str]:
+    """What came out of each part; `NotBuilt` where transformers builds no such model."""
+    module = build_tiny(tiny_model_config(case))
+    module.save_pretrained(folder / "model")
+    logging.disable(logging.WARNING)
+    try:
+        found = {"training": _result(lambda: _training(module, folder, False))}
+        if found["training"].startswith("right"):
+            found["checkpointing"] = _result(lambda: _training(module, folder, True))
+            found["export"] = _result(lambda: _export(module, folder))
+        found["native"] = _result(lambda: _native(module))
+    finally:
+        logging.disable(logging.NOTSET)
+    return found
+
+
+def _result(part: Callable[[], tuple[float, str]]) -> str:
+    try:
+        error, how = part()
+    except ConfigError as refusal:
+        return f"refused: {refusal}"
+    except CRASHES as crash:
+        return f"wrong: {type(crash).__name__}: {(str(crash).splitlines() or [''])[0]}"
+    if error <= LARGEST_ERROR:
+        return f"right{how}"
+    return f"wrong: off by {error:.0e}{how}"
+
+
+def make_rows() -> DataProto:
+    """Ragged rows with a weight for every response token."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor(ROWS)
+    places = torch.arange(PROMPT + RESPONSE)
+    mask = (places >= PROMPT - lengths[:, :1]) & (places < PROMPT + lengths[:, 1:])
+    ids = torch.randint(6, VOCAB, mask.shape, generator=generator) * mask
+    weights = torch.randn(len(ROWS), RESPONSE, generator=generator)
+    columns = {
+        "input_ids": ids,
+        "attention_mask": mask.long(),
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "responses": ids[:, PROMPT:].clone(),
+        "response_mask": mask[:, PROMPT:].long(),
+        "advantages": weights,
+    }
+    return DataProto(batch=TensorDict(columns, batch_size=[len(ROWS)]))
+
+
+def _engine(folder: Path, checkpointing: bool) -> Any:
+    config = tiny_config(folder)
+    config.data.max_prompt_length, config.data.max_response_length = PROMPT, RESPONSE
+    config.actor_rollout_ref.model.enable_gradient_checkpointing = checkpointing
+    return started(ActorWorker, config, 1).engine
+
+
+def _training(module: Any, folder: Path, checkpointing: bool) -> tuple[float, str]:
+    """Worst relative error of log-probs, entropys and the gradient; how rows are fed."""
+    engine, data = _engine(folder, checkpointing), make_rows()
+    found = engine.forward_rows(data, Budget(rows=4), want_entropy=True)
+    inside = data.batch["response_mask"] != 0
+    own = _gradient(engine, data)
+
+    module.zero_grad()
+    pairs = [_alone(module, data, row) for row in range(len(ROWS))]
+    weights = data.batch["advantages"]
+    weighted = [(lp * weights[row, : len(lp)]).sum() for row, (lp, _) in enumerate(pairs)]
+    torch.stack(weighted).sum().backward()
+    plain = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+    errors = [
+        _error(found["log_probs"][inside], torch.cat([lp for lp, _ in pairs])),
+        _error(found["entropys"][inside], torch.cat([entropy for _, entropy in pairs])),
+        _gradient_error(own, plain),
+    ]
+    return max(errors), f" ({engine.row_passes.kind})"
+
+
+def _gradient(engine: Any, data: DataProto) -> dict[str, Tensor]:
+    def loss(outputs: Any, columns: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        weighted = (outputs["log_probs"] * columns["advantages"]).sum()
+        return weighted, {"loss": weighted}
+
+    batch = mini_batch(Rows.take(data, (*INPUTS, "advantages"), 1), 0, 1, None)
+    to_training(engine.module)
+    with engine.running(engine.optimizer):
+        engine.accumulate(batch, Budget(rows=2), loss)
+    engine.module.eval()
+    named = engine.module.named_parameters()
+    return {name: each.grad.clone() for name, each in named if each.grad is not None}
+
+
+def _alone(module: Any, data: DataProto, row: int) -> tuple[Tensor, Tensor]:
+    """The log-probs and entropys of a row's response, by transformers."""
+    ids = data.batch["input_ids"][row][data.batch["attention_mask"][row] != 0]
+    prompt, _ = ROWS[row]
+    logits = module(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1]
+    every = logits.float().log_softmax(-1)
+    return every.gather(1, ids[prompt:, None])[:, 0], -(every.exp() * every).sum(-1).detach()
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    error = float((found - expected).detach().norm() / expected.detach().norm())
+    return error if error == error else torch.inf
+
+
+def _gradient_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of the whole gradient; a parameter without one counts as zeros."""
+    squares = 0.0
+    for name in expected.keys() | found.keys():
+        nothing = torch.zeros(())
+        difference = found.get(name, nothing) - expected.get(name, nothing)
+        squares += float(difference.square().sum())
+    size = sum(float(e.square().sum()) for e in expected.values())
+    error = (squares / size) ** 0.5
+    return error if error == error else torch.inf
+
+
+def _export(module: Any, folder: Path) -> tuple[float, str]:
+    export_huggingface(_engine(folder, False), folder / "export", writes=True)
+    again = type(module).from_pretrained(
+        folder / "export",
+        dtype=torch.float32,
+        attn_implementation=module.config._attn_implementation,  # sdpa drops soft-capping
+    )
+    ids = 6 + torch.arange(48)[None] * 7 % 120  # whole chunks of 16, as xlstm needs them
+    with torch.no_grad():
+        return _error(again(input_ids=ids).logits, module(input_ids=ids).logits), ""
+
+
+def _native(module: Any) -> tuple[float, str]:
+    """How far the greedy tokens are from the best, and their log-probs from transformers'."""
+    engine = NativeEngine(module, EngineLimits(32, 64), owns_weights=False)
+    engine.commit(0)
+    prompts = [[6 + (7 + row) * place % 120 for place in range(1 + 9 * row)] for row in range(4)]
+    requests = [Request(prompt, row) for row, prompt in enumerate(prompts)]
+    sampling = SamplingParams(max_tokens=64, stop_token_ids=(), do_sample=False)
+    worst = 0.0
+    for prompt, output in zip(prompts, engine.generate(requests, sampling), strict=True):
+        with torch.no_grad():
+            logits = module(torch.tensor([[*prompt, *output.tokens]]), use_cache=False).logits[0]
+        steps = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+        drawn = steps.gather(1, output.tokens[:, None])[:, 0]
+        worst = max(worst, _error(output.log_probs, drawn), _error(drawn, steps.amax(-1)))
+    return worst, ""

@@ -1,0 +1,65 @@
+"""A weight that no token of a rank reaches keeps no rank from adding its gradients up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.workers.distributed import run
+from verl_like.process.worker import Worker
+from workers.parallel.fsdp import add_up_gradients, begin_pass, build_mesh, shard
+from workers.training.engine import full_tensor
+
+
+class Experts(nn.Module):
+    """Three experts, of which a pass takes one, and a head."""
+
+    _no_split_modules = ("Expert",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, size, bias=False) for size in (2, 6, 4))
+        self.heads = nn.ModuleList(nn.Linear(size, 1, bias=False) for size in (2, 6, 4))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+
+    def forward(self, tokens: Tensor, expert: int) -> Tensor:
+        score: Tensor = self.heads[expert](self.experts[expert](tokens)).sum()
+        return score
+
+
+def gradients(strategy: str) -> dict[str, Tensor]:
+    """Full gradients after two passes; each rank's passes reach an expert of its own only."""
+    worker = Worker()
+    worker.open_process_group()
+    module = Experts()
+    is_sharded = strategy == "fsdp"
+    if is_sharded:
+        mesh = build_mesh(worker.device, {"replicate": 1, "shard": worker.world_size})
+        is_one_unit = shard(module, mesh, None)
+    for last in (False, True):
+        if is_sharded:
+            begin_pass(module, is_one_unit, last)
+        for rank in range(2) if worker.world_size == 1 else [worker.rank]:
+            module(torch.full((3, 4), rank + 1.0), rank).backward()
+    if not is_sharded:
+        group = torch.distributed.group.WORLD if worker.world_size > 1 else None
+        add_up_gradients(list(module.parameters()), group)
+    found = {}
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = full_tensor(parameter.grad)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_expert_unused_on_one_rank_has_the_gradient_of_the_others(strategy: str) -> None:
+    alone = gradients("single")
+    assert len(alone) == 6
+    assert not alone["experts.2.weight"].any()
+    for ours in run(2, gradients, strategy):
+        assert ours.keys() == alone.keys()
+        for name, gradient in alone.items():
+            torch.testing.assert_close(ours[name], gradient)

@@ -1,0 +1,44 @@
+"""Actor and rollout alone learn a toy task: say one token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.prompts import META, prompt_batch
+from tests.workers.samples import tiny_config
+from workers.config import OptimConfig
+from workers.roles.actor import ActorWorker
+from workers.roles.rollout import RolloutWorker
+
+WANTED = 11
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_toy_task_is_learned_with_float32_masters_in_either_compute_type(
+    tiny_dir: Path, dtype: str
+) -> None:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=32, optim=OptimConfig(lr=3e-3))
+    config.actor_rollout_ref.model.compute_dtype = dtype
+    actor, rollout = ActorWorker(config), RolloutWorker(config)
+    rollout._siblings["actor"] = actor
+    actor.init_model(30)
+    rollout.init_model()
+    shares, gaps = [], []
+    for step in range(20):
+        assert rollout.update_weights(step).error is None
+        batch = rollout.generate_sequences(prompt_batch(32, meta=META | {"attempt": step}))
+        mask = batch.batch["response_mask"].float()
+        hits = (batch.batch["responses"] == WANTED).float() * mask
+        shares.append(float(hits.sum() / mask.sum()))
+        batch.batch["advantages"] = (hits - shares[-1]) * mask
+        old = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
+        gaps.append(float(((old - batch.batch["rollout_log_probs"]) * mask).abs().max()))
+        batch.batch["old_log_probs"] = old
+        actor.update_actor(batch)
+    assert shares[0] < 0.1
+    assert shares[-1] > 0.8
+    assert max(gaps) < {"float32": 1e-4, "bfloat16": 0.2}[dtype]
+    assert {weight.dtype for weight in actor.engine.parameters()} == {torch.float32}

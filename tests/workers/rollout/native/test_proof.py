@@ -1,0 +1,75 @@
+"""Which classes the native engine takes: what it decodes is right, and the rest is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.models.architectures import build_tiny, tiny_model_config
+from verl_like.errors import ConfigError
+from workers.rollout.base import EngineLimits, Request, SamplingParams
+from workers.rollout.native import proof
+from workers.rollout.native.engine import NativeEngine
+
+PROMPT, RESPONSE = 32, 40
+
+
+def engine_of(module: Any) -> NativeEngine:
+    limits = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE)
+    engine = NativeEngine(module, limits, owns_weights=False)
+    engine.commit(0)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "case", ["gpt2", "gpt_neox", "qwen2_moe", "deepseek_v3", "minicpm3", "bloom", "llama+yarn"]
+)
+def test_what_is_taken_is_decoded_as_transformers_computes_it(case: str) -> None:
+    module = build_tiny(tiny_model_config(case))
+    prompts = [[6 + (7 + row) * place % 120 for place in range(1 + 9 * row)] for row in range(4)]
+    requests = [Request(prompt, row, f"row {row}") for row, prompt in enumerate(prompts)]
+    sampling = SamplingParams(max_tokens=RESPONSE, stop_token_ids=(), do_sample=False)
+    for prompt, output in zip(prompts, engine_of(module).generate(requests, sampling), strict=True):
+        with torch.no_grad():
+            logits = module(torch.tensor([[*prompt, *output.tokens]])).logits[0]
+        steps = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        assert output.tokens.tolist() == steps.argmax(-1).tolist()
+        torch.testing.assert_close(output.log_probs, steps.amax(-1), rtol=3e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gpt_neo",
+        "llama4_text",
+        "openai-gpt",
+        "gemma3n_text",
+        "gemma4_text",
+        "mamba",
+        "bamba",
+        "roberta",
+        "minimax",
+        "phi3+longrope",
+        "qwen2+window",
+    ],
+)
+def test_what_is_not_decoded_right_is_refused_with_the_engines_to_choose(case: str) -> None:
+    module = build_tiny(tiny_model_config(case))
+    with pytest.raises(ConfigError, match=r"rollout\.name=hf or vllm") as error:
+        engine_of(module)
+    assert repr(module.config.get_text_config().model_type) in str(error.value)
+
+
+@pytest.mark.parametrize("case", ["gpt_neo", "mistral", "phi3+longrope", "llama4_text"])
+def test_limits_that_no_row_of_the_run_passes_do_not_matter(case: str) -> None:
+    config = build_tiny(tiny_model_config(case)).config
+    assert proof.why_not_native(config, longest=16) == ""
+    assert "up to 17 tokens" in proof.why_not_native(config, longest=17)
+
+
+def test_a_class_without_a_small_model_is_not_believed() -> None:
+    config = tiny_model_config("llama")
+    config.num_hidden_layers, config.hidden_size = 0, -1
+    assert "no small model" in proof.why_not_native(config, longest=20)

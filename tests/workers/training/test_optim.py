@@ -1,0 +1,98 @@
+"""The optimizer's groups: which weights decay, and that schedule and checkpoint know both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.workers.distributed import run
+from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from workers.config import OptimConfig, WorkersConfig, critic_optim
+from workers.roles.actor import ActorWorker
+from workers.training.optim import Schedule, build_optimizer
+
+DECAYING = OptimConfig(optimizer="AdamWMatrixDecay", lr=0.1, weight_decay=0.5)
+
+
+def config_of(tiny_dir: Path, lora_rank: int = 0) -> WorkersConfig:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=2, optim=DECAYING)
+    config.actor_rollout_ref.model.lora_rank = lora_rank
+    return config
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "AdamWMatrixDecay"])
+def test_norms_and_biases_do_not_decay_if_only_matrices_shall(optimizer: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    config = OptimConfig(optimizer=optimizer, lr=0.1, weight_decay=0.5)
+    build_optimizer(module.parameters(), config).step()
+    for parameter in module.parameters():
+        decayed = bool((parameter < 1.0).all())
+        assert decayed == (parameter.dim() == 2 or optimizer == "AdamW")
+        assert decayed or parameter.equal(torch.ones_like(parameter))
+
+
+def test_the_schedule_sets_the_rate_of_both_groups() -> None:
+    config = OptimConfig(optimizer="AdamWMatrixDecay", lr=0.1, lr_warmup_steps=3)
+    optimizer = build_optimizer(nn.Linear(3, 3).parameters(), config)
+    schedule = Schedule(optimizer, config, 10)
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
+
+
+def test_the_critic_does_as_the_actor(tiny_dir: Path) -> None:
+    assert critic_optim(config_of(tiny_dir)).optimizer == "AdamWMatrixDecay"
+
+
+def two_updates_on_either_side(
+    tiny_dir: Path, folder: Path, lora_rank: int
+) -> list[tuple[dict[str, float], str]]:
+    """Two more updates after a checkpoint: by the worker that wrote it, and by one that resumes."""
+    found = []
+    for resumes in (False, True):
+        actor = started(ActorWorker, config_of(tiny_dir, lora_rank), 10)
+        if resumes:
+            actor.load_checkpoint(str(folder))
+        else:
+            for seed in (0, 1):
+                actor.update_actor(own_piece(make_batch(4, seed), actor.rank, actor.world_size))
+            actor.save_checkpoint(str(folder))
+        for seed in (2, 3):
+            batch = own_piece(make_batch(4, seed), actor.rank, actor.world_size)
+            metrics = learned(actor.update_actor(batch))
+        found.append((metrics, actor.weights_checksum()))
+    return found
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_two_ranks_resume_both_groups(tiny_dir: Path, tmp_path: Path, lora_rank: int) -> None:
+    for expected, resumed in run(2, two_updates_on_either_side, tiny_dir, tmp_path, lora_rank):
+        assert resumed == expected
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_norms_stand_still_where_there_is_no_gradient(tiny_dir: Path, strategy: str) -> None:
+    for norms_moved, matrices_moved in run(2, moved_without_gradient, tiny_dir, strategy):
+        assert not norms_moved
+        assert matrices_moved
+
+
+def moved_without_gradient(tiny_dir: Path, strategy: str) -> tuple[bool, bool]:
+    """Whether any norm, and whether every matrix, moved in an update without advantages."""
+    config = config_of(tiny_dir)
+    config.actor_rollout_ref.actor.strategy = strategy
+    actor = started(ActorWorker, config, 10)
+    before = {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()}
+    batch = make_batch(4)
+    batch.batch["advantages"].zero_()
+    actor.update_actor(own_piece(batch, actor.rank, actor.world_size))
+    norms: list[bool] = []
+    matrices: list[bool] = []
+    for name, tensor in actor.engine.named_full_tensors():
+        (matrices if tensor.dim() >= 2 else norms).append(not tensor.equal(before[name]))
+    return any(norms), all(matrices)

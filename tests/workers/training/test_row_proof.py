@@ -1,0 +1,336 @@
+"""Rows longer than every window, through the engine, against transformers on each row alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tensordict import TensorDict
+
+from tests.workers.samples import make_batch, started, tiny_config
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+from workers.models.causal_lm import to_training
+from workers.models.stand_in import stand_in
+from workers.roles.actor import ActorWorker
+from workers.training import engine as training_engine
+from workers.training import row_proof
+from workers.training.engine import INPUTS, TrainEngine
+from workers.training.microbatch import Budget, Rows, mini_batch
+from workers.training.packing import response_reads
+from workers.training.row_proof import factor_border, prove_class
+
+VOCAB, PROMPT, RESPONSE = 64, 60, 100
+LENGTHS = ((60, 100), (50, 95), (60, 30), (20, 20), (8, 9), (6, 7), (9, 1))
+"""Tokens of prompt and response of each row."""
+NEIGHBOURS = Budget(rows=4)
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 6.0]}
+LONGROPE = {
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+        **FACTORS,
+    },
+}
+TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("packed", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen2_moe": (
+        "packed",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "phimoe": (
+        "packed",
+        {"sliding_window": 16, "input_jitter_noise": 0.1, "router_jitter_noise": 0.05, **MOE},
+    ),
+    "llama4_text": (
+        "padded",
+        {
+            "attention_chunk_size": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 32,
+            "floor_scale": 16,
+            "head_dim": 8,
+            **MOE,
+        },
+    ),
+    "gpt_neo": (
+        "padded",
+        {
+            "num_layers": 2,
+            "num_heads": 4,
+            "window_size": 16,
+            "attention_types": [[["global", "local"], 1]],
+        },
+    ),
+    "phi3": ("packed", LONGROPE),
+    "gemma2": ("packed", {"sliding_window": 16, "head_dim": 8}),
+    "gemma3_text": ("packed", {"sliding_window": 16, "head_dim": 8, "num_hidden_layers": 6}),
+    "mistral": ("packed", {"sliding_window": 16}),
+    "mixtral": ("packed", {"router_jitter_noise": 0.1, **MOE}),
+    "gpt_oss": ("padded", {"sliding_window": 16, "head_dim": 8, **MOE}),
+    "rwkv": ("padded", {"attention_hidden_size": 32, "context_length": 256}),
+    "recurrent_gemma": (
+        "padded",
+        {
+            "attention_window_size": 16,
+            "lru_width": 32,
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
+    "mamba": ("padded", {"state_size": 8, "time_step_rank": 4}),
+    "lfm2": ("padded", {"layer_types": ["conv", "full_attention"]}),
+    "jetmoe": ("packed", {"kv_channels": 8, "num_local_experts": 4}),
+    "afmoe": (
+        "packed",
+        {
+            "sliding_window": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "num_dense_layers": 1,
+        },
+    ),
+}
+
+
+def saved_model(path: Path, model_type: str, own: dict[str, Any]) -> Path:
+    """A tiny model of a type, its weights as large as trained ones."""
+    unknown = {"gpt_neo": ("num_hidden_layers", "num_attention_heads"), "recurrent_gemma": ()}
+    fields = {k: v for k, v in SMALL.items() if k not in unknown.get(model_type, ())}
+    config = transformers.AutoConfig.for_model(model_type, **{**fields, **own})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
+            parameter.add_(torch.randn_like(parameter) * spread)
+    model.save_pretrained(path / "model")
+    return path
+
+
+def ragged_rows() -> DataProto:
+    prompt, response = torch.tensor(LENGTHS).unsqueeze(2).unbind(1)
+    places = torch.arange(PROMPT + RESPONSE)
+    mask = ((places >= PROMPT - prompt) & (places < PROMPT + response)).long()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, VOCAB, mask.shape, generator=generator) * mask
+    columns = {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "responses": tokens[:, PROMPT:].clone(),
+        "response_mask": mask[:, PROMPT:].clone(),
+    }
+    return DataProto(batch=TensorDict(columns, batch_size=[len(LENGTHS)]))
+
+
+def sum_of_both(outputs: Any, columns: Any, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    loss = (outputs["log_probs"] + 0.3 * outputs["entropys"]).sum() / batch.num_tokens
+    return loss, {"loss": loss}
+
+
+def by_the_engine(
+    engine: TrainEngine, data: DataProto
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Columns and gradients, in passes of several rows."""
+    found = engine.forward_rows(data, NEIGHBOURS, want_entropy=True)
+    to_training(engine.module)
+    batch = mini_batch(Rows.take(data, INPUTS), 0, 1, None)
+    with engine.running(engine.optimizer):
+        engine.accumulate(batch, NEIGHBOURS, sum_of_both, 1.0, True)
+    grads = {n: p.grad for n, p in engine.module.named_parameters() if p.grad is not None}
+    return found, grads
+
+
+def by_transformers(
+    path: Path, data: DataProto, attention: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The same by transformers' own model, one row at a time, no padding, no checkpointing."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path / "model", attn_implementation=attention
+    ).eval()
+    found = {name: torch.zeros(len(data), RESPONSE) for name in ("log_probs", "entropys")}
+    for row, (prompt, response) in enumerate(LENGTHS):
+        real = data.batch["attention_mask"][row] != 0
+        tokens = data.batch["input_ids"][row][real]
+        logits = model(tokens[None], use_cache=False).logits[0, prompt - 1 : -1].log_softmax(-1)
+        log_probs = logits.gather(1, tokens[prompt:, None]).squeeze(1)
+        entropys = -(logits.exp() * logits).sum(-1)
+        loss = (log_probs + 0.3 * entropys).sum() / sum(r for _, r in LENGTHS)
+        loss.backward()
+        found["log_probs"][row, :response] = log_probs.detach()
+        found["entropys"][row, :response] = entropys.detach()
+    return found, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_log_probs_entropy_and_gradients_are_those_of_each_row_alone(
+    tmp_path: Path, model_type: str
+) -> None:
+    kind, own = TYPES[model_type]
+    folder, data = saved_model(tmp_path, model_type, own), ragged_rows()
+    engines = []
+    for checkpointing, may_pack in ((model_type != "jetmoe", True), (False, False)):
+        config = tiny_config(folder)
+        config.actor_rollout_ref.model.enable_gradient_checkpointing = checkpointing
+        config.actor_rollout_ref.model.use_remove_padding = may_pack
+        engines.append(started(ActorWorker, config, 1).engine)
+    assert [engine.row_passes.kind for engine in engines] == [kind, "padded"]
+
+    expected, expected_grads = by_transformers(
+        folder, data, engines[0].module.config._attn_implementation
+    )
+    whole = torch.cat([grad.flatten() for grad in expected_grads.values()]).norm()
+    for engine in engines:
+        found, grads = by_the_engine(engine, data)
+        for name, column in expected.items():
+            assert (found[name] - column).norm() <= 3e-5 * column.norm(), name
+        for name, grad in expected_grads.items():
+            assert (grads[name] - grad).norm() <= 3e-5 * grad.norm() + 1e-6 * whole, name
+
+
+@pytest.mark.parametrize("model_type", ["jetmoe", "afmoe", "phimoe"])
+def test_one_short_row_is_a_pass_like_any_other(tmp_path: Path, model_type: str) -> None:
+    folder, data = saved_model(tmp_path, model_type, TYPES[model_type][1]), ragged_rows()
+    engine = started(ActorWorker, tiny_config(folder), 1).engine
+    expected, _ = by_transformers(folder, data, "sdpa")
+    row = DataProto(batch=data.batch[4:5])
+    found = engine.forward_rows(row, NEIGHBOURS)["log_probs"]
+    torch.testing.assert_close(found, expected["log_probs"][4:5], atol=1e-4, rtol=0)
+
+
+def test_rows_on_both_sides_of_longrope_s_original_length_never_share_a_pass(
+    tmp_path: Path,
+) -> None:
+    folder, data = saved_model(tmp_path, "phi3", LONGROPE), ragged_rows()
+    engine = started(ActorWorker, tiny_config(folder), 1).engine
+    cuts = engine._cut(dict(data.batch.items()), Budget(tokens=10_000), response_reads)
+    assert cuts == [[0, 1, 2, 3, 4], [5, 6]]  # 17 tokens are above 16, and 13 below
+
+
+def test_a_model_that_looks_ahead_is_refused_before_a_step(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="model type bert cannot be trained.*Choose a causal LM"):
+        started(ActorWorker, tiny_config(tmp_path), 1)
+
+
+def test_without_a_small_model_to_prove_it_on_rows_are_padded(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_built(config: Any, attention: str) -> Any:
+        raise ValueError("a width that does not shrink")
+
+    monkeypatch.setattr(row_proof, "stand_in", none_built)
+    row_proof._proven.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
+    row_proof._proven.cache_clear()
+    assert engine.row_passes.kind == "padded"
+    assert "not proven right from packed rows (no small model to prove it on" in caplog.text
+    assert "a width that does not shrink" in caplog.text
+
+
+def test_a_model_that_only_single_rows_suit_gets_one_row_a_pass(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        row_proof, "_why_not", lambda model, way, expected: "" if way.kind == "single" else "off"
+    )
+    row_proof._proven.cache_clear()
+    engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
+    row_proof._proven.cache_clear()
+    data = make_batch(4)
+    cuts = engine._cut(dict(data.batch.items()), Budget(rows=4), response_reads)
+    assert engine.row_passes.kind == "single"
+    assert sorted(cuts) == [[0], [1], [2], [3]]
+
+
+def test_a_fused_function_that_fails_is_not_blamed_on_packing(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def failing(module: torch.nn.Module) -> Iterator[None]:
+        with module.register_forward_pre_hook(fails):
+            yield
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a fused function")
+
+    monkeypatch.setattr(training_engine, "_cpu_kernels", failing)
+    engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
+    assert engine.packs
+    with pytest.raises(RuntimeError, match="a fused function"):
+        engine.forward_rows(make_batch(2), NEIGHBOURS)
+
+
+def test_gradient_checkpointing_that_a_class_lacks_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(saved_model(tmp_path, "jetmoe", TYPES["jetmoe"][1]))
+    config.actor_rollout_ref.model.enable_gradient_checkpointing = True
+    with pytest.raises(ConfigError, match="jetmoe has no gradient checkpointing"):
+        started(ActorWorker, config, 1)
+
+
+@pytest.mark.parametrize("prompt_end", [3, 5])
+def test_a_prompt_padded_on_the_right_is_refused_by_name(tiny_dir: Path, prompt_end: int) -> None:
+    batch = make_batch(4)
+    batch.batch["attention_mask"][2] = 1
+    batch.batch["attention_mask"][2, prompt_end:6] = 0
+    engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
+    with pytest.raises(ConfigError, match="row 2 has a gap: .* again from column 6"):
+        engine.forward_rows(batch, NEIGHBOURS)
+
+
+def test_a_stand_in_keeps_each_kind_of_layer_and_is_past_every_limit() -> None:
+    config = transformers.Gemma3TextConfig(num_hidden_layers=26, sliding_window=4096)
+    small = stand_in(config, "sdpa").config
+    assert set(small.layer_types) == set(config.layer_types)
+    assert (small.sliding_window, small.hidden_size) == (16, 64)
+
+    wide = {"original_max_position_embeddings": 4096, "max_position_embeddings": 131072}
+    factors = {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors, **wide}
+    phi = transformers.Phi3Config(rope_parameters=rope, **wide)
+    assert factor_border(phi) == 4096
+    assert factor_border(stand_in(phi, "sdpa").config) == 16
+    assert prove_class(phi, "sdpa", ("packed",)) == ("packed", {})

@@ -1,0 +1,211 @@
+"""Packed rows by FlashAttention: which kernel, what it is given, what comes out, on stand-ins."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.samples import make_batch, started, tiny_config
+from tests.workers.varlen_kernels import (
+    flash_attn_package,
+    flash_attn_varlen_func,
+    varlen_attn,
+    varlen_attn_without_groups,
+)
+from workers.models import attention as model_attention
+from workers.roles.actor import ActorWorker
+from workers.training import engine, varlen
+from workers.training.attention import RowLayout, describe, packed_attention
+from workers.training.varlen import VarlenKernel, find_kernel, through_flash_attn, through_torch
+
+CPU, BFLOAT16, FLOAT32 = torch.device("cpu"), torch.bfloat16, torch.float32
+FLASH = VarlenKernel("flash-attn", through_flash_attn(flash_attn_varlen_func), FLOAT32, True)
+KERNELS = [
+    FLASH,
+    VarlenKernel("torch", through_torch(varlen_attn), FLOAT32),
+    VarlenKernel("torch 2.11", through_torch(varlen_attn_without_groups), FLOAT32),
+]
+
+
+def attended(
+    states: Sequence[torch.Tensor],
+    layout: RowLayout,
+    kernel: VarlenKernel | None,
+    **settings: Any,
+) -> torch.Tensor:
+    query, key, value = states
+    settings |= {"row_layout": layout, "kernel": kernel}
+    return packed_attention(None, query, key, value, None, **settings)[0]
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card that FlashAttention runs on, with torch's kernel and without flash-attn."""
+    monkeypatch.setattr(varlen, "why_no_kernel", lambda *_: "")
+    monkeypatch.setattr(model_attention, "why_no_kernel", lambda *_: "")
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    model_attention.warn_once.cache_clear()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize(("size", "value_size"), [(16, 16), (12, 12), (24, 8)])
+def test_a_kernel_computes_what_rectangles_do(
+    kernel: VarlenKernel, window: int | None, size: int, value_size: int
+) -> None:
+    torch.manual_seed(0)
+    lengths, found = [9, 8, 3, 1, 40], []
+    shapes = (4, size), (2, size), (2, value_size)
+    states = [torch.randn(1, heads, sum(lengths), width) for heads, width in shapes]
+    for own in (kernel, None):
+        leaves = [part.clone().requires_grad_() for part in states]
+        layout = RowLayout(lengths, CPU)
+        output = attended(leaves, layout, own, scaling=0.3, sliding_window=window)
+        found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layout_says_the_bounds_of_its_rows() -> None:
+    layout = RowLayout([3, 1, 4], CPU)
+    assert layout.cu_seqlens.tolist() == [0, 3, 4, 8]
+    assert layout.cu_seqlens.dtype == torch.int32
+    assert layout.max_len == 4
+    assert "rectangles" not in vars(layout)
+
+
+def test_states_wider_than_the_kernel_s_type_are_cast_and_the_output_is_of_the_value_s() -> None:
+    seen = []
+
+    def function(query: torch.Tensor, *states: Any, **settings: Any) -> torch.Tensor:
+        seen.append(query.dtype)
+        return flash_attn_varlen_func(query, *states, **settings)
+
+    kernel = VarlenKernel("flash-attn", through_flash_attn(function), BFLOAT16)
+    states = [torch.randn(1, 2, 4, 8) for _ in range(3)]
+    output = attended(states, RowLayout([4], CPU), kernel)
+    assert (seen, output.dtype) == ([BFLOAT16], FLOAT32)
+
+
+def test_heads_too_large_for_a_kernel_go_by_rectangles() -> None:
+    states = [torch.randn(1, 1, 4, 512) for _ in range(3)]
+    layout = RowLayout([3, 1], CPU)
+    assert torch.equal(attended(states, layout, FLASH), attended(states, layout, None))
+
+
+def test_scores_are_capped_by_a_kernel_that_can_or_not_at_all() -> None:
+    states = [torch.randn(1, 1, 4, 8) for _ in range(3)]
+    layout = RowLayout([3, 1], CPU)
+    capped = attended(states, layout, FLASH, softcap=0.1)
+    assert not torch.allclose(capped, attended(states, layout, FLASH), atol=1e-3)
+    with pytest.raises(ValueError, match="not computed by rectangles"):
+        attended(states, layout, KERNELS[1], softcap=0.1)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_flash_attn_is_taken_where_it_is_else_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, reason = find_kernel("auto", CPU, BFLOAT16)
+    assert kernel is not None
+    assert kernel.name == "torch.nn.attention.varlen"
+    assert 'pip install -e ".[flash-attn]" --no-build-isolation' in reason
+
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package())
+    kernel, reason = find_kernel("auto", CPU, BFLOAT16)
+    assert kernel is not None
+    assert (kernel.name, kernel.has_softcap, reason) == ("flash-attn 2.8.3", True, "")
+    assert find_kernel("sdpa", CPU, BFLOAT16)[0] is None
+    assert find_kernel("eager", CPU, BFLOAT16)[0] is None
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_kernel_that_is_wrong_or_does_not_load_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def sees_too_far(*states: Any, **settings: Any) -> torch.Tensor:
+        left, right = settings["window_size"]
+        return flash_attn_varlen_func(*states, **settings | {"window_size": (left + 1, right)})
+
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package(sees_too_far))
+    with caplog.at_level(logging.WARNING):
+        kernel, reason = find_kernel("flash_attention_2", CPU, BFLOAT16)
+    assert kernel is not None
+    assert kernel.name == "torch.nn.attention.varlen"
+    assert "flash_attn is off by" in reason
+    assert "torch.nn.attention.varlen in place of flash_attention_2" in caplog.text
+
+    def undefined_symbol(*_: Any, **__: Any) -> None:
+        raise RuntimeError("undefined symbol")
+
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package(undefined_symbol))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query: query)
+    kernel, reason = find_kernel("auto", CPU, BFLOAT16)
+    assert kernel is None
+    assert "flash_attn does not run here: undefined symbol" in reason
+    assert "torch_varlen does not run here: its varlen_attn has no windows yet" in reason
+
+
+def test_on_a_cpu_nothing_is_said_above_information(
+    tiny_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_kernel("auto", CPU, FLOAT32) == (
+        None,
+        "flash-attn runs on CUDA devices, not on cpu",
+    )
+    model_attention.say_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            started(ActorWorker, tiny_config(tiny_dir), 1)
+    said = [record for record in caplog.records if "attention" in record.message]
+    assert [record.levelname for record in said] == ["INFO"]
+    assert "packed rows by sdpa, in rectangles" in said[0].message
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "MistralConfig": {"sliding_window": 4},
+    "Gemma2Config": {"sliding_window": 4, "attn_logit_softcapping": 0.5, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_model_trains_by_a_kernel_as_without(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 64, "num_key_value_heads": 2, "vocab_size": 64}
+    config = getattr(transformers, family)(**sizes, **CONFIGS[family], initializer_range=0.3)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+
+    calls, found = [], []
+
+    def function(*states: Any, **settings: Any) -> torch.Tensor:
+        calls.append(settings)
+        return flash_attn_varlen_func(*states, **settings)
+
+    kernel = VarlenKernel("flash-attn", through_flash_attn(function), FLOAT32, has_softcap=True)
+    for own in (kernel, None):
+        monkeypatch.setattr(engine, "find_kernel", lambda *_, own=own: (own, ""))
+        actor = started(ActorWorker, tiny_config(tmp_path, entropy_coeff=0.01), 1)
+        assert actor.engine.packs
+        log_probs = actor.compute_log_prob(make_batch(6))[0].batch["old_log_probs"]
+        found.append((log_probs, gradients(actor, make_batch(6), ACTOR_COLUMNS)))
+        said = describe(actor.engine.module, True, own, "")
+        assert ("packed rows by flash-attn, by their bounds" in said) == (own is not None)
+    (ours, our_gradients), (theirs, their_gradients) = found
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    for name, gradient in their_gradients.items():
+        assert (our_gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+    assert (3, 0) in {settings["window_size"] for settings in calls}
+    assert {settings.get("softcap") for settings in calls} == {
+        CONFIGS[family].get("attn_logit_softcapping")
+    }

@@ -1,0 +1,105 @@
+"""Stand-ins for the functions of flash-attn and torch, with their signatures, on any device."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    scale: float,
+    window: tuple[int, int],
+    cap: float,
+) -> Tensor:
+    """Row by row, in float32; the window is counted as FlashAttention does it."""
+    assert bounds.dtype == torch.int32
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+    assert query.shape[-1] % 8 == 0
+    outputs = []
+    for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        q, k, v = (part[start:end].transpose(0, 1).float() for part in (query, key, value))
+        groups = len(q) // len(k)
+        scores = q @ k.repeat_interleave(groups, 0).transpose(1, 2) * scale
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        hidden = distance < -window[1] if window[1] >= 0 else torch.zeros_like(distance).bool()
+        if window[0] >= 0:
+            hidden = hidden | (distance > window[0])
+        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        outputs.append((probs @ v.repeat_interleave(groups, 0)).transpose(0, 1))
+    return torch.cat(outputs).to(query.dtype)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> Tensor:
+    """flash-attn's; causal attention sees nothing to the right."""
+    assert softmax_scale is not None
+    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    window = (window_size[0], 0) if causal else window_size
+    return reference(q, k, v, cu_seqlens_q, softmax_scale, window, softcap)
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's, from 2.12 on."""
+    assert scale is not None
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    return reference(query, key, value, cu_seq_q, scale, window_size, 0.0)
+
+
+def varlen_attn_without_groups(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """torch's, before."""
+    rows = cu_seq_q, cu_seq_k, max_q, max_k
+    return varlen_attn(query, key, value, *rows, scale=scale, window_size=window_size)
+
+
+def flash_attn_package(function: Any = flash_attn_varlen_func) -> ModuleType:
+    """A module to stand as `flash_attn` among the imported ones."""
+    package: Any = ModuleType("flash_attn")
+    package.__version__ = "2.8.3"
+    package.__spec__ = object()
+    package.flash_attn_varlen_func = function
+    return package

@@ -1,0 +1,40 @@
+"""A composed configuration as YAML, each key with its rules: what `--cfg job` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.config.keys import Key, config_keys
+
+INDENT = "  "
+
+
+def annotated_yaml(composed: DictConfig, schema: type, resolve: bool = False) -> str:
+    """The tree in the order in which it was composed; comments are the rules of the fields."""
+    keys = {key.name: key for key in config_keys(schema)}
+    tree = OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True)
+    assert isinstance(tree, dict), "the root of a configuration is a mapping"
+    return "\n".join(_lines(tree, "", keys)) + "\n"
+
+
+def _lines(section: dict[Any, Any], prefix: str, keys: dict[str, Key]) -> Iterator[str]:
+    """The keys below a section, each indented by its depth."""
+    indent = INDENT * prefix.count(".")
+    for name, value in section.items():
+        key = keys.get(f"{prefix}{name}")
+        comment = f"  # {key.rules_in_words}" if key is not None and key.rules_in_words else ""
+
+        if key is not None and key.is_section and isinstance(value, dict):
+            yield f"{indent}{name}:{comment}"
+            yield from _lines(value, f"{key.name}.", keys)
+            continue
+
+        first, *rest = OmegaConf.to_yaml({name: value}).splitlines()
+        if rest and comment:  # a value over several lines: nothing may stand behind the first
+            yield f"{indent}{comment.strip()}"
+            comment = ""
+        yield f"{indent}{first}{comment}"
+        yield from (f"{indent}{line}" for line in rest)

@@ -1,0 +1,61 @@
+"""DPPO-Binary-KL: tokens stop learning where the KL of "this token or another" is too large."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor
+
+from workers.losses.aggregate import Denominators
+from workers.losses.importance_ratio import ClipSettings, DefaultClip, resolve_clip
+from workers.losses.registry import POLICY_LOSSES, reads
+from workers.losses.trust_region import trust_region_loss
+
+SMALLEST = 1e-8
+"""Least probability of "another token": a token that is certain has a finite KL."""
+
+
+@POLICY_LOSSES.register("dppo_kl")
+@reads("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+def compute_policy_loss_dppo_kl(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ClipSettings | None = None,
+    rollout_is_weights: Tensor | None = None,
+    **denominators: Unpack[Denominators],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A log p times the ratio, cut at `clip_ratio_c` and without gradient, within a trust region.
+
+    As `dppo_tv`, measured by the KL of the old policy to the policy over two outcomes, this token
+    or another: with A > 0 a token that has risen drops out above `clip_ratio_high`, any other that
+    has fallen above `clip_ratio_low`.
+
+    Source: DPPO, arXiv 2602.04879
+    """
+    config = config or DefaultClip()
+    low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
+    divergence, rose = _binary_kl(old_log_prob, log_prob.detach())
+
+    return trust_region_loss(
+        (divergence > high) & (rose > 0),
+        (divergence > low) & (rose < 0),
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config.clip_ratio_c,
+        rollout_is_weights,
+        **denominators,
+    )
+
+
+def _binary_kl(old_log_prob: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:
+    """The divergence, and how far the log-prob rose."""
+    old, new = old_log_prob.exp(), log_prob.exp()
+    rose = log_prob - old_log_prob
+    others = ((1 - old).clamp(min=SMALLEST) / (1 - new).clamp(min=SMALLEST)).log()
+    return (1 - old) * others - old * rose, rose

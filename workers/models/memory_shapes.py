@@ -1,0 +1,169 @@
+"""Memory that a model takes, from its shapes: counted on the meta device, where nothing is held.
+
+    shapes = model_shapes(path, head="token", compute=torch.bfloat16)
+    shapes.num_weights                            # exact
+    shapes.saved(num_tokens=8192, num_reads=4096) # bytes a backward pass keeps
+
+Activations are the tensors that autograd saves in a forward pass of the model itself, so every
+architecture has its own. Attention counts as a fused kernel: queries, keys, values, output and one
+number a token and head, never the square of the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from workers.models.causal_lm import Head, body_of, empty_model
+from workers.models.folder import model_folder
+from workers.models.lora import add_adapter
+
+if TYPE_CHECKING:
+    from workers.config import ModelConfig
+
+COUNTED = "counted_attention"
+"""Name of `_attention` in transformers' interface."""
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """Counts of a model's numbers: of its weights, and of what a pass over tokens keeps."""
+
+    num_weights: int
+    num_trained: int
+    num_layers: int
+    num_outside_layers: int
+    """Weights of embeddings, last norm and head: whole throughout a pass of FSDP."""
+    hidden_size: int
+    outputs_per_read: int
+    """Numbers of the head's output at one position: the vocabulary's size, or one."""
+    key_value_numbers: int
+    """Numbers that a KV cache holds for one token."""
+    saved_per_token: int | None
+    """Bytes that autograd saves for a token of the body; None where the model cannot be traced."""
+    compute_bytes: int
+
+    def saved(self, num_tokens: int, num_reads: int, checkpointing: bool) -> int | None:
+        """Bytes at the peak of a forward and backward pass, logits in float32 included."""
+        if self.saved_per_token is None:
+            return None
+        per_token = self.saved_per_token
+        if checkpointing:  # the inputs of every layer, and one layer computed again
+            per_token = per_token // self.num_layers
+            per_token += self.num_layers * self.hidden_size * self.compute_bytes
+        return num_tokens * per_token + self.logits(num_reads)
+
+    def logits(self, num_reads: int) -> int:
+        """Bytes of the head's output; its gradient is written over it."""
+        return 4 * num_reads * self.outputs_per_read
+
+
+def model_shapes(config: ModelConfig, head: Head, compute: torch.dtype) -> ModelShapes:
+    """Of the model that `config.path` describes, which computes in that type."""
+    module = meta_model(config, head)
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
+    body, text = body_of(module), module.config.get_text_config()
+    layers = set(module._no_split_modules or ())
+    inside: dict[int, int] = {}
+    for child in module.modules():
+        if type(child).__name__ in layers:
+            inside |= {id(weight): weight.numel() for weight in child.parameters()}
+
+    heads = getattr(text, "num_attention_heads", None) or 0  # none: a model without attention
+    size = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
+    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    num_weights = sum(weight.numel() for weight in module.parameters())
+    return ModelShapes(
+        num_weights=num_weights,
+        num_trained=sum(weight.numel() for weight in trained),
+        num_layers=text.num_hidden_layers,
+        num_outside_layers=num_weights - sum(inside.values()),
+        hidden_size=text.hidden_size,
+        outputs_per_read=text.vocab_size if head == "token" else 1,
+        key_value_numbers=2 * text.num_hidden_layers * key_value_heads * size,
+        saved_per_token=saved_per_token(body, compute),
+        compute_bytes=compute.itemsize,
+    )
+
+
+def meta_model(config: ModelConfig, head: Head) -> Any:
+    """The module without any memory, adapters included."""
+    folder = str(model_folder(config.path, weights=False))  # shapes are in the small files
+    plain = replace(
+        config, path=folder, attn_implementation="auto", enable_gradient_checkpointing=False
+    )
+    module = empty_model(plain, head, torch.device("cpu")).to("meta")
+    if config.lora_rank > 0:
+        add_adapter(module, config)
+    return module
+
+
+NUM_TRACED = 256
+"""Tokens of the traced pass; what is saved grows with them in proportion."""
+
+
+def saved_per_token(body: Any, compute: torch.dtype) -> int | None:
+    """Bytes that autograd saves for a token of the body, weights left out."""
+    module = body.to(compute)
+    weights = {weight.untyped_storage()._cdata for weight in module.parameters()}
+    ids = torch.zeros(1, NUM_TRACED, dtype=torch.long, device="meta")
+    found: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in weights:
+            found[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    try:
+        with _counted_attention(module), saved_tensors_hooks(keep, lambda tensor: tensor):
+            module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+        return None  # a model whose pass depends on its numbers, as a router's does
+    total = sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    return -(-total // NUM_TRACED)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What a fused kernel saves, without its arithmetic."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, heads, tokens, _ = query.shape
+        output = query.new_empty(rows, tokens, heads, value.shape[-1])
+        log_norm = query.new_empty(rows, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, log_norm)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return ctx.saved_tensors[:3]
+
+
+def _attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _FusedAttention.apply(query, key, value), None
+
+
+def _no_mask(**_: Any) -> None:
+    """A fused kernel needs none."""
+
+
+@contextmanager
+def _counted_attention(module: Any) -> Iterator[None]:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(COUNTED, _attention)
+    AttentionMaskInterface.register(COUNTED, _no_mask)
+    config = module.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = COUNTED
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

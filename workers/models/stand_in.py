@@ -1,0 +1,228 @@
+"""A tiny model of a real one's class, for proofs that the real one is too large for.
+
+    model = stand_in(config, "sdpa")        # a float32 causal LM on the CPU, milliseconds a pass
+
+It is built from the model's own config: widths, experts and vocabulary are shrunk, and so is every
+limit at which a model starts to compute differently (window, chunk, original length of its rotary
+positions): rows of some dozen tokens are past it. Layers are the first ones, as many as it takes to
+have each kind. Weights and buffers are random, so that none is at a default that hides an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+
+LIMIT = 16
+"""Tokens of every window, chunk and original length of a stand-in."""
+POSITIONS = 128
+"""Positions that a stand-in has."""
+VOCABULARY = 64
+LARGEST = 60_000_000
+"""Parameters of the largest stand-in: a second or two of building."""
+
+MODEL_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What the code of some class of transformers raises where it cannot do as asked."""
+
+LIMITS = (
+    "sliding_window sliding_window_size window_size attention_window_size local_attention "
+    "attention_chunk_size chunk_size mamba_chunk_size block_size keep_window_size index_topk "
+    "original_max_position_embeddings floor_scale"
+).split()
+LENGTHS = (
+    "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length"
+).split()
+SIZES = {
+    64: "hidden_size n_embd d_model embedding_dim word_embed_proj_dim lru_width "
+    "attention_hidden_size intermediate_size n_inner ffn_dim dim_ff ffn_hidden_size "
+    "dense_intermediate_size moe_intermediate_size shared_expert_intermediate_size "
+    "shared_intermediate_size intermediate_size_mlp expert_ffn_hidden_size "
+    "moe_shared_expert_intermediate_size",
+    16: "head_dim swa_head_dim dim_head kv_channels qk_nope_head_dim v_head_dim kv_lora_rank "
+    "q_lora_rank linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim "
+    "index_n_heads state_size ssm_state_size mamba_d_state hidden_size_per_layer_input "
+    "laurel_rank",
+    8: "qk_rope_head_dim rotary_dim time_step_rank mamba_dt_rank",
+    4: "num_attention_heads n_head n_heads num_heads num_experts num_local_experts "
+    "n_routed_experts moe_num_experts mamba_n_heads mamba_num_heads linear_num_value_heads "
+    "linear_num_heads swa_num_attention_heads",
+    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k linear_num_key_heads "
+    "swa_num_key_value_heads zero_expert_num n_shared_experts",
+    1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups num_expert_group",
+}
+SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
+"""Field of a width -> its size in a stand-in."""
+VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+PERIODS = (
+    "period offset interval freq step pattern first_k_dense_replace max_window_layers "
+    "num_kv_shared_layers num_dense_layers every_n_layers moe_layer_start_index block_types"
+).split()
+"""Parts of the names of fields that say which layers are of another kind."""
+
+
+def stand_in(config: Any, attention: str, longest: int | None = None) -> Any:
+    """The tiny model in evaluation mode; a ValueError says why there is none.
+
+    Where no row is of more than `longest` tokens, limits that are not shorter are out of reach.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoModelForCausalLM
+
+    failures = []
+    for with_widths in (True, False):
+        try:
+            small = shrunk(config, with_widths, longest)
+            with torch.device("meta"):
+                sizes = AutoModelForCausalLM.from_config(small).num_parameters()
+            if sizes > LARGEST:
+                raise ValueError(f"it would have {sizes:,} parameters")
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = AutoModelForCausalLM.from_config(
+                    small, dtype=torch.float32, attn_implementation=attention
+                )
+                _leave_defaults(model)
+                model.eval()(torch.arange(3, 8)[None], use_cache=False)
+            return model
+        except (*MODEL_ERRORS, StrictDataclassError) as error:
+            failures.append(f"{type(error).__name__}: {error}")
+    raise ValueError("; ".join(failures).splitlines()[0])
+
+
+def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
+    """The config of the tiny model; without `with_widths` only what is not a layer's width."""
+    fields = copy.deepcopy(config.to_dict())
+    count_name = next((name for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
+    if count_name:
+        _keep_first_layers(fields, count_name)
+
+    for name, value in fields.items():
+        if name in LIMITS and isinstance(value, int) and value > 0:
+            fields[name] = _small_limit(value, longest)
+        elif name in LENGTHS and isinstance(value, int):
+            fields[name] = POSITIONS
+        elif name in VOCABULARIES and isinstance(value, int):
+            fields[name] = VOCABULARY
+        elif name.endswith("token_id"):
+            fields[name] = _small_id(value)
+    if with_widths:
+        _shrink_widths(fields)
+    else:
+        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+            if isinstance(fields.get(name), int):
+                fields[name] = min(fields[name], 8)
+
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, dict):
+        for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+            _shrink_rope(part, fields, longest)
+    for name in ("dtype", "torch_dtype", "architectures", "quantization_config"):
+        fields.pop(name, None)
+    return type(config).from_dict(fields)
+
+
+def _keep_first_layers(fields: dict[str, Any], count_name: str) -> None:
+    """As many as it takes to have every kind, and two at least."""
+    count = fields[count_name]
+    lists = {k: v for k, v in fields.items() if isinstance(v, list) and len(v) == count > 1}
+    kinds = [repr([value[layer] for value in lists.values()]) for layer in range(count)]
+    needed = max(kinds.index(kind) + 1 for kind in kinds) if kinds else count
+
+    for name, value in fields.items():
+        if any(part in name for part in PERIODS) and name not in lists:
+            number = len(value) if isinstance(value, (list, str)) else value
+            if isinstance(number, int) and number > 0:
+                needed = max(needed, number + 1)
+    if fields.get("num_kv_shared_layers"):  # counted from the last layer
+        needed = count
+    kept = min(count, max(needed, 2))
+    fields[count_name] = kept
+    for name, value in lists.items():
+        fields[name] = value[:kept]
+    if isinstance(per_layer := fields.get("per_layer_config"), dict):
+        fields["per_layer_config"] = {k: v for k, v in per_layer.items() if int(k) < kept}
+    if "attention_types" in fields:  # gpt_neo spells its list of layers as repetitions
+        fields["attention_types"] = [[fields["attention_layers"][:kept], 1]]
+
+
+def _small_id(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_small_id(one) for one in value]
+    return value % VOCABULARY if isinstance(value, int) else value
+
+
+def _shrink_widths(fields: dict[str, Any]) -> None:
+    heads = next(
+        (fields[n] for n in ("num_attention_heads", "n_head", "num_heads") if fields.get(n)), 0
+    )
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if isinstance(fields.get(name), int):
+            fields[name] = {heads: 4, 1: 1}.get(fields[name], 2)
+    for name, size in SIZE_OF.items():
+        value = fields.get(name)
+        if isinstance(value, list):
+            fields[name] = [size] * len(value)
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            fields[name] = size
+
+    if fields.get("qk_rope_head_dim"):
+        for name, size in (("head_dim", 8), ("qk_head_dim", 24)):
+            if fields.get(name):
+                fields[name] = size
+    # the heads of a state space model fill its inner width
+    inner = int(64 * (fields.get("mamba_expand") or fields.get("expand") or 0))
+    for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim"):
+        if inner and isinstance(fields.get(name), int):
+            fields[name] = inner // 4
+    if fields.get("mamba_d_ssm"):
+        fields["mamba_d_ssm"] = inner
+    if fields.get("model_type") == "mamba2":
+        fields["head_dim"] = inner // 4
+
+
+def _small_limit(value: int, longest: int | None) -> int:
+    return min(value, LIMIT) if longest is None or value < longest else POSITIONS
+
+
+def _shrink_rope(rope: dict[str, Any], fields: dict[str, Any], longest: int | None) -> None:
+    original = rope.get("original_max_position_embeddings")
+    if original:
+        rope["original_max_position_embeddings"] = _small_limit(original, longest)
+    heads = fields.get("num_attention_heads") or 1
+    width = (
+        fields.get("qk_rope_head_dim")
+        or fields.get("head_dim")
+        or fields.get("hidden_size", 0) // heads
+    )
+    part = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
+    for name in ("long_factor", "short_factor"):
+        factors, pairs = rope.get(name), int(width * part) // 2
+        if factors and pairs:
+            rope[name] = [factors[i * len(factors) // pairs] for i in range(pairs)]
+
+
+@torch.no_grad()
+def _leave_defaults(model: Any) -> None:
+    """Random weights as large as a trained model's, norms that are not 1, biases that are not 0."""
+    for parameter in model.parameters():
+        spread = 0.1 if parameter.ndim < 2 else 1 / math.sqrt(parameter.shape[-1])
+        parameter.add_(torch.randn_like(parameter) * spread)
+    persistent = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in persistent and buffer.is_floating_point():
+            noise = 0.1 * torch.randn_like(buffer)
+            # a table of decays keeps its zeros: they are its mask
+            buffer.add_(noise if buffer.ndim < 2 else noise * buffer)

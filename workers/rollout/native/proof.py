@@ -1,0 +1,128 @@
+"""The proof that the native engine decodes a class of models as transformers computes it.
+
+    check_decoding(config, longest)         # a ConfigError names the model type and what is wrong
+
+A slot cache keeps the keys and values of every token, nothing else: no recurrent state, no window,
+no index. Classes are many and their masks and caches differ, so none is believed. A tiny stand-in
+of the class decodes a few rows greedily, longer than every limit that this run's rows can pass, and
+each step's logits are compared with transformers' plain pass over the row by itself. One row
+decodes alone, too, from below the limits to beyond them: rotary factors that change with the
+longest row of a pass (longrope) leave keys of other factors in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import ConfigError
+from workers.models.stand_in import LIMIT, MODEL_ERRORS, VOCABULARY, stand_in
+from workers.rollout.native.grouped_attention import grouped_decoding
+from workers.rollout.native.kv_cache import (
+    SlotCache,
+    Slots,
+    least_window,
+    prefill_width,
+    slot_width,
+)
+from workers.rollout.native.module_forward import ModuleForward
+
+PROMPTS = ((30, 3, 17, 24), (3,))
+"""Tokens of the prompts that prove, group by group."""
+PROMPT_WIDTH, NUM_STEPS = 32, 40
+"""So many that the cache grows once."""
+LARGEST_ERROR = 3e-4
+"""Relative error up to which logits agree; what is wrong is off by 2e-3 and more."""
+
+
+def check_decoding(config: Any, longest: int) -> None:
+    """Refuse a model whose class this engine does not decode right on rows of `longest` tokens."""
+    reason = why_not_native(config, longest)
+    if reason:
+        raise ConfigError(
+            f"rollout.name=native does not decode model type {config.model_type!r} as transformers "
+            f"computes it: {reason}. Choose actor_rollout_ref.rollout.name=hf or vllm."
+        )
+
+
+def why_not_native(config: Any, longest: int) -> str:
+    """What is wrong with this engine's decoding of such a model; nothing is an empty text."""
+    attention = "eager" if config._attn_implementation == "eager" else "sdpa"
+    return _why_not(_Key(config.to_json_string(use_diff=False), attention, longest, config))
+
+
+@dataclass(frozen=True)
+class _Key:
+    text: str
+    attention: str
+    longest: int
+    config: Any = field(compare=False)
+
+
+@functools.lru_cache(maxsize=64)
+def _why_not(key: _Key) -> str:
+    try:
+        model = stand_in(key.config, key.attention, key.longest)
+    except MODEL_ERRORS as error:
+        return f"there is no small model of its class to prove it on ({_first_line(error)})"
+    try:
+        decoded = [row for lengths in PROMPTS for row in _decoded(model, lengths)]
+    except MODEL_ERRORS as error:
+        return (
+            "a small model of its class fails with a cache of keys and values alone "
+            f"({type(error).__name__}: {_first_line(error)})"
+        )
+
+    worst = max(_error_of_row(model, row, logits) for row, logits in decoded)
+    if worst <= LARGEST_ERROR:
+        return ""
+    size = f"off by {worst:.0e}" if worst < torch.inf else "not finite"
+    return (
+        f"logits of a small model of its class are {size} (its windows, chunks and original "
+        f"lengths are {LIMIT} tokens where this run's rows, of up to {key.longest} tokens, are "
+        "longer than the model's)"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+@torch.no_grad()
+def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tensor]]:
+    """For each prompt its tokens with the greedy ones after it, and the logits of every step."""
+    prompts = [
+        tuple(6 + (7 + row) * place % (VOCABULARY - 6) for place in range(length))
+        for row, length in enumerate(lengths)
+    ]
+    config, positions = model.config, torch.tensor(lengths)
+    width = slot_width(config, PROMPT_WIDTH, NUM_STEPS)
+    slots = Slots(len(prompts), width, least_window(config), positions.device)
+    cache = SlotCache(config.num_hidden_layers, slots)
+
+    with grouped_decoding(model):
+        forward = ModuleForward(model, cache)
+        cache.fit(1 + PROMPT_WIDTH, 0)
+        width = prefill_width(max(lengths), PROMPT_WIDTH)
+        logits = [forward.prefill(prompts, width, torch.arange(len(prompts)), 0)]
+        for step in range(NUM_STEPS - 1):
+            cache.fit(max(lengths) + step + 2, len(prompts))
+            logits.append(forward.decode(logits[-1].argmax(dim=1), positions + step))
+
+    steps = torch.stack(logits, dim=1).float()
+    tokens = steps.argmax(dim=2).tolist()
+    return [
+        ([*prompt, *new[:-1]], own) for prompt, new, own in zip(prompts, tokens, steps, strict=True)
+    ]
+
+
+@torch.no_grad()
+def _error_of_row(model: Any, row: list[int], logits: Tensor) -> float:
+    """Relative error of a row's logits against transformers' pass over the row; inf for a NaN."""
+    plain = model(torch.tensor([row]), use_cache=False).logits[0, -len(logits) :].float()
+    error = float((logits - plain).norm() / plain.norm())
+    return error if error == error else torch.inf

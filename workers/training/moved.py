@@ -1,0 +1,56 @@
+"""Which share of the weights an update moved: a step below a weight's rounding leaves it as it was.
+
+before = sample_weights(parameters)
+...                                               # the first update of a run
+counts = count_moved(before, parameters, device)  # added up over the ranks
+metrics["moved_share"] = moved_share(*counts, lr)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger(__name__)
+
+MOST_ELEMENTS = 10**6
+"""Weights that a rank looks at, evenly over every parameter."""
+
+
+def sample_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Some elements of every parameter of this rank, copied."""
+    stride = -(-sum(_own(parameter).numel() for parameter in parameters) // MOST_ELEMENTS)
+    return [_own(parameter)[:: max(1, stride)].clone() for parameter in parameters]
+
+
+def count_moved(
+    before: Sequence[Tensor], parameters: Sequence[Tensor], device: torch.device
+) -> Tensor:
+    """How many of this rank's sampled weights are others now, and how many there are."""
+    after = sample_weights(parameters)
+    pairs = zip(before, after, strict=True)
+    moved = torch.stack([(old != new).sum() for old, new in pairs]).sum()
+    return torch.stack([moved, torch.full_like(moved, sum(map(Tensor.numel, after)))]).to(device)
+
+
+def moved_share(num_moved: int, num_sampled: int, lr: float) -> float:
+    """The share, with a warning where nothing moved at a learning rate above 0."""
+    if num_moved == 0 and lr > 0:
+        logger.warning(
+            "the first update at a learning rate of %g moved none of the %d weights looked at: "
+            "its steps are below their rounding (model.dtype), or every gradient is zero (are all "
+            "advantages?).",
+            lr,
+            num_sampled,
+        )
+    return num_moved / max(1, num_sampled)
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """This rank's elements, in one row."""
+    tensor = parameter.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).reshape(-1)

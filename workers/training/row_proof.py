@@ -1,0 +1,251 @@
+"""How a model's rows go through it, packed, padded or one at a time: the fastest that is right.
+
+    row_passes = prove_rows(module, device, may_pack=True)      # a ConfigError where none is right
+    for rows in row_passes.cut(columns, reads, budget): ...
+    feed = row_passes.feed(columns, reads, device)
+
+Packed rows are the fastest, and wrong for a model that counts places, carries a state from token to
+token or looks at its neighbours. So each way is tried on a tiny stand-in of the model's class, on
+rows longer than its windows, chunks and original lengths, against transformers' own pass over each
+row by itself. The model's own weights then see a short packed row, for what only they can show.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import ConfigError
+from workers.models.causal_lm import ScalarHeadModel, body_of
+from workers.models.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY, stand_in
+from workers.training.attention import packed_rows
+from workers.training.microbatch import Budget, Columns, cut
+from workers.training.packing import Feed, needed_tokens, packed_feed, padded_feed, read
+from workers.training.varlen import VarlenKernel
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["packed", "padded", "single"]
+LARGEST_ERROR = 3e-4
+"""Relative error up to which two passes over a row agree; what is wrong is off by 2e-3 and more.
+
+Rounding in float32 makes 1e-6, and 1e-4 where decays multiply up (minimax, gemma3n).
+"""
+NO_PROOF = "no small model to prove it on"
+LENGTHS = (100, 57, 50, 33, 12, 9)
+"""Tokens of the rows that prove: together more than a stand-in has positions."""
+
+
+@dataclass(frozen=True)
+class RowPasses:
+    """How rows are cut into passes and fed."""
+
+    kind: Kind = "padded"
+    border: int | None = None
+    """Longer rows have rotary factors of their own, which a pass has one set of (longrope)."""
+
+    def cut(self, columns: Columns, reads: Tensor, budget: Budget) -> list[list[int]]:
+        """Row numbers of every micro-batch."""
+        needed = needed_tokens(columns, reads, whole=self.border is not None)
+        return cut(
+            needed.sum(dim=1).tolist(),
+            budget,
+            rectangles=self.kind == "padded",
+            border=self.border,
+            single=self.kind == "single",
+        )
+
+    def feed(self, columns: Columns, reads: Tensor, device: torch.device) -> Feed:
+        """The arguments of one pass over these rows."""
+        feed = packed_feed if self.kind == "packed" else padded_feed
+        return feed(columns, reads, device, whole=self.border is not None)
+
+
+def prove_rows(
+    module: Any, device: torch.device, kernel: VarlenKernel | None = None, *, may_pack: bool
+) -> RowPasses:
+    """The fastest right way for this model; a warning says why it is not the next faster one.
+
+    Every rank of a sharded module calls it.
+    """
+    config = module.config
+    attention = body_of(module).config.get_text_config()._attn_implementation
+    attention = "eager" if attention == "eager" else "sdpa"  # what the stand-in has on the CPU
+    ways: tuple[Kind, ...] = ("packed", "padded", "single") if may_pack else ("padded", "single")
+    kind, reasons = prove_class(config, attention, ways)
+    if kind == "packed" and (reason := _why_not_packed(module, device, kernel)):
+        kind, reasons = prove_class(config, attention, ways[1:])
+        reasons = {"packed": reason, **reasons}
+
+    if reasons:
+        _warn(config.model_type, kind, reasons)
+    return RowPasses(kind, factor_border(config))
+
+
+def _warn(model_type: str, kind: Kind, reasons: dict[str, str]) -> None:
+    wanted, reason = next(iter(reasons.items()))
+    logger.warning(
+        "model type %s is not %s right from %s rows (%s); it runs on %s, which takes longer.%s",
+        model_type,
+        "proven" if reason.startswith(NO_PROOF) else "computed",
+        wanted,
+        reason,
+        "padded rows" if kind == "padded" else "one row a pass",
+        " model.use_remove_padding=False asks for no packed rows." if wanted == "packed" else "",
+    )
+
+
+def prove_class(config: Any, attention: str, ways: Sequence[Kind]) -> tuple[Kind, dict[str, str]]:
+    """The first of `ways` that is right for a model of this config, and what is wrong with others.
+
+    A ConfigError says so where none is.
+    """
+    text = config.get_text_config()
+    key = _ByContent(text, text.to_json_string(use_diff=False))
+    kind, reasons = _proven(key, attention, tuple(ways))
+    if kind is not None:
+        return kind, reasons
+
+    if attention != "eager" and _proven(key, "eager", tuple(ways))[0]:
+        choice = "Set model.attn_implementation=eager, under which it is right."
+    else:
+        choice = "Choose a causal LM of another type for model.path."
+    raise ConfigError(
+        f"model type {config.model_type} cannot be trained: its log-probs of a row would not be "
+        f"transformers' own for that row, even one row a pass ({reasons[ways[-1]]}; it may look at "
+        f"tokens that come later). {choice}"
+    )
+
+
+@dataclass(frozen=True)
+class _ByContent:
+    """A config that is found again by what is in it."""
+
+    config: Any
+    text: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByContent) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+@functools.lru_cache(maxsize=64)
+def _proven(
+    config: _ByContent, attention: str, ways: tuple[Kind, ...]
+) -> tuple[Kind | None, dict[str, str]]:
+    try:
+        model = stand_in(config.config, attention)
+        expected = _rows_alone(model)
+    except MODEL_ERRORS as error:
+        return "padded", {ways[0]: f"{NO_PROOF}: {error}"}
+
+    reasons: dict[str, str] = {}
+    for way in ways:
+        reason = _why_not(model, RowPasses(way, factor_border(model.config)), expected)
+        if not reason:
+            return way, reasons
+        reasons[way] = reason
+    return None, reasons
+
+
+def factor_border(config: Any) -> int | None:
+    """The original length of a model whose rotary factors are others beyond it (longrope)."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            original = part.get("original_max_position_embeddings")
+            return original or getattr(text, "original_max_position_embeddings", None)
+    return None
+
+
+def _probe() -> tuple[Columns, Tensor]:
+    """Rows in the middle of their columns, and what is read of them: not their last tokens."""
+    lengths = torch.tensor(LENGTHS)[:, None]
+    places = torch.arange(POSITIONS) - (POSITIONS - lengths) // 2
+    mask = (places >= 0) & (places < lengths)
+    tokens = 3 + torch.arange(mask.numel()).view(mask.shape) * 7 % (VOCABULARY - 3)
+    columns = {
+        "input_ids": tokens * mask,
+        "attention_mask": mask.long(),
+        "position_ids": places * mask,
+    }
+    return columns, (places >= lengths // 3) & (places < lengths - 2)
+
+
+@torch.no_grad()
+def _rows_alone(model: Any) -> list[Tensor]:
+    """What transformers says about each row by itself."""
+    columns, reads = _probe()
+    rows = zip(columns["input_ids"], columns["attention_mask"] != 0, reads, strict=True)
+    numbers = [model(tokens[m][None], use_cache=False).logits[0, r[m]] for tokens, m, r in rows]
+    if not all(row.isfinite().all() for row in numbers):
+        raise ValueError("its numbers are not finite")
+    return numbers
+
+
+@torch.no_grad()
+def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
+    """What is wrong with rows that go through the model this way; nothing is an empty text."""
+    columns, reads = _probe()
+    cpu = torch.device("cpu")
+    with packed_rows(model) if way.kind == "packed" else torch.no_grad():
+        for rows in way.cut(columns, reads, Budget(rows=len(LENGTHS))):
+            picked = {name: column[rows] for name, column in columns.items()}
+            try:
+                found = read(model, way.feed(picked, reads[rows], cpu))
+            except MODEL_ERRORS as error:
+                return f"it refuses them: {type(error).__name__}: {error}"
+            for row, own in zip(rows, found.split([len(expected[r]) for r in rows]), strict=True):
+                error_norm = float((own - expected[row]).norm() / expected[row].norm())
+                if not error_norm <= LARGEST_ERROR:
+                    return (
+                        f"a row of {LENGTHS[row]} tokens in a small model of its class is off by "
+                        f"{error_norm:.0e}"
+                    )
+    return ""
+
+
+def _why_not_packed(module: Any, device: torch.device, kernel: VarlenKernel | None) -> str:
+    """What is wrong with two short packed rows on the model's own weights."""
+    mask = torch.tensor([[1] * 7, [0, 0] + [1] * 5])
+    vocabulary = body_of(module).get_input_embeddings().num_embeddings
+    columns = {
+        "input_ids": torch.arange(14).view(2, 7) * 7 % max(vocabulary, 1) * mask,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+    }
+    try:
+        with packed_rows(module, kernel):
+            packed = _before_scalar_head(module, packed_feed(columns, mask != 0, device))
+        padded = _before_scalar_head(module, padded_feed(columns, mask != 0, device))
+    except MODEL_ERRORS as error:
+        return f"it refuses a packed row: {error}"
+
+    limit = 1e-4 if packed.dtype == torch.float32 else 3e-2
+    error_norm = float((packed - padded).float().norm() / padded.float().norm())
+    if error_norm <= limit:
+        return ""
+    return f"relative error {error_norm:.1e} over a limit of {limit:.0e}"
+
+
+@torch.no_grad()
+def _before_scalar_head(module: Any, feed: Feed) -> Tensor:
+    """Logits at every position; under a scalar head, which may be all zeros, the hidden states."""
+    if not isinstance(module, ScalarHeadModel):
+        return read(module, feed)
+    states: list[Tensor] = []
+    hook = module.score.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+    try:
+        read(module, feed)
+    finally:
+        hook.remove()
+    return states[0][0] if feed.packed else states[0][feed.reads]

@@ -1,0 +1,210 @@
+"""FlashAttention over packed rows: kernels that take the rows' bounds, and so compute no padding.
+
+`find_kernel` chooses the first that runs here, once per engine; `workers.training.attention` calls
+it in every layer. Where there is none, that file lays rows in rectangles.
+
+    flash-attn    flash_attn_varlen_func: windows, grouped heads, soft-capping
+    torch         torch.nn.attention.varlen.varlen_attn: windows, grouped heads
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from workers.models.attention import warn_once, why_no_flash, why_no_kernel
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int, float], Tensor]
+"""(query, key, value, bounds, longest, scale, tokens seen to the left or -1, cap or 0) -> output.
+
+States are [tokens, heads, size]; there may be fewer heads of keys than of queries.
+"""
+LARGEST_HEAD = 256
+"""Sizes that FlashAttention takes: up to here, in steps of 8."""
+
+
+@dataclass(frozen=True)
+class VarlenKernel:
+    """A library's function for rows of any lengths, of one 16-bit type."""
+
+    name: str
+    attend: Attend
+    dtype: torch.dtype
+    has_softcap: bool = False
+
+    def takes(self, query: Tensor, softcap: float | None) -> bool:
+        """Whether heads are small enough, and scores capped only where it can do that."""
+        return query.shape[-1] <= LARGEST_HEAD and (self.has_softcap or softcap is None)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor,
+        longest: int,
+        *,
+        scaling: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of each row, [tokens, heads, size of a value].
+
+        A token sees itself and the `window` - 1 before it.
+        """
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+        states = (
+            pad(part.to(self.dtype), (0, size - part.shape[-1])) for part in (query, key, value)
+        )
+        left = -1 if window is None or window >= longest else window - 1
+        output = self.attend(*states, bounds, longest, scale, left, softcap or 0.0)
+        return output[..., : value.shape[-1]].to(value.dtype)
+
+
+def through_flash_attn(function: Callable[..., Any]) -> Attend:
+    """By flash-attn's `flash_attn_varlen_func`."""
+    return partial(_by_flash_attn, function)
+
+
+def _by_flash_attn(
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scale: float,
+    left: int,
+    cap: float,
+) -> Tensor:
+    settings: dict[str, Any] = {"softmax_scale": scale, "window_size": (left, 0)}
+    if cap:
+        settings["softcap"] = cap
+    rows = bounds, bounds, longest, longest
+    output: Tensor = function(query, key, value, *rows, causal=True, **settings)
+    return output
+
+
+def through_torch(function: Callable[..., Any]) -> Attend:
+    """By torch's `varlen_attn`, whose first versions take as many heads of keys as of queries."""
+    is_grouped = "enable_gqa" in inspect.signature(function).parameters
+    return partial(_by_torch, function, is_grouped)
+
+
+def _by_torch(
+    function: Callable[..., Any],
+    is_grouped: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scale: float,
+    left: int,
+    cap: float,
+) -> Tensor:
+    settings: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
+    if is_grouped:
+        settings["enable_gqa"] = True
+    else:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    rows = bounds, bounds, longest, longest
+    output: Tensor = function(query, key, value, *rows, **settings)
+    return output
+
+
+def find_kernel(
+    wanted: str, device: torch.device, dtype: torch.dtype
+) -> tuple[VarlenKernel | None, str]:
+    """The kernel for `model.attn_implementation`, if any runs here, and why no better one does."""
+    if wanted not in ("auto", "flash_attention_2"):
+        return None, f"model.attn_implementation={wanted}"
+    reason = why_no_kernel(device, dtype)
+    if reason:
+        return None, reason
+
+    kernel, reason = _checked(why_no_flash(device, dtype), _flash_attn, device, dtype)
+    if kernel is not None:
+        return kernel, ""
+    kernel, other = _checked("", _torch_varlen, device, dtype)
+    if wanted == "flash_attention_2":
+        name = "sdpa" if kernel is None else kernel.name
+        warn_once(f"attention: {name} in place of flash_attention_2: {reason}.")
+    return kernel, f"{reason}; {other}" if other else reason
+
+
+def _flash_attn(dtype: torch.dtype) -> VarlenKernel:
+    library = importlib.import_module("flash_attn")
+    attend = through_flash_attn(library.flash_attn_varlen_func)
+    return VarlenKernel(f"flash-attn {library.__version__}", attend, dtype, has_softcap=True)
+
+
+def _torch_varlen(dtype: torch.dtype) -> VarlenKernel:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "window_size" not in inspect.signature(varlen_attn).parameters:
+        raise ImportError("its varlen_attn has no windows yet")
+    return VarlenKernel("torch.nn.attention.varlen", through_torch(varlen_attn), dtype)
+
+
+def _checked(
+    reason: str,
+    make: Callable[[torch.dtype], VarlenKernel],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[VarlenKernel | None, str]:
+    """The kernel if it loads and is right on a few rows, or why not."""
+    if reason:
+        return None, reason
+    name = make.__name__.strip("_")
+    try:
+        kernel = make(dtype)
+        error = largest_error(kernel, device)
+    except (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError) as problem:
+        return None, f"{name} does not run here: {' '.join(str(problem).split())[:200]}"
+    return (kernel, "") if error < 0.05 else (None, f"{name} is off by {error:.2g} on a few rows")
+
+
+def largest_error(kernel: VarlenKernel, device: torch.device) -> float:
+    """On a few short rows under a window: the most that outputs and gradients are off."""
+    lengths, heads = [3, 1, 40], (4, 2, 2)
+    generator = torch.Generator().manual_seed(0)
+    states = [
+        torch.randn(sum(lengths), count, 64, generator=generator).to(device, kernel.dtype)
+        for count in heads
+    ]
+    bounds = torch.tensor([0, 3, 4, 44], dtype=torch.int32, device=device)
+    found = []
+    for attend in (partial(kernel, bounds=bounds, longest=40), partial(dense, lengths=lengths)):
+        own = [part.clone().requires_grad_() for part in states]
+        output = attend(*own, window=7)
+        gradients = torch.autograd.grad(output.float().square().sum(), own)
+        found.append([output.detach(), *gradients])
+    differences = [(a - b).float().abs().max() for a, b in zip(*found, strict=True)]
+    scales = [part.float().abs().max() for part in found[1]]
+    return max(float(off / scale) for off, scale in zip(differences, scales, strict=True))
+
+
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int | None = None
+) -> Tensor:
+    """The same by torch's plain attention under a mask, row by row."""
+    outputs, parts = [], (part.split(list(lengths)) for part in (query, key, value))
+    for row in zip(*parts, strict=True):
+        places = torch.arange(len(row[0]), device=query.device)
+        distance = places[:, None] - places
+        mask = (distance >= 0) & (distance < (window or len(places)))
+        states = (part.transpose(0, 1)[None] for part in row)
+        output = scaled_dot_product_attention(*states, attn_mask=mask, enable_gqa=True)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
