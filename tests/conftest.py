@@ -15,6 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
+
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
 # Processes that tests fork have these loaded, instead of some seconds each; the first of them

@@ -12,7 +12,7 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,13 +28,8 @@ def start_child(
     ours, theirs = Pipe()
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([ROOT, inherited] if inherited else [ROOT])
-    module = "verl_like.process.child"
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, program, str(theirs.fileno()), *arguments],
-        pass_fds=[theirs.fileno()],
-        env={**os.environ, **(env or {}), "PYTHONPATH": path},
-        process_group=0,  # Ctrl-C is for the driver, which ends its children
-    )
+    environment = {**os.environ, **(env or {}), "PYTHONPATH": path}
+    process = _start_python(program, theirs, arguments, environment)
     theirs.close()
     try:
         ours.send(sys.path)
@@ -44,6 +39,19 @@ def start_child(
         process.wait()
         raise
     return process, ours
+
+
+def _start_python(
+    program: str, pipe: Connection, arguments: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """A new interpreter that runs `_run_program`, in a process group of its own."""
+    module = "verl_like.process.child"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, program, str(pipe.fileno()), *arguments],
+        pass_fds=[pipe.fileno()],
+        env=environment,
+        process_group=0,  # Ctrl-C is for the driver, which ends its children
+    )
 
 
 def _run_program() -> None:

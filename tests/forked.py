@@ -1,0 +1,91 @@
+"""Worker processes forked from the test run's server instead of started anew.
+
+A new interpreter spends seconds on importing torch and transformers; a process of the server, which
+has them loaded (`PRELOADED` in `tests/conftest.py`), starts at once. All else is as in a child of
+`verl_like.process.child`: program, pipe, environment, import path, group, output, exit status.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import pytest
+
+from verl_like.process import child
+
+FORKED = ("verl_like.backends.local.child",)
+"""Programs that are forked; the others import little."""
+start_python = child._start_python
+
+
+class ForkedProcess:
+    """What the starters of children use of a `subprocess.Popen`."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.terminate, self.kill = process.terminate, process.kill
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout)
+        return self._process.exitcode
+
+
+def start_forked(
+    program: str, pipe: Connection, arguments: Sequence[str], environment: Mapping[str, str]
+) -> Any:
+    """In the place of `child._start_python`."""
+    if program not in FORKED:
+        return start_python(program, pipe, arguments, environment)
+
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_run, args=(program, pipe, arguments, dict(environment), _Output()), daemon=True
+    )
+    process.start()
+    return ForkedProcess(process)
+
+
+class _Output:
+    """This process's standard output and error, which a process of the server does not share."""
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _take_over, (DupFd(1), DupFd(2))
+
+
+def _take_over(*descriptors: Any) -> None:
+    for number, descriptor in enumerate(descriptors, start=1):
+        copy = descriptor.detach()
+        os.dup2(copy, number)
+        os.close(copy)
+
+
+def _run(
+    program: str,
+    pipe: Connection,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    _output: None,
+) -> None:
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = pipe.recv()
+    importlib.import_module(program).main(pipe, *arguments)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Any:
+    """Every test's worker processes are forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "_start_python", start_forked)
+        yield
