@@ -77,7 +77,7 @@ def make_prompts() -> list[list[int]]:
     """Ragged, with the longest and the shortest that fit."""
     random = np.random.default_rng(0)
     ragged = [
-        random.integers(8, VOCAB, size=n).tolist() for n in random.integers(1, PROMPT + 1, size=14)
+        random.integers(8, VOCAB, size=n).tolist() for n in random.integers(1, PROMPT + 1, size=6)
     ]
     return [*ragged, random.integers(8, VOCAB, size=PROMPT).tolist(), [11]]
 

@@ -10,9 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,11 +20,14 @@ from trainer.config.keys import Key, config_keys
 from trainer.config.placement import expand_shorthands, preset_tree, settle, share
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
+from trainer.config.tree import compose_tree_of, parse
 from trainer.config.unused_keys import check_unused
 from verl_like.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=RunConfig)
 _registered: dict[str, Recipe[Any]] = {}
+_schema_nodes: dict[type, DictConfig] = {}
+"""Schema -> what OmegaConf makes of it, once; `merge` copies it."""
 
 
 def _share(name: str, pool: str, preset_pools: Sequence[str], *, _root_: DictConfig) -> list[int]:
@@ -70,8 +71,7 @@ def compose_tree(overrides: Sequence[str], recipe: Recipe[Any]) -> DictConfig:
     """Hydra's tree of prepared overrides, not yet checked."""
     register(recipe)
     try:
-        with initialize_config_dir(str(recipe.config_dir), version_base="1.3"):
-            return compose(recipe.config_name, overrides=list(overrides))
+        return compose_tree_of(recipe, overrides)
     except HydraException as err:
         raise ConfigError(f"{err}\n{err.__cause__}" if err.__cause__ else str(err)) from err
 
@@ -130,7 +130,7 @@ def _did_you_mean(name: str, keys: Sequence[Key]) -> str:
 def override_keys(overrides: Sequence[str]) -> list[str]:
     """The dotted keys that `overrides` set, add or delete, also inside `section={key: value}`."""
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        parsed = [parse(override) for override in overrides]
     except HydraException as err:
         raise ConfigError(str(err)) from err
 
@@ -154,7 +154,7 @@ def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe
     """Hydra's tree merged back into the schema, resolved, settled and checked."""
     recipe.load_registries()
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(recipe.schema), composed)
+        merged = OmegaConf.merge(_schema_node(recipe.schema), composed)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as err:
         raise _our_own(err) or ConfigError(str(err)) from err
@@ -171,6 +171,12 @@ def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe
     for notice in notices + check_unused(config, keys, recipe.only_noticed):
         logging.getLogger(__name__).warning(notice)
     return config
+
+
+def _schema_node(schema: type) -> DictConfig:
+    if schema not in _schema_nodes:
+        _schema_nodes[schema] = OmegaConf.structured(schema)
+    return _schema_nodes[schema]
 
 
 def _our_own(err: BaseException) -> ConfigError | None:

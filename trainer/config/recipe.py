@@ -32,7 +32,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recipe(Generic[C]):
     """What composing and checking a configuration needs to know of a recipe."""
 

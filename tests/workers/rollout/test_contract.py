@@ -204,7 +204,7 @@ def test_a_logit_bias_moves_draws_but_not_the_reported_log_prob(
 def test_first_tokens_follow_the_truncated_distribution(
     engine: RolloutEngine, model: Any, changes: dict[str, Any]
 ) -> None:
-    prompt, draws = PROMPTS[0], 1500 if type(engine).__name__ != "HFEngine" else 250
+    prompt, draws = PROMPTS[0], 1500 if type(engine).__name__ != "HFEngine" else 120
     sampling = settings(max_tokens=1, **changes)
     requests = [Request(prompt, 977 * i + 5, f"draw {i}") for i in range(draws)]
     counts = Counter(int(output.tokens[0]) for output in engine.generate(requests, sampling))
