@@ -130,7 +130,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 16]},
-    "xlstm": {
+    "xlstm": {  # its caches have widths that are multiples of 64, whatever its layers have
+        "hidden_size": 64,
+        "embedding_dim": 64,
         "qk_dim_factor": 1.0,
         "max_inference_chunksize": 16384,
         "autocast_kernel_dtype": "float32",
