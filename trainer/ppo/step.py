@@ -40,6 +40,7 @@ from trainer.ppo.preflight import preflight
 from trainer.ppo.sample_source import SampleSource, SynchronousSource
 from trainer.ppo.samples import write_samples
 from trainer.ppo.sizes import batch_table
+from trainer.ppo.truncation import without_truncated
 from trainer.ppo.validation import name_metrics, sample_all
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
@@ -225,6 +226,10 @@ class PPOTrainer(Trainer):
 
     def update(self, batch: DataProto) -> Metrics:
         """Critic and actor learn at the same time, where their pools differ."""
+        metrics: Metrics = {}
+        if self.config.algorithm.mask_truncated:
+            batch, metrics = without_truncated(batch)
+
         calls = []
         if "critic" in self.groups:
             calls.append(self.call("critic", "update_critic", batch))
@@ -232,7 +237,6 @@ class PPOTrainer(Trainer):
             on_policy = self.policy_is_current(batch) and not has_column(batch, "old_log_probs")
             calls.append(self.call("actor", "update_actor", batch, on_policy=on_policy))
 
-        metrics: Metrics = {}
         for result in gather(*calls):
             metrics |= numbers_of(result)
         return metrics
