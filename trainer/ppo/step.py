@@ -268,12 +268,13 @@ class PPOTrainer(Trainer):
 
     @classmethod
     def worker_code(cls, config: PPOConfig) -> list[str]:
-        """Worker classes, the policy loss and the optimizer."""
+        """Worker classes, the policy loss, the optimizer and its schedule."""
         actor = config.actor_rollout_ref.actor
         return [
             *super().worker_code(config),
             actor.policy_loss.loss_mode,
             actor.optim.optimizer,
+            actor.optim.lr_scheduler_type,
         ]
 
     @classmethod

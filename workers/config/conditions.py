@@ -59,6 +59,20 @@ def optimizer_takes(name: str) -> When:
     return When(f"the optimizer takes `{name}`", holds, "the optimizer does not take it")
 
 
+def schedule_takes(name: str) -> When:
+    """The learning-rate schedule has a parameter of that name."""
+
+    def holds(optim: Any, _: Any) -> bool:
+        schedule = registry_of("learning-rate schedule").look_up(optim.lr_scheduler_type)
+        return name in inspect.signature(schedule).parameters
+
+    return When(
+        f"the schedule takes `{name}`",
+        holds,
+        "the schedule of lr_scheduler_type does not take it",
+    )
+
+
 def section_has(name: str) -> When:
     """The key `name` of the same section is set."""
     return When(
@@ -79,10 +93,10 @@ HAS_REFERENCE = When(
 )
 HAS_LORA = When("`lora_rank` > 0", lambda model, _: model.lora_rank > 0, "model.lora_rank is 0")
 
-SCHEDULE_DECAYS = When(
-    "`lr_scheduler_type` is not constant",
-    lambda optim, _: optim.lr_scheduler_type != "constant",
-    "lr_scheduler_type=constant stays at the peak",
+WARMS_UP_BY_SHARE = When(
+    "`lr_warmup_steps` is -1",
+    lambda optim, _: optim.lr_warmup_steps == -1,
+    "lr_warmup_steps is not -1, and counts the calls itself",
 )
 
 ONE_CLIP_RATIO = When(
