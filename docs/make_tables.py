@@ -1,9 +1,9 @@
 """Write what the docs say about keys, columns and algorithms: `python docs/make_tables.py`.
 
 The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configuration.md`,
-`dataflow.md`, `algorithms.md` and `updates.md`; a test checks that they are current. An algorithm's row is its
-function's docstring (the last paragraph, `Source: …`, is its source), the names that it is
-registered by, and the columns and settings that its parameters ask for.
+`dataflow.md`, `algorithms.md` and `updates.md`; a test checks that they are current. An algorithm's
+row is its function's docstring (the last paragraph, `Source: …`, is its source), the names that it
+is registered by, and the columns and settings that its parameters ask for.
 """
 
 from __future__ import annotations

@@ -124,9 +124,11 @@ class PPOTrainer(Trainer):
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """The samples in an order that gives the actor's ranks like numbers of tokens.
 
-        Mini-batches stay the same samples.
+        Mini-batches stay the same samples: those of `actor.shuffle` go by numbers given before.
         """
         actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+        if actor.shuffle:
+            batch = write_columns(batch, sample_number=torch.arange(len(batch)))
         sizes = actor.ppo_mini_batch_size, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
         num_mini_batches = math.lcm(*(self.config.data.train_batch_size // size for size in sizes))
         return balance_ranks(batch, self.groups["actor"].world_size, num_mini_batches)

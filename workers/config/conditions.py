@@ -99,6 +99,12 @@ WARMS_UP_BY_SHARE = When(
     "lr_warmup_steps is not -1, and counts the calls itself",
 )
 
+SEVERAL_PASSES = When(
+    "`ppo_epochs` > 1, the actor's or the critic's",
+    lambda actor, run: max(actor.ppo_epochs, run.critic.ppo_epochs or 1) > 1,
+    "an update passes over the batch once (ppo_epochs=1), so there is no later pass to reshuffle",
+)
+SHUFFLES = When("`shuffle`", lambda actor, _: actor.shuffle, "actor.shuffle is false")
 ONE_CLIP_RATIO = When(
     "`clip_ratio_low` or `clip_ratio_high` is null",
     lambda actor, _: actor.clip_ratio_low is None or actor.clip_ratio_high is None,

@@ -13,6 +13,8 @@ from workers.config.conditions import (
     LOSS_CLIPS_TWICE,
     LOSS_HAS_DIVISOR,
     ONE_CLIP_RATIO,
+    SEVERAL_PASSES,
+    SHUFFLES,
     USES_KL_LOSS,
     WEIGHS_ROLLOUT,
 )
@@ -85,6 +87,10 @@ class ActorConfig:
     """Real tokens per forward and backward pass on one rank, under `use_dynamic_bsz`."""
     ppo_epochs: int = key(1, above=0)
     """Passes over the batch per update."""
+    shuffle: bool = key(False, read_when=SEVERAL_PASSES)
+    """Mini-batches of other samples in every pass, the critic's too."""
+    data_loader_seed: int = key(42, at_least=0, read_when=(SEVERAL_PASSES, SHUFFLES))
+    """What their orders are drawn from."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
     """PPO's clip range, both sides."""
     clip_ratio_low: float | None = key(None, allows="a number", read_when=LOSS_CLIPS)
@@ -115,6 +121,11 @@ class ActorConfig:
     """Sharding."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """What is saved."""
+
+
+def shuffle_seed(actor: ActorConfig) -> int | None:
+    """The seed of the mini-batches' orders, of actor and critic; None where they stay."""
+    return actor.data_loader_seed if actor.shuffle else None
 
 
 @dataclass(kw_only=True)

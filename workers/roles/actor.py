@@ -11,6 +11,7 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import BatchError
 from verl_like.process.worker import Worker
+from workers.config import shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import compute_rollout_importance_weights
 from workers.losses.kl import kl_penalty
@@ -123,6 +124,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
                 loss_fn=self.loss,
                 temperature=self.temperature,
                 want_entropy=self.config.entropy_coeff != 0,
+                shuffle_seed=shuffle_seed(self.config),
             )
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
         if self.gauge is not None:
