@@ -28,6 +28,7 @@ from trainer.ppo.compute_advantage import compute_advantage
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
 from trainer.ppo.dynamic_sampling import collect_groups
+from trainer.ppo.entropy import get_entropy_controller
 from trainer.ppo.kl import apply_kl_penalty, clamp_scores, get_kl_controller
 from trainer.ppo.memory import plan_text
 from trainer.ppo.metrics import (
@@ -83,6 +84,7 @@ class PPOTrainer(Trainer):
         self.loader = loader
         self.rewards = rewards
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        self.entropy_ctrl = get_entropy_controller(config.actor_rollout_ref.actor)
         self.source: SampleSource = SynchronousSource(loader, self.make_samples)
         self.weight_version = 0
 
@@ -237,10 +239,13 @@ class PPOTrainer(Trainer):
             calls.append(self.call("critic", "update_critic", batch))
         if self.global_step > self.config.trainer.critic_warmup:
             on_policy = self.policy_is_current(batch) and not has_column(batch, "old_log_probs")
-            calls.append(self.call("actor", "update_actor", batch, on_policy=on_policy))
+            steered = self.entropy_ctrl.state_dict() if self.entropy_ctrl else {}
+            calls.append(self.call("actor", "update_actor", batch, on_policy=on_policy, **steered))
 
         for result in gather(*calls):
             metrics |= numbers_of(result)
+        if self.entropy_ctrl:
+            metrics |= self.entropy_ctrl.update(metrics.get("actor/token_entropy", 0.0))
         return metrics
 
     def sync(self) -> Metrics:
@@ -327,6 +332,7 @@ class PPOTrainer(Trainer):
             **super().state_dict(),
             "weight_version": self.weight_version,
             "kl_coef": self.kl_ctrl.value,
+            **(self.entropy_ctrl.state_dict() if self.entropy_ctrl else {}),
             "loader": self.loader.state_dict(),
         }
 
@@ -335,6 +341,8 @@ class PPOTrainer(Trainer):
         super().load_state_dict(state)
         self.weight_version = state["weight_version"] - 1
         self.kl_ctrl.value = state["kl_coef"]
+        if self.entropy_ctrl:
+            self.entropy_ctrl.load_state_dict(state)
         self.loader.load_state_dict(state["loader"])
 
     # ------------------------------------------------------------------ what the stages share

@@ -105,6 +105,16 @@ SEVERAL_PASSES = When(
     "an update passes over the batch once (ppo_epochs=1), so there is no later pass to reshuffle",
 )
 SHUFFLES = When("`shuffle`", lambda actor, _: actor.shuffle, "actor.shuffle is false")
+HAS_ENTROPY_BONUS = When(
+    "`entropy_coeff` > 0",
+    lambda actor, _: actor.entropy_coeff > 0,
+    "actor.entropy_coeff is not above 0: it is the first weight of the bonus",
+)
+STEERS_ENTROPY = When(
+    "`target_entropy` is set",
+    lambda actor, _: actor.target_entropy is not None,
+    "actor.target_entropy is not set",
+)
 ONE_CLIP_RATIO = When(
     "`clip_ratio_low` or `clip_ratio_high` is null",
     lambda actor, _: actor.clip_ratio_low is None or actor.clip_ratio_high is None,

@@ -8,6 +8,7 @@ from verl_like.config_key import key
 from workers.config.conditions import (
     CUT_BY_SAMPLES,
     CUT_BY_TOKENS,
+    HAS_ENTROPY_BONUS,
     HAS_REFERENCE,
     LOSS_CLIPS,
     LOSS_CLIPS_TWICE,
@@ -15,6 +16,7 @@ from workers.config.conditions import (
     ONE_CLIP_RATIO,
     SEVERAL_PASSES,
     SHUFFLES,
+    STEERS_ENTROPY,
     USES_KL_LOSS,
     WEIGHS_ROLLOUT,
 )
@@ -107,6 +109,10 @@ class ActorConfig:
     """Divisor of seq-mean-token-sum-norm; null takes `data.max_response_length`."""
     entropy_coeff: float = key(0.0, allows="a number")
     """Weight of the entropy bonus."""
+    target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
+    """Mean entropy of a token, in nats, that the weight is steered to; null leaves it."""
+    entropy_coeff_lr: float = key(0.1, above=0, read_when=(HAS_ENTROPY_BONUS, STEERS_ENTROPY))
+    """How fast: the log of the weight moves by this, times the distance to the target, a step."""
     use_kl_loss: bool = key(False)
     """Add the KL to the reference to the loss; starts the reference role."""
     kl_loss_coef: float = key(0.001, at_least=0, read_when=USES_KL_LOSS)
