@@ -1,9 +1,9 @@
 """Write what the docs say about keys, columns and algorithms: `python docs/make_tables.py`.
 
 The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configuration.md`,
-`dataflow.md` and `algorithms.md`; a test checks that they are current. An algorithm's row is its
-function's docstring (the last paragraph, `Source: …`, is its source), the names that it is
-registered by, and the columns and settings that its parameters ask for.
+`dataflow.md`, `algorithms.md` and `updates.md`; a test checks that they are current. An algorithm's
+row is its function's docstring (the last paragraph, `Source: …`, is its source), the names that it
+is registered by, and the columns and settings that its parameters ask for.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from workers.losses.aggregate import AGGREGATIONS
 from workers.losses.kl import KL_ESTIMATORS
 from workers.losses.registry import POLICY_LOSSES, keys_read
 from workers.losses.value import compute_value_loss
+from workers.training.schedules import LR_SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
 
@@ -126,6 +127,15 @@ def aggregation_table() -> str:
     return _table(["name", "formula", "source"], rows)
 
 
+def lr_schedule_table() -> str:
+    """The learning-rate schedules."""
+    rows = []
+    for names, schedule in _by_entry(LR_SCHEDULES).items():
+        keys = list(inspect.signature(schedule).parameters)[1:]
+        rows.append([_code(names), *_formula_and_source(schedule), _code(keys)])
+    return _table(["name", "rate", "source", "keys it reads, under `optim.`"], rows)
+
+
 def preset_table() -> str:
     """The presets of `algorithm`: what each file says of itself, and what it sets."""
     rows = []
@@ -189,6 +199,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "aggregations": ("algorithms.md", aggregation_table),
     "value-loss": ("algorithms.md", value_loss_table),
     "kl": ("algorithms.md", kl_table),
+    "lr-schedules": ("updates.md", lr_schedule_table),
 }
 
 

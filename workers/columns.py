@@ -60,6 +60,7 @@ COLUMNS: dict[str, Column] = {
         Column("advantages", "[rows, R]", "float32", "the driver's compute_advantage"),
         Column("returns", "[rows, R]", "float32", "the driver's compute_advantage"),
         Column("sample_index", "[rows]", "int64", "the driver's repeat by rollout.n"),
+        Column("sample_number", "[rows]", "int64", "the driver's balance, if it shuffles"),
         Column(
             "policy_version", "[rows]", "int64", "the driver, of the weights that made the sample"
         ),
@@ -81,9 +82,9 @@ READS: dict[str, tuple[str, ...]] = {
     "compute_ref_log_prob": _SEQUENCES,
     "compute_values": _SEQUENCES,
     "compute_rm_score": _SEQUENCES,
-    "update_critic": (*_SEQUENCES, "values", "returns"),
+    "update_critic": (*_SEQUENCES, "sample_number", "values", "returns"),
     "update_actor": (
-        *(*_SEQUENCES, "old_log_probs", "ref_log_prob", "advantages"),
+        *(*_SEQUENCES, "sample_number", "old_log_probs", "ref_log_prob", "advantages"),
         *("rollout_log_probs", "rollout_truncated_log_probs"),
     ),
 }

@@ -76,13 +76,15 @@ class Recorder:
 def recorders(
     tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Recorder]:
-    """One of a step with every role, one of a step of ReMax."""
+    """One of a step with every role and option that adds a column, one of a step of ReMax."""
     folder = tmp_path_factory.mktemp("columns")
     every_role = [
         "reward_model.enable=true",
         f"reward_model.model.path={classifier}",
         "+actor_rollout_ref.rollout.sampling_kwargs.truncated_log_probs=true",
         "actor_rollout_ref.rollout.top_k=20",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.shuffle=true",
     ]
     made = []
     for name, changes in (("all", every_role), ("remax", ["algorithm.adv_estimator=remax"])):

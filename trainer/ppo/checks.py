@@ -11,9 +11,11 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.kl import get_kl_controller
 from verl_like.errors import ConfigError
+from workers.config import critic_optim
 from workers.losses.correction import compute_rollout_importance_weights
 from workers.parallel.fsdp import settle
 from workers.rollout.base import check_sampling_kwargs
+from workers.training.schedules import check_schedule
 
 
 def validate(config: PPOConfig) -> None:
@@ -26,6 +28,7 @@ def validate(config: PPOConfig) -> None:
     _check_groups(config)
     _check_correction(config)
     _check_sharding(config)
+    _check_schedules(config)
     check_sampling_kwargs(
         config.actor_rollout_ref.rollout.sampling_kwargs, config.data.max_response_length
     )
@@ -122,3 +125,9 @@ def _check_sharding(config: PPOConfig) -> None:
     settle(strategy, policy.actor.fsdp_config, "actor_rollout_ref.actor.fsdp_config")
     settle(strategy, policy.ref.fsdp_config, "actor_rollout_ref.ref.fsdp_config")
     settle(critic.strategy, critic.model.fsdp_config, "critic.model.fsdp_config")
+
+
+def _check_schedules(config: PPOConfig) -> None:
+    """The learning rates of actor and critic can be computed."""
+    check_schedule(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
+    check_schedule(critic_optim(config), "critic.optim")

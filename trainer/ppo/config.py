@@ -107,6 +107,10 @@ class AlgorithmConfig:
     """Dynamic sampling."""
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")
     """Scores are clamped to -score_clip ... score_clip before anything else; null leaves them."""
+    mask_truncated: bool = key(False)
+    """Overlong filtering: samples cut by `data.max_response_length` leave the losses of actor and
+    critic, and their denominators. Their scores still count in their groups.
+    """
     rollout_correction: RolloutCorrectionConfig = key(factory=RolloutCorrectionConfig)
     """Importance weights of the policy loss."""
     use_kl_in_reward: bool = key(False)

@@ -28,6 +28,7 @@ from trainer.ppo.compute_advantage import compute_advantage
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
 from trainer.ppo.dynamic_sampling import collect_groups
+from trainer.ppo.entropy import get_entropy_controller
 from trainer.ppo.kl import apply_kl_penalty, clamp_scores, get_kl_controller
 from trainer.ppo.memory import plan_text
 from trainer.ppo.metrics import (
@@ -40,6 +41,7 @@ from trainer.ppo.preflight import preflight
 from trainer.ppo.sample_source import SampleSource, SynchronousSource
 from trainer.ppo.samples import write_samples
 from trainer.ppo.sizes import batch_table
+from trainer.ppo.truncation import without_truncated
 from trainer.ppo.validation import name_metrics, sample_all
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
@@ -82,6 +84,7 @@ class PPOTrainer(Trainer):
         self.loader = loader
         self.rewards = rewards
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        self.entropy_ctrl = get_entropy_controller(config.actor_rollout_ref.actor)
         self.source: SampleSource = SynchronousSource(loader, self.make_samples)
         self.weight_version = 0
 
@@ -123,9 +126,11 @@ class PPOTrainer(Trainer):
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """The samples in an order that gives the actor's ranks like numbers of tokens.
 
-        Mini-batches stay the same samples.
+        Mini-batches stay the same samples: those of `actor.shuffle` go by numbers given before.
         """
         actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+        if actor.shuffle:
+            batch = write_columns(batch, sample_number=torch.arange(len(batch)))
         sizes = actor.ppo_mini_batch_size, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
         num_mini_batches = math.lcm(*(self.config.data.train_batch_size // size for size in sizes))
         return balance_ranks(batch, self.groups["actor"].world_size, num_mini_batches)
@@ -225,16 +230,22 @@ class PPOTrainer(Trainer):
 
     def update(self, batch: DataProto) -> Metrics:
         """Critic and actor learn at the same time, where their pools differ."""
+        metrics: Metrics = {}
+        if self.config.algorithm.mask_truncated:
+            batch, metrics = without_truncated(batch)
+
         calls = []
         if "critic" in self.groups:
             calls.append(self.call("critic", "update_critic", batch))
         if self.global_step > self.config.trainer.critic_warmup:
             on_policy = self.policy_is_current(batch) and not has_column(batch, "old_log_probs")
-            calls.append(self.call("actor", "update_actor", batch, on_policy=on_policy))
+            steered = self.entropy_ctrl.state_dict() if self.entropy_ctrl else {}
+            calls.append(self.call("actor", "update_actor", batch, on_policy=on_policy, **steered))
 
-        metrics: Metrics = {}
         for result in gather(*calls):
             metrics |= numbers_of(result)
+        if self.entropy_ctrl:
+            metrics |= self.entropy_ctrl.update(metrics.get("actor/token_entropy", 0.0))
         return metrics
 
     def sync(self) -> Metrics:
@@ -264,12 +275,13 @@ class PPOTrainer(Trainer):
 
     @classmethod
     def worker_code(cls, config: PPOConfig) -> list[str]:
-        """Worker classes, the policy loss and the optimizer."""
+        """Worker classes, the policy loss, the optimizer and its schedule."""
         actor = config.actor_rollout_ref.actor
         return [
             *super().worker_code(config),
             actor.policy_loss.loss_mode,
             actor.optim.optimizer,
+            actor.optim.lr_scheduler_type,
         ]
 
     @classmethod
@@ -320,6 +332,7 @@ class PPOTrainer(Trainer):
             **super().state_dict(),
             "weight_version": self.weight_version,
             "kl_coef": self.kl_ctrl.value,
+            **(self.entropy_ctrl.state_dict() if self.entropy_ctrl else {}),
             "loader": self.loader.state_dict(),
         }
 
@@ -328,6 +341,8 @@ class PPOTrainer(Trainer):
         super().load_state_dict(state)
         self.weight_version = state["weight_version"] - 1
         self.kl_ctrl.value = state["kl_coef"]
+        if self.entropy_ctrl:
+            self.entropy_ctrl.load_state_dict(state)
         self.loader.load_state_dict(state["loader"])
 
     # ------------------------------------------------------------------ what the stages share

@@ -31,6 +31,7 @@ from workers.config.policy import (
     PolicyLossConfig,
     RefConfig,
     RolloutCorrectionConfig,
+    shuffle_seed,
 )
 from workers.config.rewards import (
     OverlongBufferConfig,
@@ -70,6 +71,7 @@ __all__ = [
     "WorkersConfig",
     "critic_model",
     "critic_optim",
+    "shuffle_seed",
 ]
 
 

@@ -59,6 +59,20 @@ def optimizer_takes(name: str) -> When:
     return When(f"the optimizer takes `{name}`", holds, "the optimizer does not take it")
 
 
+def schedule_takes(name: str) -> When:
+    """The learning-rate schedule has a parameter of that name."""
+
+    def holds(optim: Any, _: Any) -> bool:
+        schedule = registry_of("learning-rate schedule").look_up(optim.lr_scheduler_type)
+        return name in inspect.signature(schedule).parameters
+
+    return When(
+        f"the schedule takes `{name}`",
+        holds,
+        "the schedule of lr_scheduler_type does not take it",
+    )
+
+
 def section_has(name: str) -> When:
     """The key `name` of the same section is set."""
     return When(
@@ -79,12 +93,28 @@ HAS_REFERENCE = When(
 )
 HAS_LORA = When("`lora_rank` > 0", lambda model, _: model.lora_rank > 0, "model.lora_rank is 0")
 
-SCHEDULE_DECAYS = When(
-    "`lr_scheduler_type` is not constant",
-    lambda optim, _: optim.lr_scheduler_type != "constant",
-    "lr_scheduler_type=constant stays at the peak",
+WARMS_UP_BY_SHARE = When(
+    "`lr_warmup_steps` is -1",
+    lambda optim, _: optim.lr_warmup_steps == -1,
+    "lr_warmup_steps is not -1, and counts the calls itself",
 )
 
+SEVERAL_PASSES = When(
+    "`ppo_epochs` > 1, the actor's or the critic's",
+    lambda actor, run: max(actor.ppo_epochs, run.critic.ppo_epochs or 1) > 1,
+    "an update passes over the batch once (ppo_epochs=1), so there is no later pass to reshuffle",
+)
+SHUFFLES = When("`shuffle`", lambda actor, _: actor.shuffle, "actor.shuffle is false")
+HAS_ENTROPY_BONUS = When(
+    "`entropy_coeff` > 0",
+    lambda actor, _: actor.entropy_coeff > 0,
+    "actor.entropy_coeff is not above 0: it is the first weight of the bonus",
+)
+STEERS_ENTROPY = When(
+    "`target_entropy` is set",
+    lambda actor, _: actor.target_entropy is not None,
+    "actor.target_entropy is not set",
+)
 ONE_CLIP_RATIO = When(
     "`clip_ratio_low` or `clip_ratio_high` is null",
     lambda actor, _: actor.clip_ratio_low is None or actor.clip_ratio_high is None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_like.config_key import key
-from workers.config.conditions import CUT_BY_SAMPLES, CUT_BY_TOKENS
+from workers.config.conditions import CUT_BY_SAMPLES, CUT_BY_TOKENS, WARMS_UP_BY_SHARE
 from workers.config.model import STRATEGIES, CheckpointConfig, FSDPConfig
 
 
@@ -29,8 +29,10 @@ class CriticOptimConfig:
 
     lr: float = key(1e-5, at_least=0)
     """Peak learning rate."""
-    lr_warmup_steps: int = key(0, allows="a number of calls")
+    lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
     """Update calls of linear warm-up from 0 to `lr`."""
+    lr_warmup_steps_ratio: float = key(0.0, at_least=0, read_when=WARMS_UP_BY_SHARE)
+    """The same as a share of all update calls."""
 
 
 @dataclass(kw_only=True)

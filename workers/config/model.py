@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import key
-from workers.config.conditions import HAS_LORA, SAVES, SCHEDULE_DECAYS, optimizer_takes
+from workers.config.conditions import (
+    HAS_LORA,
+    SAVES,
+    WARMS_UP_BY_SHARE,
+    optimizer_takes,
+    schedule_takes,
+)
 
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp_offload")
 """How a model may lie over the ranks."""
@@ -30,12 +36,16 @@ class OptimConfig:
     """Floor of the denominator."""
     weight_decay: float = key(0.01, at_least=0, read_when=optimizer_takes("weight_decay"))
     """Decoupled weight decay."""
-    lr_warmup_steps: int = key(0, allows="a number of calls")
+    lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
     """Update calls of linear warm-up from 0 to `lr`."""
-    lr_scheduler_type: str = key("constant", choices=("constant", "cosine", "linear"))
+    lr_warmup_steps_ratio: float = key(0.0, at_least=0, read_when=WARMS_UP_BY_SHARE)
+    """The same as a share of all update calls."""
+    lr_scheduler_type: str = key("constant", registry="learning-rate schedule")
     """What follows the warm-up."""
-    min_lr_ratio: float = key(0.0, allows="a share", read_when=SCHEDULE_DECAYS)
-    """Where cosine and linear end, as a share of `lr`."""
+    min_lr_ratio: float = key(0.0, at_least=0, read_when=schedule_takes("min_lr_ratio"))
+    """Where the schedule ends, as a share of `lr`."""
+    wsd_decay_ratio: float = key(0.1, above=0, read_when=schedule_takes("wsd_decay_ratio"))
+    """Share of the calls after the warm-up in which wsd decays."""
     max_skipped_steps: int = key(5, allows="a number of steps", may_change_on_resume=True)
     """Steps in a row with a non-finite gradient that are skipped; one more stops the run."""
 

@@ -8,11 +8,15 @@ from verl_like.config_key import key
 from workers.config.conditions import (
     CUT_BY_SAMPLES,
     CUT_BY_TOKENS,
+    HAS_ENTROPY_BONUS,
     HAS_REFERENCE,
     LOSS_CLIPS,
     LOSS_CLIPS_TWICE,
     LOSS_HAS_DIVISOR,
     ONE_CLIP_RATIO,
+    SEVERAL_PASSES,
+    SHUFFLES,
+    STEERS_ENTROPY,
     USES_KL_LOSS,
     WEIGHS_ROLLOUT,
 )
@@ -85,6 +89,10 @@ class ActorConfig:
     """Real tokens per forward and backward pass on one rank, under `use_dynamic_bsz`."""
     ppo_epochs: int = key(1, above=0)
     """Passes over the batch per update."""
+    shuffle: bool = key(False, read_when=SEVERAL_PASSES)
+    """Mini-batches of other samples in every pass, the critic's too."""
+    data_loader_seed: int = key(42, at_least=0, read_when=(SEVERAL_PASSES, SHUFFLES))
+    """What their orders are drawn from."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
     """PPO's clip range, both sides."""
     clip_ratio_low: float | None = key(None, allows="a number", read_when=LOSS_CLIPS)
@@ -101,6 +109,10 @@ class ActorConfig:
     """Divisor of seq-mean-token-sum-norm; null takes `data.max_response_length`."""
     entropy_coeff: float = key(0.0, allows="a number")
     """Weight of the entropy bonus."""
+    target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
+    """Mean entropy of a token, in nats, that the weight is steered to; null leaves it."""
+    entropy_coeff_lr: float = key(0.1, above=0, read_when=(HAS_ENTROPY_BONUS, STEERS_ENTROPY))
+    """How fast: the log of the weight moves by this, times the distance to the target, a step."""
     use_kl_loss: bool = key(False)
     """Add the KL to the reference to the loss; starts the reference role."""
     kl_loss_coef: float = key(0.001, at_least=0, read_when=USES_KL_LOSS)
@@ -115,6 +127,11 @@ class ActorConfig:
     """Sharding."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """What is saved."""
+
+
+def shuffle_seed(actor: ActorConfig) -> int | None:
+    """The seed of the mini-batches' orders, of actor and critic; None where they stay."""
+    return actor.data_loader_seed if actor.shuffle else None
 
 
 @dataclass(kw_only=True)

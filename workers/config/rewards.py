@@ -18,11 +18,21 @@ from workers.config.conditions import (
 class OverlongBufferConfig:
     """DAPO's soft punishment of responses that come near `data.max_response_length`."""
 
-    enable: bool = key(False)
+    enable: bool = key(False, verl="reward_model.reward_kwargs.overlong_buffer_cfg.enable")
     """Punish them."""
-    len: int = key(0, allows="1 to `data.max_response_length`", read_when=PUNISHES_LENGTH)
+    len: int = key(
+        0,
+        allows="1 to `data.max_response_length`",
+        read_when=PUNISHES_LENGTH,
+        verl="reward_model.reward_kwargs.overlong_buffer_cfg.len",
+    )
     """Tokens before the limit over which the punishment grows from 0."""
-    penalty_factor: float = key(1.0, allows="a number", read_when=PUNISHES_LENGTH)
+    penalty_factor: float = key(
+        1.0,
+        allows="a number",
+        read_when=PUNISHES_LENGTH,
+        verl="reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
+    )
     """The punishment at the limit."""
 
 

@@ -11,6 +11,7 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import BatchError
 from verl_like.process.worker import Worker
+from workers.config import shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import compute_rollout_importance_weights
 from workers.losses.kl import kl_penalty
@@ -64,6 +65,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         self.policy = config.actor_rollout_ref
         self.config = self.policy.actor
         self.temperature = log_prob_temperature(self.policy.rollout)
+        self.entropy_coeff = self.config.entropy_coeff
         self.correction: RolloutCorrectionConfig = config.algorithm.rollout_correction
         self.policy_loss = get_policy_loss(self.config.policy_loss.loss_mode)
         self.budget = Budget.of(
@@ -105,7 +107,9 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
 
         With `meta_info["on_policy"]` the samples are of the policy as it is now, and the update's
         own forward pass gives the old log-probs: a batch then needs no `old_log_probs`.
+        `meta_info["entropy_coeff"]` is the weight of the bonus, in the place of the configured one.
         """
+        self.entropy_coeff = data.meta_info.get("entropy_coeff", self.config.entropy_coeff)
         on_policy = bool(data.meta_info.get("on_policy", False))
         if on_policy:
             self.require_one_step(data)
@@ -123,6 +127,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
                 loss_fn=self.loss,
                 temperature=self.temperature,
                 want_entropy=self.config.entropy_coeff != 0,
+                shuffle_seed=shuffle_seed(self.config),
             )
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
         if self.gauge is not None:
@@ -192,7 +197,9 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             metrics["entropy"] = agg_loss(
                 outputs["entropys"], mask, config.loss_agg_mode, **divisors
             )
-            loss = loss - config.entropy_coeff * metrics["entropy"]
+            loss = loss - self.entropy_coeff * metrics["entropy"]
+        if config.target_entropy is not None:  # what steers the weight, whatever the aggregation
+            metrics["token_entropy"] = agg_loss(outputs["entropys"], mask, "token-mean", **divisors)
         if config.use_kl_loss:
             kl = kl_penalty(outputs["log_probs"], columns["ref_log_prob"], config.kl_loss_type)
             metrics["kl_loss"] = agg_loss(kl, mask, config.loss_agg_mode, **divisors)

@@ -10,7 +10,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
-from workers.config import critic_model, critic_optim
+from workers.config import critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import agg_loss
 from workers.losses.value import compute_value_loss
 from workers.training.checkpoint import Checkpointed
@@ -36,6 +36,7 @@ class CriticWorker(Checkpointed, Worker):
         self.loss_agg_mode = actor.loss_agg_mode
         self.loss_scale_factor = actor.loss_scale_factor
         self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
+        self.shuffle_seed = shuffle_seed(actor)
         self.budget = Budget.of(
             actor.use_dynamic_bsz,
             own.ppo_micro_batch_size_per_gpu,
@@ -78,6 +79,7 @@ class CriticWorker(Checkpointed, Worker):
                 budget=self.budget,
                 epochs=self.epochs,
                 loss_fn=self.loss,
+                shuffle_seed=self.shuffle_seed,
             )
         return {f"critic/{name}": value for name, value in metrics.items()} | mfu
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,7 @@ from workers.training.nonfinite_guard import NonfiniteGuard
 from workers.training.optim import Schedule, build_optimizer, guarded_step
 from workers.training.packing import check_rows, last_token_reads, read, response_reads
 from workers.training.row_proof import RowPasses, prove_rows
+from workers.training.shuffle import order_columns, passes_over
 from workers.training.varlen import find_kernel
 from workers.weights.checksum import checksum_of
 
@@ -209,13 +211,14 @@ class TrainEngine:
         loss_fn: LossFn,
         temperature: float = 1.0,
         want_entropy: bool = False,
+        shuffle_seed: int | None = None,
     ) -> dict[str, float]:
-        """One optimizer step per mini-batch and epoch.
+        """One optimizer step per mini-batch and epoch, the samples reshuffled if there is a seed.
 
         The metrics are means over the steps that were not skipped.
         """
         assert self.optimizer is not None, "a frozen engine was asked for an update"
-        rows = self._take(data, (*INPUTS, *names))
+        rows = self._take(data, (*INPUTS, *names, *order_columns(shuffle_seed)))
         count = count_mini_batches(rows.total, mini_batch_size)
         to_training(self.module)
 
@@ -223,8 +226,9 @@ class TrainEngine:
         before = sample_weights(self.parameters()) if is_first else []
         steps: list[dict[str, float]] = []
         with self.running(self.optimizer):
-            for index in list(range(count)) * epochs:
-                batch = mini_batch(rows, index, count, self.group, self.device)
+            orders = passes_over(rows, epochs, shuffle_seed, self.scheduler.num_steps)
+            for ordered, index in product(orders, range(count)):
+                batch = mini_batch(ordered, index, count, self.group, self.device)
                 try:
                     metrics = self.accumulate(batch, budget, loss_fn, temperature, want_entropy)
                 except BaseException:

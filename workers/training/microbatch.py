@@ -3,7 +3,7 @@
 - The real rows of the piece are kept, pad rows of the dispatch are dropped (`Rows.take`), results
   are put back in place with zeros for the pad rows (`Rows.restore`).
 - Mini-batch k of K is the set of global rows `g % K == k`: the same samples at every number of
-  ranks (`mini_batch`).
+  ranks (`mini_batch`); `workers.training.shuffle` gives the rows other places.
 - Micro-batches are cut by rows or by tokens (`Budget`), longest rows first, so that one pass has
   rows of like length; rows of which nothing is asked are in none (`cut`).
 - Every rank runs the same number of forward and backward passes: a rank with fewer runs passes over
@@ -54,6 +54,8 @@ class Rows:
     total: int
     padded: int
     names: list[str]
+    places: Tensor | None = None
+    """What says each row's mini-batch; None is its place in the whole batch."""
 
     @classmethod
     def take(cls, data: DataProto, names: Sequence[str], world_size: int = 1) -> Rows:
@@ -137,8 +139,10 @@ def mini_batch(
 
     Collective over `group`, whose ranks add up their counts on `device`.
     """
-    numbers = torch.arange(rows.start, rows.start + len(rows))
-    mine = (numbers % count == index).nonzero().squeeze(1)
+    places = rows.places
+    if places is None:
+        places = torch.arange(rows.start, rows.start + len(rows))
+    mine = (places % count == index).nonzero().squeeze(1)
     columns = {name: column[mine] for name, column in rows.columns.items()}
 
     mask = columns["response_mask"] != 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verl_like.errors import ConfigError, nearest
 from verl_like.registry import Registry
+from workers.training.schedules import lr_factor
 
 if TYPE_CHECKING:
     from workers.config import OptimConfig
@@ -44,7 +43,6 @@ class MatrixDecayAdamW(torch.optim.AdamW):
         super().__init__(groups, lr, betas, eps, fused=fused)
 
 
-SCHEDULES = ("constant", "cosine", "linear")
 BFLOAT16_WEIGHTS = (
     "model.dtype=bfloat16 keeps weights and moments in bfloat16, where a small step rounds to "
     "nothing: five steps of AdamW at lr 1e-6 moved 1.4 % of the weights of a small Llama, against "
@@ -74,36 +72,12 @@ def build_optimizer(
     return optimizer
 
 
-def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
-    """Share of the peak rate in update call `step` (from 0): a linear warm-up, then the schedule.
-
-    The warm-up is above 0 from the first call on.
-    """
-    warmup = config.lr_warmup_steps
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-
-    if config.lr_scheduler_type == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    if config.lr_scheduler_type == "cosine":
-        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:
-        remaining = 1.0 - progress
-    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining
-
-
 class Schedule:
     """Sets the optimizer's rate for each of `total_steps` update calls, the first's at once."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int
     ) -> None:
-        if config.lr_scheduler_type not in SCHEDULES:
-            raise ConfigError(
-                f"optim.lr_scheduler_type={config.lr_scheduler_type!r} is unknown; valid: "
-                f"{', '.join(SCHEDULES)}.{nearest(config.lr_scheduler_type, SCHEDULES)}"
-            )
         self.optimizer = optimizer
         self.config = config
         self.total_steps = total_steps

@@ -28,7 +28,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import Budget
-from workers.training.optim import guarded_step, lr_factor
+from workers.training.optim import guarded_step
 
 
 def tiny_actor(tiny_dir: Path, **actor: Any) -> ActorWorker:
@@ -191,20 +191,6 @@ def test_the_scheduler_steps_once_per_update(tiny_dir: Path) -> None:
     actor.init_model(3)
     rates = [actor.update_actor(make_batch(6))["actor/lr"] for _ in range(4)]
     assert rates == pytest.approx([5e-4, 1e-3, 5e-4, 0.0])
-
-
-def test_a_schedule_ends_at_its_floor() -> None:
-    cosine = OptimConfig(lr_scheduler_type="cosine", min_lr_ratio=0.1)
-    factors = [lr_factor(step, 10, cosine) for step in range(13)]
-    assert factors[0] == 1.0
-    assert factors[5] == pytest.approx(0.55)
-    assert factors[10:] == pytest.approx([0.1] * 3)
-    assert factors == sorted(factors, reverse=True)
-
-
-def test_an_unknown_schedule_is_refused_by_name(tiny_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
-        tiny_actor(tiny_dir, optim=OptimConfig(lr_scheduler_type="cosin"))
 
 
 def test_a_non_finite_gradient_skips_the_step_and_is_counted(tiny_dir: Path) -> None:

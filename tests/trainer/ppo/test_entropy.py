@@ -1,0 +1,114 @@
+"""The weight of the entropy bonus: its law, its way to the actor and into a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import lines, numbers, overrides
+from tests.workers.samples import make_batch, started, tiny_config
+from trainer import load_config, run
+from trainer.ppo.entropy import TargetEntropyController, get_entropy_controller
+from verl_like.errors import ConfigError
+from workers.config import ActorConfig
+from workers.roles.actor import ActorWorker
+
+
+def test_the_logarithm_follows_the_distance_to_the_target() -> None:
+    controller = TargetEntropyController(0.01, target=1.0, lr=0.5)
+    assert controller.update(0.8) == {"actor/entropy_coeff": 0.01}
+    assert controller.value == pytest.approx(0.01 * math.exp(0.5 * 0.2))
+    controller.update(1.4)
+    assert controller.value == pytest.approx(0.01 * math.exp(0.5 * (0.2 - 0.4)))
+
+
+@pytest.mark.parametrize(("entropy", "bound"), [(1e-3, 1.0), (9.0, 1e-4)])
+def test_a_step_counts_at_most_one_nat_and_the_weight_stays_in_its_range(
+    entropy: float, bound: float
+) -> None:
+    controller = TargetEntropyController(0.01, target=5.0, lr=0.1)
+    controller.update(entropy)
+    assert abs(math.log(controller.value / 0.01)) == pytest.approx(0.1)
+    for _ in range(100):
+        controller.update(entropy)
+    assert controller.value == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("entropy", [0.0, math.nan])
+def test_an_update_that_saw_no_tokens_moves_nothing(entropy: float) -> None:
+    controller = TargetEntropyController(0.01, target=1.0, lr=0.5)
+    controller.update(entropy)
+    assert controller.value == 0.01
+
+
+def test_an_entropy_that_answers_to_the_weight_settles_at_the_target() -> None:
+    controller = TargetEntropyController(0.01, target=1.0, lr=0.3)
+    entropy = 0.2
+    for _ in range(200):
+        controller.update(entropy)
+        entropy += 0.2 * (math.log1p(100 * controller.value) - entropy)
+    assert entropy == pytest.approx(1.0, abs=1e-3)
+
+
+def test_without_a_target_there_is_no_controller() -> None:
+    assert get_entropy_controller(ActorConfig(entropy_coeff=0.01)) is None
+
+
+def test_the_actor_takes_the_weight_that_comes_with_the_batch(tiny_dir: Path) -> None:
+    norms = []
+    for configured, sent in ((0.5, None), (0.1, 0.5), (0.1, None)):
+        config = tiny_config(tiny_dir, ppo_mini_batch_size=4, entropy_coeff=configured)
+        batch = make_batch(4)
+        batch.meta_info = {} if sent is None else {"entropy_coeff": sent}
+        norms.append(started(ActorWorker, config, 1).update_actor(batch)["actor/grad_norm"])
+    assert norms[0] == norms[1] != norms[2]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
+def test_the_controller_sees_the_mean_of_tokens_at_any_aggregation(
+    tiny_dir: Path, mode: str
+) -> None:
+    config = tiny_config(
+        tiny_dir,
+        ppo_mini_batch_size=4,
+        entropy_coeff=0.01,
+        target_entropy=1.0,
+        loss_agg_mode=mode,
+    )
+    metrics = started(ActorWorker, config, 1).update_actor(make_batch(4))
+    assert metrics["actor/token_entropy"] == pytest.approx(math.log(50), abs=0.05)
+
+
+STEERED = (
+    "trainer.backend=local",
+    "placement=colocate",
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "actor_rollout_ref.actor.entropy_coeff=0.01",
+    "actor_rollout_ref.actor.target_entropy=1.0",
+    "trainer.save_freq=2",
+)
+
+
+def test_a_run_moves_the_weight_and_a_resumed_one_goes_on_with_it(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    run(load_config(overrides(tiny_dir, whole, *STEERED)))
+    for steps in (2, 3):
+        length = f"trainer.total_training_steps={steps}"
+        run(load_config(overrides(tiny_dir, parted, *STEERED, length)))
+
+    weights = [line["actor/entropy_coeff"] for line in lines(whole)]
+    assert weights[0] == 0.01 != weights[1] != weights[2]
+    assert numbers(parted) == numbers(whole)
+    saved = json.loads((whole / "global_step_2" / "trainer.json").read_text())
+    assert saved["entropy_coeff"] == weights[2]
+
+
+def test_a_target_without_a_first_weight_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target_entropy is set.*entropy_coeff is not above 0"):
+        load_config(overrides(tiny_dir, tmp_path, "actor_rollout_ref.actor.target_entropy=1.0"))

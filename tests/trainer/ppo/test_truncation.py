@@ -1,0 +1,88 @@
+"""Samples cut by the length limit leave the losses and their denominators, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integration.rigged import NotedTrainer
+from tests.integration.runs import lines, overrides
+from tests.workers.samples import learned, make_batch, started, tiny_config
+from trainer import load_config, run
+from trainer.ppo.truncation import without_truncated
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import MissingColumnError
+from workers.roles.actor import ActorWorker
+
+REASONS = ["stop", "stop", "length", "stop", "abort", "length", "stop", "stop"]
+KEPT = [0, 1, 3, 4, 6, 7]
+
+
+def finished(*reasons: str) -> DataProto:
+    batch = make_batch(len(reasons))
+    batch.non_tensor_batch["finish_reason"] = np.array(reasons, object)
+    return batch
+
+
+def test_only_the_mask_of_truncated_samples_changes_and_only_in_what_is_returned() -> None:
+    batch = finished(*REASONS)
+    before = batch.batch["response_mask"].clone()
+    kept, metrics = without_truncated(batch)
+
+    assert metrics == {"response/truncated_ratio": 0.25}
+    assert batch.batch["response_mask"].equal(before)
+    assert kept.batch["response_mask"][KEPT].equal(before[KEPT])
+    assert not kept.batch["response_mask"][[2, 5]].any()
+    assert kept.batch["advantages"] is batch.batch["advantages"]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("rows_a_pass", [1, 8])
+def test_an_update_is_that_of_the_other_samples_alone(
+    tiny_dir: Path, mode: str, rows_a_pass: int
+) -> None:
+    batch = finished(*REASONS)
+    masked = update(tiny_dir, without_truncated(batch)[0], mode, rows_a_pass)
+    alone = update(tiny_dir, batch.select_idxs(KEPT), mode, 8)
+    assert masked == pytest.approx(alone, rel=1e-4, abs=1e-6)
+
+
+def update(tiny_dir: Path, batch: DataProto, mode: str, rows_a_pass: int) -> dict[str, float]:
+    config = tiny_config(
+        tiny_dir,
+        ppo_mini_batch_size=len(batch),
+        ppo_micro_batch_size_per_gpu=rows_a_pass,
+        loss_agg_mode=mode,
+        entropy_coeff=0.01,
+    )
+    return learned(started(ActorWorker, config, 1).update_actor(batch))
+
+
+def test_a_batch_of_truncated_samples_alone_says_so_and_has_no_loss(
+    tiny_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, metrics = without_truncated(finished("length", "length"))
+    assert metrics == {"response/truncated_ratio": 1.0}
+    assert "all 2 samples of this step were cut" in caplog.text
+    found = update(tiny_dir, kept, "token-mean", 8)
+    assert found["actor/pg_loss"] == found["actor/grad_norm"] == 0.0
+
+
+def test_a_batch_that_does_not_say_how_its_samples_ended_is_refused() -> None:
+    with pytest.raises(MissingColumnError, match=r"finish_reason.*rollout.generate_sequences"):
+        without_truncated(make_batch(2))
+
+
+def test_a_run_counts_them_and_keeps_them_in_its_metrics(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = ("trainer.backend=local", "placement=colocate", "trainer.total_training_steps=1")
+    more = ("data.max_response_length=4", "algorithm.mask_truncated=true")
+    run(load_config(overrides(tiny_dir, tmp_path, *settings, *more)), NotedTrainer)
+
+    metrics = lines(tmp_path)[-1]
+    batch = NotedTrainer.batch
+    share = np.mean(batch.non_tensor_batch["finish_reason"] == "length")
+    assert 0 < metrics["response/truncated_ratio"] == share < 1
+    lengths = batch.batch["response_mask"].sum(-1).double()
+    assert metrics["response_length/mean"] == pytest.approx(lengths.mean().item())

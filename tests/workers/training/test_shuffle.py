@@ -1,0 +1,113 @@
+"""Mini-batches of other samples in every pass: which samples, on how many ranks, after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.distributed import run
+from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from trainer.ppo.balance import balance_ranks
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.split import split_rows
+from verl_like.errors import BatchError, MissingColumnError
+from workers.columns import write_columns
+from workers.roles.actor import ActorWorker
+from workers.training.microbatch import Rows, mini_batch
+from workers.training.shuffle import SAMPLE_NUMBER, passes_over
+
+NAMES = ("responses", "response_mask", SAMPLE_NUMBER)
+ROWS = 12
+
+
+def numbered(num_rows: int = ROWS, seed: int = 0) -> DataProto:
+    return write_columns(make_batch(num_rows, seed), sample_number=torch.arange(num_rows))
+
+
+def mini_batches(
+    batch: DataProto, world_size: int, seed: int | None = 7, call: int = 0
+) -> list[set[int]]:
+    """The sample numbers of every mini-batch of two passes of three, over all ranks."""
+    found: list[set[int]] = [set() for _ in range(6)]
+    for piece in split_rows(batch, world_size):
+        rows = Rows.take(piece, NAMES, world_size)
+        for epoch, ordered in enumerate(passes_over(rows, 2, seed, call)):
+            for index in range(3):
+                chosen = mini_batch(ordered, index, 3, None).columns[SAMPLE_NUMBER]
+                found[3 * epoch + index] |= set(chosen.tolist())
+    return found
+
+
+def test_a_pass_has_every_sample_once_in_mini_batches_of_equal_size() -> None:
+    found = mini_batches(numbered(), 1)
+    assert [len(numbers) for numbers in found] == [4] * 6
+    assert set.union(*found[:3]) == set.union(*found[3:]) == set(range(ROWS))
+
+
+def test_passes_update_calls_and_seeds_have_other_mini_batches() -> None:
+    found = mini_batches(numbered(), 1)
+    assert found[:3] != found[3:]
+    assert mini_batches(numbered(), 1, call=1) != found
+    assert mini_batches(numbered(), 1, seed=8) != found
+    assert mini_batches(numbered(), 1) == found
+
+
+def test_without_a_seed_every_pass_has_the_same() -> None:
+    expected = [{0, 3, 6, 9}, {1, 4, 7, 10}, {2, 5, 8, 11}]
+    assert mini_batches(numbered(), 1, seed=None) == expected * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_they_are_the_same_samples_on_ranks_balanced_by_tokens(world_size: int) -> None:
+    lengths = make_batch(ROWS).batch["attention_mask"].sum(-1)
+    sorted_rows = make_batch(ROWS).select_idxs(lengths.argsort())
+    given = write_columns(sorted_rows, sample_number=torch.arange(ROWS))
+    batch, _ = balance_ranks(given, world_size, 2)
+    if world_size < 5:  # twelve rows do not come out even over five ranks: they stay in place
+        assert batch.batch[SAMPLE_NUMBER].tolist() != list(range(ROWS))
+    assert mini_batches(batch, world_size) == mini_batches(given, 1)
+
+
+def test_samples_taken_out_after_they_were_numbered_are_refused() -> None:
+    rows = Rows.take(numbered().select_idxs([0, 2, 11]), NAMES)
+    with pytest.raises(BatchError, match="sample_number 11 in a batch of 3 samples"):
+        list(passes_over(rows, 1, 7, 0))
+
+
+def actor_of(tiny_dir: Path) -> ActorWorker:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
+    return started(ActorWorker, config, 10)
+
+
+def update(actor: ActorWorker, seed: int) -> dict[str, float]:
+    return learned(actor.update_actor(own_piece(numbered(4, seed), actor.rank, actor.world_size)))
+
+
+def two_updates(tiny_dir: Path) -> list[dict[str, float]]:
+    actor = actor_of(tiny_dir)
+    return [update(actor, seed) for seed in range(2)]
+
+
+def test_two_ranks_train_as_one(tiny_dir: Path) -> None:
+    alone = two_updates(tiny_dir)
+    for found in run(2, two_updates, tiny_dir):
+        for metrics, expected in zip(found, alone, strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_an_actor_that_resumes_goes_on_with_the_orders_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    first, second = actor_of(tiny_dir), actor_of(tiny_dir)
+    update(first, 0)
+    first.save_checkpoint(str(tmp_path / "actor"))
+    second.load_checkpoint(str(tmp_path / "actor"))
+    assert update(second, 1) == update(first, 1)
+    assert second.weights_checksum() == first.weights_checksum()
+
+
+def test_a_batch_without_numbers_is_refused_by_who_writes_them(tiny_dir: Path) -> None:
+    with pytest.raises(MissingColumnError, match=r"sample_number.*the driver's balance"):
+        actor_of(tiny_dir).update_actor(make_batch(4))

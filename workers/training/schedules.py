@@ -1,0 +1,105 @@
+"""Learning-rate schedules by name, and the warm-up that comes before every one of them.
+
+    @LR_SCHEDULES.register("mine")
+    def mine(progress: float, min_lr_ratio: float) -> float: ...
+
+A schedule gets how far the run is after its warm-up, from 0 to 1, and gives the share of the peak
+rate. Its other parameters are filled by name from the section `optim`. `workers.training.optim`
+calls `lr_factor`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from verl_like.errors import ConfigError, nearest
+from verl_like.registry import Registry
+
+if TYPE_CHECKING:
+    from workers.config import OptimConfig
+
+LRSchedule = Callable[..., float]
+LR_SCHEDULES: Registry[LRSchedule] = Registry("learning-rate schedule")
+
+
+@LR_SCHEDULES.register("constant")
+def constant(progress: float) -> float:
+    """The peak to the end.
+
+    Source: verl's `constant`
+    """
+    return 1.0
+
+
+@LR_SCHEDULES.register("cosine")
+def cosine(progress: float, min_lr_ratio: float) -> float:
+    """From the peak to `min_lr_ratio` of it along half a cosine.
+
+    Source: SGDR without restarts, arXiv 1608.03983
+    """
+    remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return min_lr_ratio + (1.0 - min_lr_ratio) * remaining
+
+
+@LR_SCHEDULES.register("linear")
+def linear(progress: float, min_lr_ratio: float) -> float:
+    """From the peak to `min_lr_ratio` of it on a straight line.
+
+    Source: BERT, arXiv 1810.04805, appendix A.2
+    """
+    return min_lr_ratio + (1.0 - min_lr_ratio) * (1.0 - progress)
+
+
+@LR_SCHEDULES.register("wsd")
+def warmup_stable_decay(progress: float, min_lr_ratio: float, wsd_decay_ratio: float) -> float:
+    """The peak, and in the last `wsd_decay_ratio` of the calls a straight line to `min_lr_ratio`.
+
+    Source: MiniCPM (WSD), arXiv 2404.06395; the straight line: arXiv 2405.18392
+    """
+    remaining = min(1.0, (1.0 - progress) / wsd_decay_ratio)
+    return min_lr_ratio + (1.0 - min_lr_ratio) * remaining
+
+
+def num_warmup_steps(config: OptimConfig, total_steps: int) -> int:
+    """Update calls of warm-up: `lr_warmup_steps`, or a share of all calls where that is -1."""
+    if config.lr_warmup_steps >= 0:
+        return config.lr_warmup_steps
+    return int(config.lr_warmup_steps_ratio * total_steps)
+
+
+def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Share of the peak rate in update call `step` (from 0): a linear warm-up, then the schedule.
+
+    The warm-up is above 0 from the first call on.
+    """
+    warmup = num_warmup_steps(config, total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+
+    schedule = LR_SCHEDULES.look_up(config.lr_scheduler_type)
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return schedule(progress, **_settings_of(schedule, config))
+
+
+def check_schedule(config: OptimConfig, section: str) -> None:
+    """Refuse shares above 1, and a schedule of the user's that asks for what the config lacks."""
+    for name in ("lr_warmup_steps_ratio", "min_lr_ratio", "wsd_decay_ratio"):
+        share = getattr(config, name)
+        if share > 1:
+            raise ConfigError(f"{section}.{name}={share:g} is a share: it must be 1 or less.")
+    _settings_of(LR_SCHEDULES.look_up(config.lr_scheduler_type), config)
+
+
+def _settings_of(schedule: LRSchedule, config: OptimConfig) -> dict[str, Any]:
+    """What a schedule's parameters after the first ask for, of the section `optim`."""
+    _, *names = inspect.signature(schedule).parameters
+    for name in names:
+        if not hasattr(config, name):
+            raise ConfigError(
+                f"optim.lr_scheduler_type={config.lr_scheduler_type}: its parameter {name!r} is no "
+                f"key of the section optim.{nearest(name, vars(config))}"
+            )
+    return {name: getattr(config, name) for name in names}
