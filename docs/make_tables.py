@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,11 @@ def lr_schedule_table() -> str:
     return _table(["name", "rate", "source", "keys it reads, under `optim.`"], rows)
 
 
-def preset_table() -> str:
-    """The presets of `algorithm`: what each file says of itself, and what it sets."""
+def preset_table(group: str) -> str:
+    """The presets of a group: what each file says of itself, and what it sets."""
     rows = []
-    for preset in PPO.preset_names("algorithm"):
-        text = (PPO.config_dir / "algorithm" / f"{preset}.yaml").read_text(encoding="utf-8")
+    for preset in PPO.preset_names(group):
+        text = (PPO.config_dir / group / f"{preset}.yaml").read_text(encoding="utf-8")
         about = [line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#")]
         keys = [f"{name}={value}" for name, value in _leaves(yaml.safe_load(text), "")]
         rows.append([_code([preset]), " ".join(about), _code(keys)])
@@ -193,13 +194,14 @@ def _cell(text: str) -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "keys": ("configuration.md", key_table),
     "columns": ("dataflow.md", column_table),
-    "presets": ("algorithms.md", preset_table),
+    "presets": ("algorithms.md", partial(preset_table, "algorithm")),
     "estimators": ("algorithms.md", estimator_table),
     "policy-losses": ("algorithms.md", policy_loss_table),
     "aggregations": ("algorithms.md", aggregation_table),
     "value-loss": ("algorithms.md", value_loss_table),
     "kl": ("algorithms.md", kl_table),
     "lr-schedules": ("updates.md", lr_schedule_table),
+    "corrections": ("algorithms.md", partial(preset_table, "correction")),
 }
 
 

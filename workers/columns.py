@@ -52,6 +52,7 @@ COLUMNS: dict[str, Column] = {
         Column("finish_reason", "[rows]", "object", _ROLLOUT),
         Column("old_log_probs", "[rows, R]", "float32", "actor.compute_log_prob"),
         Column("entropys", "[rows, R]", "float32", "actor.compute_log_prob"),
+        Column("rollout_is_weights", "[rows, R]", "float32", "the driver's correct_rollout"),
         Column("ref_log_prob", "[rows, R]", "float32", "ref.compute_ref_log_prob"),
         Column("values", "[rows, R]", "float32", "critic.compute_values"),
         Column("rm_scores", "[rows, R]", "float32", "reward_model.compute_rm_score"),
@@ -85,7 +86,7 @@ READS: dict[str, tuple[str, ...]] = {
     "update_critic": (*_SEQUENCES, "sample_number", "values", "returns"),
     "update_actor": (
         *(*_SEQUENCES, "sample_number", "old_log_probs", "ref_log_prob", "advantages"),
-        *("rollout_log_probs", "rollout_truncated_log_probs"),
+        *("rollout_log_probs", "rollout_truncated_log_probs", "rollout_is_weights"),
     ),
 }
 """What each method of the built-in workers reads of a batch, under any configuration."""
@@ -145,6 +146,12 @@ def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
 def has_column(batch: DataProto, name: str) -> bool:
     """Whether the batch has this tensor column."""
     return batch.batch is not None and name in batch.batch.keys()
+
+
+def drawn_from(columns: Any) -> str:
+    """The column of log-probs under the distribution that tokens were drawn from."""
+    truncated = "rollout_truncated_log_probs"
+    return truncated if truncated in columns.keys() else "rollout_log_probs"
 
 
 def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:

@@ -90,15 +90,15 @@ def prepare_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> list[str
 def check_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
     """Refuse keys that do not exist; Hydra would let `+section.typo=` through."""
     keys = config_keys(recipe.schema)
-    known = {key.name for key in keys} | {"placement"}
+    known = {key.name for key in keys} | set(recipe.groups)
     own_names = tuple(f"{key.name}." for key in keys if key.takes_any)
 
     for name in override_keys(overrides):
         of_hydra = name.split(".")[0].split("/")[0] == "hydra"
         if not (name in known or of_hydra or name.startswith(own_names)):
+            hint = _did_you_mean(name, keys, recipe.groups)
             raise ConfigError(
-                f"There is no key {name!r}.{_did_you_mean(name, keys)} All keys: verl-like "
-                f"{recipe.name} --cfg job"
+                f"There is no key {name!r}.{hint} All keys: verl-like {recipe.name} --cfg job"
             )
 
 
@@ -114,8 +114,10 @@ def _check_presets(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
             )
 
 
-def _did_you_mean(name: str, keys: Sequence[Key]) -> str:
-    """The key with verl's name, else those with the same last word, else the nearest one."""
+def _did_you_mean(name: str, keys: Sequence[Key], groups: Sequence[str]) -> str:
+    """The key with verl's name, else those with the same last word, else the nearest one or group
+    of presets.
+    """
     ours = [key.name for key in keys if key.rules.verl == name]
     if ours:
         return f" Here it is {ours[0]!r}."
@@ -124,7 +126,7 @@ def _did_you_mean(name: str, keys: Sequence[Key]) -> str:
     twins = [key.name for key in keys if key.name.rpartition(".")[2] == leaf]
     if twins:
         return f" Did you mean {' or '.join(map(repr, twins))}?"
-    return nearest(name, [*(key.name for key in keys), "placement"])
+    return nearest(name, [*(key.name for key in keys), *groups])
 
 
 def override_keys(overrides: Sequence[str]) -> list[str]:

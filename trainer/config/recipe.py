@@ -60,6 +60,13 @@ class Recipe(Generic[C]):
     only_noticed: frozenset[str] = frozenset()
     """Keys that are shown, not refused, where nothing reads them."""
 
+    @property
+    def groups(self) -> list[str]:
+        """The groups of presets: `placement`, and every folder of YAML beside the recipe's own."""
+        return sorted(
+            {"placement", *(path.parent.name for path in self.config_dir.glob("*/*.yaml"))}
+        )
+
     def preset_names(self, group: str) -> list[str]:
         """What `<group>=` may stand for: the files of that folder, of `placement` the mapping too.
 

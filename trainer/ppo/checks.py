@@ -5,14 +5,12 @@ The rules of one field stand at the field, and `trainer.config.checks` reads the
 
 from __future__ import annotations
 
-import torch
-
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.correct_rollout import check_correction
 from trainer.ppo.kl import get_kl_controller
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
-from workers.losses.correction import compute_rollout_importance_weights
 from workers.parallel.fsdp import settle
 from workers.rollout.base import check_sampling_kwargs
 from workers.training.schedules import check_schedule
@@ -26,7 +24,7 @@ def validate(config: PPOConfig) -> None:
     _check_mini_batches(config)
     _check_token_budgets(config)
     _check_groups(config)
-    _check_correction(config)
+    check_correction(config)
     _check_sharding(config)
     _check_schedules(config)
     check_sampling_kwargs(
@@ -109,13 +107,6 @@ def _check_groups(config: PPOConfig) -> None:
             f"actor_rollout_ref.rollout.n={num_samples} makes one: its advantage would be its raw "
             "score. Set actor_rollout_ref.rollout.n to 2 or more, or take reinforce_plus_plus."
         )
-
-
-def _check_correction(config: PPOConfig) -> None:
-    """What the importance weights would refuse at their first step."""
-    correction, zero = config.algorithm.rollout_correction, torch.zeros(1, 1)
-    if correction.rollout_is is not None:
-        compute_rollout_importance_weights(zero, zero, zero, **vars(correction))
 
 
 def _check_sharding(config: PPOConfig) -> None:

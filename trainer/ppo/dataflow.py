@@ -15,6 +15,7 @@ from typing import Any
 from trainer.groups.worker_groups import worker_class
 from trainer.ppo.compute_advantage import columns_read
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.correct_rollout import columns_of_correction
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import reads_of
@@ -26,16 +27,21 @@ REUSE_NOTICE = (
     "step on samples of the current policy, so its own forward pass gives them"
 )
 
+BYPASS_NOTICE = (
+    "notice: old log-probs are the rollout's (bypass_mode): the actor does not compute them"
+)
+
 
 def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
     """Whether samples of the current policy need no old log-probs before the update.
 
     True if the first forward pass of the update sees every row under the weights that made it, and
     nothing reads the old log-probs earlier: one mini-batch, one epoch, no KL in the reward, no
-    importance correction. (Models train without dropout.)
+    correction for the rollout, no bypass. (Models train without dropout.)
     """
     actor = config.actor_rollout_ref.actor
-    if config.algorithm.rollout_correction.rollout_is is not None:
+    correction = config.algorithm.rollout_correction
+    if correction.bypass_mode or columns_of_correction(correction):
         return False
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size != config.data.train_batch_size:
         return False
@@ -151,8 +157,7 @@ def step_nodes(config: PPOConfig, own: Mapping[str, OwnStage] | None = None) -> 
     graph.end_stage("score")
     _add_advantages(graph)
     graph.end_stage("adv")
-    graph.on_role("update", "critic", "update_critic", "critic weights")
-    graph.on_role("update", "actor", "update_actor", "actor weights")
+    _add_update(graph)
     graph.end_stage("update")
     graph.on_driver("update_weights", "sync_weights", ("actor weights",), "rollout weights")
     graph.end_stage("update_weights")
@@ -173,7 +178,8 @@ def _add_generation(graph: Graph) -> None:
 def _add_scoring(graph: Graph) -> None:
     if not graph.config.algorithm.filter_groups.enable:
         _add_rewards(graph, "score")
-    if not old_log_probs_are_the_updates_own(graph.config):
+    bypasses = graph.config.algorithm.rollout_correction.bypass_mode
+    if not (bypasses or old_log_probs_are_the_updates_own(graph.config)):
         graph.on_role("score", "actor", "compute_log_prob", "old_log_probs")
     graph.on_role("score", "ref", "compute_ref_log_prob", "ref_log_prob")
     graph.on_role("score", "critic", "compute_values", "values")
@@ -194,6 +200,15 @@ def _add_advantages(graph: Graph) -> None:
     graph.on_driver("adv", "token rewards", reads, "token_level_rewards")
     estimator = algorithm.adv_estimator
     graph.on_driver("adv", estimator, columns_read(estimator), "advantages", "returns")
+
+
+def _add_update(graph: Graph) -> None:
+    corrected = columns_of_correction(graph.config.algorithm.rollout_correction)
+    if corrected:
+        reads = ("old_log_probs", "rollout_log_probs")
+        graph.on_driver("update", "rollout correction", reads, *corrected)
+    graph.on_role("update", "critic", "update_critic", "critic weights")
+    graph.on_role("update", "actor", "update_actor", "actor weights")
 
 
 def edges(nodes: Sequence[Node]) -> dict[str, list[str]]:
@@ -249,4 +264,6 @@ def describe(
 
     if old_log_probs_are_the_updates_own(config):
         lines.append(REUSE_NOTICE)
+    if config.algorithm.rollout_correction.bypass_mode:
+        lines.append(BYPASS_NOTICE)
     return "\n".join(lines)

@@ -26,6 +26,7 @@ from trainer.ppo.balance import balance_ranks
 from trainer.ppo.call_results import join_results, numbers_of
 from trainer.ppo.compute_advantage import compute_advantage
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.correct_rollout import correct_rollout
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
 from trainer.ppo.dynamic_sampling import collect_groups
 from trainer.ppo.entropy import get_entropy_controller
@@ -190,10 +191,11 @@ class PPOTrainer(Trainer):
         """Independent readings of the same samples: all launched, then joined.
 
         Scores that the batch has already are not made again, nor are old log-probs that the update
-        itself will find.
+        itself will find or takes from the rollout.
         """
         calls = [] if has_column(batch, "token_level_scores") else [self.launch_rewards(batch)]
-        if not self.policy_is_current(batch):
+        bypasses = self.config.algorithm.rollout_correction.bypass_mode
+        if not (bypasses or self.policy_is_current(batch)):
             calls.append(self.call("actor", "compute_log_prob", batch))
         if "ref" in self.groups:
             calls.append(self.call("ref", "compute_ref_log_prob", batch))
@@ -229,10 +231,15 @@ class PPOTrainer(Trainer):
         return batch, metrics
 
     def update(self, batch: DataProto) -> Metrics:
-        """Critic and actor learn at the same time, where their pools differ."""
+        """Critic and actor learn at the same time, where their pools differ.
+
+        They learn from what the correction for the rollout leaves of the batch.
+        """
         metrics: Metrics = {}
         if self.config.algorithm.mask_truncated:
             batch, metrics = without_truncated(batch)
+        batch, corrected = correct_rollout(batch, self.config.algorithm.rollout_correction)
+        metrics |= corrected
 
         calls = []
         if "critic" in self.groups:

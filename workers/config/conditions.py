@@ -38,11 +38,20 @@ def _rollout_is_apart(_: Any, run: Any) -> bool:
     return pools["actor"] != pools["rollout"]
 
 
+def policy_loss_of(run: Any) -> str:
+    """The policy loss by name; a REINFORCE bypass has its own, whatever `loss_mode` says."""
+    correction = run.algorithm.rollout_correction
+    if correction.bypass_mode and correction.loss_type == "reinforce":
+        return "reinforce"
+    loss_mode: str = _actor(run).policy_loss.loss_mode
+    return loss_mode
+
+
 def loss_reads(name: str) -> Callable[[Any, Any], bool]:
     """Whether the policy loss reads that key of the actor's section; one of the user's may."""
 
     def holds(_: Any, run: Any) -> bool:
-        loss = registry_of("policy loss").look_up(_actor(run).policy_loss.loss_mode)
+        loss = registry_of("policy loss").look_up(policy_loss_of(run))
         keys = getattr(loss, "keys_read", None)
         return keys is None or name in keys
 
@@ -142,6 +151,22 @@ WEIGHS_ROLLOUT = When(
     "`rollout_is` is set",
     lambda correction, _: correction.rollout_is is not None,
     "algorithm.rollout_correction.rollout_is is not set",
+)
+
+REJECTS = When(
+    "`rollout_rs` is set",
+    lambda correction, _: correction.rollout_rs is not None,
+    "algorithm.rollout_correction.rollout_rs is not set",
+)
+BYPASSES = When(
+    "`bypass_mode`",
+    lambda correction, _: correction.bypass_mode,
+    "algorithm.rollout_correction.bypass_mode is false",
+)
+LOSS_IS_NAMED = When(
+    "no `bypass_mode` of loss_type reinforce",
+    lambda policy_loss, run: policy_loss_of(run) == policy_loss.loss_mode,
+    "algorithm.rollout_correction.loss_type=reinforce is the loss under bypass_mode",
 )
 
 CUT_BY_TOKENS = When(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from verl_like.config_key import key
 from workers.config.conditions import (
+    BYPASSES,
     CUT_BY_SAMPLES,
     CUT_BY_TOKENS,
     HAS_ENTROPY_BONUS,
@@ -13,7 +14,9 @@ from workers.config.conditions import (
     LOSS_CLIPS,
     LOSS_CLIPS_TWICE,
     LOSS_HAS_DIVISOR,
+    LOSS_IS_NAMED,
     ONE_CLIP_RATIO,
+    REJECTS,
     SEVERAL_PASSES,
     SHUFFLES,
     STEERS_ENTROPY,
@@ -47,23 +50,48 @@ KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 class PolicyLossConfig:
     """Which policy loss."""
 
-    loss_mode: str = key("vanilla", registry="policy loss")
+    loss_mode: str = key("vanilla", registry="policy loss", read_when=LOSS_IS_NAMED)
     """The loss, or the dotted path of a function of the user's."""
 
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig:
-    """Importance weights for a rollout whose probabilities differ from the trainer's: TIS."""
+    """Correction for samples of another policy: the rollout engine's, or an older one."""
 
-    rollout_is: str | None = key(None, choices=("token", "sequence"))
-    """What gets one weight; null weighs nothing."""
-    rollout_is_threshold: float = key(2.0, at_least=1, read_when=WEIGHS_ROLLOUT)
-    """Bound of the weights."""
-    rollout_is_mode: str = key("truncate", choices=("truncate", "mask"), read_when=WEIGHS_ROLLOUT)
-    """truncate caps weights at the threshold; mask zeroes those outside [1 / threshold, threshold].
+    rollout_is: str | None = key(None, choices=("token", "sequence", "geometric"))
+    """What gets one importance weight, the trainer's over the rollout's probability; null: nothing.
+
+    sequence is the product of its tokens' ratios, geometric their geometric mean.
+    """
+    rollout_is_threshold: str = key(
+        "2.0", allows="a number, or lower_upper such as 0.5_5.0", read_when=WEIGHS_ROLLOUT
+    )
+    """Bounds of the weights: one number truncates them, lower_upper makes those outside zero.
 
     A token whose weight is zero stays in the loss's denominators.
     """
+    rollout_is_batch_normalize: bool = key(False, read_when=WEIGHS_ROLLOUT)
+    """Divide the weights by their mean over the batch."""
+    rollout_rs: str | None = key(
+        None, allows="token_k1, seq_mean_k1, seq_max_k3, … (see Algorithms); several in quotes"
+    )
+    """Criteria by which tokens or sequences are rejected, parted by commas; null rejects none.
+
+    What is rejected leaves the mask, before the denominators of the loss are counted.
+    """
+    rollout_rs_threshold: str | None = key(
+        None, allows="a number, or lower_upper for k1; one for all, or one each", read_when=REJECTS
+    )
+    """Bounds of the criteria: the largest k2 or k3; of k1 the least and largest ratio exp(k1)."""
+    rollout_token_veto_threshold: float | None = key(None, above=0, hint="or null for no veto")
+    """A sequence with a token whose ratio, trainer's over rollout's, is below this is rejected."""
+    bypass_mode: bool = key(False)
+    """Take the rollout's log-probs as the old ones: the pass that computes them is not run.
+
+    Weights and criteria then compare the policy in training with the rollout, inside the update.
+    """
+    loss_type: str = key("ppo_clip", choices=("ppo_clip", "reinforce"), read_when=BYPASSES)
+    """ppo_clip is the loss of `policy_loss.loss_mode`; reinforce is REINFORCE with the weights."""
 
 
 @dataclass(kw_only=True)

@@ -1,61 +1,191 @@
-"""Importance weights for tokens that another engine drew, under its own probabilities."""
+"""Correction for samples that another policy drew: `algorithm.rollout_correction` as a function.
+
+Three policies have a part in an update: the *behaviour* policy drew the tokens (the rollout engine,
+or older weights), the *proximal* one is what the clip of the policy loss compares with (the
+trainer's, as the update begins: old log-probs), and the *current* one is being trained.
+
+- Decoupled: `RolloutCorrection` compares proximal with behaviour before the update. The driver
+  calls it on the whole batch (`trainer.ppo.correct_rollout`).
+- Bypass: the proximal policy is the behaviour policy, and `RolloutCorrection` compares current with
+  behaviour, within the update (`workers.roles.actor`).
+
+It gives importance weights, and the mask without the tokens that it rejects.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
+from verl_like.tensor_ops import masked_mean, masked_sum
+from workers.losses.correction_bounds import SECTION, Bounds, weight_bounds
+from workers.losses.correction_gauge import CorrectionGauge
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
+from workers.losses.rejection import Criterion, criteria_of
+
+LEVELS = ("token", "sequence", "geometric")
+"""What `rollout_is` may name."""
+
+
+class CorrectionSettings(Protocol):
+    """What is read of `algorithm.rollout_correction`."""
+
+    rollout_is: str | None
+    rollout_is_threshold: str
+    rollout_is_batch_normalize: bool
+    rollout_rs: str | None
+    rollout_rs_threshold: str | None
+    rollout_token_veto_threshold: float | None
 
 
 @torch.no_grad()
-def compute_rollout_importance_weights(
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-    *,
-    rollout_is: str = "token",
-    rollout_is_mode: str = "truncate",
-    rollout_is_threshold: float = 2.0,
-) -> Tensor:
-    """The trainer's probability over the rollout engine's, bounded, without gradient.
+def importance_weights(
+    log_ratio: Tensor, inside: Tensor, level: str, bounds: Bounds
+) -> tuple[Tensor, Tensor]:
+    """(weights before the bounds, weights), each [rows, R], zero outside the mask.
 
-    It is `rollout_is_weights` of the policy losses and makes the update a decoupled PPO: the clip
-    compares with the trainer's old policy, the weight with the one that sampled. One weight a
-    token, or one a sequence (the product over it). `truncate` caps weights at the threshold c;
-    `mask` keeps those within [1/c, c] and gives the others zero. Zero outside the mask.
+    `log_ratio` is zero outside. A token's weight is exp(log_ratio), or exp of its row's sum
+    (sequence) or mean (geometric). Without a lower bound weights are truncated at the upper one;
+    with it those outside are zero, and so is NaN.
 
-    A token whose weight is zero stays in the loss's denominators: it adds nothing, and the tokens
-    that are kept weigh what they would weigh beside it. Without it a mini-batch in which most
-    tokens are rejected would take a step as large as one in which none is.
-
-    Source: decoupled PPO, arXiv 2110.00641; truncation: Ionides, "Truncated importance sampling",
-    JCGS 17, 2008
+    Source: truncation: Ionides, "Truncated importance sampling", JCGS 17, 2008; zeros outside:
+    IcePop, arXiv 2510.18855
     """
-    _check(rollout_is, rollout_is_mode, rollout_is_threshold)
-    inside = response_mask.bool()
-    log_ratio = torch.where(inside, old_log_prob - rollout_log_prob, 0)
-    if rollout_is == "sequence":
-        log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(log_ratio)
-    weights = log_ratio.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO).exp()
+    if level == "sequence":
+        log_ratio = masked_sum(log_ratio, inside, axis=-1).unsqueeze(-1).expand_as(log_ratio)
+    elif level == "geometric":
+        log_ratio = masked_mean(log_ratio, inside, axis=-1).unsqueeze(-1).expand_as(log_ratio)
+    elif level != "token":
+        raise ConfigError(f"{SECTION}.rollout_is={level}: choose one of {', '.join(LEVELS)}.")
+    clamped = log_ratio.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
+    raw = torch.where(inside, clamped.exp(), 0)
 
-    if rollout_is_mode == "truncate":
-        weights = weights.clamp(max=rollout_is_threshold)
-    else:
-        kept = (weights <= rollout_is_threshold) & (weights >= 1.0 / rollout_is_threshold)
-        weights = torch.where(kept, weights, 0)
-    return torch.where(inside, weights, 0)
+    if bounds.lower is None:
+        return raw, raw.clamp(max=bounds.upper)
+    kept = (raw >= bounds.lower) & (raw <= bounds.upper)
+    return raw, torch.where(kept, raw, 0)
 
 
-def _check(rollout_is: str, rollout_is_mode: str, rollout_is_threshold: float) -> None:
-    if rollout_is not in ("token", "sequence") or rollout_is_mode not in ("truncate", "mask"):
-        raise ConfigError(
-            f"rollout_is={rollout_is!r} with rollout_is_mode={rollout_is_mode!r}: "
-            "the first is token or sequence, the second truncate or mask."
+def normalized(weights: Tensor, inside: Tensor, level: str) -> tuple[Tensor, float]:
+    """The weights over their mean, and that mean: of all tokens, or of rows that have any.
+
+    Weights that are all zero stay.
+    """
+    if level == "token":
+        mean = masked_mean(weights, inside).item()
+    else:  # one weight a row
+        mean = masked_mean(weights.amax(dim=-1), inside.any(dim=-1)).item()
+    return (weights / mean, mean) if mean > 1e-8 else (weights, 1.0)
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """`algorithm.rollout_correction`, read once and checked."""
+
+    level: str | None
+    """Which weights there are, if any: one of `LEVELS`."""
+    bounds: Bounds
+    criteria: tuple[Criterion, ...]
+    veto: float | None
+    """The least ratio of a token; a sequence with a smaller one is rejected."""
+
+    @classmethod
+    def of(cls, settings: CorrectionSettings) -> RolloutCorrection:
+        """The correction that the section describes; what it cannot be is an error."""
+        bounds, veto = (
+            weight_bounds(str(settings.rollout_is_threshold)),
+            settings.rollout_token_veto_threshold,
         )
-    if rollout_is_threshold < 1.0:
-        raise ConfigError(
-            f"rollout_is_threshold is {rollout_is_threshold}; equal policies weigh 1: take 1 or "
-            "more."
-        )
+        least = bounds.lower if settings.rollout_is and bounds.lower is not None else 1.0
+        if veto is not None and not 0 < veto < least:
+            raise ConfigError(
+                f"{SECTION}.rollout_token_veto_threshold={veto:g}: it must lie between 0 and "
+                f"{least:g}, {'the lower rollout_is_threshold' if least < 1 else 'equal policies'};"
+                " such as 1e-4."
+            )
+        thresholds = settings.rollout_rs_threshold
+        criteria = criteria_of(settings.rollout_rs, None if thresholds is None else str(thresholds))
+        return cls(settings.rollout_is, bounds, criteria, veto)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether there are importance weights."""
+        return self.level is not None
+
+    @property
+    def rejects(self) -> bool:
+        """Whether it may shorten the mask."""
+        return bool(self.criteria) or self.veto is not None
+
+    def gauge(self) -> CorrectionGauge:
+        """An empty gauge for its figures."""
+        criteria = {criterion.name: criterion.bounds for criterion in self.criteria}
+        return CorrectionGauge(self.bounds if self.weighs else None, criteria)
+
+    @torch.no_grad()
+    def __call__(
+        self, log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor, gauge: CorrectionGauge
+    ) -> tuple[Tensor | None, Tensor]:
+        """(weights or None, the mask without rejected tokens) of rows [rows, R].
+
+        The policy of `log_probs` is compared with the one that drew the tokens. Weights are those
+        of all tokens, rejected or not. The figures go into `gauge`.
+        """
+        inside = mask.bool()
+        log_ratio = torch.where(inside, log_probs - behaviour_log_probs, 0)
+        weights = None if self.level is None else self._weights(log_ratio, inside, gauge)
+        return weights, mask * self._kept(log_ratio, inside, gauge)
+
+    def _weights(self, log_ratio: Tensor, inside: Tensor, gauge: CorrectionGauge) -> Tensor:
+        assert self.level is not None, "there are weights"
+        raw, weights = importance_weights(log_ratio, inside, self.level, self.bounds)
+
+        filled = inside.any(dim=-1)
+        rows = masked_mean(weights, inside, axis=-1)[filled]
+        if self.level == "token":
+            judged, extremes = raw[inside], weights[inside]
+        else:
+            judged = extremes = raw.amax(dim=-1)[filled]
+        gauge.add("rollout_is", weights[inside], rows, judged, extremes)
+        if self.bounds.lower is not None:
+            gauge.add_fraction("rollout_is_oob_ratio", weights == 0, inside)
+        return weights
+
+    def _kept(self, log_ratio: Tensor, inside: Tensor, gauge: CorrectionGauge) -> Tensor:
+        """Where every criterion keeps a token, and the veto its row."""
+        filled, kept = inside.any(dim=-1), inside
+        for criterion in self.criteria:
+            figures = criterion.figures(log_ratio, inside)
+            keeps = criterion.keeps(figures).expand_as(inside)
+            _measure(criterion, figures.expand_as(log_ratio), inside, gauge)
+            _count_rejected(f"rollout_rs_{criterion.name}", inside & keeps, inside, gauge)
+            kept = kept & keeps
+
+        if self.veto is not None:
+            catastrophic = inside & ~(log_ratio.exp() >= self.veto)
+            vetoed = catastrophic.any(dim=-1)
+            gauge.add_fraction("rollout_is_catastrophic_token_fraction", catastrophic, inside)
+            gauge.add_fraction("rollout_is_veto_fraction", vetoed, filled)
+            kept = kept & ~vetoed.unsqueeze(-1)
+
+        if self.rejects:
+            _count_rejected("rollout_rs", kept, inside, gauge)
+        return kept
+
+
+def _measure(criterion: Criterion, figures: Tensor, inside: Tensor, gauge: CorrectionGauge) -> None:
+    tokens = figures[inside]
+    rows = masked_mean(figures, inside, axis=-1)[inside.any(dim=-1)]
+    judged = tokens if criterion.judges_tokens else rows
+    gauge.add(f"rollout_rs_{criterion.name}", tokens, rows, judged, judged)
+
+
+def _count_rejected(name: str, kept: Tensor, inside: Tensor, gauge: CorrectionGauge) -> None:
+    """The shares of tokens that are rejected, and of rows in which any is."""
+    rejected = inside & ~kept
+    gauge.add_fraction(f"{name}_masked_fraction", rejected, inside)
+    gauge.add_fraction(f"{name}_seq_masked_fraction", rejected.any(dim=-1), inside.any(dim=-1))

@@ -11,9 +11,12 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import BatchError
 from verl_like.process.worker import Worker
+from workers.columns import drawn_from
 from workers.config import shuffle_seed
+from workers.config.conditions import policy_loss_of
 from workers.losses.aggregate import Denominators, agg_loss
-from workers.losses.correction import compute_rollout_importance_weights
+from workers.losses.correction import RolloutCorrection
+from workers.losses.correction_gauge import CorrectionGauge
 from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import get_policy_loss
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
         ActorConfig,
         RefConfig,
         RolloutConfig,
-        RolloutCorrectionConfig,
         WorkersConfig,
     )
 
@@ -48,17 +50,12 @@ def log_prob_budget(section: RolloutConfig | RefConfig, actor: ActorConfig) -> B
     return Budget.of(actor.use_dynamic_bsz, rows, tokens)
 
 
-def drawn_from(columns: Any) -> str:
-    """The column of log-probs under the distribution that tokens were drawn from."""
-    truncated = "rollout_truncated_log_probs"
-    return truncated if truncated in columns.keys() else "rollout_log_probs"
-
-
 class ActorWorker(Checkpointed, WeightSender, Worker):
     """Scores responses under the current policy and improves it by PPO."""
 
     engine: TrainEngine
     gauge: MismatchGauge | None = None
+    correction_gauge: CorrectionGauge
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
@@ -66,8 +63,9 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         self.config = self.policy.actor
         self.temperature = log_prob_temperature(self.policy.rollout)
         self.entropy_coeff = self.config.entropy_coeff
-        self.correction: RolloutCorrectionConfig = config.algorithm.rollout_correction
-        self.policy_loss = get_policy_loss(self.config.policy_loss.loss_mode)
+        self.bypasses: bool = config.algorithm.rollout_correction.bypass_mode
+        self.correction = RolloutCorrection.of(config.algorithm.rollout_correction)
+        self.policy_loss = get_policy_loss(policy_loss_of(config))
         self.budget = Budget.of(
             self.config.use_dynamic_bsz,
             self.config.ppo_micro_batch_size_per_gpu,
@@ -106,15 +104,18 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         """One PPO update over the batch; gives metrics that, but for perf/, every rank agrees on.
 
         With `meta_info["on_policy"]` the samples are of the policy as it is now, and the update's
-        own forward pass gives the old log-probs: a batch then needs no `old_log_probs`.
-        `meta_info["entropy_coeff"]` is the weight of the bonus, in the place of the configured one.
+        own forward pass gives the old log-probs: a batch then needs no `old_log_probs`. Nor does
+        one under `bypass_mode`, where they are the rollout's. `meta_info["entropy_coeff"]` is the
+        weight of the bonus, in the place of the configured one.
         """
         self.entropy_coeff = data.meta_info.get("entropy_coeff", self.config.entropy_coeff)
         on_policy = bool(data.meta_info.get("on_policy", False))
         if on_policy:
             self.require_one_step(data)
-        measures = on_policy and "rollout_log_probs" in data.batch.keys()
+        without_old = on_policy or self.bypasses
+        measures = without_old and "rollout_log_probs" in data.batch.keys()
         self.gauge = MismatchGauge(data.batch["responses"].size(1)) if measures else None
+        self.correction_gauge = self.correction.gauge()
 
         epochs = self.config.ppo_epochs
         with utilization("actor", self.engine, data, passes=epochs) as mfu:
@@ -133,6 +134,9 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         if self.gauge is not None:
             self.gauge.all_reduce(self.engine.group, self.engine.device)
             metrics |= self.gauge.metrics()
+        if self.bypasses:
+            self.correction_gauge.all_reduce(self.engine.group, self.engine.device)
+            metrics |= self.correction_gauge.metrics()
         return metrics | mfu | memory_in_use(self.engine.device)
 
     def columns_of_update(self, data: DataProto, on_policy: bool) -> list[str]:
@@ -142,9 +146,11 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             names.append("ref_log_prob")
         if self.gauge is not None:
             names.append("rollout_log_probs")
-        if self.correction.rollout_is is not None:
+        if self.bypasses:
             names.append(drawn_from(data.batch))
-        if not on_policy:
+        elif self.correction.weighs:
+            names.append("rollout_is_weights")
+        if not (on_policy or self.bypasses):
             names.append("old_log_probs")
         return list(dict.fromkeys(names))
 
@@ -174,11 +180,16 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             **batch.denominators,
             "loss_scale_factor": config.loss_scale_factor,
         }
-        # the columns of an on-policy update have none: the policy is the one that drew the samples
-        old_log_probs = columns.get("old_log_probs", outputs["log_probs"].detach())
+        log_probs = outputs["log_probs"].detach()
         if self.gauge is not None:
-            self.gauge.add(columns["rollout_log_probs"], old_log_probs, mask)
-        weights = self.importance_weights(old_log_probs, columns)
+            self.gauge.add(columns["rollout_log_probs"], log_probs, mask)
+        # the columns of an on-policy update have none: the policy is the one that drew the samples
+        old_log_probs = columns.get("old_log_probs", log_probs)
+        weights = columns.get("rollout_is_weights")
+        if self.bypasses:
+            old_log_probs = columns[drawn_from(columns)]
+            # what is rejected here stays in the denominators, which the mini-batch has counted
+            weights, mask = self.correction(log_probs, old_log_probs, mask, self.correction_gauge)
         loss, metrics = self.policy_loss(
             old_log_probs,
             outputs["log_probs"],
@@ -191,8 +202,6 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         )
         metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}
         metrics["pg_loss"] = loss
-        if weights is not None:
-            metrics["rollout_is_weight"] = agg_loss(weights, mask, "token-mean", **divisors)
         if config.entropy_coeff != 0:
             metrics["entropy"] = agg_loss(
                 outputs["entropys"], mask, config.loss_agg_mode, **divisors
@@ -205,19 +214,3 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             metrics["kl_loss"] = agg_loss(kl, mask, config.loss_agg_mode, **divisors)
             loss = loss + config.kl_loss_coef * metrics["kl_loss"]
         return loss, metrics
-
-    def importance_weights(self, old_log_probs: Tensor, columns: Columns) -> Tensor | None:
-        """The trainer's over the rollout engine's probability of each token, bounded.
-
-        None without a correction.
-        """
-        if self.correction.rollout_is is None:
-            return None
-        return compute_rollout_importance_weights(
-            old_log_probs,
-            columns[drawn_from(columns)],
-            columns["response_mask"],
-            rollout_is=self.correction.rollout_is,
-            rollout_is_mode=self.correction.rollout_is_mode,
-            rollout_is_threshold=self.correction.rollout_is_threshold,
-        )

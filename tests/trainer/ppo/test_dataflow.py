@@ -75,3 +75,24 @@ def test_old_log_probs_are_the_updates_own_only_for_one_step_that_nobody_reads_t
     assert not old_log_probs_are_the_updates_own(
         load(*GRPO_OF_ONE_STEP, "algorithm.use_kl_in_reward=true")
     )
+
+
+def test_a_correction_stands_between_old_log_probs_and_the_updates() -> None:
+    config = load(*GRPO_OF_ONE_STEP, "correction=decoupled_geo_rs_seq_tis")
+    assert not old_log_probs_are_the_updates_own(config), "the whole batch is looked at before"
+    after = edges(step_nodes(config))
+    assert after["rollout correction"] == ["actor.compute_log_prob", "rollout.generate_sequences"]
+    assert "rollout correction" in after["actor.update_actor"]
+
+    with_critic = load("correction=decoupled_geo_rs")
+    assert "rollout correction" in edges(step_nodes(with_critic))["critic.update_critic"]
+
+
+def test_a_bypass_draws_no_pass_for_old_log_probs() -> None:
+    for updates in ((), ("actor_rollout_ref.actor.ppo_epochs=2",)):
+        config = load(*GRPO_OF_ONE_STEP, "correction=bypass_ppo_clip_geo_rs", *updates)
+        assert not old_log_probs_are_the_updates_own(config), "they are the rollout's"
+        graph, _, notice = describe(config).partition("notice: ")
+        assert notice.startswith("old log-probs are the rollout's (bypass_mode)")
+        assert "compute_log_prob" not in graph
+        assert "rollout correction" not in graph

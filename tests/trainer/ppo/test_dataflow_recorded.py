@@ -109,6 +109,18 @@ def test_remax_is_drawn_with_its_greedy_answers(tiny_dir: Path, tmp_path: Path) 
     assert "greedy_scores" in {node.name for node in nodes}
 
 
+@pytest.mark.parametrize(
+    ("correction", "has_pass"), [("decoupled_geo_rs_seq_tis", True), ("bypass_pg_is", False)]
+)
+def test_a_correction_has_a_pass_for_old_log_probs_unless_it_bypasses(
+    tiny_dir: Path, tmp_path: Path, correction: str, has_pass: bool
+) -> None:
+    settings = (*ROLES["old log-probs by the update"], f"correction={correction}")
+    nodes, spans = recorded(tiny_dir, tmp_path, "placement=colocate", *settings)
+    check(nodes, spans)
+    assert ("actor.compute_log_prob" in spans) is has_pass
+
+
 def test_calls_said_to_overlap_do_and_calls_of_one_pool_take_turns(
     tiny_dir: Path, tmp_path: Path
 ) -> None:

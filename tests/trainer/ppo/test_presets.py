@@ -19,9 +19,9 @@ NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backe
 PRESETS = PPO.preset_names("algorithm")
 
 
-def settings_of(preset: str) -> dict[str, Any]:
+def settings_of(preset: str, group: str = "algorithm") -> dict[str, Any]:
     """The dotted keys of a preset's file."""
-    text = (PPO.config_dir / "algorithm" / f"{preset}.yaml").read_text(encoding="utf-8")
+    text = (PPO.config_dir / group / f"{preset}.yaml").read_text(encoding="utf-8")
     return dict(flat(yaml.safe_load(text), ""))
 
 

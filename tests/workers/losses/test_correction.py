@@ -1,71 +1,287 @@
-"""Importance weights of the rollout correction beside plain Python."""
+"""Weights and rejection of the rollout correction beside plain Python, and their thresholds."""
+
+from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from tests.workers.losses.plain_python import tokens_of
 from verl_like.errors import ConfigError
+from workers.config import RolloutCorrectionConfig
 from workers.losses.aggregate import agg_policy_loss
-from workers.losses.correction import compute_rollout_importance_weights
+from workers.losses.correction import RolloutCorrection, normalized
+from workers.losses.rejection import CRITERIA
+
+LEVELS = ("token", "sequence", "geometric")
+SUMMED = ("seq_sum", "seq_max")
 
 
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_importance_weights_equal_plain_python(batch, level, mode):
-    mask, threshold = batch["response_mask"], 1.4
-    weights = compute_rollout_importance_weights(
-        batch["log_prob"],
-        batch["old_log_prob"],
-        mask,
+def threshold_of(name: str) -> str:
+    """One that rejects some of the example's tokens and keeps some."""
+    if name.endswith("k1"):
+        return "0.66_1.4"
+    return "0.2" if name.startswith(SUMMED) else "0.1"
+
+
+def corrected(log_prob, behaviour, mask, **settings: Any):
+    """(weights, mask, figures) by the settings of the configuration."""
+    correction = RolloutCorrection.of(RolloutCorrectionConfig(**settings))
+    gauge = correction.gauge()
+    weights, kept = correction(log_prob, behaviour, mask, gauge)
+    return weights, kept, gauge.metrics()
+
+
+def plain_log_ratios(batch) -> list[list[float]]:
+    """Of every row, trainer's less rollout's log-prob of each token."""
+    mask = batch["response_mask"]
+    pairs = zip(
+        tokens_of(batch["log_prob"], mask), tokens_of(batch["old_log_prob"], mask), strict=True
+    )
+    return [[new - old for new, old in zip(*row, strict=True)] for row in pairs]
+
+
+def plain_ratios(row: list[float], level: str) -> list[float]:
+    if level == "token" or not row:
+        return [math.exp(x) for x in row]
+    total = math.prod(math.exp(x) for x in row)
+    return [total if level == "sequence" else total ** (1 / len(row))] * len(row)
+
+
+def plain_figures(row: list[float], name: str) -> list[float]:
+    """The figure of a criterion for every token of a row."""
+    level, _, estimator = name.rpartition("_")
+    formulas = {
+        "k1": lambda x: -x,
+        "k2": lambda x: x * x / 2,
+        "k3": lambda x: math.exp(x) - 1 - x,
+    }
+    values = [formulas[estimator](x) for x in row]
+    if level == "token" or not row:
+        return values
+    reduced = {"seq_sum": sum(values), "seq_mean": sum(values) / len(row), "seq_max": max(values)}
+    return [reduced[level]] * len(row)
+
+
+def plain_keeps(figure: float, name: str) -> bool:
+    threshold = threshold_of(name)
+    if "_" in threshold:
+        lower, upper = map(float, threshold.split("_"))
+        return math.log(lower) <= figure <= math.log(upper)
+    return figure <= float(threshold)
+
+
+@pytest.mark.parametrize("threshold", ["1.4", "0.7_1.4"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_importance_weights_equal_plain_python(batch, level, threshold):
+    mask = batch["response_mask"]
+    weights, kept, _ = corrected(
+        *(batch["log_prob"], batch["old_log_prob"], mask),
         rollout_is=level,
-        rollout_is_mode=mode,
         rollout_is_threshold=threshold,
     )
     assert (weights[mask == 0] == 0).all()
-    for old, new, row in zip(
-        *(
-            tokens_of(column, mask)
-            for column in (batch["old_log_prob"], batch["log_prob"], weights)
-        ),
-        strict=True,
-    ):
-        ratios = [math.exp(b - a) for a, b in zip(old, new, strict=True)]
-        if level == "sequence":
-            ratios = [math.prod(ratios)] * len(ratios)
-        if mode == "truncate":
-            assert row == pytest.approx([min(ratio, threshold) for ratio in ratios])
+    assert torch.equal(kept, mask)
+    for row, found in zip(plain_log_ratios(batch), tokens_of(weights, mask), strict=True):
+        ratios = plain_ratios(row, level)
+        if threshold == "1.4":
+            assert found == pytest.approx([min(ratio, 1.4) for ratio in ratios])
         else:
-            assert row == pytest.approx(
-                [ratio if 1 / threshold <= ratio <= threshold else 0.0 for ratio in ratios]
-            )
+            inside = [ratio if 0.7 <= ratio <= 1.4 else 0.0 for ratio in ratios]
+            assert found == pytest.approx(inside)
 
 
-def test_a_rejected_token_stays_in_the_denominator():
-    mask = torch.ones(1, 4)
-    old = torch.zeros(1, 4)
-    rollout = torch.tensor([[0.0, 0.0, -3.0, -3.0]])  # the last two weigh e^3: rejected
-    weights = compute_rollout_importance_weights(old, rollout, mask, rollout_is_mode="mask")
-    assert weights.tolist() == [[1.0, 1.0, 0.0, 0.0]]
+@pytest.mark.parametrize("name", CRITERIA)
+def test_rejection_equals_plain_python(batch, name):
+    mask = batch["response_mask"]
+    weights, kept, _ = corrected(
+        *(batch["log_prob"], batch["old_log_prob"], mask),
+        rollout_rs=name,
+        rollout_rs_threshold=threshold_of(name),
+    )
+    assert weights is None
+    assert (kept[mask == 0] == 0).all()
+    expected = [
+        [plain_keeps(figure, name) for figure in plain_figures(row, name)]
+        for row in plain_log_ratios(batch)
+    ]
+    assert tokens_of(kept.bool(), mask) == expected
+    assert 0 < kept.sum() < mask.sum(), "the example tells nothing"
 
-    losses = torch.full((1, 4), 2.0)
-    loss, _ = agg_policy_loss(losses, {}, mask, "token-mean", weights)
-    assert loss == pytest.approx(2.0 * 2 / 4)
+
+def test_what_one_of_several_criteria_refuses_is_rejected(batch):
+    inputs = batch["log_prob"], batch["old_log_prob"], batch["response_mask"]
+    names, thresholds = "token_k1,seq_max_k3", "0.6_1.4,0.2"
+    _, both, _ = corrected(*inputs, rollout_rs=names, rollout_rs_threshold=thresholds)
+    _, first, _ = corrected(*inputs, rollout_rs="token_k1", rollout_rs_threshold="0.6_1.4")
+    _, second, _ = corrected(*inputs, rollout_rs="seq_max_k3", rollout_rs_threshold="0.2")
+    assert torch.equal(both, first * second)
+    assert not torch.equal(both, first)
+    assert not torch.equal(both, second)
 
 
-def test_importance_weights_have_no_gradient(batch):
-    leaf = batch["log_prob"].clone().requires_grad_()
-    assert not compute_rollout_importance_weights(
-        leaf, batch["old_log_prob"], batch["response_mask"]
-    ).requires_grad
+HALF, EIGHTH, TWICE = math.log(0.5), math.log(0.125), math.log(2.0)
+RATIOS = torch.tensor([[TWICE, HALF, 0.0, 99.0], [EIGHTH, 0.0, TWICE, HALF]])
+"""Log-ratios of two rows of four tokens; the last one of the first row is outside the mask."""
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rollout_is": "row"}, {"rollout_is_mode": "clip"}, {"rollout_is_threshold": 0.5}]
+    ("settings", "weights"),
+    [
+        ({"rollout_is": "token"}, [[1.5, 0.5, 1.0, 0.0], [0.125, 1.0, 1.5, 0.5]]),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": "0.25_4.0"},
+            [[2.0, 0.5, 1.0, 0.0], [0.0, 1.0, 2.0, 0.5]],
+        ),
+        ({"rollout_is": "sequence"}, [[1.0, 1.0, 1.0, 0.0], [0.125] * 4]),
+        ({"rollout_is": "geometric"}, [[1.0, 1.0, 1.0, 0.0], [0.125**0.25] * 4]),
+    ],
 )
-def test_importance_settings_that_mean_nothing_are_refused(batch, wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        compute_rollout_importance_weights(
-            batch["log_prob"], batch["old_log_prob"], batch["response_mask"], **wrong
+def test_weights_worked_by_hand(settings, weights):
+    settings = {"rollout_is_threshold": "1.5", **settings}
+    found, _, _ = corrected(RATIOS, torch.zeros(2, 4), MASK, **settings)
+    torch.testing.assert_close(found, torch.tensor(weights))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        # k1 = -log r: bounds of k1 are bounds of the rollout's over the trainer's probability
+        (("token_k1", "0.4_3.0"), [[1, 1, 1, 0], [0, 1, 1, 1]]),
+        (("token_k1", "0.6_9.0"), [[0, 1, 1, 0], [1, 1, 0, 1]]),
+        (("token_k2", "0.25"), [[1, 1, 1, 0], [0, 1, 1, 1]]),  # log(2)^2 / 2 = 0.24
+        (("token_k3", "0.2"), [[0, 1, 1, 0], [0, 1, 0, 1]]),  # 0.307 of 2, 0.193 of a half
+        (("seq_sum_k1", "0.5_2.0"), [[1, 1, 1, 0], [0, 0, 0, 0]]),
+        (("seq_mean_k1", "0.5_2.0"), [[1, 1, 1, 0], [1, 1, 1, 1]]),  # 8 to the quarter is 1.68
+        (("seq_max_k2", "0.3"), [[1, 1, 1, 0], [0, 0, 0, 0]]),
+    ],
+)
+def test_rejection_worked_by_hand(settings, kept):
+    names = dict(zip(("rollout_rs", "rollout_rs_threshold"), settings, strict=True))
+    _, found, _ = corrected(RATIOS, torch.zeros(2, 4), MASK, **names)
+    assert found.tolist() == kept
+
+
+def test_one_token_below_the_veto_rejects_its_sequence():
+    settings = {"rollout_token_veto_threshold": 0.2}
+    _, kept, figures = corrected(RATIOS, torch.zeros(2, 4), MASK, **settings)
+    assert kept.tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
+    assert figures["rollout_corr/rollout_is_veto_fraction"] == 0.5
+    assert figures["rollout_corr/rollout_is_catastrophic_token_fraction"] == 1 / 7
+
+
+def test_a_token_without_weight_stays_in_the_denominator():
+    mask, rollout = torch.ones(1, 4), torch.tensor([[0.0, 0.0, -3.0, -3.0]])
+    settings = {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}
+    weights, kept, _ = corrected(torch.zeros(1, 4), rollout, mask, **settings)
+    assert weights.tolist() == [[1.0, 1.0, 0.0, 0.0]]
+    assert torch.equal(kept, mask)
+
+    loss, _ = agg_policy_loss(torch.full((1, 4), 2.0), {}, kept, "token-mean", weights)
+    assert loss == pytest.approx(2.0 * 2 / 4)
+
+
+def test_a_token_whose_log_prob_is_nan_or_minus_infinity_is_rejected():
+    behaviour = torch.tensor([[0.0, math.nan, -math.inf, 0.0]])
+    mask, zeros = torch.ones(1, 4, dtype=torch.int64), torch.zeros(1, 4)
+    for name in CRITERIA:
+        threshold = "0.5_2.0" if name.endswith("k1") else "0.5"
+        _, kept, _ = corrected(
+            zeros, behaviour, mask, rollout_rs=name, rollout_rs_threshold=threshold
         )
+        assert kept.tolist() == [[1, 0, 0, 1] if name.startswith("token") else [0] * 4], name
+
+    weighed = {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}
+    weights, _, _ = corrected(zeros, behaviour, mask, **weighed)
+    assert weights.tolist() == [[1.0, 0.0, 0.0, 1.0]]
+    _, kept, _ = corrected(zeros, behaviour, mask, rollout_token_veto_threshold=0.1)
+    assert kept.sum() == 0
+
+
+def test_ratios_that_no_number_can_hold_are_cut_first():
+    far = torch.full((1, 4), -400.0)
+    for level in LEVELS:
+        weights, _, figures = corrected(
+            torch.zeros(1, 4), far, torch.ones(1, 4), rollout_is=level, rollout_is_threshold="2.0"
+        )
+        assert weights.tolist() == [[2.0] * 4]
+        assert all(map(math.isfinite, figures.values()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_normalized_weights_have_mean_one_over_tokens_or_over_rows(batch, level):
+    mask = batch["response_mask"]
+    inputs = batch["log_prob"], batch["old_log_prob"], mask
+    weights, _, _ = corrected(*inputs, rollout_is=level)
+    scaled, mean = normalized(weights, mask.bool(), level)
+    rows = [row for row in tokens_of(weights, mask) if row]
+    values = sum(rows, []) if level == "token" else [row[0] for row in rows]
+    assert mean == pytest.approx(sum(values) / len(values))
+    torch.testing.assert_close(scaled * mean, weights)
+
+
+def test_weights_that_are_all_zero_are_not_normalized():
+    weights, mean = normalized(torch.zeros(2, 3), torch.ones(2, 3).bool(), "token")
+    assert (mean, weights.sum()) == (1.0, 0.0)
+
+
+def test_correction_has_no_gradient(batch):
+    leaf = batch["log_prob"].clone().requires_grad_()
+    settings = {"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1", "rollout_is": "token"}
+    weights, kept, _ = corrected(leaf, batch["old_log_prob"], batch["response_mask"], **settings)
+    assert not weights.requires_grad
+    assert not kept.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rollout_is_threshold": "0.9"}, "rollout_is_threshold=0.9: equal policies weigh 1"),
+        ({"rollout_is_threshold": "2.0_0.5"}, "from 2 to 0.5"),
+        ({"rollout_is_threshold": "1.5_2.0"}, "from 1.5 to 2"),
+        ({"rollout_is_threshold": "0.1_0.5"}, "from 0.1 to 0.5"),
+        ({"rollout_is_threshold": "0_2.0"}, "from 0 to 2"),
+        ({"rollout_is_threshold": "much"}, "give one number, or lower_upper"),
+        ({"rollout_is_threshold": "0.5_1.0_2.0"}, "give one number, or lower_upper"),
+        ({"rollout_is_threshold": "inf"}, "give one number, or lower_upper"),
+        ({"rollout_is_threshold": 0.55}, "write both ends with a point, 0.5_5.0"),
+        ({"rollout_rs": "token_k1"}, "rollout_rs_threshold=None has 0"),
+        ({"rollout_rs": "tokn_k1", "rollout_rs_threshold": "2"}, "Did you mean 'token_k1'"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "2"}, "there are token_k1, token_k2"),
+        ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": "2"}, "token_k1 twice"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2,3"}, "one for each of its 1"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1"}, "a ratio of equal policies is 1"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1.1_2"}, "from 1.1 to 2"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "token_k2 is never below"),
+        ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0"}, "token_k3 is never below"),
+        ({"rollout_token_veto_threshold": 1.0}, "between 0 and 1, equal policies"),
+        (
+            {
+                "rollout_is": "token",
+                "rollout_is_threshold": "0.5_2.0",
+                "rollout_token_veto_threshold": 0.6,
+            },
+            "between 0 and 0.5, the lower rollout_is_threshold",
+        ),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused_with_their_key(settings, words):
+    with pytest.raises(ConfigError, match="algorithm.rollout_correction") as caught:
+        RolloutCorrection.of(RolloutCorrectionConfig(**settings))
+    assert words in str(caught.value)
+
+
+def test_an_unknown_level_of_weights_is_refused():
+    with pytest.raises(ConfigError, match="rollout_is=row: choose one of token, sequence"):
+        corrected(RATIOS, RATIOS, MASK, rollout_is="row")
+
+
+def test_one_number_for_a_ratio_is_also_the_inverse_of_the_lower_end():
+    correction = RolloutCorrection.of(
+        RolloutCorrectionConfig(rollout_rs="token_k1,seq_sum_k1", rollout_rs_threshold="2")
+    )
+    for criterion in correction.criteria:
+        assert (criterion.bounds.lower, criterion.bounds.upper) == pytest.approx((HALF, TWICE))

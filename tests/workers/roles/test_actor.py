@@ -9,7 +9,7 @@ import pytest
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, MissingColumnError
-from workers.config import PolicyLossConfig, RolloutConfig, RolloutCorrectionConfig
+from workers.config import PolicyLossConfig, RolloutConfig
 from workers.roles.actor import ActorWorker, log_prob_temperature
 
 METRICS = {
@@ -143,31 +143,6 @@ def test_a_scale_factor_divides_the_summed_loss(tiny_dir: Path) -> None:
     ]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     assert norms[2] == pytest.approx(norms[1] / 2, rel=1e-4)
-
-
-def test_importance_weights_of_the_rollout_s_log_probs_weigh_the_loss(tiny_dir: Path) -> None:
-    batch = make_batch(4)
-    for shift, weight in ((0.0, 1.0), (0.5, math.exp(0.5)), (3.0, 2.0), (-0.5, math.exp(-0.5))):
-        batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] - shift
-        metrics = corrected(tiny_dir, batch, rollout_is="token")
-        assert metrics["actor/rollout_is_weight"] == pytest.approx(weight, rel=1e-5)
-        assert metrics["actor/grad_norm"] == pytest.approx(
-            weight * gradient_norm(tiny_dir), rel=1e-4
-        )
-    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] - 3.0
-    masked = corrected(
-        tiny_dir, batch, rollout_is="sequence", rollout_is_mode="mask", rollout_is_threshold=1.5
-    )
-    assert masked["actor/rollout_is_weight"] == masked["actor/grad_norm"] == 0.0
-    batch.batch["rollout_truncated_log_probs"] = batch.batch["old_log_probs"] + 0.25
-    truncated = corrected(tiny_dir, batch, rollout_is="token")
-    assert truncated["actor/rollout_is_weight"] == pytest.approx(math.exp(-0.25), rel=1e-5)
-
-
-def corrected(tiny_dir: Path, batch: DataProto, **correction: Any) -> dict[str, Any]:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
-    config.algorithm.rollout_correction = RolloutCorrectionConfig(**correction)
-    return started(ActorWorker, config, 1).update_actor(batch)
 
 
 def gradient_norm(tiny_dir: Path, **actor: Any) -> float:

@@ -1,0 +1,218 @@
+"""The correction of a whole batch by the driver, its rules between keys, and its presets."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.runs import calls, lines, overrides
+from tests.trainer.ppo.test_presets import settings_of
+from tests.workers.distributed import run as on_ranks
+from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from trainer import load_config, run
+from trainer.config.keys import read
+from trainer.config.unused_keys import why_unused
+from trainer.ppo.correct_rollout import correct_rollout
+from trainer.ppo.recipe import PPO
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+from workers.config import RolloutCorrectionConfig
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+
+NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local")
+SECTION = "algorithm.rollout_correction"
+PRESETS = PPO.preset_names("correction")
+REJECTING: dict[str, Any] = {
+    "rollout_is": "sequence",
+    "rollout_is_batch_normalize": True,
+    "rollout_rs": "token_k2,seq_mean_k1",
+    "rollout_rs_threshold": "0.02,0.9_1.1",
+}
+BYPASS = REJECTING | {
+    "rollout_is_batch_normalize": False,
+    "bypass_mode": True,
+    "loss_type": "reinforce",
+}
+
+
+def sampled(num_rows: int = 8) -> DataProto:
+    """Rows whose behaviour policy is a little off, one of them far."""
+    batch = make_batch(num_rows)
+    noise = torch.randn(num_rows, 5, generator=torch.Generator().manual_seed(1))
+    noise[0] -= 9.0
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] + 0.1 * noise
+    return batch
+
+
+def test_the_batch_of_the_update_has_weights_and_a_shorter_mask() -> None:
+    batch = sampled()
+    mask = batch.batch["response_mask"].clone()
+    corrected, metrics = correct_rollout(batch, RolloutCorrectionConfig(**REJECTING))
+    assert torch.equal(batch.batch["response_mask"], mask), "what was sampled stays on record"
+    assert "rollout_is_weights" not in batch.batch.keys()
+
+    kept = corrected.batch["response_mask"]
+    assert kept[0].sum() == 0, "the row that is far off"
+    assert (kept <= mask).all()
+    share = 1 - kept.sum().item() / mask.sum().item()
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(share)
+
+    filled = mask.any(-1)
+    assert corrected.batch["rollout_is_weights"].amax(-1)[filled].mean() == pytest.approx(1.0)
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] != 1.0
+
+
+def test_weights_are_against_the_distribution_that_tokens_were_drawn_from() -> None:
+    batch = sampled()
+    batch.batch["rollout_truncated_log_probs"] = batch.batch["old_log_probs"] - math.log(1.5)
+    corrected, _ = correct_rollout(batch, RolloutCorrectionConfig(rollout_is="token"))
+    inside = batch.batch["response_mask"].bool()
+    weights = corrected.batch["rollout_is_weights"][inside]
+    torch.testing.assert_close(weights, torch.full_like(weights, 1.5))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": "2"}]
+)
+def test_without_a_correction_or_under_a_bypass_the_batch_stays(settings: dict[str, Any]) -> None:
+    batch = sampled()
+    assert correct_rollout(batch, RolloutCorrectionConfig(**settings)) == (batch, {})
+
+
+def learned_on_ranks(tiny_dir: Path, num_rows_a_pass: int) -> list[dict[str, float]]:
+    """What actor and critic report of a corrected update, then the actor of a bypass."""
+    found = []
+    for role, settings in (
+        (ActorWorker, REJECTING),
+        (CriticWorker, REJECTING),
+        (ActorWorker, BYPASS),
+    ):
+        config = tiny_config(
+            tiny_dir,
+            ppo_mini_batch_size=4,
+            ppo_epochs=2,
+            ppo_micro_batch_size_per_gpu=num_rows_a_pass,
+            loss_agg_mode="seq-mean-token-mean",
+        )
+        config.algorithm.rollout_correction = RolloutCorrectionConfig(**settings)
+        batch, _ = correct_rollout(sampled(), config.algorithm.rollout_correction)
+        worker = started(role, config, 10)
+        data = own_piece(batch, worker.rank, worker.world_size)
+        update = worker.update_actor if role is ActorWorker else worker.update_critic
+        found.append(learned(update(data)))
+    return found
+
+
+def test_a_corrected_update_is_the_same_at_every_number_of_ranks_and_any_cut(
+    tiny_dir: Path,
+) -> None:
+    whole = learned_on_ranks(tiny_dir, 8)
+    assert whole[2]["rollout_corr/rollout_rs_masked_fraction"] > 0
+    for found in (learned_on_ranks(tiny_dir, 1), *on_ranks(2, learned_on_ranks, tiny_dir, 3)):
+        for ours, expected in zip(found, whole, strict=True):
+            assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_batch_that_is_rejected_whole_takes_a_step_of_zero(tiny_dir: Path) -> None:
+    batch = sampled()
+    batch.batch["rollout_log_probs"] -= 9.0
+    settings = RolloutCorrectionConfig(rollout_rs="seq_mean_k3", rollout_rs_threshold="0.01")
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    config.algorithm.rollout_correction = settings
+    corrected, metrics = correct_rollout(batch, settings)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+    found = started(ActorWorker, config, 1).update_actor(corrected)
+    assert found["actor/grad_norm"] == found["actor/pg_loss"] == 0.0
+
+
+# -------------------------------------------------------------------------------- rules and presets
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_all_that_a_preset_of_a_correction_sets_is_read(preset: str) -> None:
+    config = load_config([*NEEDED, f"correction={preset}"])
+    for name, value in settings_of(preset, "correction").items():
+        assert read(config, f"{SECTION}.{name}") == value
+        assert why_unused(config, f"{SECTION}.{name}") is None
+
+
+def test_a_correction_goes_with_an_algorithm_and_keys_win_over_it() -> None:
+    own = f"{SECTION}.rollout_is_threshold=3"
+    config = load_config([*NEEDED, own, "correction=decoupled_token_is", "algorithm=dapo"])
+    assert config.algorithm.rollout_correction.rollout_is_threshold == "3"
+    assert config.algorithm.filter_groups.enable
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("correction=icepop",), "there are bypass_pg_geo_rs, .*decoupled_token_icepop"),
+        (("corection=disabled",), "Did you mean 'correction'"),
+        (("correction=bypass_pg_is", "algorithm.use_kl_in_reward=true"), "use_kl_in_reward=true.*"),
+        (("correction=bypass_pg_is", "algorithm=gspo"), "loss_type=reinforce.*loss_mode=gspo"),
+        (
+            (
+                "correction=bypass_ppo_clip",
+                "actor_rollout_ref.actor.policy_loss.loss_mode=reinforce",
+            ),
+            "loss_mode=reinforce has no ratio",
+        ),
+        (("correction=bypass_ppo_clip", f"{SECTION}.rollout_is=token"), "count it twice"),
+        (
+            ("correction=bypass_pg_is", f"{SECTION}.rollout_is_batch_normalize=true"),
+            "micro-batch by micro-batch",
+        ),
+        (
+            (f"{SECTION}.bypass_mode=true", f"{SECTION}.rollout_is_threshold=3"),
+            "rollout_is is not set",
+        ),
+        ((f"{SECTION}.loss_type=reinforce",), "bypass_mode is false"),
+        ((f"{SECTION}.rollout_rs_threshold=2",), "rollout_rs is not set"),
+        ((f"{SECTION}.rollout_rs=token_k1",), "needs one threshold"),
+        ((f"{SECTION}.rollout_is=tokn",), "Did you mean 'token'"),
+        (
+            (
+                "correction=bypass_pg_is",
+                "actor_rollout_ref.actor.policy_loss.loss_mode=reinforce",
+                "actor_rollout_ref.actor.clip_ratio=0.1",
+            ),
+            "clips no ratio",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    settings: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config([*NEEDED, *settings])
+
+
+# ------------------------------------------------------------------------------------ in a real run
+
+
+def trained(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
+    policy_alone = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
+    settings = ("trainer.backend=local", "trainer.total_training_steps=2", *policy_alone, *more)
+    run(load_config(overrides(tiny, folder, *settings)))
+    return lines(folder)
+
+
+def test_equal_policies_learn_the_same_corrected_bypassed_or_plainly(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    plain = trained(tiny_dir, tmp_path / "plain")
+    for preset in ("decoupled_seq_is_rs", "bypass_ppo_clip"):
+        found = trained(tiny_dir, tmp_path / preset, f"correction={preset}")
+        for one, other in zip(found, plain, strict=True):
+            for name in ("actor/grad_norm", "rollout_corr/rollout_ppl"):
+                assert one[name] == pytest.approx(other[name], rel=1e-3)
+
+    assert calls(tmp_path / "bypass_ppo_clip", "compute_log_prob") == []
+    corrected = lines(tmp_path / "decoupled_seq_is_rs")[-1]
+    assert corrected["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert corrected["rollout_corr/rollout_rs_masked_fraction"] == 0.0

@@ -1,0 +1,165 @@
+"""The figures of the rollout correction beside plain Python, whole and added up from parts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.losses.plain_python import tokens_of
+from tests.workers.losses.test_correction import (
+    LEVELS,
+    corrected,
+    plain_figures,
+    plain_keeps,
+    plain_log_ratios,
+    plain_ratios,
+    threshold_of,
+)
+from workers.config import RolloutCorrectionConfig
+from workers.losses.correction import RolloutCorrection
+from workers.losses.rejection import CRITERIA
+
+Rows = list[list[float]]
+
+
+def figures_of(
+    values: Rows,
+    judged: list[float],
+    extremes: list[float],
+    bounds: tuple[float, float],
+    **how: Any,
+) -> dict[str, float]:
+    """What `Spread` says, from each row's list of values."""
+    lower, upper = bounds
+    tokens = sum(values, [])
+    rows = [sum(row) / len(row) for row in values if row]
+    clamped = [min(max(value, how["floor"]), upper) for value in tokens]
+    return {
+        "mean": sum(tokens) / len(tokens),
+        "std": statistics.pstdev(clamped),
+        "max": max(extremes),
+        "min": min(extremes),
+        f"{how['fraction']}_high": share([value > upper for value in judged]),
+        f"{how['fraction']}_low": share([value < lower for value in judged]),
+        "seq_mean": sum(rows) / len(rows),
+        "seq_std": statistics.stdev(rows),
+        "seq_max": max(rows),
+        "seq_min": min(rows),
+        "seq_max_deviation": max(abs(row - how["ideal"]) for row in rows),
+        "seq_fraction_high": share([row > upper for row in rows]),
+        "seq_fraction_low": share([row < lower for row in rows]),
+    }
+
+
+def share(flags: list[bool]) -> float:
+    return sum(flags) / len(flags)
+
+
+@pytest.mark.parametrize("threshold", ["1.4", "0.7_1.4"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_figures_of_weights_equal_plain_python(batch, level, threshold):
+    mask = batch["response_mask"]
+    weights, _, found = corrected(
+        *(batch["log_prob"], batch["old_log_prob"], mask),
+        rollout_is=level,
+        rollout_is_threshold=threshold,
+    )
+    applied = tokens_of(weights, mask)
+    raw = [plain_ratios(row, level) for row in plain_log_ratios(batch)]
+    judged = sum(raw, []) if level == "token" else [row[0] for row in raw if row]
+    extremes = sum(applied, []) if level == "token" else judged
+    bounds = (0.7 if "_" in threshold else 1 / 1.4, 1.4)
+    how = {"floor": 0.0, "ideal": 1.0, "fraction": "ratio_fraction"}
+    expected = figures_of(applied, judged, extremes, bounds, **how)
+
+    tokens = sum(applied, [])
+    squares = sum(weight**2 for weight in tokens) / len(tokens)
+    expected["eff_sample_size"] = (sum(tokens) / len(tokens)) ** 2 / squares
+    if "_" in threshold:
+        expected["oob_ratio"] = share([not 0.7 <= ratio <= 1.4 for ratio in sum(raw, [])])
+    assert found == pytest.approx(
+        {f"rollout_corr/rollout_is_{name}": value for name, value in expected.items()}
+    )
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_the_figures_of_a_criterion_equal_plain_python(batch, name):
+    _, _, found = corrected(
+        *(batch["log_prob"], batch["old_log_prob"], batch["response_mask"]),
+        rollout_rs=name,
+        rollout_rs_threshold=threshold_of(name),
+    )
+    values = [plain_figures(row, name) for row in plain_log_ratios(batch)]
+    tokens, of_rows = sum(values, []), [row[0] for row in values if row]
+    judged = tokens if name.startswith("token") else of_rows
+    numbers = [float(number) for number in threshold_of(name).split("_")]
+    is_k1 = name.endswith("k1")
+    bounds = (math.log(numbers[0]), math.log(numbers[1])) if is_k1 else (-math.inf, numbers[0])
+    how = {"floor": bounds[0] if is_k1 else 0.0, "ideal": 0.0, "fraction": "fraction"}
+    expected = figures_of(values, judged, judged, bounds, **how)
+
+    rejected = [[not plain_keeps(value, name) for value in row] for row in values]
+    masked = {
+        "masked_fraction": share(sum(rejected, [])),
+        "seq_masked_fraction": share([any(row) for row in rejected if row]),
+    }
+    names = {f"rollout_rs_{name}_{figure}": value for figure, value in (expected | masked).items()}
+    names |= {f"rollout_rs_{figure}": value for figure, value in masked.items()}
+    assert found == pytest.approx({f"rollout_corr/{key}": value for key, value in names.items()})
+
+
+def test_parts_of_a_batch_add_up_to_the_figures_of_the_whole(batch):
+    settings = RolloutCorrectionConfig(
+        rollout_is="sequence",
+        rollout_is_threshold="0.7_1.4",
+        rollout_rs="token_k3,seq_mean_k1",
+        rollout_rs_threshold="0.1,0.66_1.4",
+        rollout_token_veto_threshold=0.5,
+    )
+    correction = RolloutCorrection.of(settings)
+    columns = batch["log_prob"], batch["old_log_prob"], batch["response_mask"]
+    whole, parts = correction.gauge(), correction.gauge()
+    weights, kept = correction(*columns, whole)
+    pieces = [
+        correction(*(column[rows] for column in columns), parts)
+        for rows in ([3], [0, 4], [1, 2, 5])
+    ]
+
+    assert parts.metrics() == pytest.approx(whole.metrics())
+    assert len(whole.metrics()) == 49
+    order = torch.tensor([3, 0, 4, 1, 2, 5])
+    torch.testing.assert_close(torch.cat([piece[0] for piece in pieces]), weights[order])
+    assert torch.equal(torch.cat([piece[1] for piece in pieces]), kept[order])
+
+
+def test_a_batch_without_tokens_has_no_figures():
+    nothing = torch.zeros(2, 3)
+    settings = {"rollout_is": "token", "rollout_rs": "seq_max_k2", "rollout_rs_threshold": "1"}
+    assert corrected(nothing, nothing, nothing, **settings)[2] == {}
+
+
+def test_figures_worked_by_hand():
+    """Ratios of 4 and 1, then 1 and a half: weights 2, 1, 1, 0.5."""
+    ratios = torch.tensor([[4.0, 1.0], [1.0, 0.5]]).log()
+    zeros, mask = torch.zeros(2, 2), torch.ones(2, 2)
+    _, _, found = corrected(ratios, zeros, mask, rollout_is="token", rollout_is_threshold="2.0")
+    expected = {
+        "mean": 4.5 / 4,
+        "max": 2.0,
+        "min": 0.5,
+        "ratio_fraction_high": 0.25,
+        "ratio_fraction_low": 0.0,
+        "eff_sample_size": 4.5**2 / (4 * 6.25),
+        "seq_mean": 4.5 / 4,
+        "seq_max": 1.5,
+        "seq_min": 0.75,
+        "seq_max_deviation": 0.5,
+        "seq_std": math.sqrt(2 * 0.375**2),
+        "std": math.sqrt(6.25 / 4 - (4.5 / 4) ** 2),
+    }
+    for name, value in expected.items():
+        assert found[f"rollout_corr/rollout_is_{name}"] == pytest.approx(value), name

@@ -1,0 +1,109 @@
+"""Rejection of tokens and sequences that the trainer and the rollout engine disagree on.
+
+With r = trainer's probability / rollout's of a token that was drawn,
+
+    k1 = -log r        k2 = (log r)^2 / 2        k3 = r - 1 - log r
+
+estimate the KL of the rollout to the trainer. A criterion judges them token by token (`token_k1`),
+or one figure of a sequence: its sum (`seq_sum_k1`), mean (`seq_mean_k1`) or largest value
+(`seq_max_k2`). The names are verl's. Read by `correction`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import ConfigError, nearest
+from verl_like.tensor_ops import masked_mean, masked_sum
+from workers.losses.correction_bounds import SECTION, Bounds, divergence_bound, ratio_bounds
+from workers.losses.importance_ratio import LARGEST_LOG_RATIO
+
+CRITERIA = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
+)
+"""What `rollout_rs` may name."""
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One of `CRITERIA`, with the range that keeps."""
+
+    name: str
+    bounds: Bounds
+    """Of k1, the logarithms of the ratios in the configuration."""
+
+    @property
+    def judges_tokens(self) -> bool:
+        """Whether it rejects single tokens."""
+        return self.name.startswith("token")
+
+    def figures(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
+        """[rows, R] of a criterion for tokens, [rows, 1] of one for sequences."""
+        level, _, estimator = self.name.rpartition("_")
+        of_tokens = _estimate(estimator, log_ratio)
+        if level == "seq_sum":
+            return masked_sum(of_tokens, inside, axis=-1).unsqueeze(-1)
+        if level == "seq_mean":
+            return masked_mean(of_tokens, inside, axis=-1).unsqueeze(-1)
+        if level == "seq_max":  # k2 and k3 are never below zero
+            return of_tokens.masked_fill(~inside, 0).amax(dim=-1, keepdim=True)
+        return of_tokens
+
+    def keeps(self, figures: Tensor) -> Tensor:
+        """Where a figure is within the range, ends included; NaN is not."""
+        kept = figures <= self.bounds.upper
+        return kept if self.bounds.lower is None else kept & (figures >= self.bounds.lower)
+
+
+def criteria_of(names: str | None, thresholds: str | None) -> tuple[Criterion, ...]:
+    """The criteria of `rollout_rs` with those of `rollout_rs_threshold`, both parted by commas.
+
+    One threshold is that of all.
+    """
+    if names is None:
+        return ()
+    chosen = _parts(names)
+    for name in chosen:
+        if name not in CRITERIA:
+            raise ConfigError(
+                f"{SECTION}.rollout_rs={names}: there is no criterion {name!r}; there are "
+                f"{', '.join(CRITERIA)}.{nearest(name, CRITERIA)}"
+            )
+        if chosen.count(name) > 1:
+            raise ConfigError(f"{SECTION}.rollout_rs={names} names {name} twice.")
+
+    given = _parts(thresholds or "")
+    if not chosen or len(given) not in (1, len(chosen)):
+        raise ConfigError(
+            f"{SECTION}.rollout_rs={names} needs one threshold for all, or one for each of its "
+            f"{len(chosen)}; {SECTION}.rollout_rs_threshold={thresholds} has {len(given)}."
+        )
+    given = given if len(given) == len(chosen) else given * len(chosen)
+    return tuple(_criterion(name, text) for name, text in zip(chosen, given, strict=True))
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _criterion(name: str, threshold: str) -> Criterion:
+    if name.endswith("k1"):
+        lower, upper = ratio_bounds(threshold)
+        return Criterion(name, Bounds(math.log(upper), math.log(lower)))
+    return Criterion(name, Bounds(divergence_bound(name, threshold)))
+
+
+def _estimate(estimator: str, log_ratio: Tensor) -> Tensor:
+    log_ratio = log_ratio.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    return torch.expm1(log_ratio) - log_ratio
