@@ -23,9 +23,10 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.columns import read_columns
 from workers.config import OverlongBufferConfig, RewardFunctionConfig, RewardModelConfig
+from workers.rewards.call import Sample
 from workers.rewards.functions import check_rules
 from workers.rewards.process import LATE, VOTE, FunctionSpec, Outcome
-from workers.rewards.scorer import Sample, Scorer
+from workers.rewards.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -136,18 +137,8 @@ class RewardManager:
     def remote(self, batch: DataProto) -> RewardFuture:
         """Start scoring: reads responses, response_mask, data_source, reward_model, extra_info."""
         mask = read_columns(batch, "response_mask")["response_mask"].bool()
-        columns = batch.non_tensor_batch
-        samples: list[Sample] = [
-            (source, solution, rule["ground_truth"], extra)
-            for source, solution, rule, extra in zip(
-                columns["data_source"],
-                decode_responses(batch, self._tokenizer),
-                columns["reward_model"],
-                columns["extra_info"],
-                strict=True,
-            )
-        ]
-        uids = list(columns.get("uid", range(len(samples))))
+        samples = samples_of(batch, self._tokenizer)
+        uids = [sample["uid"] for sample in samples]
         return RewardFuture(self._thread.submit(self._score, samples, uids, mask))
 
     def _score(self, samples: list[Sample], uids: list[Any], mask: Tensor) -> Scored:
@@ -220,6 +211,22 @@ def _score_metrics(
         if name != VOTE and not np.isnan(column).all():
             metrics[f"reward/{name}/mean"] = float(np.nanmean(column))
     return metrics
+
+
+def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
+    """Every row as a reward function may read it."""
+    columns = batch.non_tensor_batch
+    rows = range(len(batch))
+    fields = {
+        "data_source": columns["data_source"],
+        "solution_str": decode_responses(batch, tokenizer),
+        "ground_truth": [rule["ground_truth"] for rule in columns["reward_model"]],
+        "extra_info": columns["extra_info"],
+        "raw_prompt": columns.get("raw_prompt", [""] * len(batch)),
+        "uid": columns.get("uid", rows),
+        "num_tokens": read_columns(batch, "response_mask")["response_mask"].sum(-1).tolist(),
+    }
+    return [{name: column[row] for name, column in fields.items()} for row in rows]
 
 
 def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
