@@ -57,14 +57,21 @@ class Scorer:
     """The processes of one reward function."""
 
     def __init__(self, function: FunctionSpec, batch_deadline: float):
-        self._batch_deadline = batch_deadline
+        self._function, self._batch_deadline = function, batch_deadline
         count = min(MOST_PROCESSES, usable_cores())
         self._processes = [_Process(function, batch_deadline) for _ in range(count)]
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="scorer")
 
     def start(self) -> None:
         """Have the function loaded once; raises what is wrong with it."""
-        self._processes[0].start()
+        try:
+            self._processes[0].start()
+        except (EOFError, OSError, TimeoutError) as err:
+            self.stop()
+            raise ConfigError(
+                f"The reward function {self._function} is not loaded within "
+                f"{self._batch_deadline:g} s; what its process said is above."
+            ) from err
 
     def score(self, samples: list[Sample]) -> list[Outcome]:
         """An outcome for every sample."""
