@@ -1,9 +1,9 @@
 """Write what the docs say about keys, columns and algorithms: `python docs/make_tables.py`.
 
 The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configuration.md`,
-`dataflow.md`, `algorithms.md` and `updates.md`; a test checks that they are current. An algorithm's
-row is its function's docstring (the last paragraph, `Source: …`, is its source), the names that it
-is registered by, and the columns and settings that its parameters ask for.
+`rewards.md`, `dataflow.md`, `algorithms.md` and `updates.md`; a test checks that they are current.
+An algorithm's row is its function's docstring (the last paragraph, `Source: …`, is its source), the
+names that it is registered by, and the columns and settings that its parameters ask for.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 import yaml
 
 from trainer.cli.explain import field_docs
-from trainer.config.keys import Key, config_keys, read
+from trainer.config.keys import Key, config_keys, leaf_keys, read
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.compute_advantage import SETTINGS, columns_read
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from workers.columns import COLUMNS
+from workers.config import RewardConfig
 from workers.losses.aggregate import AGGREGATIONS
 from workers.losses.kl import KL_ESTIMATORS
 from workers.losses.registry import POLICY_LOSSES, keys_read
@@ -42,9 +43,7 @@ def key_table() -> str:
     for key in keys.values():
         if not key.is_section:
             section, _, leaf = key.name.rpartition(".")
-            cells = [f"`{leaf}`", _show(read(default, key.name)), *_rule_cells(key)]
-            meaning = _cell(docs[key.name]) + _name_in_verl(key)
-            rows.setdefault(section, []).append(f"| {' | '.join([*cells, meaning])} |")
+            rows.setdefault(section, []).append(_key_row(leaf, key, default, docs))
 
     parts = []
     for section, lines in rows.items():
@@ -57,6 +56,18 @@ HEAD_OF_KEYS = (
     "| key | default | values | read when | resume | meaning |",
     "|---|---|---|---|---|---|",
 )
+
+
+def reward_key_table() -> str:
+    """The keys of one item of the list `rewards`."""
+    docs, default = field_docs(RewardConfig), RewardConfig()
+    rows = [_key_row(key.name, key, default, docs) for key in leaf_keys(RewardConfig)]
+    return "\n".join([*HEAD_OF_KEYS, *rows])
+
+
+def _key_row(name: str, key: Key, default: Any, docs: Mapping[str, str]) -> str:
+    cells = [f"`{name}`", _show(read(default, key.name)), *_rule_cells(key)]
+    return f"| {' | '.join([*cells, _cell(docs[key.name]) + _name_in_verl(key)])} |"
 
 
 def _section_intro(section: Key, doc: str) -> str:
@@ -193,6 +204,7 @@ def _cell(text: str) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "keys": ("configuration.md", key_table),
+    "rewards": ("rewards.md", reward_key_table),
     "columns": ("dataflow.md", column_table),
     "presets": ("algorithms.md", partial(preset_table, "algorithm")),
     "estimators": ("algorithms.md", estimator_table),

@@ -9,6 +9,7 @@ VerlLikeError
 ├── WorkerError (RuntimeError)         something went wrong in or around a worker process
 │   ├── WorkerDiedError                the process is gone
 │   └── WaitTimeoutError (TimeoutError) a wait with a name passed its deadline
+├── RewardError (RuntimeError)         a reward that may not fail has failed
 ├── RolloutError (RuntimeError)        generation refused or broke
 ├── WeightSyncError (RuntimeError)     weights that are not provably the trainer's
 └── CheckpointError (RuntimeError)     a checkpoint that cannot be written or trusted
@@ -58,6 +59,10 @@ class WorkerDiedError(WorkerError):
 
 class WaitTimeoutError(WorkerError, TimeoutError):
     """A wait passed its deadline; the message names who waited for whom."""
+
+
+class RewardError(VerlLikeError, RuntimeError):
+    """A reward that may not fail, by its `on_failure`, has failed."""
 
 
 class RolloutError(VerlLikeError, RuntimeError):

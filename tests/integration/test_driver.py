@@ -111,7 +111,9 @@ def test_a_reward_model_scores_beside_the_rules(
     model = ("reward_model.enable=true", f"reward_model.model.path={classifier}")
     last = train(tiny_dir, tmp_path, *GRPO, *model, f"reward_model.rule_weight={rule_weight}")
     assert {e["cat"] for e in calls(tmp_path, "compute_rm_score")} == {"reward_model"}
-    parts = rule_weight * last["reward/rule_score/mean"] + last["reward/model_score/mean"]
+    # a rule that weighs nothing is not called
+    rule_score = last["reward/rule_score/mean"] if rule_weight else 0.0
+    parts = rule_weight * rule_score + last["reward/model_score/mean"]
     assert last["critic/score/mean"] == pytest.approx(parts, abs=1e-6)
     assert last["reward/model_score/mean"] != 0
 

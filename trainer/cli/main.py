@@ -14,6 +14,8 @@ USAGE = """usage: verl-like COMMAND ...
   explain [key=value ...]  say in words what a step of this configuration will do; starts nothing
   doctor [--model PATH]    check what a run needs: packages, a remote call, an all-reduce,
                            a weight sync, the machine; or say how a run treats one model
+  serve-reward [--function FILE.py:NAME] [--port N]
+                           answer reward requests over HTTP with a reward function
   report RUN_DIR           write RUN_DIR/report.html anew from what is in the run folder
   -sc install=bash         print tab completion; use it with: eval "$(verl-like -sc install=bash)"
   --version                print the version
@@ -39,6 +41,18 @@ anything needed fails.
 With --model, for one model folder (or name on the hub) which path each part of a run takes and why:
 attention, packed or padded rows, rollout engines, fused CPU functions, the state that is loaded.
 Only its config.json is needed.
+""",
+    "serve-reward": """usage: verl-like serve-reward [--function FILE.py[:NAME]] [--kwargs JSON]
+           [--host HOST] [--port PORT] [--token-env NAME]
+           [--sample-timeout-s S] [--batch-timeout-s S]
+
+Loads a reward function, prints the address, and answers until it gets SIGINT or SIGTERM. Without
+--function the rule of each sample's data_source scores it. A run asks it by
+
+  rewards='[{name: judge, kind: remote, url: "http://127.0.0.1:8000/score"}]'
+
+with the same numbers as the function in process. It listens on this machine alone (port 8000; 0
+takes a free one), unless --host and a secret in the environment variable --token-env are given.
 """,
     "report": """usage: verl-like report RUN_DIR
 
@@ -82,7 +96,7 @@ def _show(text: str) -> None:
 
 
 def _plain_command(command: str, arguments: list[str]) -> None:
-    """explain, doctor or report; an error of ours ends with its one line."""
+    """Any command but ppo; an error of ours ends with its one line."""
     from verl_like.errors import VerlLikeError
 
     wanted = {"doctor": (0, 2), "report": (1, 1)}.get(command, (0, len(arguments)))
@@ -96,6 +110,10 @@ def _plain_command(command: str, arguments: list[str]) -> None:
             from trainer.report.page import write_report
 
             print(write_report(arguments[0]))
+        elif command == "serve-reward":
+            from trainer.cli import serve_reward
+
+            serve_reward.main(arguments)
         else:
             from trainer.cli import explain
 

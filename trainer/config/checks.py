@@ -5,6 +5,7 @@ Rules between fields are the recipe's (`Recipe.checks`), those between the run's
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from trainer.config.keys import Key, leaf_keys, read
@@ -17,10 +18,30 @@ def check_fields(config: RunConfig) -> None:
     """Refuse a value that its field does not allow."""
     for key in leaf_keys(type(config)):
         value = read(config, key.name)
-        _check_filled(key, value)
-        _check_registered(key, value)
-        _check_choices(key, value)
-        _check_range(key, value)
+        _check_value(key, value)
+        for number, item in enumerate(value if key.item_schema else ()):
+            _check_item(item, f"{key.name}[{number}].", config)
+
+
+def _check_value(key: Key, value: Any) -> None:
+    _check_filled(key, value)
+    _check_registered(key, value)
+    _check_choices(key, value)
+    _check_range(key, value)
+
+
+def _check_item(item: Any, prefix: str, config: RunConfig) -> None:
+    """The fields of one section of a list; one that is set and that nothing reads is refused."""
+    unset = type(item)()
+    for key in leaf_keys(type(item)):
+        named, value = replace(key, name=prefix + key.name), read(item, key.name)
+        _check_value(named, value)
+        for condition in key.rules.read_when:
+            if value != read(unset, key.name) and not condition.holds(item, config):
+                raise ConfigError(
+                    f"{named.name} is set, but nothing reads it: {condition.otherwise}. Drop it, "
+                    "or change that."
+                )
 
 
 def _check_filled(key: Key, value: Any) -> None:

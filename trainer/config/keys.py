@@ -41,6 +41,13 @@ class Key:
         return typing.get_origin(self.kind) is dict
 
     @property
+    def item_schema(self) -> type | None:
+        """Of a list of sections, such as `rewards`, the dataclass of its items."""
+        items = typing.get_args(self.kind) if typing.get_origin(self.kind) is list else ()
+        is_schema = bool(items) and dataclasses.is_dataclass(items[0])
+        return items[0] if is_schema and isinstance(items[0], type) else None
+
+    @property
     def is_optional(self) -> bool:
         """Whether null is a value."""
         union = typing.get_origin(self.kind) in (typing.Union, types.UnionType)

@@ -118,6 +118,7 @@ def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> lis
     """
     inactive = recipe.inactive_roles(config)
     dropped = _drop_inactive_roles(config, inactive, keys)
+    _add_extra_roles(config, recipe.extra_roles(config))
     _check_roles(config, roles_of(recipe), inactive)
 
     notices = []
@@ -156,6 +157,15 @@ def _drop_inactive_roles(
         if role in config.role_mapping:
             dropped[role] = config.role_mapping.pop(role)
     return dropped
+
+
+def _add_extra_roles(config: RunConfig, extra: Mapping[str, tuple[str, str]]) -> None:
+    """Map the roles that a setting brings along, each beside its neighbour."""
+    pools = expand_roles(config.role_mapping)
+    for role, (worker, neighbour) in extra.items():
+        config.role_workers.setdefault(role, worker)
+        if neighbour in pools:
+            config.role_mapping.setdefault(role, pools[neighbour])
 
 
 def _unused_pool(config: RunConfig, pool: str, inactive: Mapping[str, str]) -> ConfigError:

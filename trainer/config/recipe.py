@@ -28,6 +28,10 @@ def _none_inactive(config: Any) -> dict[str, str]:
     return {}
 
 
+def _none_extra(config: Any) -> dict[str, tuple[str, str]]:
+    return {}
+
+
 def _nothing() -> None:
     pass
 
@@ -50,6 +54,10 @@ class Recipe(Generic[C]):
     """Roles of the recipe that a configuration does not need -> why.
 
     It gets the configuration, or the composed tree before that.
+    """
+    extra_roles: Callable[[Any], Mapping[str, tuple[str, str]]] = _none_extra
+    """Further roles of a configuration -> dotted path of the class, and the role whose pool they
+    share unless they are mapped.
     """
     load_registries: Callable[[], None] = _nothing
     """Imports the modules that register the names which keys may have."""

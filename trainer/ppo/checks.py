@@ -12,6 +12,7 @@ from trainer.ppo.kl import get_kl_controller
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
 from workers.parallel.fsdp import settle
+from workers.rewards.remote import check_url
 from workers.rollout.base import check_sampling_kwargs
 from workers.training.schedules import check_schedule
 
@@ -34,7 +35,9 @@ def validate(config: PPOConfig) -> None:
 
 def _check_rewards(config: PPOConfig) -> None:
     """Scores that are asked for can be had."""
-    if config.reward_model.enable and not config.reward_model.model.path:
+    if config.rewards:
+        _check_reward_list(config)
+    elif config.reward_model.enable and not config.reward_model.model.path:
         raise ConfigError(
             "reward_model.enable=true needs reward_model.model.path: the folder of a sequence "
             "classifier."
@@ -45,6 +48,33 @@ def _check_rewards(config: PPOConfig) -> None:
         raise ConfigError(
             f"reward_model.overlong_buffer.len={buffer.len} tokens: it lies between 1 and "
             f"data.max_response_length={limit}; DAPO takes a fifth of that."
+        )
+
+
+def _check_reward_list(config: PPOConfig) -> None:
+    """Names tell rewards apart, each has what its kind needs, and together they weigh something."""
+    names = [reward.name for reward in config.rewards]
+    for number, reward in enumerate(config.rewards):
+        where = f"rewards[{number}]"
+        if not reward.name.isidentifier() or names.index(reward.name) != number:
+            raise ConfigError(
+                f"{where}.name={reward.name!r}: every reward has a name of its own, of letters, "
+                "digits and _; metrics, columns and roles are called by it."
+            )
+        if reward.kind == "model" and not reward.path:
+            raise ConfigError(f"{where} is a model: give path, the folder of a classifier.")
+        if reward.kind == "remote":
+            check_url(reward.url, reward.name)
+        if reward.normalize and config.algorithm.adv_estimator == "remax":
+            raise ConfigError(
+                f"{where}.normalize=true and algorithm.adv_estimator=remax: the scores of samples "
+                "and of greedy answers are compared, and would be normalised apart. Drop one."
+            )
+
+    if not any(reward.weight for reward in config.rewards):
+        raise ConfigError(
+            f"the weights of {', '.join(names)} are all 0: nothing would be learned. Give one of "
+            "`rewards` another weight."
         )
 
 

@@ -16,7 +16,6 @@ from verl_like.config_key import When, key
 from verl_like.registry import registry_of
 from workers.config import (
     KL_ESTIMATORS,
-    RewardFunctionConfig,
     RolloutCorrectionConfig,
     WorkersConfig,
 )
@@ -152,8 +151,6 @@ class PPOConfig(RunConfig, WorkersConfig):
 
     data: DataConfig = key(factory=DataConfig)
     """Prompts."""
-    custom_reward_function: RewardFunctionConfig = key(factory=RewardFunctionConfig)
-    """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
     algorithm: AlgorithmConfig = key(factory=AlgorithmConfig)
     """Advantages and KL."""
     trainer: PPOTrainerConfig = key(factory=PPOTrainerConfig)

@@ -19,6 +19,7 @@ from trainer.ppo.correct_rollout import columns_of_correction
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import reads_of
+from workers.config import model_rewards
 
 OWN_POOL = "?"
 """Where the code of a subclass runs: it may call any role."""
@@ -186,9 +187,11 @@ def _add_scoring(graph: Graph) -> None:
 
 
 def _add_rewards(graph: Graph, stage: str) -> None:
-    graph.on_role(stage, "reward_model", "compute_rm_score", "rm_scores")
-    has_model = "reward_model" in expand_roles(graph.config.role_mapping)
-    reads = ("responses", "rm_scores") if has_model else ("responses",)
+    reads = ["responses"]
+    for role in model_rewards(graph.config):
+        column = "rm_scores" if role == "reward_model" else f"rm_scores of {role}"
+        graph.on_role(stage, role, "compute_rm_score", column)
+        reads.append(column)
     graph.on_driver(stage, "rewards", reads, "token_level_scores")
 
 

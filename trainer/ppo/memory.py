@@ -15,7 +15,7 @@ from trainer.ppo.sizes import rows_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
-from workers.config import FSDPConfig, ModelConfig, critic_model
+from workers.config import FSDPConfig, ModelConfig, critic_model, model_rewards
 from workers.models.attention import resolve_attention, why_no_flash, why_no_kernel
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
@@ -58,6 +58,7 @@ def role_memories(
     """Of every role with a model."""
     policy = config.actor_rollout_ref
     frozen_sharding = settle("fsdp", FSDPConfig())
+    judges = model_rewards(config)
     found = []
     for role in expand_roles(config.role_mapping):
         if role == "rollout":
@@ -72,8 +73,8 @@ def role_memories(
         elif role == "ref" and not policy.model.lora_rank:
             sharding = settle(policy.actor.strategy, policy.ref.fsdp_config)
             found.append(_engine(config, role, policy.model, "token", sharding, device_type))
-        elif role == "reward_model":
-            model = replace(policy.model, path=config.reward_model.model.path, lora_rank=0)
+        elif role in judges:
+            model = replace(policy.model, path=judges[role].path, lora_rank=0)
             found.append(_engine(config, role, model, "score", frozen_sharding, device_type))
     return found
 
@@ -156,8 +157,8 @@ def _whole(shapes: ModelShapes, shards: int, casts: bool, trains: bool) -> float
 
 def tokens_at_once(config: PPOConfig, role: str) -> tuple[int, int]:
     """(tokens, response positions) of the role's largest pass, all of full length."""
-    if role == "reward_model":
-        rows = config.reward_model.micro_batch_size_per_gpu
+    if role in (judges := model_rewards(config)):
+        rows = judges[role].micro_batch_size_per_gpu
         return rows * (config.data.max_prompt_length + config.data.max_response_length), rows
     width = config.data.max_prompt_length + config.data.max_response_length
     share = config.data.max_response_length / width

@@ -15,6 +15,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
 from verl_like.registry import registry_of
+from workers.config import model_rewards
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -43,6 +44,8 @@ SHORTHANDS = {
     },
 }
 """OpenRLHF's words for a placement -> the overrides that they stand for."""
+
+REWARD_MODEL_WORKER = "workers.roles.reward_model.RewardModelWorker"
 
 KEYS_OF_VERLS_COMMAND = frozenset(
     {
@@ -74,9 +77,15 @@ def inactive_roles(config: Any) -> dict[str, str]:
         inactive["critic"] = f"algorithm.adv_estimator={name} takes no values"
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):
         inactive["ref"] = "there is no KL in the reward or the loss"
-    if not config.reward_model.enable:
-        inactive["reward_model"] = "reward_model.enable=false"
+    if not model_rewards(config):
+        inactive["reward_model"] = "reward_model.enable=false, and `rewards` has no model"
     return inactive
+
+
+def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
+    """Roles of further models in `rewards` -> their class, and the role that they stand beside."""
+    further = [role for role in model_rewards(config) if role != "reward_model"]
+    return dict.fromkeys(further, (REWARD_MODEL_WORKER, "reward_model"))
 
 
 def load_registries() -> None:
@@ -100,6 +109,7 @@ PPO = Recipe(
     config_name="ppo_trainer",
     placements=PLACEMENTS,
     inactive_roles=inactive_roles,
+    extra_roles=extra_roles,
     load_registries=load_registries,
     checks=(check,),
     shorthands=SHORTHANDS,

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, ow
 from trainer.ppo.dynamic_sampling import collect_groups
 from trainer.ppo.entropy import get_entropy_controller
 from trainer.ppo.kl import apply_kl_penalty, clamp_scores, get_kl_controller
+from trainer.ppo.left_out import without_skipped, without_truncated
 from trainer.ppo.memory import plan_text
 from trainer.ppo.metrics import (
     compute_data_metrics,
@@ -42,13 +44,13 @@ from trainer.ppo.preflight import preflight
 from trainer.ppo.sample_source import SampleSource, SynchronousSource
 from trainer.ppo.samples import write_samples
 from trainer.ppo.sizes import batch_table
-from trainer.ppo.truncation import without_truncated
 from trainer.ppo.validation import name_metrics, sample_all
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from workers.columns import has_column, read_columns, select_reads, write_columns
-from workers.rewards.manager import RewardManager, SummedScores, make_reward_manager
+from workers.config import model_rewards, rewards_of
+from workers.rewards.weighted import Rewards, WeightedScores, make_rewards
 from workers.roles.rollout import generate
 from workers.weights.sync import sync_weights
 
@@ -77,7 +79,7 @@ class PPOTrainer(Trainer):
         groups: WorkerGroups,
         tokenizer: Any,
         loader: PromptLoader,
-        rewards: RewardManager,
+        rewards: Rewards,
     ) -> None:
         """Nothing is computed yet; `fit` does it all."""
         super().__init__(config, groups)
@@ -175,17 +177,17 @@ class PPOTrainer(Trainer):
         samples.meta_info = {}
         return write_columns(batch.union(samples), policy_version=versions)
 
-    def with_rewards(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+    def with_rewards(self, batch: DataProto, normalize: bool = True) -> tuple[DataProto, Metrics]:
         """The batch with its scores, waited for: for what must see them before the score stage."""
-        return join_results(batch, [self.launch_rewards(batch).get()])
+        return join_results(batch, [self.launch_rewards(batch, normalize).get()])
 
-    def launch_rewards(self, batch: DataProto) -> Any:
-        """The future of `token_level_scores`: by the rules, and a reward model if there is one."""
-        rules = self.rewards.remote(batch)
-        if "reward_model" not in self.groups:
-            return rules
-        model = self.call("reward_model", "compute_rm_score", batch)
-        return SummedScores(rules, model, self.config.reward_model.rule_weight)
+    def launch_rewards(self, batch: DataProto, normalize: bool = True) -> WeightedScores:
+        """The future of `token_level_scores`: all rewards at the same time, added up by weight."""
+        calls = {
+            reward.name: partial(self.call, role, "compute_rm_score")
+            for role, reward in model_rewards(self.config).items()
+        }
+        return self.rewards.launch(batch, lambda reward: calls[reward.name](batch), normalize)
 
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Independent readings of the same samples: all launched, then joined.
@@ -238,6 +240,7 @@ class PPOTrainer(Trainer):
         metrics: Metrics = {}
         if self.config.algorithm.mask_truncated:
             batch, metrics = without_truncated(batch)
+        batch = without_skipped(batch)
         batch, corrected = correct_rollout(batch, self.config.algorithm.rollout_correction)
         metrics |= corrected
 
@@ -274,9 +277,8 @@ class PPOTrainer(Trainer):
 
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         loader = PromptLoader(config, tokenizer)
-        rewards = make_reward_manager(
-            config.custom_reward_function, config.reward_model, tokenizer, loader.data_sources
-        )
+        overlong = config.reward_model.overlong_buffer
+        rewards = make_rewards(rewards_of(config), tokenizer, loader.data_sources, overlong)
         at_end.enter_context(closing(rewards))
         return tokenizer, loader, rewards
 
@@ -325,7 +327,8 @@ class PPOTrainer(Trainer):
         prompts = self.loader.validation
         assert prompts is not None, "a validation is due only where there are val_files"
         settings = asdict(self.config.actor_rollout_ref.rollout.val_kwargs)
-        samples = sample_all(prompts.in_order(), self.roll_out, self.with_rewards, **settings)
+        score = partial(self.with_rewards, normalize=False)
+        samples = sample_all(prompts.in_order(), self.roll_out, score, **settings)
         self.write_samples("validation", samples)
         return name_metrics(samples)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_like.config_key import key
-from workers.config.conditions import HAS_CRITIC
+from workers.config.conditions import HAS_CRITIC, NO_REWARD_LIST
 from workers.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
 from workers.config.model import (
     SAVE_CONTENTS,
@@ -33,6 +33,7 @@ from workers.config.policy import (
     RolloutCorrectionConfig,
     shuffle_seed,
 )
+from workers.config.reward_list import RewardConfig
 from workers.config.rewards import (
     OverlongBufferConfig,
     RewardFunctionConfig,
@@ -61,6 +62,7 @@ __all__ = [
     "OverlongBufferConfig",
     "PolicyLossConfig",
     "RefConfig",
+    "RewardConfig",
     "RewardFunctionConfig",
     "RewardModelConfig",
     "RolloutConfig",
@@ -71,6 +73,8 @@ __all__ = [
     "WorkersConfig",
     "critic_model",
     "critic_optim",
+    "model_rewards",
+    "rewards_of",
     "shuffle_seed",
 ]
 
@@ -83,6 +87,12 @@ class WorkersConfig:
     """Policy: training, generation, reference."""
     critic: CriticConfig = key(factory=CriticConfig, read_when=HAS_CRITIC)
     """Value model."""
+    rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
+    """Any number of rewards, added up by weight; in place of the two sections that follow."""
+    custom_reward_function: RewardFunctionConfig = key(
+        factory=RewardFunctionConfig, read_when=NO_REWARD_LIST
+    )
+    """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
     reward_model: RewardModelConfig = key(factory=RewardModelConfig)
     """Scores."""
     data: Any
@@ -103,3 +113,37 @@ def critic_model(config: WorkersConfig) -> ModelConfig:
 def critic_optim(config: WorkersConfig) -> OptimConfig:
     """The critic's optimizer settings, whole."""
     return replace(config.actor_rollout_ref.actor.optim, **vars(config.critic.optim))
+
+
+def rewards_of(config: WorkersConfig) -> list[RewardConfig]:
+    """`rewards`; without that list, what `custom_reward_function` and `reward_model` ask for."""
+    if config.rewards:
+        return list(config.rewards)
+
+    custom, model = config.custom_reward_function, config.reward_model
+    found = []
+    if custom.path or not model.enable or model.rule_weight != 0:
+        rule = RewardConfig(
+            name="rule",
+            weight=model.rule_weight if model.enable else 1.0,
+            default_score=model.default_score,
+            timeout_s=model.sample_timeout_s,
+            path=custom.path,
+            function=custom.name,
+            kwargs=custom.reward_kwargs,
+        )
+        found.append(rule)
+    if model.enable:
+        size = model.micro_batch_size_per_gpu
+        path = model.model.path
+        found.append(
+            RewardConfig(name="model", kind="model", path=path, micro_batch_size_per_gpu=size)
+        )
+    return found
+
+
+def model_rewards(config: WorkersConfig) -> dict[str, RewardConfig]:
+    """Role -> the reward whose model it holds; the first is the role `reward_model`."""
+    models = [reward for reward in rewards_of(config) if reward.kind == "model"]
+    roles = ["reward_model", *(f"reward_model_{reward.name}" for reward in models[1:])]
+    return dict(zip(roles, models, strict=False))

@@ -208,6 +208,9 @@ VALIDATION_SAMPLES = When(
     "val_kwargs.do_sample=false decodes greedily",
 )
 
+NO_REWARD_LIST = When(
+    "`rewards` is empty", lambda _, run: not run.rewards, "the list `rewards` says what scores"
+)
 HAS_REWARD_MODEL = When(
     "`enable`", lambda rewards, _: rewards.enable, "reward_model.enable is false"
 )

@@ -8,6 +8,7 @@ from typing import Any
 from verl_like.config_key import key
 from workers.config.conditions import (
     HAS_REWARD_MODEL,
+    NO_REWARD_LIST,
     PUNISHES_LENGTH,
     RULES_SCORE,
     section_has,
@@ -70,7 +71,7 @@ class RewardFunctionConfig(UserCodeConfig):
 class RewardModelConfig:
     """Scores: rule functions, a reward model, or both."""
 
-    enable: bool = key(False)
+    enable: bool = key(False, read_when=NO_REWARD_LIST)
     """Score with a model; starts the reward_model role."""
     model: ScoringModelConfig = key(factory=ScoringModelConfig, read_when=HAS_REWARD_MODEL)
     """That model."""
@@ -82,7 +83,7 @@ class RewardModelConfig:
     """Punishment of overlong responses."""
     rule_weight: float = key(1.0, allows="a number", read_when=HAS_REWARD_MODEL)
     """What the rule's score counts beside the model's; 0 leaves the score to the model."""
-    default_score: float = key(0.0, allows="a number", read_when=RULES_SCORE)
+    default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
     """Score where the rule function raises, gives no finite number, or passes its deadline."""
-    sample_timeout_s: float = key(10.0, above=0, read_when=RULES_SCORE)
+    sample_timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))
     """Deadline of the rule function for one sample; a batch gets twelve times that."""

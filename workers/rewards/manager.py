@@ -1,56 +1,30 @@
 """Scores of responses by a reward function: decoded here, scored in other processes.
 
-    manager = make_reward_manager(custom, rules, tokenizer, sources)  # loads the function
-    rewards = manager.remote(batch)         # decodes, then returns at once
-    scores = rewards.get()                  # token_level_scores, the function's other numbers
+    manager = RewardManager(tokenizer, Scorer(function, batch_deadline))  # loads the function
+    future = manager.remote(batch)          # decodes, then returns at once
+    scores, metrics = future.get()          # token_level_scores, the function's other numbers
 
-With a reward model, `SummedScores` adds its scores to these.
+A server scores as a function does (`workers.rewards.remote`); `workers.rewards.weighted` adds up
+several rewards.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import ConfigError
 from workers.columns import read_columns
-from workers.config import OverlongBufferConfig, RewardFunctionConfig, RewardModelConfig
-from workers.rewards.functions import check_rules
-from workers.rewards.process import LATE, VOTE, FunctionSpec, Outcome
-from workers.rewards.scorer import Sample, Scorer
+from workers.rewards.call import Sample
+from workers.rewards.process import LATE, VOTE, Outcome
 
 logger = logging.getLogger(__name__)
-
-
-def make_reward_manager(
-    custom: RewardFunctionConfig,
-    rules: RewardModelConfig,
-    tokenizer: Any,
-    data_sources: Iterable[str],
-) -> RewardManager:
-    """The manager that these settings ask for.
-
-    A function that cannot be loaded, and data without a rule, are refused here.
-    """
-    spec = FunctionSpec(deadline=rules.sample_timeout_s)
-    if custom.path:
-        spec = FunctionSpec(custom.path, custom.name, custom.reward_kwargs, rules.sample_timeout_s)
-    elif rules.enable and rules.rule_weight == 0:
-        spec = FunctionSpec(name="no_rule")
-    else:
-        check_rules(data_sources)
-    overlong = rules.overlong_buffer if rules.overlong_buffer.enable else None
-    return RewardManager(
-        tokenizer, spec, rules.default_score, 12 * rules.sample_timeout_s, overlong
-    )
 
 
 Scored = tuple[DataProto, dict[str, float]]
@@ -73,81 +47,44 @@ class RewardFuture:
         return self._future.done()
 
 
-class SummedScores:
-    """The scores of the rules, weighted, plus those of the reward model: a future of both."""
+class Scores(Protocol):
+    """What asks a function or a server: `Scorer` and `RemoteScorer`."""
 
-    def __init__(self, rules: RewardFuture, model: Any, rule_weight: float):
-        """`model` is the future of `rm_scores`."""
-        self._rules, self._model, self._rule_weight = rules, model, rule_weight
+    def start(self) -> None:
+        """Refuse what cannot score."""
 
-    def get(self, timeout: float | None = None) -> Scored:
-        """The sum, with the mean of each part among the metrics.
+    def score(self, samples: list[Sample]) -> list[Outcome]:
+        """An outcome for every sample."""
 
-        Waits at most `timeout` seconds for each part.
-        """
-        result, metrics = self._rules.get(timeout)
-        by_rule = read_columns(result, "token_level_scores")["token_level_scores"]
-        by_model = read_columns(self._model.get(timeout), "rm_scores")["rm_scores"]
-        metrics |= {
-            "reward/rule_score/mean": by_rule.sum(-1).mean().item(),
-            "reward/model_score/mean": by_model.sum(-1).mean().item(),
-        }
-        assert result.batch is not None, "the manager has just written the scores"
-        result.batch["token_level_scores"] = self._rule_weight * by_rule + by_model
-        return result, metrics
-
-    def done(self) -> bool:
-        """Whether `get` returns at once."""
-        return bool(self._rules.done() and self._model.done())
+    def stop(self) -> None:
+        """End processes and connections."""
 
 
 class RewardManager:
     """Scores batches by a reward function, beside what the driver does meanwhile.
 
-    The function is (data_source, solution_str, ground_truth, extra_info) -> float, or dict with
-    "score". A sample whose call raises, returns no finite number, or passes its deadline gets
-    `default_score`; so does what is left of a batch after `batch_deadline`. They are counted in the
-    metrics and never stop the step.
+    A sample whose call raises, returns no finite number, or passes its deadline gets
+    `default_score`; so does what is left of a batch after the scorer's deadline. They are counted
+    in the metrics, marked in `score_failed`, and never stop the step.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        function: FunctionSpec | None = None,
+        scorer: Scores,
         default_score: float = 0.0,
-        batch_deadline: float = 120.0,
-        overlong: OverlongBufferConfig | None = None,
     ):
-        """Refuses a function that cannot be loaded; without one, data_source names the rule."""
+        """Starts the scorer, which refuses a function that cannot be loaded."""
         self._tokenizer = tokenizer
-        self._default_score, self._overlong = default_score, overlong
-        function = function or FunctionSpec()
-        self._scorer = Scorer(function, batch_deadline)
-        try:
-            self._scorer.start()
-        except (EOFError, OSError, TimeoutError) as err:
-            self._scorer.stop()
-            raise ConfigError(
-                f"The reward function {function} is not loaded within {batch_deadline:g} s; what "
-                "its process said is above."
-            ) from err
+        self._default_score, self._scorer = default_score, scorer
+        scorer.start()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
     def remote(self, batch: DataProto) -> RewardFuture:
         """Start scoring: reads responses, response_mask, data_source, reward_model, extra_info."""
         mask = read_columns(batch, "response_mask")["response_mask"].bool()
-        columns = batch.non_tensor_batch
-        samples: list[Sample] = [
-            (source, solution, rule["ground_truth"], extra)
-            for source, solution, rule, extra in zip(
-                columns["data_source"],
-                decode_responses(batch, self._tokenizer),
-                columns["reward_model"],
-                columns["extra_info"],
-                strict=True,
-            )
-        ]
-        uids = list(columns.get("uid", range(len(samples))))
+        samples = samples_of(batch, self._tokenizer)
+        uids = [sample["uid"] for sample in samples]
         return RewardFuture(self._thread.submit(self._score, samples, uids, mask))
 
     def _score(self, samples: list[Sample], uids: list[Any], mask: Tensor) -> Scored:
@@ -158,11 +95,8 @@ class RewardManager:
         self._warn_of_failures(uids, outcomes)
         default = self._default_score
         values = torch.tensor([default if score is None else score for score, _, _ in outcomes])
+        failed = torch.tensor([score is None for score, _, _ in outcomes])
         extras = _extra_columns(outcomes)
-        if self._overlong is not None:
-            punishment = overlong_punishment(mask.sum(-1), mask.shape[-1], self._overlong)
-            extras["overlong_reward"] = punishment.double().numpy()
-            values = values + punishment
 
         # The mask may have holes, where a tool's answer stands: its last token, not its count.
         places = torch.arange(mask.shape[-1])
@@ -172,7 +106,7 @@ class RewardManager:
         metrics = _score_metrics(outcomes, extras)
         metrics["timing_s/reward"] = seconds
         result = DataProto.from_dict(
-            tensors={"token_level_scores": scores},
+            tensors={"token_level_scores": scores, "score_failed": failed},
             non_tensors={f"reward_extra/{name}": column for name, column in extras.items()},
         )
         return result, metrics
@@ -222,6 +156,22 @@ def _score_metrics(
     return metrics
 
 
+def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
+    """Every row as a reward function may read it."""
+    columns = batch.non_tensor_batch
+    rows = range(len(batch))
+    fields = {
+        "data_source": columns["data_source"],
+        "solution_str": decode_responses(batch, tokenizer),
+        "ground_truth": [rule["ground_truth"] for rule in columns["reward_model"]],
+        "extra_info": columns["extra_info"],
+        "raw_prompt": columns.get("raw_prompt", [""] * len(batch)),
+        "uid": columns.get("uid", rows),
+        "num_tokens": read_columns(batch, "response_mask")["response_mask"].sum(-1).tolist(),
+    }
+    return [{name: column[row] for name, column in fields.items()} for row in rows]
+
+
 def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
     """The text of every response, up to its end."""
     columns = read_columns(batch, "responses", "response_mask")
@@ -229,13 +179,3 @@ def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
     rows, mask = columns["responses"].numpy(), columns["response_mask"].bool().numpy()
     responses = [row[keep].tolist() for row, keep in zip(rows, mask, strict=True)]
     return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
-
-
-def overlong_punishment(lengths: Tensor, limit: int, buffer: OverlongBufferConfig) -> Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) of responses of these lengths.
-
-    0 up to `limit - buffer.len` tokens, from there falling evenly to `-buffer.penalty_factor` at
-    `limit`.
-    """
-    excess = (lengths - (limit - buffer.len)).clamp(min=0)
-    return -excess.float() / buffer.len * buffer.penalty_factor

@@ -14,7 +14,6 @@ import asyncio
 import inspect
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from numbers import Real
@@ -22,6 +21,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.registry import load_from
+from workers.rewards.call import Call, Sample
 
 Outcome = tuple[float | None, dict[str, float | str], str | None]
 """Score (None: failed), the other numbers of the function and its `pred`, what went wrong."""
@@ -68,23 +68,44 @@ def read_outcome(result: Any) -> Outcome:
     return float(score), kept, None
 
 
-def score_sample(
-    function: Callable[..., Any], sample: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Outcome:
+def score_sample(call: Call, sample: Sample) -> Outcome:
     """One sample's outcome; never raises."""
     try:
-        return read_outcome(function(*sample, **kwargs))
+        return read_outcome(call(sample))
     except Exception as err:  # noqa: BLE001 - a user's function may raise anything
         return None, {}, f"{type(err).__name__}: {err}"
 
 
-async def await_outcome(
-    function: Callable[..., Any], sample: tuple[Any, ...], spec: FunctionSpec
-) -> Outcome:
+def score_batch(call: Call, samples: list[Sample], deadline: float) -> list[Outcome]:
+    """Every sample's outcome, of a function that takes them all at once; never raises."""
+    try:
+        results = call.whole_batch(samples)
+        if inspect.isawaitable(results):
+            results = asyncio.run(_within(results, deadline))
+        if len(results) != len(samples):
+            raise ValueError(f"it got {len(samples)} samples and returned {len(results)} scores")
+    except TimeoutError:
+        return [(None, {}, LATE)] * len(samples)
+    except Exception as err:  # noqa: BLE001 - a user's function may raise anything
+        return [(None, {}, f"{type(err).__name__}: {err}")] * len(samples)
+    return [_outcome_of(result) for result in results]
+
+
+def _outcome_of(result: Any) -> Outcome:
+    try:
+        return read_outcome(result)
+    except (TypeError, ValueError) as err:
+        return None, {}, f"{type(err).__name__}: {err}"
+
+
+async def _within(awaitable: Any, deadline: float) -> Any:
+    return await asyncio.wait_for(awaitable, deadline)
+
+
+async def await_outcome(call: Call, sample: Sample, deadline: float) -> Outcome:
     """One sample's outcome, of a coroutine function; never raises."""
     try:
-        result = await asyncio.wait_for(function(*sample, **spec.kwargs), spec.deadline)
-        return read_outcome(result)
+        return read_outcome(await asyncio.wait_for(call(sample), deadline))
     except TimeoutError:
         return None, {}, LATE
     except Exception as err:  # noqa: BLE001 - a user's function may raise anything
@@ -92,17 +113,14 @@ async def await_outcome(
 
 
 async def score_side_by_side(
-    function: Callable[..., Any],
-    spec: FunctionSpec,
-    samples: list[tuple[int, Any]],
-    pipe: Connection,
+    call: Call, deadline: float, samples: list[tuple[int, Sample]], pipe: Connection
 ) -> None:
     """Every sample's outcome, sent as it comes."""
     places = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
 
-    async def score(number: int, sample: tuple[Any, ...]) -> None:
+    async def score(number: int, sample: Sample) -> None:
         async with places:
-            outcome = await await_outcome(function, sample, spec)
+            outcome = await await_outcome(call, sample, deadline)
         pipe.send((number, outcome))
 
     await asyncio.gather(*(score(number, sample) for number, sample in samples))
@@ -111,22 +129,32 @@ async def score_side_by_side(
 def serve(pipe: Connection, spec: FunctionSpec) -> None:
     """Answer until the other end closes."""
     try:
-        function = load_from(spec.path, spec.name, "custom_reward_function")
+        call = Call.of(load_from(spec.path, spec.name, "custom_reward_function"), spec.kwargs)
     except ConfigError as err:
-        pipe.send((str(err), False))
+        pipe.send((str(err), False, False))
         return
-    side_by_side = inspect.iscoroutinefunction(function)
-    pipe.send((None, side_by_side))
+    pipe.send((None, call.runs_side_by_side, call.takes_batches))
     while True:
         try:
             samples = pipe.recv()
         except EOFError:
             return
-        if side_by_side:
-            asyncio.run(score_side_by_side(function, spec, samples, pipe))
-        else:
-            for number, sample in samples:
-                pipe.send((number, score_sample(function, sample, spec.kwargs)))
+        answer(pipe, call, samples, spec.deadline)
+
+
+def answer(
+    pipe: Connection, call: Call, samples: list[tuple[int, Sample]], deadline: float
+) -> None:
+    """Send the outcome of every sample, each as soon as it is known."""
+    if call.takes_batches:
+        outcomes = score_batch(call, [sample for _, sample in samples], deadline)
+        for (number, _), outcome in zip(samples, outcomes, strict=True):
+            pipe.send((number, outcome))
+    elif call.runs_side_by_side:
+        asyncio.run(score_side_by_side(call, deadline, samples, pipe))
+    else:
+        for number, sample in samples:
+            pipe.send((number, score_sample(call, sample)))
 
 
 def main(pipe: Connection, spec: str) -> None:

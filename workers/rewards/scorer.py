@@ -13,17 +13,15 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from threading import Lock
-from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
 from verl_like.process.machine import usable_cores
+from workers.rewards.call import Sample
 from workers.rewards.process import LATE, FunctionSpec, Outcome
 
 logger = logging.getLogger(__name__)
 
-Sample = tuple[str, str, Any, dict[str, Any]]
-"""What a reward function is called with: data_source, solution, ground truth, extra_info."""
 GRACE_S = 0.5
 """What a sample gets beyond its deadline, which coroutines keep themselves, before the kill."""
 MOST_PROCESSES = 8
@@ -59,14 +57,21 @@ class Scorer:
     """The processes of one reward function."""
 
     def __init__(self, function: FunctionSpec, batch_deadline: float):
-        self._batch_deadline = batch_deadline
+        self._function, self._batch_deadline = function, batch_deadline
         count = min(MOST_PROCESSES, usable_cores())
         self._processes = [_Process(function, batch_deadline) for _ in range(count)]
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="scorer")
 
     def start(self) -> None:
         """Have the function loaded once; raises what is wrong with it."""
-        self._processes[0].start()
+        try:
+            self._processes[0].start()
+        except (EOFError, OSError, TimeoutError) as err:
+            self.stop()
+            raise ConfigError(
+                f"The reward function {self._function} is not loaded within "
+                f"{self._batch_deadline:g} s; what its process said is above."
+            ) from err
 
     def score(self, samples: list[Sample]) -> list[Outcome]:
         """An outcome for every sample."""
@@ -74,7 +79,7 @@ class Scorer:
         running: list[Future[None]] = []
         for process in self._processes:
             if batch.goes_on():
-                shares = None if self._processes[0].side_by_side else 2 * len(self._processes)
+                shares = None if self._processes[0].takes_all else 2 * len(self._processes)
                 running.append(self._threads.submit(process.score, batch, shares))
                 wait(running, SLOW_S)
         for future in running:
@@ -95,8 +100,12 @@ class _Process:
         self._function, self._start_deadline = function, start_deadline
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
-        self.side_by_side = False
-        """Whether the function's calls run at the same time; known when it is loaded."""
+        self.takes_all = False
+        """Whether it gets all that waits: calls run at the same time, or one takes a whole batch.
+
+        Known when the function is loaded.
+        """
+        self._answers_together = False
 
     def score(self, batch: _Batch, shares: int | None) -> None:
         """Take samples of the batch until none is left.
@@ -138,7 +147,9 @@ class _Process:
         pipe = self.start()
         pipe.send(list(asked.items()))
         while asked:
-            patience = min(self._function.deadline + GRACE_S, batch.end - time.monotonic())
+            patience = batch.end - time.monotonic()
+            if not self._answers_together:
+                patience = min(self._function.deadline + GRACE_S, patience)
             if not pipe.poll(max(0.0, patience)):
                 raise TimeoutError
             number, outcome = pipe.recv()
@@ -153,7 +164,8 @@ class _Process:
             )
             if not self._pipe.poll(self._start_deadline):
                 raise TimeoutError(f"{self._function} is not loaded yet")
-            problem, self.side_by_side = self._pipe.recv()
+            problem, side_by_side, self._answers_together = self._pipe.recv()
+            self.takes_all = side_by_side or self._answers_together
             if problem is not None:
                 self.stop()
                 raise ConfigError(problem)

@@ -14,7 +14,7 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import ConfigError
 from verl_like.process.worker import Worker
-from workers.config import FSDPConfig, ModelConfig
+from workers.config import FSDPConfig, ModelConfig, model_rewards
 from workers.models.folder import model_folder
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import Budget
@@ -31,11 +31,12 @@ class RewardModelWorker(Worker):
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
-        self.config = config.reward_model
+        models = model_rewards(config)
+        self.config = models.get(self.role) or next(iter(models.values()))  # alone, it has no role
         self.policy_path = config.actor_rollout_ref.model.path
         policy = config.actor_rollout_ref.model
         model = ModelConfig(
-            path=self.config.model.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
+            path=self.config.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
         )
         self.budget = Budget(rows=self.config.micro_batch_size_per_gpu)
         self.engine = TrainEngine(model, FSDPConfig(), head="score")
@@ -43,7 +44,7 @@ class RewardModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the classifier, frozen; one on another tokenizer than the actor's is refused."""
-        check_same_tokenizer(self.config.model.path, self.policy_path)
+        check_same_tokenizer(self.config.path, self.policy_path, self.role)
         self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
@@ -66,7 +67,7 @@ class RewardModelWorker(Worker):
         return self.engine.weights_checksum()
 
 
-def check_same_tokenizer(path: str, policy_path: str) -> None:
+def check_same_tokenizer(path: str, policy_path: str, role: str) -> None:
     """Refuse a reward model whose token ids are not the policy's.
 
     Of a folder without a tokenizer nothing can be said.
@@ -78,7 +79,7 @@ def check_same_tokenizer(path: str, policy_path: str) -> None:
     tokens = own.keys() | policy.keys()
     other = sorted(token for token in tokens if own.get(token) != policy.get(token))
     raise ConfigError(
-        f"reward_model.model.path={path!r} has another tokenizer than "
+        f"the model of role {role!r}, {path!r}, has another tokenizer than "
         f"actor_rollout_ref.model.path={policy_path!r}: {len(other)} tokens differ, such as "
         f"{', '.join(map(repr, other[:3]))}. Responses are not tokenized anew for the reward "
         "model: take one that was trained from the actor's family."

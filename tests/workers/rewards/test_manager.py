@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,11 @@ from trainer.data.prompts import as_objects, load_tokenizer
 from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
-from workers.config import OverlongBufferConfig, RewardFunctionConfig, RewardModelConfig
+from workers.config import RewardFunctionConfig, rewards_of
 from workers.rewards import scorer
-from workers.rewards.manager import (
-    RewardFuture,
-    RewardManager,
-    SummedScores,
-    make_reward_manager,
-    overlong_punishment,
-)
+from workers.rewards.manager import RewardManager
 from workers.rewards.process import FunctionSpec
+from workers.rewards.weighted import Rewards, make_rewards
 
 FUNCTIONS = """
 import asyncio, os, time
@@ -76,12 +70,14 @@ def managers(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     (folder / "odd_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
     made: dict[Any, RewardManager] = {}
 
-    def make(name: str = "odd", deadline: float = 10.0, **settings: Any) -> RewardManager:
-        key = name, deadline, *settings.items()
+    def make(
+        name: str = "odd", deadline: float = 10.0, batch_deadline: float = 120.0, **settings: Any
+    ) -> RewardManager:
+        key = name, deadline, batch_deadline, *settings.items()
         if key not in made:
-            made[key] = RewardManager(
-                tokenizer, FunctionSpec("odd_rewards", name, {"bonus": 0.0}, deadline), **settings
-            )
+            function = FunctionSpec("odd_rewards", name, {"bonus": 0.0}, deadline)
+            scores = scorer.Scorer(function, batch_deadline)
+            made[key] = RewardManager(tokenizer, scores, **settings)
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -94,18 +90,16 @@ def managers(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
     """Managers as a configuration asks for them."""
-    made = []
+    made: list[Rewards] = []
 
     def make(
         sources: Sequence[str] = ("verl_like/tiny_letters",), **sections: Any
     ) -> RewardManager:
         config = PPOConfig(data=None, trainer=None, **sections)
-        made.append(
-            make_reward_manager(
-                config.custom_reward_function, config.reward_model, tokenizer, sources
-            )
-        )
-        return made[-1]
+        made.append(make_rewards(rewards_of(config), tokenizer, sources))
+        (part,) = made[-1].parts
+        assert part.manager is not None
+        return part.manager
 
     yield make
     for manager in made:
@@ -288,36 +282,6 @@ def test_coroutines_run_side_by_side(managers: Any, tokenizer: Any) -> None:
     began = time.monotonic()
     manager.remote(make_batch(tokenizer, ["a"] * 40, [""] * 40)).get()
     assert time.monotonic() - began < 40 * 0.1
-
-
-def test_overlong_responses_are_punished_softly(make_manager: Any, tokenizer: Any) -> None:
-    buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=2.0)
-    lengths = torch.tensor([0, 4, 5, 6, 8])
-    assert overlong_punishment(lengths, 8, buffer).tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
-    manager = make_manager(reward_model=RewardModelConfig(overlong_buffer=buffer))
-    batch = make_batch(tokenizer, ["aaa", "aaaaaa"], ["a", "a"], source="verl_like/tiny_letters")
-    scores, metrics = manager.remote(batch).get()  # eos is a token as well
-    assert scores.batch["token_level_scores"].sum(-1).tolist() == [1.0, 1.0 - 1.5]
-    assert scores.non_tensor_batch["reward_extra/overlong_reward"].tolist() == [0.0, -1.5]
-    assert metrics["reward/overlong_reward/mean"] == -0.75
-
-
-def test_rules_and_a_reward_model_add_up_by_weight() -> None:
-    rules: Future[Any] = Future()
-    model: Future[Any] = Future()
-    joined = SummedScores(RewardFuture(rules), RewardFuture(model), rule_weight=0.5)
-    assert not joined.done()
-    scores = {"token_level_scores": torch.tensor([[0.0, 2.0], [4.0, 0.0]])}
-    rules.set_result((DataProto.from_dict(scores), {"reward/num_failed": 0.0}))
-    model.set_result(DataProto.from_dict({"rm_scores": torch.tensor([[0.0, 1.0], [3.0, 0.0]])}))
-    result, metrics = joined.get()
-    assert joined.done()
-    assert result.batch["token_level_scores"].tolist() == [[0.0, 2.0], [5.0, 0.0]]
-    assert metrics == {
-        "reward/num_failed": 0.0,
-        "reward/rule_score/mean": 3.0,
-        "reward/model_score/mean": 2.0,
-    }
 
 
 def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: Any) -> None:

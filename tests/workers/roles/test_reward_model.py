@@ -15,7 +15,7 @@ from workers.roles.reward_model import RewardModelWorker, check_same_tokenizer
 def scorer(tiny_dir: Path, path: Path) -> RewardModelWorker:
     config = tiny_config(tiny_dir)
     config.reward_model = RewardModelConfig(
-        model=ScoringModelConfig(path=str(path)), micro_batch_size_per_gpu=2
+        enable=True, model=ScoringModelConfig(path=str(path)), micro_batch_size_per_gpu=2
     )
     return started(RewardModelWorker, config)
 
@@ -79,4 +79,4 @@ def test_another_tokenizer_than_the_actor_s_is_refused(tiny_dir: Path, tmp_path:
     tokenizer.add_tokens(["~"])
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="1 tokens differ, such as '~'"):
-        check_same_tokenizer(str(tmp_path), str(tiny_dir / "model"))
+        check_same_tokenizer(str(tmp_path), str(tiny_dir / "model"), "reward_model")

@@ -1,6 +1,6 @@
-"""Overlong filtering: samples that the length limit cut leave the losses, not the batch.
+"""Samples that leave the losses, not the batch: cut by the length limit, or without a score.
 
-`PPOTrainer.update` calls it. Scores, advantages and every metric of the samples see them as before.
+`PPOTrainer.update` calls it. Advantages and every metric of the samples see them as before.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from workers.columns import read_columns, require
+from workers.rewards.weighted import SKIPPED
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -37,8 +39,21 @@ def without_truncated(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
             len(batch),
         )
 
+    return _without(batch, truncated), {
+        "response/truncated_ratio": truncated.double().mean().item()
+    }
+
+
+def without_skipped(batch: DataProto) -> DataProto:
+    """The same of samples that a failed reward skips, by its `on_failure`."""
+    if SKIPPED not in batch.non_tensor_batch:
+        return batch
+    return _without(batch, torch.tensor(batch.non_tensor_batch[SKIPPED] == 1.0))
+
+
+def _without(batch: DataProto, left_out: Tensor) -> DataProto:
     mask = read_columns(batch, "response_mask")["response_mask"]
     kept = batch.select()
     assert kept.batch is not None, "the mask was read from it"
-    kept.batch["response_mask"] = mask.masked_fill(truncated[:, None], 0)
-    return kept, {"response/truncated_ratio": truncated.double().mean().item()}
+    kept.batch["response_mask"] = mask.masked_fill(left_out[:, None], 0)
+    return kept

@@ -1,0 +1,99 @@
+"""Several rewards of a run: functions, models on roles of their own, a server; what is refused."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import calls, lines, overrides
+from trainer import load_config, run
+from verl_like.errors import ConfigError
+from workers.config import model_rewards
+from workers.rewards.process import FunctionSpec
+from workers.rewards.server import RewardServer
+
+GRPO = (
+    *("trainer.backend=local", "placement=colocate", "algorithm.use_kl_in_reward=false"),
+    *("algorithm.adv_estimator=grpo", "trainer.total_training_steps=1"),
+)
+FUNCTION = """
+def letters(solution_str, raw_prompt, num_tokens):
+    return {"score": len(set(solution_str)) / 8, "tokens": num_tokens}
+"""
+
+
+def test_functions_models_and_a_server_score_side_by_side(
+    tiny_dir: Path, classifier: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTION, encoding="utf-8")
+    server = RewardServer(FunctionSpec(str(path), "letters"))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    rewards = (
+        "rewards=[{name: rule},"
+        f"{{name: here, path: '{path}', function: letters, weight: 2}},"
+        f"{{name: there, kind: remote, url: '{server.url}', weight: 0.5}},"
+        f"{{name: first, kind: model, path: '{classifier}'}},"
+        f"{{name: second, kind: model, path: '{classifier}', weight: -1, normalize: true}}]"
+    )
+    try:
+        run(load_config(overrides(tiny_dir, tmp_path, *GRPO, rewards)))
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    last = lines(tmp_path)[-1]
+    assert last["reward/here_score/mean"] == last["reward/there_score/mean"]  # to the bit
+    assert last["reward/here/tokens/mean"] == last["response_length/mean"]
+    assert last["reward/first_score/mean"] == last["reward/second_score/mean"] != 0
+    total = last["reward/rule_score/mean"] + 2.5 * last["reward/here_score/mean"]
+    total += last["reward/first_score/mean"]  # the second has mean 0
+    assert last["critic/score/mean"] == pytest.approx(total, abs=1e-5)
+    roles = {call["cat"] for call in calls(tmp_path, "compute_rm_score")}
+    assert roles == {"reward_model", "reward_model_second"}
+
+
+def test_further_models_stand_beside_the_first_unless_they_are_mapped(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    rewards = "rewards=[" + ",".join(f"{{name: {n}, kind: model, path: m}}" for n in "abc") + "]"
+    elsewhere = "role_mapping.reward_model_c=actor_rollout_ref_pool"
+    settings = (rewards, "placement=split", "trainer.n_gpus_per_node=2", elsewhere)
+    config = load_config(overrides(tiny_dir, tmp_path, *settings))
+    assert config.role_mapping["reward_model_b"] == config.role_mapping["reward_model"]
+    assert config.role_mapping["reward_model_c"] == "actor_rollout_ref_pool"
+    names = [reward.name for reward in model_rewards(config).values()]
+    assert names == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["rewards=[{name: a}, {name: a}]"], r"rewards\[1\].name='a': every reward has a name"),
+        (["rewards=[{}]"], r"rewards\[0\].name is empty"),
+        (["rewards=[{name: a, weight: 0}]"], "the weights of a are all 0"),
+        (["rewards=[{name: a, kind: modle, path: m}]"], r"rewards\[0\].kind=modle.*Did you mean"),
+        (["rewards=[{name: a, kind: model}]"], r"rewards\[0\] is a model: give path"),
+        (["rewards=[{name: a, kind: remote, url: host}]"], "url='host' is not of the form"),
+        (["rewards=[{name: a, retries: 2}]"], r"rewards\[0\].retries is set, but nothing reads it"),
+        (["rewards=[{name: a, timeout_s: 0}]"], r"rewards\[0\].timeout_s=0.*above 0"),
+        (["rewards=[{name: a, wieght: 2}]"], "wieght"),
+        (["rewards=[{name: a}]", "reward_model.default_score=1"], "the list `rewards` says"),
+        (["rewards=[{name: a}]", "custom_reward_function.path=x.py"], "the list `rewards` says"),
+        (["rewards=[{name: a}]", "reward_model.enable=true"], "the list `rewards` says"),
+        (
+            ["rewards=[{name: a, normalize: true}]", "algorithm.adv_estimator=remax"],
+            "would be normalised apart",
+        ),
+    ],
+)
+def test_a_list_that_cannot_work_is_refused(
+    tiny_dir: Path, tmp_path: Path, settings: list[Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(overrides(tiny_dir, tmp_path, *settings))

@@ -1,0 +1,47 @@
+"""`verl-like serve-reward` answers until it is told to stop, and is not open to strangers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import serve_reward
+from verl_like.errors import ConfigError
+
+COMMAND = Path(sys.executable).parent / "verl-like"
+
+
+def test_it_serves_a_function_until_a_signal(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def own(solution_str, k): return k * len(solution_str)", encoding="utf-8")
+    options = ["--function", f"{path}:own", "--kwargs", '{"k": 3}', "--port", "0"]
+    command = [COMMAND, "serve-reward", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        body = json.dumps({"query": ["ab", "abc"], "prompts": ["a", "a"]}).encode()
+        try:
+            with urllib.request.urlopen(url, body, timeout=30) as response:
+                assert json.load(response) == {"rewards": [3.0, 6.0], "extra_logs": {}}
+        finally:
+            server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "0.0.0.0"], "open to other machines: give a secret by --token-env"),
+        (["--token-env", "NO_SUCH_TOKEN"], "--token-env=NO_SUCH_TOKEN: that variable is not set"),
+        (["--function", "no_such_file.py", "--port", "0"], "there is no such file"),
+    ],
+)
+def test_what_cannot_serve_is_refused(options: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        serve_reward.main(options)

@@ -1,0 +1,64 @@
+"""Reward functions are called by keyword; a signature that cannot be filled is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verl_like.errors import ConfigError
+from workers.rewards.call import Call
+from workers.rewards.process import score_batch
+
+SAMPLE = {"data_source": "s", "solution_str": "four", "ground_truth": "4", "uid": "0-0"}
+
+
+def in_any_order(ground_truth: str, solution_str: str, weight: float = 1.0) -> str:
+    return f"{solution_str} is {ground_truth} x {weight}"
+
+
+def with_every_field(**fields: Any) -> list[str]:
+    return sorted(fields)
+
+
+def of_a_batch(solution_strs: list[str], ground_truths: list[str]) -> list[float]:
+    return [
+        len(text) + float(truth) for text, truth in zip(solution_strs, ground_truths, strict=True)
+    ]
+
+
+def one_too_few(solution_strs: list[str]) -> list[float]:
+    return [0.0] * (len(solution_strs) - 1)
+
+
+def test_names_decide_not_places() -> None:
+    assert Call.of(in_any_order, {"weight": 2.0})(SAMPLE) == "four is 4 x 2.0"
+
+
+def test_a_function_that_takes_any_keyword_sees_the_whole_row() -> None:
+    assert Call.of(with_every_field, {"bonus": 1})(SAMPLE) == [*sorted([*SAMPLE, "bonus"])]
+
+
+def test_plurals_get_the_whole_batch() -> None:
+    call = Call.of(of_a_batch, {})
+    assert call.takes_batches
+    outcomes = score_batch(call, [SAMPLE, {**SAMPLE, "solution_str": "a"}], 1.0)
+    assert outcomes == [(8.0, {}, None), (5.0, {}, None)]
+
+
+def test_a_batch_with_a_score_too_few_fails_whole() -> None:
+    outcomes = score_batch(Call.of(one_too_few, {}), [SAMPLE] * 3, 1.0)
+    assert outcomes == [(None, {}, "ValueError: it got 3 samples and returned 2 scores")] * 3
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda solution: 0.0, "nothing fills the reward function's parameter 'solution'"),
+        (lambda solution_str, /: 0.0, "'solution_str' takes no keyword"),
+        (lambda solution_strs, ground_truth: 0.0, "parameter 'ground_truth'"),
+    ],
+)
+def test_a_parameter_that_nothing_fills_is_refused(function: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Call.of(function, {})

@@ -1,0 +1,264 @@
+"""A reward server gives the numbers of its function in process; what it fails at has words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl_like.errors import ConfigError
+from workers.rewards import remote
+from workers.rewards.process import FunctionSpec
+from workers.rewards.remote import RemoteScorer, check_url
+from workers.rewards.remote_protocols import RemoteSpec
+from workers.rewards.scorer import Scorer
+from workers.rewards.server import RewardServer
+
+FUNCTION = """
+def score(solution_str, ground_truth, extra_info):
+    if ground_truth == "raise":
+        raise RuntimeError("no such answer")
+    return {"score": len(solution_str) / 7 + extra_info["bonus"], "length": len(solution_str)}
+"""
+
+
+def sample(text: str, truth: str = "x", **extra: Any) -> dict[str, Any]:
+    return {
+        "data_source": "s",
+        "solution_str": text,
+        "ground_truth": truth,
+        "extra_info": {"bonus": 0.1, "ids": np.arange(2), **extra},
+        "raw_prompt": [{"role": "user", "content": "Say it."}],
+        "uid": "0-0",
+        "num_tokens": 3,
+    }
+
+
+SAMPLES = [sample("a"), sample("bcd \ud800 \u2028 é"), sample("e", "raise"), sample("fg" * 40)]
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> FunctionSpec:
+    path = tmp_path_factory.mktemp("own") / "served.py"
+    path.write_text(FUNCTION, encoding="utf-8")
+    return FunctionSpec(str(path), "score")
+
+
+@pytest.fixture(scope="module")
+def served(spec: FunctionSpec) -> Iterator[RewardServer]:
+    server = RewardServer(spec, token="secret")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RemoteScorer]]:
+    monkeypatch.setenv("OUR_TOKEN", "secret")
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.001)
+    made = []
+
+    def make(url: str, deadline: float = 30.0, **settings: Any) -> RemoteScorer:
+        settings = {"token_env": "OUR_TOKEN", **settings}
+        made.append(RemoteScorer(RemoteSpec(url, **settings), deadline))
+        return made[-1]
+
+    yield make
+    for scorer in made:
+        scorer.stop()
+
+
+Reply = Callable[[int, dict[str, Any]], tuple[int, Any]]
+"""(number of the request, what was posted) -> (status, answer)."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as its server's `reply` says."""
+
+    server: Any
+
+    def do_POST(self) -> None:
+        content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        status, answer = self.server.reply(next(self.server.numbers), content)
+        self.send_response(status)
+        if status == 302:
+            self.send_header("Location", "http://127.0.0.1:9/elsewhere")
+        self.end_headers()
+        self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Reply], str]]:
+    """A server that answers as it is told; gives its address."""
+    servers: list[Any] = []
+
+    def start(reply: Reply) -> str:
+        server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.reply, server.numbers = reply, itertools.count()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_address[1]}/v1"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_server_gives_the_numbers_of_its_function_in_process(
+    spec: FunctionSpec, served: RewardServer, ask: Any
+) -> None:
+    here = Scorer(spec, 30.0)
+    try:
+        expected = here.score(SAMPLES)
+    finally:
+        here.stop()
+
+    scorer = ask(served.url, batch_size=3)
+    scorer.start()
+    assert scorer.score(SAMPLES) == expected
+    assert [score is None for score, _, _ in expected] == [False, False, True, False]
+    assert expected[2][2] == "RuntimeError: no such answer"
+
+
+def test_a_server_speaks_openrlhfs_form_as_well(served: RewardServer, ask: Any) -> None:
+    scorer = ask(served.url, protocol="openrlhf")
+    (outcome,) = scorer.score([sample("abcdefg")])
+    assert outcome[0] is None  # this function needs an extra_info with a bonus
+    assert "another form" in outcome[2]
+
+
+def test_openrlhfs_form_carries_query_prompts_labels_and_extra_logs(ask: Any, serve: Any) -> None:
+    seen = []
+
+    def reply(_: int, content: dict[str, Any]) -> tuple[int, Any]:
+        seen.append(content)
+        scores = [float(len(query)) for query in content["query"]]
+        return 200, {"rewards": scores, "extra_logs": {"half": [score / 2 for score in scores]}}
+
+    outcomes = ask(serve(reply), protocol="openrlhf").score([sample("abc", "t"), sample("")])
+    assert seen == [
+        {"query": ["Say it.abc", "Say it."], "prompts": ["Say it."] * 2, "labels": ["t", "x"]}
+    ]
+    assert outcomes == [(10.0, {"half": 5.0}, None), (7.0, {"half": 3.5}, None)]
+
+
+def test_a_judge_is_asked_by_template_and_its_number_is_the_score(ask: Any, serve: Any) -> None:
+    seen = []
+
+    def reply(_: int, content: dict[str, Any]) -> tuple[int, Any]:
+        asked = content["messages"][0]["content"]
+        seen.append((content["model"], asked))
+        verdict = "I cannot say." if "b" in asked else "Score: 7.5 of 10"
+        return 200, {"choices": [{"message": {"content": verdict}}]}
+
+    scorer = ask(
+        serve(reply), protocol="openai", model="judge-1", template="{prompt}|{solution_str}"
+    )
+    outcomes = scorer.score([sample("a"), sample("b")])
+    assert sorted(seen) == [("judge-1", "Say it.|a"), ("judge-1", "Say it.|b")]
+    assert outcomes[0] == (7.5, {}, None)
+    assert outcomes[1] == (None, {}, "the judge's reply has no number: 'I cannot say.'")
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_request_that_fails_for_now_is_made_again(ask: Any, serve: Any, status: int) -> None:
+    def reply(number: int, _: Any) -> tuple[int, Any]:
+        return (status, {}) if number < 2 else (200, {"outcomes": [{"score": 1}]})
+
+    assert ask(serve(reply), retries=2).score([sample("a")]) == [(1.0, {}, None)]
+
+
+def test_retries_end(ask: Any, serve: Any) -> None:
+    requests: list[int] = []
+
+    def reply(number: int, _: Any) -> tuple[int, Any]:
+        requests.append(number)
+        return 500, {"error": "on fire"}
+
+    url = serve(reply)
+    ((score, _, error),) = ask(url, retries=2).score([sample("a")])
+    assert score is None
+    assert error == f'{url}, asked 3 times: status 500: {{"error": "on fire"}}'
+    assert requests == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "words"),
+    [
+        (401, {}, "status 401"),
+        (302, {}, "status 302"),
+        (200, {"outcomes": []}, "1 samples were sent, 0 outcomes came back"),
+        (200, {"scores": [1]}, "an answer of another form: 'outcomes'"),
+        (200, b"<html>", "an answer of another form"),
+        (200, {"outcomes": [{"score": "high"}]}, "returned {'score': 'high'}"),
+        (200, {"outcomes": [{"score": None}]}, "returned {'score': None}"),
+    ],
+)
+def test_an_answer_that_says_nothing_is_not_asked_for_again(
+    ask: Any, serve: Any, status: int, answer: Any, words: str
+) -> None:
+    requests: list[int] = []
+
+    def reply(number: int, _: Any) -> tuple[int, Any]:
+        requests.append(number)
+        return status, answer
+
+    ((score, _, error),) = ask(serve(reply)).score([sample("a")])
+    assert score is None
+    assert words in error
+    assert requests == [0]
+
+
+def test_the_deadline_of_a_batch_ends_the_retries(ask: Any, serve: Any) -> None:
+    scorer = ask(serve(lambda *_: (500, {})), deadline=0.05, retries=1000)
+    assert scorer.score([sample("a")])[0][2] == "passed its deadline"
+
+
+def test_a_server_that_is_down_at_the_start_is_refused(ask: Any) -> None:
+    with pytest.raises(ConfigError, match=r"reward server .* does not answer: .*asked 2 times"):
+        ask("http://127.0.0.1:9/score", retries=1).start()
+
+
+def test_a_wrong_token_gets_nothing(served: RewardServer, ask: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("OUR_TOKEN", "guess")
+    with pytest.raises(ConfigError, match="status 401: .*bearer token"):
+        ask(served.url).start()
+
+
+def test_a_token_that_is_not_set_is_named(ask: Any) -> None:
+    with pytest.raises(ConfigError, match="token_env=NO_SUCH_TOKEN"):
+        ask("http://127.0.0.1:9/", token_env="NO_SUCH_TOKEN")
+
+
+@pytest.mark.parametrize("url", ["", "localhost:80", "ftp://host/x", "http:///x"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="reward 'judge': url="):
+        check_url(url, "judge")
+
+
+def test_a_sample_that_json_cannot_hold_is_named(ask: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be sent as JSON"):
+        ask("http://127.0.0.1:9/").score([sample("a", extra=object())])
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{", b'{"query": 3}', b'{"samples": [1]}'])
+def test_a_request_without_samples_is_refused(served: RewardServer, body: bytes) -> None:
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(served.url, body, {"Authorization": "Bearer secret"})
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(request)

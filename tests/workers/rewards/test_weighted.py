@@ -1,0 +1,156 @@
+"""Rewards are added up by weight, normalised by choice, and a failure costs what was chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.ppo.left_out import without_skipped
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import RewardError
+from workers.config import OverlongBufferConfig, RewardConfig
+from workers.rewards.weighted import (
+    SKIPPED,
+    Part,
+    Rewards,
+    normalized,
+    overlong_punishment,
+    without_influence,
+)
+
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 1], [0, 0, 0]])
+
+
+class Done:
+    """A future that is done."""
+
+    def __init__(self, result: Any):
+        self.result = result
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self.result
+
+    def done(self) -> bool:
+        return True
+
+
+class Told:
+    """A manager whose scores are told; a NaN is a failed sample."""
+
+    def __init__(self, sums: list[float], **extras: list[float]):
+        self.sums, self.extras = torch.tensor(sums), extras
+
+    def remote(self, batch: DataProto) -> Done:
+        scores = torch.zeros(len(batch), 3)
+        scores[:, 1] = self.sums.nan_to_num(0.0)
+        tensors = {"token_level_scores": scores, "score_failed": self.sums.isnan()}
+        columns = {f"reward_extra/{name}": np.array(v) for name, v in self.extras.items()}
+        numbers = {"reward/num_failed": float(self.sums.isnan().sum())}
+        numbers["reward/num_timed_out"] = 0.0
+        return Done((DataProto.from_dict(tensors, columns), numbers))
+
+    def close(self) -> None:
+        pass
+
+
+def batch() -> DataProto:
+    return DataProto.from_dict({"response_mask": MASK}, {"uid": np.array(["a", "a", "a", "b"])})
+
+
+def scores_of(*parts: Part, normalize: bool = True, overlong: Any = None) -> Any:
+    def call_model(config: RewardConfig) -> Done:
+        return Done(DataProto.from_dict({"rm_scores": torch.full((4, 3), config.weight)}))
+
+    return Rewards(list(parts), overlong).launch(batch(), call_model, normalize).get()
+
+
+def part(name: str, sums: list[float], extras: Any = None, **settings: Any) -> Part:
+    told: Any = Told(sums, **(extras or {}))
+    return Part(RewardConfig(name=name, **settings), told)
+
+
+def test_the_sum_is_weighted_and_every_part_is_logged() -> None:
+    model = Part(RewardConfig(name="style", kind="model", weight=0.5), None)
+    right = part("right", [1.0, 0.0, 1.0, 0.0], weight=2.0)
+    found, metrics = scores_of(right, model)
+    sums = found.batch["token_level_scores"].sum(-1)
+    assert sums.tolist() == [2 + 0.75, 0.75, 2 + 0.75, 0.75]  # 3 positions of 0.5, times 0.5
+    assert metrics["reward/right_score/mean"] == 0.5
+    assert metrics["reward/style_score/mean"] == 1.5
+    assert metrics["reward/right/num_failed"] == 0.0
+
+
+def test_extras_of_several_rewards_have_their_names_before_them() -> None:
+    one = part("one", [0.0] * 4, {"acc": [1.0, 2.0, 3.0, 4.0]})
+    two = part("two", [0.0] * 4, {"acc": [5.0, 6.0, 7.0, 8.0]})
+    found, _ = scores_of(one, two)
+    assert found.non_tensor_batch["reward_extra/one/acc"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert found.non_tensor_batch["reward_extra/two/acc"].tolist() == [5.0, 6.0, 7.0, 8.0]
+    alone, _ = scores_of(one)
+    assert list(alone.non_tensor_batch) == ["reward_extra/acc"]
+
+
+def test_normalised_scores_have_mean_zero_and_spread_one_but_in_validation() -> None:
+    sums = [1.0, 3.0, float("nan"), 8.0]
+    found, _ = scores_of(part("a", sums, normalize=True))
+    own = found.batch["token_level_scores"].double().sum(-1)
+    good = own[[0, 1, 3]]
+    assert good.mean().item() == pytest.approx(0, abs=1e-6)
+    assert good.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    assert own[2] == 0
+    plain, _ = scores_of(part("a", sums, normalize=True), normalize=False)
+    assert plain.batch["token_level_scores"].sum(-1).tolist() == [1.0, 3.0, 0.0, 8.0]
+
+
+def test_equal_scores_normalise_to_zero() -> None:
+    scores = torch.full((2, 3), 0.1)
+    found = normalized(scores, torch.ones(2, 3).bool(), torch.zeros(2).bool())
+    assert found.sum(-1).abs().max() < 1e-6
+
+
+def test_a_failure_ends_the_run_where_that_was_chosen() -> None:
+    judge = part("judge", [1.0, float("nan"), 0.0, 0.0], on_failure="fail")
+    with pytest.raises(RewardError, match="reward 'judge' failed for 1 of 4 samples"):
+        scores_of(judge)
+
+
+def test_a_skipped_sample_leaves_the_update_and_moves_no_baseline() -> None:
+    judge = part("judge", [1.0, float("nan"), 4.0, float("nan")], on_failure="skip")
+    found, metrics = scores_of(judge)
+    assert metrics["reward/num_skipped"] == 2.0
+    assert found.batch["token_level_scores"].sum(-1).tolist() == [1.0, 2.5, 4.0, 0.0]
+    assert found.batch["token_level_scores"][1].tolist() == [0.0, 0.0, 2.5]
+
+    kept = without_skipped(batch().union(found))
+    assert kept.batch["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 0, 0]]
+    assert found.non_tensor_batch[SKIPPED].tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_without_a_failure_a_mask_stays_the_same_object() -> None:
+    whole = batch()
+    assert without_skipped(whole) is whole
+
+
+def test_a_group_that_is_skipped_whole_scores_zero() -> None:
+    scores = torch.ones(4, 3)
+    skipped = torch.tensor([False, False, False, True])
+    uids = np.array(["a", "a", "a", "b"])
+    found = without_influence(scores, MASK.bool(), skipped, uids)
+    assert found[:3].equal(scores[:3])
+    assert found[3].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_overlong_responses_are_punished_softly() -> None:
+    buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=2.0)
+    lengths = torch.tensor([0, 4, 5, 6, 8])
+    mask = torch.arange(8) < lengths[:, None]
+    assert overlong_punishment(mask, buffer).tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
+
+    short = OverlongBufferConfig(enable=True, len=2, penalty_factor=1.0)
+    found, metrics = scores_of(part("rule", [1.0] * 4), overlong=short)
+    assert found.batch["token_level_scores"].sum(-1).tolist() == [0.5, 0.0, 0.5, 1.0]
+    assert found.non_tensor_batch["reward_extra/overlong_reward"].tolist() == [-0.5, -1.0, -0.5, 0]
+    assert metrics["reward/overlong_reward/mean"] == -0.5

@@ -1,0 +1,63 @@
+"""`verl-like serve-reward`: a reward function behind HTTP, until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import threading
+from collections.abc import Sequence
+
+from verl_like.errors import ConfigError
+from workers.rewards.process import FunctionSpec
+from workers.rewards.server import RewardServer
+
+ON_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    options = _parser().parse_args(arguments)
+    token = os.environ.get(options.token_env, "") if options.token_env else ""
+    if options.token_env and not token:
+        raise ConfigError(f"--token-env={options.token_env}: that variable is not set, or empty.")
+    if options.host not in ON_THIS_MACHINE and not token:
+        raise ConfigError(
+            f"--host={options.host} is open to other machines: give a secret by --token-env=NAME."
+        )
+
+    spec = _function(options)
+    try:
+        server = RewardServer(spec, options.host, options.port, token, options.batch_timeout_s)
+    except OSError as err:
+        raise ConfigError(f"{options.host}:{options.port} cannot be listened on: {err}") from err
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # in a thread of its own: shutdown waits for the loop that the signal interrupts
+        signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
+    print(f"{spec} answers at {server.url}", flush=True)
+    try:
+        server.serve_forever()
+    finally:
+        server.server_close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("verl-like serve-reward", description=__doc__)
+    add = parser.add_argument
+    add("--function", default="", help="FILE.py[:NAME] or MODULE[:NAME]; none: by data_source")
+    add("--kwargs", type=json.loads, default={}, help="JSON object of more keyword arguments")
+    add("--host", default="127.0.0.1", help="another one needs --token-env")
+    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--token-env", default="", help="environment variable with the bearer token to ask for")
+    add("--sample-timeout-s", type=float, default=10.0, help="deadline of one sample")
+    add("--batch-timeout-s", type=float, default=120.0, help="deadline of one request")
+    return parser
+
+
+def _function(options: argparse.Namespace) -> FunctionSpec:
+    if not options.function:
+        return FunctionSpec(deadline=options.sample_timeout_s)
+    path, _, name = options.function.partition(":")
+    return FunctionSpec(path, name or "compute_score", options.kwargs, options.sample_timeout_s)

@@ -1,0 +1,157 @@
+"""Scoring by a server that speaks HTTP: batches, retries, deadlines, a bearer token.
+
+`RemoteScorer` stands where `workers.rewards.scorer.Scorer` stands: samples in, an outcome for every
+sample out. What is sent and what an answer means is a protocol: `samples` is that of our own server
+(`workers.rewards.server`), `openrlhf` that of OpenRLHF's remote reward models, `openai` asks a
+language model for a verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from verl_like.errors import ConfigError
+from workers.rewards.call import Sample
+from workers.rewards.process import LATE, Outcome
+from workers.rewards.remote_protocols import PROTOCOLS, RemoteSpec, as_json
+
+AT_ONCE = 8
+"""Requests that are under way at the same time."""
+FIRST_WAIT_S = 0.25
+"""Wait before the first retry; it doubles with each, up to `LONGEST_WAIT_S`."""
+LONGEST_WAIT_S = 8.0
+LONGEST_ANSWER = 64 * 2**20
+"""Bytes of an answer beyond which it is refused."""
+WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""HTTP statuses after which the same request may well be answered."""
+
+
+class RemoteError(Exception):
+    """A request that was given up, in words."""
+
+
+class RemoteScorer:
+    """A reward server, from the driver's side."""
+
+    def __init__(self, spec: RemoteSpec, batch_deadline: float):
+        self._spec, self._batch_deadline = spec, batch_deadline
+        self._protocol = PROTOCOLS[spec.protocol]
+        self._token = _token(spec.token_env)
+        self._random = random.Random(0)  # of the waits between retries alone
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="remote reward")
+
+    def start(self) -> None:
+        """Ask for the scores of no samples; raises what is wrong with the server."""
+        try:
+            self._ask([], time.monotonic() + self._spec.timeout_s)
+        except (RemoteError, TimeoutError) as err:
+            raise ConfigError(
+                f"The reward server {self._spec.url} does not answer: {err}. Start it (`verl-like "
+                "serve-reward`), or mend the url."
+            ) from err
+
+    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """An outcome for every sample; those of a request that fails say why."""
+        end = time.monotonic() + self._batch_deadline
+        size = self._protocol.largest_batch or self._spec.batch_size
+        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+        answers = self._threads.map(lambda part: self._outcomes(part, end), parts)
+        return [outcome for part in answers for outcome in part]
+
+    def stop(self) -> None:
+        """Ask for nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _outcomes(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
+        try:
+            return self._ask(samples, end)
+        except TimeoutError:
+            return [(None, {}, LATE)] * len(samples)
+        except RemoteError as err:
+            return [(None, {}, str(err))] * len(samples)
+
+    def _ask(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
+        """One batch, asked again after what may pass: waits grow, and differ between clients."""
+        body = as_json(self._protocol.request(samples, self._spec))
+        wait = FIRST_WAIT_S
+        for attempt in range(self._spec.retries + 1):
+            try:
+                return self._protocol.outcomes(self._post(body, end), len(samples))
+            except _WorthARetry as err:
+                if attempt == self._spec.retries:
+                    tries = "once" if attempt == 0 else f"{attempt + 1} times"
+                    raise RemoteError(f"{self._spec.url}, asked {tries}: {err}") from err
+            except (KeyError, TypeError, ValueError) as err:
+                raise RemoteError(
+                    f"{self._spec.url} gave an answer of another form: {err}"
+                ) from err
+
+            pause = wait * self._random.uniform(0.5, 1.5)
+            if time.monotonic() + pause >= end:
+                raise TimeoutError(f"no time is left for another request to {self._spec.url}")
+            time.sleep(pause)
+            wait = min(2 * wait, LONGEST_WAIT_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _post(self, body: bytes, end: float) -> Any:
+        """The server's answer to one request, as JSON has it."""
+        patience = min(self._spec.timeout_s, end - time.monotonic())
+        if patience <= 0:
+            raise TimeoutError(f"no time is left for a request to {self._spec.url}")
+
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        request = urllib.request.Request(self._spec.url, body, headers)
+        try:
+            with _OPENER.open(request, timeout=patience) as response:
+                answer = response.read(LONGEST_ANSWER + 1)
+        except urllib.error.HTTPError as err:
+            said = f"status {err.code}: {err.read(300).decode('utf-8', 'replace').strip()}"
+            raise (_WorthARetry if err.code in WORTH_A_RETRY else RemoteError)(said) from err
+        except OSError as err:  # refused, reset, too slow; urllib's own errors among them
+            raise _WorthARetry(str(getattr(err, "reason", err)) or type(err).__name__) from err
+
+        if len(answer) > LONGEST_ANSWER:
+            raise RemoteError(f"{self._spec.url} gave more than {LONGEST_ANSWER} bytes")
+        return json.loads(answer)
+
+
+class _WorthARetry(Exception):
+    """A request that failed and may be answered the next time."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A bearer token must not follow a redirection to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
+def check_url(url: str, name: str) -> None:
+    """Refuse what is no address of a server; `name` is the reward's."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"reward {name!r}: url={url!r} is not of the form http://HOST:PORT/PATH.")
+
+
+def _token(variable: str) -> str:
+    if not variable:
+        return ""
+    if not os.environ.get(variable):
+        raise ConfigError(
+            f"token_env={variable}: there is no such environment variable, or it is empty."
+        )
+    return os.environ[variable]

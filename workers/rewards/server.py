@@ -1,0 +1,146 @@
+"""A reward function behind HTTP: `verl-like serve-reward`, for `kind: remote` of another machine.
+
+    server = RewardServer(FunctionSpec("rewards.py"), host="127.0.0.1", port=8000)
+    server.serve_forever()
+
+POST anything to any path: `{"samples": [row, ...]}` gets `{"outcomes": [...]}`, and OpenRLHF's
+`{"query", "prompts", "labels"}` gets `{"rewards": [...]}`. The function runs in processes of its
+own, as beside the driver (`workers.rewards.scorer`), so its numbers are the same.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from workers.rewards.call import Sample
+from workers.rewards.process import FunctionSpec, Outcome
+from workers.rewards.remote_protocols import as_json
+from workers.rewards.scorer import Scorer
+
+LONGEST_REQUEST = 256 * 2**20
+"""Bytes of a request beyond which it is refused."""
+PATIENCE_S = 60.0
+"""How long a client may take to send its request."""
+
+
+class RewardServer(ThreadingHTTPServer):
+    """Scores what it is posted; one batch at a time, as the function's processes are."""
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        function: FunctionSpec,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        batch_deadline: float = 120.0,
+    ):
+        """Loads the function, which may be refused; port 0 takes a free one."""
+        self.token = token
+        self._scorer, self._turn = Scorer(function, batch_deadline), threading.Lock()
+        try:
+            self._scorer.start()
+            super().__init__((host, port), _Handler)
+        except BaseException:
+            self._scorer.stop()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Where it is reached from this machine."""
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}/score"
+
+    def score(self, samples: list[Sample]) -> list[Outcome]:
+        """An outcome for every sample."""
+        with self._turn:
+            return self._scorer.score(samples)
+
+    def server_close(self) -> None:
+        """Give back the port, and end the function's processes."""
+        super().server_close()
+        self._scorer.stop()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: RewardServer
+    timeout = PATIENCE_S
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:  # noqa: N802 - the base class calls it so
+        """Score the posted samples."""
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > LONGEST_REQUEST:
+            self.close_connection = True  # what is not read would be taken for the next request
+            self._answer(413, {"error": f"a request has a length of at most {LONGEST_REQUEST}"})
+            return
+
+        body = self.rfile.read(int(length))
+        given = self.headers.get("Authorization", "")
+        expected = f"Bearer {self.server.token}"
+        if self.server.token and not hmac.compare_digest(given.encode(), expected.encode()):
+            self._answer(401, {"error": "the bearer token is missing, or another one"})
+            return
+
+        try:
+            content = json.loads(body)
+            samples = read_samples(content)
+        except (ValueError, TypeError, KeyError) as err:
+            self._answer(400, {"error": f"no samples in the request: {err!r:.200}"})
+            return
+        self._answer(200, as_answer(content, self.server.score(samples)))
+
+    def _answer(self, status: int, content: dict[str, Any]) -> None:
+        body = as_json(content)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: there are many, and they hold the user's data."""
+
+
+def read_samples(content: dict[str, Any]) -> list[Sample]:
+    """The samples of a request of either form."""
+    if "samples" in content:
+        samples = [dict(sample) for sample in content["samples"]]
+        for sample in samples:
+            sample.setdefault("data_source", "")
+            sample.setdefault("extra_info", {})
+        return samples
+
+    queries, labels = list(content["query"]), content.get("labels")
+    prompts = list(content.get("prompts", [""] * len(queries)))
+    truths = list(labels) if labels is not None else [None] * len(queries)
+    return [
+        {
+            "data_source": "",
+            "solution_str": query.removeprefix(prompt),
+            "ground_truth": truth,
+            "extra_info": {},
+            "raw_prompt": prompt,
+        }
+        for query, prompt, truth in zip(queries, prompts, truths, strict=True)
+    ]
+
+
+def as_answer(content: dict[str, Any], outcomes: list[Outcome]) -> dict[str, Any]:
+    """The outcomes in the form in which they were asked for."""
+    if "samples" in content:
+        rows: list[dict[str, Any]] = []
+        for score, extras, error in outcomes:
+            rows.append({"error": error} if score is None else {"score": score, **extras})
+        return {"outcomes": rows}
+
+    names = sorted({name for _, extras, _ in outcomes for name in extras})
+    return {
+        "rewards": [score for score, _, _ in outcomes],
+        "extra_logs": {name: [extras.get(name) for _, extras, _ in outcomes] for name in names},
+    }

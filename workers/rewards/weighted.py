@@ -1,0 +1,236 @@
+"""All rewards of a run: launched together, added up by weight, each logged.
+
+    rewards = make_rewards(rewards_of(config), tokenizer, data_sources, overlong)
+    future = rewards.launch(batch, call_model)      # returns at once
+    scores, metrics = future.get()                  # token_level_scores, reward_extra/*
+
+Functions and servers are asked by a `RewardManager` each; `call_model` starts a model's role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import RewardError
+from workers.columns import read_columns
+from workers.config import OverlongBufferConfig, RewardConfig
+from workers.rewards.functions import check_rules
+from workers.rewards.manager import RewardManager, Scored
+from workers.rewards.process import FunctionSpec
+from workers.rewards.remote import RemoteScorer, check_url
+from workers.rewards.remote_protocols import RemoteSpec
+from workers.rewards.scorer import Scorer
+
+SKIPPED = "reward_extra/skipped"
+"""Column: 1 where a sample is left out of the update, since a reward of it failed."""
+BATCH_DEADLINES = 12
+"""Deadlines of a sample that a batch gets."""
+SMALLEST_SPREAD = 1e-6
+
+
+def make_rewards(
+    configs: Sequence[RewardConfig],
+    tokenizer: Any,
+    data_sources: Iterable[str],
+    overlong: OverlongBufferConfig | None = None,
+) -> Rewards:
+    """The rewards that these sections ask for.
+
+    A function that cannot be loaded, data without a rule, and a server that does not answer are
+    refused here.
+    """
+    parts: list[Part] = []
+    rewards = Rewards(parts, overlong if overlong is not None and overlong.enable else None)
+    try:
+        for config in configs:
+            manager = None
+            if config.kind != "model":
+                scorer = _scorer(config, data_sources)
+                manager = RewardManager(tokenizer, scorer, config.default_score)
+            parts.append(Part(config, manager))
+    except BaseException:
+        rewards.close()
+        raise
+    return rewards
+
+
+def _scorer(config: RewardConfig, data_sources: Iterable[str]) -> Scorer | RemoteScorer:
+    deadline = BATCH_DEADLINES * config.timeout_s
+    if config.kind == "remote":
+        check_url(config.url, config.name)
+        names = "url", "protocol", "batch_size", "timeout_s", "retries", "token_env"
+        settings = {name: getattr(config, name) for name in (*names, "template", "model")}
+        return RemoteScorer(RemoteSpec(**settings), deadline)
+
+    if config.path:
+        spec = FunctionSpec(config.path, config.function, config.kwargs, config.timeout_s)
+        return Scorer(spec, deadline)
+    check_rules(data_sources)
+    return Scorer(FunctionSpec(deadline=config.timeout_s), deadline)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One reward; a model has no manager, its role scores."""
+
+    config: RewardConfig
+    manager: RewardManager | None
+
+
+class Rewards:
+    """The rewards of a run."""
+
+    def __init__(self, parts: list[Part], overlong: OverlongBufferConfig | None = None):
+        """`overlong` punishes long responses, whatever they score."""
+        self.parts, self.overlong = parts, overlong
+
+    def launch(
+        self, batch: DataProto, call_model: Callable[[RewardConfig], Any], normalize: bool = True
+    ) -> WeightedScores:
+        """Start every reward; without `normalize` scores stay what they are (validation)."""
+        futures = []
+        for part in self.parts:
+            is_model = part.manager is None
+            futures.append(call_model(part.config) if is_model else part.manager.remote(batch))
+        return WeightedScores(self, batch, futures, normalize)
+
+    def close(self) -> None:
+        """End the processes and connections."""
+        for part in self.parts:
+            if part.manager is not None:
+                part.manager.close()
+
+
+class WeightedScores:
+    """Scores that are being computed: a future of all parts."""
+
+    def __init__(self, rewards: Rewards, batch: DataProto, futures: Sequence[Any], normalize: bool):
+        """`futures` has one for each part."""
+        self._rewards, self._futures, self._normalize = rewards, futures, normalize
+        self._mask = read_columns(batch, "response_mask")["response_mask"].bool()
+        self._uids = batch.non_tensor_batch.get("uid", np.arange(len(batch)))
+
+    def done(self) -> bool:
+        """Whether `get` returns at once."""
+        return all(future.done() for future in self._futures)
+
+    def get(self, timeout: float | None = None) -> Scored:
+        """The weighted sum, the extras of every part, and metrics.
+
+        Waits at most `timeout` seconds for each part.
+        """
+        parts = self._rewards.parts
+        total = torch.zeros(self._mask.shape, dtype=torch.float32)
+        skipped = torch.zeros(len(total), dtype=torch.bool)
+        extras: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
+        for part, future in zip(parts, self._futures, strict=True):
+            scores, failed, own = self._take(part, future.get(timeout), metrics)
+            if part.config.on_failure == "skip":
+                skipped |= failed
+            if part.config.normalize and self._normalize:
+                scores = normalized(scores, self._mask, failed)
+            total += part.config.weight * scores
+            extras |= own
+
+        if self._rewards.overlong is not None:
+            punishment = overlong_punishment(self._mask, self._rewards.overlong)
+            total += at_last_token(punishment, self._mask)
+            extras["reward_extra/overlong_reward"] = punishment.double().numpy()
+            metrics["reward/overlong_reward/mean"] = punishment.mean().item()
+        if any(part.config.on_failure == "skip" for part in parts):
+            total = without_influence(total, self._mask, skipped, self._uids)
+            extras[SKIPPED] = skipped.double().numpy()
+            metrics["reward/num_skipped"] = float(skipped.sum())
+        return DataProto.from_dict({"token_level_scores": total}, extras), metrics
+
+    def _take(
+        self, part: Part, result: Any, metrics: dict[str, float]
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """A part's scores, which of its samples failed, its extra columns."""
+        name, several = part.config.name, len(self._rewards.parts) > 1
+        if part.manager is None:
+            scores = read_columns(result, "rm_scores")["rm_scores"]
+            failed = torch.zeros(len(scores), dtype=torch.bool)
+            own: dict[str, Any] = {}
+        else:
+            result, numbers = result
+            scores = read_columns(result, "token_level_scores")["token_level_scores"]
+            failed = read_columns(result, "score_failed")["score_failed"]
+            own = dict(result.non_tensor_batch)
+            _refuse(part.config, failed, numbers)
+            metrics |= _named(numbers, "reward/", name, several)
+            own = _named(own, "reward_extra/", name, several)
+        if several or name != "rule":  # a lone rule's score is critic/score/mean
+            metrics[f"reward/{name}_score/mean"] = scores.sum(-1).mean().item()
+        return scores, failed, own
+
+
+def _named(found: dict[str, Any], prefix: str, name: str, several: bool) -> dict[str, Any]:
+    """Of several rewards each has its name before its own words."""
+    if not several or name == "rule":
+        return found
+    return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in found.items()}
+
+
+def _refuse(config: RewardConfig, failed: Tensor, numbers: dict[str, float]) -> None:
+    if config.on_failure == "fail" and failed.any():
+        raise RewardError(
+            f"the reward {config.name!r} failed for {int(failed.sum())} of {len(failed)} samples "
+            f"({numbers['reward/num_timed_out']:.0f} passed their deadline; the log says what "
+            "happened to the first), and its on_failure is fail. Mend it, or take "
+            "on_failure=default or skip."
+        )
+
+
+def normalized(scores: Tensor, mask: Tensor, failed: Tensor) -> Tensor:
+    """Scores whose sums over a row have mean 0 and spread 1 over the rows that did not fail.
+
+    The shift goes to each row's last token; a row that failed gets 0, the mean.
+    """
+    sums = scores.double().sum(dim=-1)
+    good = sums[~failed]
+    if not len(good):
+        return torch.zeros_like(scores)
+    spread = good.std(correction=0).clamp(min=SMALLEST_SPREAD)
+    shift = at_last_token(torch.full_like(sums, -float(good.mean())), mask)
+    moved = ((scores + shift) / spread).float()
+    return moved.masked_fill(failed[:, None], 0.0)
+
+
+def without_influence(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) -> Tensor:
+    """Skipped rows get the mean of their group's other rows: no baseline moves by them.
+
+    In a group of which every row is skipped it is 0.
+    """
+    sums = scores.sum(dim=-1)
+    for uid in {uids[row] for row in skipped.nonzero()[:, 0].tolist()}:
+        group = torch.from_numpy(np.asarray(uids == uid))
+        good = sums[group & ~skipped]
+        sums[group & skipped] = good.mean() if len(good) else 0.0
+    return torch.where(skipped[:, None], at_last_token(sums, mask), scores)
+
+
+def at_last_token(values: Tensor, mask: Tensor) -> Tensor:
+    """[rows] numbers at each row's last token; the mask may have holes, so it is not its count."""
+    placed = torch.zeros(mask.shape, dtype=values.dtype)
+    places = torch.arange(mask.shape[-1])
+    placed[torch.arange(len(values)), (mask * places).amax(dim=-1)] = values
+    return placed
+
+
+def overlong_punishment(mask: Tensor, buffer: OverlongBufferConfig) -> Tensor:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) of every response.
+
+    0 up to `limit - buffer.len` tokens, from there falling evenly to `-buffer.penalty_factor` at
+    `limit`, the width of the mask.
+    """
+    excess = (mask.sum(dim=-1) - (mask.shape[-1] - buffer.len)).clamp(min=0)
+    return -excess.float() / buffer.len * buffer.penalty_factor
