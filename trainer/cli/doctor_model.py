@@ -15,7 +15,9 @@ from verl_like.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-WAYS = {
+    from workers.training.row_proof import Kind
+
+WAYS: dict[Kind, str] = {
     "packed": "packed: rows without their padding come out as each row by itself",
     "padded": "padded: packed rows are not right for this class, so padding is computed, too",
     "single": "one row a pass: neither packed nor padded rows are right for this class",
@@ -54,6 +56,7 @@ def _of_class(config: Any, model_cls: Any, device: torch.device) -> Iterator[Fin
 
     from workers.models.attention import resolve_attention
     from workers.models.stand_in import MODEL_ERRORS, stand_in
+    from workers.training.row_proof import prove_class
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     attention = resolve_attention("auto", device, dtype, model_cls, config)
@@ -66,18 +69,26 @@ def _of_class(config: Any, model_cls: Any, device: torch.device) -> Iterator[Fin
         detail = f"unknown, no small model of this class can be built: {error}"
         yield Finding("rows", detail, "train a few steps and compare", is_optional=True)
     else:
-        yield Finding("rows", _rows(config, config._attn_implementation))
+        kind, reasons = prove_class(config, config._attn_implementation, tuple(WAYS))
+        yield Finding("rows", _rows(kind, reasons))
+        yield Finding("attention of rows", _attention(small, kind == "packed", device, dtype))
         yield Finding("CPU functions", _fused(small))
         yield Finding("state", _state(small))
     yield _rollout(config)
 
 
-def _rows(config: Any, attention: str) -> str:
-    from workers.training.row_proof import prove_class
-
-    kind, reasons = prove_class(config, attention, ("packed", "padded", "single"))
+def _rows(kind: Kind, reasons: dict[str, str]) -> str:
     why = "; ".join(f"{way}: {reason}" for way, reason in reasons.items())
     return f"{WAYS[kind]} ({why})" if why else WAYS[kind]
+
+
+def _attention(small: Any, packs: bool, device: torch.device, dtype: torch.dtype) -> str:
+    """What computes it in training, as a run says at its start."""
+    from workers.training.attention import describe
+    from workers.training.varlen import find_kernel
+
+    kernel, why_not = find_kernel("auto", device, dtype)
+    return describe(small, packs, kernel, why_not).partition(": ")[2]
 
 
 def _fused(small: Any) -> str:

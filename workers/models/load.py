@@ -1,9 +1,10 @@
 """Weights from a Hugging Face folder into a module that has none, one tensor at a time.
 
-Each rank of a sharded module reads its own slices, and buffers whole. Names that the module and the
-folder spell differently are left to transformers, which reads the whole model on each rank. What
-the folder has and nothing takes is refused, as is a weight that nothing fills: a model with a part
-at its default computes other numbers without a word.
+Each rank of a sharded module reads its own slices, and buffers whole. Weights that a checkpoint has
+in other pieces (`workers.models.checkpoint_format`) are put together one at a time. Other folders
+are left to transformers, which reads the whole model on each rank. What the folder has and nothing
+takes is refused, as is a weight that nothing fills: a model with a part at its default computes
+other numbers without a word.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
+from workers.models.checkpoint_format import checkpoint_format
 from workers.models.folder import model_folder
 from workers.models.lora import initial_value, is_adapter
 from workers.models.state import named_state
@@ -66,8 +68,8 @@ def load_weights(
                 weight.zero_()
             elif (stored := source.find(origin)) is None:
                 missing.append(name)
-            elif (there := list(stored.get_shape())) != (here := list(weight.shape)):
-                unfit.append(f"{origin} (is {there}, config.json says {here})")
+            elif wrong := _other_shape(origin, stored, weight.shape):
+                unfit.append(wrong)
             else:
                 _copy(weight, stored, shard)
 
@@ -76,14 +78,14 @@ def load_weights(
             f"model.path={config.path!r} has no score.weight of [1, hidden]: it is no reward "
             "model with one output (a sequence classifier with num_labels=1)."
         )
-    if unfit:
-        raise ConfigError(
-            f"model.path={config.path!r}: weights do not fit: {', '.join(unfit[:20])}."
-        )
+    _refuse_unfit(config, unfit)
+    taken: set[str] = set()
+    if missing:
+        taken, missing = _load_converted(module, config, source, missing, shard)
     if missing:
         _load_through_transformers(module, config, missing, shard)
     else:
-        refuse_extra(module, config, source.unknown_to(module))
+        refuse_extra(module, config, source.unknown_to(module, taken))
 
 
 def materialize(module: Any, device: torch.device) -> None:
@@ -133,12 +135,13 @@ class Folder:
                 return self._open(self.files[spelled]).get_slice(spelled)
         return None
 
-    def unknown_to(self, module: Any) -> list[str]:
+    def unknown_to(self, module: Any, converted: set[str]) -> list[str]:
         """The entries that are no weight or buffer of `module`, under any of its names.
 
-        A body under another head than the folder's asks for no other head.
+        Nor are they among those that were `converted`. A body under another head than the folder's
+        asks for no other head.
         """
-        known = {
+        known = converted | {
             n.replace(".base_layer.", ".") for n, _ in module.named_parameters("", True, False)
         }
         known |= {name for name, _ in module.named_buffers("", True, False)}
@@ -160,6 +163,47 @@ class Folder:
                     f"model.path: {self.path / file} cannot be read: {error}"
                 ) from error
         return self.opened[file]
+
+
+def _load_converted(
+    module: Any, config: ModelConfig, source: Folder, missing: list[str], shard: int
+) -> tuple[set[str], list[str]]:
+    """Fill weights that the folder has in other pieces, a few at a time.
+
+    Returns the names of the pieces, and the weights for which they are not there either.
+    """
+    checkpoint = checkpoint_format(str(source.path))
+    targets = {name.replace(".base_layer.", "."): tensor for name, tensor in named_state(module)}
+    taken: set[str] = set()
+    left, filled = [], set[str]()
+    for name in missing:
+        origin = name.replace(".base_layer.", ".")
+        group = checkpoint.groups.get(origin)
+        if group is None or not all(source.find(piece) for piece in group.stored):
+            left.append(name)
+        elif origin not in filled:
+            shapes = group.stored.items()
+            found = [_other_shape(piece, source.find(piece), shape) for piece, shape in shapes]
+            _refuse_unfit(config, [wrong for wrong in found if wrong])
+            with torch.no_grad():
+                for one, value in group.read(lambda piece: source.find(piece)[:]).items():
+                    _copy(targets[one], value, shard)
+            filled |= set(group.names)
+            taken |= set(group.stored)
+    return taken, left
+
+
+def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:
+    """What is wrong with the shape of a folder's tensor; nothing is an empty text."""
+    there, here = list(stored.get_shape()), list(wanted)
+    return "" if there == here else f"{name} (is {there}, config.json says {here})"
+
+
+def _refuse_unfit(config: ModelConfig, unfit: list[str]) -> None:
+    if unfit:
+        raise ConfigError(
+            f"model.path={config.path!r}: weights do not fit: {', '.join(unfit[:20])}."
+        )
 
 
 def refuse_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None:

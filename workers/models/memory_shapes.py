@@ -75,9 +75,6 @@ def model_shapes(config: ModelConfig, head: Head, compute: torch.dtype) -> Model
         if type(child).__name__ in layers:
             inside |= {id(weight): weight.numel() for weight in child.parameters()}
 
-    heads = getattr(text, "num_attention_heads", None) or 0  # none: a model without attention
-    size = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
-    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
     num_weights = sum(weight.numel() for weight in module.parameters())
     return ModelShapes(
         num_weights=num_weights,
@@ -86,10 +83,28 @@ def model_shapes(config: ModelConfig, head: Head, compute: torch.dtype) -> Model
         num_outside_layers=num_weights - sum(inside.values()),
         hidden_size=text.hidden_size,
         outputs_per_read=text.vocab_size if head == "token" else 1,
-        key_value_numbers=2 * text.num_hidden_layers * key_value_heads * size,
+        key_value_numbers=text.num_hidden_layers * sum(cached_widths(text)),
         saved_per_token=saved_per_token(body, compute),
         compute_bytes=compute.itemsize,
     )
+
+
+def cached_widths(config: Any) -> tuple[int, int]:
+    """Numbers that a layer's KV cache holds for one token: of its keys, and of its values.
+
+    `config` is a text model's. Latent attention holds what keys and values are made from, and the
+    rotary part of the keys, which all heads share.
+    """
+    if getattr(config, "kv_lora_rank", None):
+        return config.qk_rope_head_dim, config.kv_lora_rank
+    heads = getattr(config, "num_attention_heads", None) or 0  # none: a model without attention
+    size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "multi_query", False) and not getattr(
+        config, "new_decoder_architecture", False
+    ):
+        groups = 1  # falcon, gpt_bigcode: all heads share their keys
+    return groups * size, groups * size
 
 
 def meta_model(config: ModelConfig, head: Head) -> Any:

@@ -4,10 +4,10 @@
 `row_layout`, which transformers hands on to the attention function.
 
 A packed row needs a mask that keeps its rows apart. A dense one costs the square of all tokens.
-FlashAttention takes the rows' bounds instead (`workers.training.varlen`). Where it does not run,
-rows of like length are laid as the rows of a rectangle, padded on the right: causal attention
-needs no mask then, since the padding comes after all that is real in its row. So time follows the
-real tokens, on every device.
+FlashAttention takes the rows' bounds instead (`workers.training.varlen`). Where it does not run, or
+leaves out the soft cap of a model's scores, rows of like length are laid as the rows of a
+rectangle, padded on the right: causal attention needs no mask then, since the padding comes after
+all that is real in its row. So time follows the real tokens, on every device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from workers.models.attention import soft_cap
-from workers.training.varlen import VarlenKernel
+from workers.training.varlen import VarlenKernel, capped_attention
 
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in transformers' interface."""
@@ -139,13 +139,11 @@ def packed_attention(
         rows = row_layout.cu_seqlens, row_layout.max_len
         settings: Any = {"scaling": scaling, "window": local.window, "softcap": softcap}
         return kernel(query, key, value, *rows, **settings).unsqueeze(0), None
-    if softcap is not None:
-        raise ValueError("soft-capping of attention scores (softcap) is not computed by rectangles")
 
     rectangles = row_layout.rectangles
     sizes = [rectangle.num_tokens for rectangle in rectangles]
     parts = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-    pieces = [_attend(*part, scaling, local) for part in parts]
+    pieces = [_attend(*part, scaling, local, softcap) for part in parts]
     output = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
     return output.unsqueeze(0), None  # contiguous, as some models take a view of it
 
@@ -157,13 +155,17 @@ def _attend(
     value: Tensor,
     scaling: float | None,
     local: LocalMask,
+    softcap: float | None,
 ) -> Tensor:
     """[tokens, heads, size] of the rectangle's rows."""
     width = rectangle.width
     is_local = min(local.window or width, local.chunk or width) < width
     q, k, v = (_to_rectangle(states, rectangle) for states in (query, key, value))
     is_float32 = query.dtype == value.dtype == torch.float32  # softmax never in a narrower type
-    if query.device.type == "cpu" and is_float32 and width <= MAX_SHORT:
+    if softcap is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = capped_attention(q, k, v, _causal_mask(width, local, query.device), scale, softcap)
+    elif query.device.type == "cpu" and is_float32 and width <= MAX_SHORT:
         padded = -(-width // 8) * 8
         mask = _causal_mask(padded, local, query.device)
         output = _attend_short(q, k, v, mask, scaling)
@@ -276,16 +278,15 @@ def _local_mask(
     return LocalMask(chunk=chunk) if local_size == chunk else LocalMask(window=local_size)
 
 
-def is_capped_by(kernel: VarlenKernel | None, module: Any) -> bool:
-    """Whether the kernel can take an eager module that is eager for its soft-capping alone."""
-    is_eager = module.config.get_text_config()._attn_implementation == "eager"
-    has_cap = soft_cap(module.config) is not None
-    return is_eager and has_cap and kernel is not None and kernel.has_softcap
+def takes_layout(module: Any) -> bool:
+    """Whether its packed rows go to `packed_attention`: under sdpa, or eager for its soft cap."""
+    built_with = module.config.get_text_config()._attn_implementation
+    return built_with == "sdpa" or (built_with == "eager" and soft_cap(module.config) is not None)
 
 
 @contextmanager
 def packed_rows(module: Any, kernel: VarlenKernel | None = None) -> Iterator[None]:
-    """Within, a module that attends by sdpa attends by `packed_attention`, with this kernel.
+    """Within, a module that `takes_layout` attends by `packed_attention`, with this kernel.
 
     A backward pass belongs inside, too.
     """
@@ -296,7 +297,7 @@ def packed_rows(module: Any, kernel: VarlenKernel | None = None) -> Iterator[Non
     AttentionMaskInterface.register(PACKED, _local_mask)
     config = module.config.get_text_config()
     before = config._attn_implementation
-    if before == "sdpa" or is_capped_by(kernel, module):
+    if takes_layout(module):
         config._attn_implementation = PACKED
     try:
         yield
@@ -311,11 +312,15 @@ def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str
     reason = f" ({why_not})" if why_not else ""
     if not packs:
         return f"attention of {model_type}: {built_with} on padded rows{reason}."
-    if kernel is not None and (built_with == "sdpa" or is_capped_by(kernel, module)):
-        return f"attention of {model_type}: packed rows by {kernel.name}, by their bounds{reason}."
-    if built_with == "sdpa":
+    if takes_layout(module):
+        has_cap = soft_cap(module.config) is not None
+        if kernel is not None and (kernel.has_softcap or not has_cap):
+            return (
+                f"attention of {model_type}: packed rows by {kernel.name}, by their bounds{reason}."
+            )
+        by = "matrix products with soft-capping" if has_cap else "sdpa"
         return (
-            f"attention of {model_type}: packed rows by sdpa, in rectangles of rows of like length"
+            f"attention of {model_type}: packed rows by {by}, in rectangles of rows of like length"
             f"{reason}; up to a fifth of a rectangle is padding, each is a call of its own, and a "
             "sliding window costs a mask of the square of its width."
         )

@@ -1,10 +1,10 @@
 """A trained model as a Hugging Face folder that plain `from_pretrained` loads.
 
 An actor becomes what it was loaded from: same configuration, tokenizer and type, new weights, LoRA
-merged; a buffer has the type that it has in the module, such as a router's float32. A critic
-becomes a sequence classifier with one label: body under the body's names and head as
-`score.weight`, so that `AutoModelForSequenceClassification`, or `AutoModel` for the body alone,
-loads it.
+merged, under the names that `save_pretrained` writes; a buffer has the type that it has in the
+module, such as a router's float32. A critic becomes a sequence classifier with one label: body
+under the body's names and head as `score.weight`, so that `AutoModelForSequenceClassification`, or
+`AutoModel` for the body alone, loads it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from workers.models.checkpoint_format import checkpoint_format
 from workers.models.folder import model_folder
 from workers.models.state import persistent_buffers
 
@@ -35,19 +36,20 @@ def export_huggingface(
     engine: TrainEngine, folder: Path, writes: bool, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Gather the weights on all ranks, by tensors; the one that `writes` puts them in `folder`."""
+    source = model_folder(engine.model_config.path)
     tensors = engine.named_full_tensors()
     buffers = {name for name, _ in persistent_buffers(engine.module)}
     try:
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
-            config = _copy_files(model_folder(engine.model_config.path), folder)
+            config = _copy_files(source, folder)
             if engine.head == "scalar":
                 config = _as_classifier(config)
                 (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
             name = config.get("dtype") or config.get("torch_dtype") or engine.model_config.dtype
             dtype = getattr(torch, name)
             typed = ((n, t if n in buffers else t.to(dtype)) for n, t in tensors)
-            _write_weights(typed, folder, shard_bytes)
+            _write_weights(checkpoint_format(str(source)).stored(typed), folder, shard_bytes)
     finally:
         # The other ranks are in the same collectives: go through them to the end.
         deque(tensors, maxlen=0)

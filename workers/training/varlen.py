@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,10 @@ States are [tokens, heads, size]; there may be fewer heads of keys than of queri
 """
 LARGEST_HEAD = 256
 """Sizes that FlashAttention takes: up to here, in steps of 8."""
+LARGEST_ERROR = 0.05
+"""Of outputs and gradients in 16 bits, over the largest of them."""
+KERNEL_ERRORS = (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError)
+"""What a library raises where it is not built for this machine, or has another signature."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +174,23 @@ def _checked(
     try:
         kernel = make(dtype)
         error = largest_error(kernel, device)
-    except (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError) as problem:
+    except KERNEL_ERRORS as problem:
         return None, f"{name} does not run here: {' '.join(str(problem).split())[:200]}"
-    return (kernel, "") if error < 0.05 else (None, f"{name} is off by {error:.2g} on a few rows")
+    if error >= LARGEST_ERROR:
+        return None, f"{name} is off by {error:.2g} on a few rows"
+    return replace(kernel, has_softcap=kernel.has_softcap and _caps(kernel, device)), ""
 
 
-def largest_error(kernel: VarlenKernel, device: torch.device) -> float:
+def _caps(kernel: VarlenKernel, device: torch.device) -> bool:
+    try:
+        return largest_error(kernel, device, softcap=0.5) < LARGEST_ERROR
+    except KERNEL_ERRORS:
+        return False
+
+
+def largest_error(
+    kernel: VarlenKernel, device: torch.device, softcap: float | None = None
+) -> float:
     """On a few short rows under a window: the most that outputs and gradients are off."""
     lengths, heads = [3, 1, 40], (4, 2, 2)
     generator = torch.Generator().manual_seed(0)
@@ -187,7 +202,7 @@ def largest_error(kernel: VarlenKernel, device: torch.device) -> float:
     found = []
     for attend in (partial(kernel, bounds=bounds, longest=40), partial(dense, lengths=lengths)):
         own = [part.clone().requires_grad_() for part in states]
-        output = attend(*own, window=7)
+        output = attend(*own, window=7, softcap=softcap)
         gradients = torch.autograd.grad(output.float().square().sum(), own)
         found.append([output.detach(), *gradients])
     differences = [(a - b).float().abs().max() for a, b in zip(*found, strict=True)]
@@ -196,15 +211,38 @@ def largest_error(kernel: VarlenKernel, device: torch.device) -> float:
 
 
 def dense(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """The same by torch's plain attention under a mask, row by row."""
+    """The same by plain attention under a mask, row by row."""
     outputs, parts = [], (part.split(list(lengths)) for part in (query, key, value))
     for row in zip(*parts, strict=True):
         places = torch.arange(len(row[0]), device=query.device)
         distance = places[:, None] - places
         mask = (distance >= 0) & (distance < (window or len(places)))
-        states = (part.transpose(0, 1)[None] for part in row)
-        output = scaled_dot_product_attention(*states, attn_mask=mask, enable_gqa=True)
+        states = [part.transpose(0, 1)[None] for part in row]
+        if softcap is None:
+            output = scaled_dot_product_attention(*states, attn_mask=mask, enable_gqa=True)
+        else:
+            output = capped_attention(*states, mask, query.shape[-1] ** -0.5, softcap)
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """Attention whose scores are bounded by tanh, as matrix products; scores are float32.
+
+    States are [rows, heads, tokens, size]. torch's fused attention has no such bound.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    capped = softcap * torch.tanh(scores / softcap)
+    probs = capped.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    return probs.to(value.dtype) @ value

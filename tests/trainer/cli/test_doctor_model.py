@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.workers.models.architectures import tiny_model_config
 from trainer.cli import main as cli
+from workers.training import varlen
+from workers.training.varlen import VarlenKernel
 
 
 def said(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -30,6 +33,7 @@ def test_each_path_of_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     text = said("llama", tmp_path, capsys)
     assert "llama, computed by LlamaForCausalLM" in text
     assert "ok rows packed" in text
+    assert "packed rows by sdpa, in rectangles" in text
     assert "LlamaAttention, LlamaMLP, LlamaRMSNorm" in text
     assert "persistent buffers: none" in text
     assert "native, hf or vllm" in text
@@ -42,6 +46,18 @@ def test_buffers_and_reasons_are_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "attention sdpa" not in text
     text = said("gpt_neo", tmp_path / "window", capsys)
     assert "native for rows of no more tokens than window_size=16" in text
+
+
+def test_a_kernel_is_named_for_a_model_whose_scores_it_can_cap(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "packed rows by matrix products with soft-capping, in rectangles" in said(
+        "gemma2", tmp_path, capsys
+    )
+    for has_softcap, words in ((True, "by flash-attn, by their bounds"), (False, "in rectangles")):
+        kernel = VarlenKernel("flash-attn", lambda *_: None, torch.bfloat16, has_softcap)
+        monkeypatch.setattr(varlen, "find_kernel", lambda *_, own=kernel: (own, ""))
+        assert words in said("gemma2", tmp_path, capsys)
 
 
 def test_a_folder_without_a_model_is_an_error(tmp_path: Path) -> None:

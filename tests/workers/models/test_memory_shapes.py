@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
+from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import tiny_config
 from workers.config import ModelConfig
-from workers.models.memory_shapes import ModelShapes, model_shapes
+from workers.models.memory_shapes import ModelShapes, cached_widths, model_shapes
 from workers.roles.actor import ActorWorker
 from workers.training import engine as engine_module
 from workers.training.engine import INPUTS
@@ -98,6 +99,19 @@ def test_weights_of_7b_are_those_of_the_meta_device(tmp_path: Path) -> None:
     assert shapes.num_trained == shapes.num_weights
     assert shapes.num_outside_layers == 2 * 102400 * 4096 + 4096
     assert shapes.key_value_numbers == 2 * 30 * 4096
+
+
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen3", "falcon", "gpt2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
+)
+def test_a_token_s_keys_and_values_are_those_that_transformers_caches(case: str) -> None:
+    model = build_tiny(tiny_model_config(case))
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(torch.arange(6, 16)[None], past_key_values=cache, use_cache=True)
+    widths = cached_widths(model.config.get_text_config())
+    held = {(layer.keys.numel(), layer.values.numel()) for layer in cache.layers}
+    assert {sum(numbers) for numbers in held} == {10 * sum(widths)}
 
 
 def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer(tmp_path: Path) -> None:

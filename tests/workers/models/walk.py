@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -190,6 +191,9 @@ def _gradient_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> fl
 
 def _export(module: Any, folder: Path) -> tuple[float, str]:
     export_huggingface(_engine(folder, False), folder / "export", writes=True)
+    names = [set(load_file(folder / of / "model.safetensors")) for of in ("model", "export")]
+    if names[0] != names[1]:
+        raise AssertionError(f"other names than save_pretrained's: {names[0] ^ names[1]}")
     again = type(module).from_pretrained(
         folder / "export",
         dtype=torch.float32,

@@ -16,6 +16,7 @@ from tests.workers.samples import make_batch, started, tiny_config
 from tests.workers.varlen_kernels import (
     flash_attn_package,
     flash_attn_varlen_func,
+    reference,
     varlen_attn,
     varlen_attn_without_groups,
 )
@@ -101,13 +102,28 @@ def test_heads_too_large_for_a_kernel_go_by_rectangles() -> None:
     assert torch.equal(attended(states, layout, FLASH), attended(states, layout, None))
 
 
-def test_scores_are_capped_by_a_kernel_that_can_or_not_at_all() -> None:
-    states = [torch.randn(1, 1, 4, 8) for _ in range(3)]
-    layout = RowLayout([3, 1], CPU)
-    capped = attended(states, layout, FLASH, softcap=0.1)
-    assert not torch.allclose(capped, attended(states, layout, FLASH), atol=1e-3)
-    with pytest.raises(ValueError, match="not computed by rectangles"):
-        attended(states, layout, KERNELS[1], softcap=0.1)
+@pytest.mark.parametrize("kernel", [FLASH, KERNELS[1], None], ids=["flash", "torch", "none"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_scores_are_capped_by_a_kernel_that_can_else_in_rectangles(
+    kernel: VarlenKernel | None, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    lengths, cap, scale = [9, 8, 3, 1, 40], 0.7, 0.9
+    layout = RowLayout(lengths, CPU)
+    states = [torch.randn(1, heads, sum(lengths), 16) for heads in (4, 2, 2)]
+    found = []
+    for is_twin in (False, True):
+        leaves = [part.clone().requires_grad_() for part in states]
+        if is_twin:
+            query, key, value = (part[0].transpose(0, 1) for part in leaves)
+            seen = (-1 if window is None else window - 1, 0)
+            output = reference(query, key, value, layout.cu_seqlens, scale, seen, cap)[None]
+        else:
+            settings = {"scaling": scale, "sliding_window": window, "softcap": cap}
+            output = attended(leaves, layout, kernel, **settings)
+        found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -150,6 +166,22 @@ def test_a_kernel_that_is_wrong_or_does_not_load_is_not_taken(
     assert kernel is None
     assert "flash_attn does not run here: undefined symbol" in reason
     assert "torch_varlen does not run here: its varlen_attn has no windows yet" in reason
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("wrong", ["is left out", "is refused"])
+def test_a_kernel_that_does_not_cap_scores_is_taken_for_models_without_a_cap(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_cap(*states: Any, **settings: Any) -> torch.Tensor:
+        if settings.pop("softcap", 0.0) and wrong == "is refused":
+            raise TypeError("unexpected keyword argument 'softcap'")
+        return flash_attn_varlen_func(*states, **settings)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package(without_cap))
+    kernel, _ = find_kernel("auto", CPU, BFLOAT16)
+    assert kernel is not None
+    assert (kernel.name, kernel.has_softcap) == ("flash-attn 2.8.3", False)
 
 
 def test_on_a_cpu_nothing_is_said_above_information(
@@ -201,6 +233,8 @@ def test_a_model_trains_by_a_kernel_as_without(
         found.append((log_probs, gradients(actor, make_batch(6), ACTOR_COLUMNS)))
         said = describe(actor.engine.module, True, own, "")
         assert ("packed rows by flash-attn, by their bounds" in said) == (own is not None)
+        without = describe(actor.engine.module, True, KERNELS[1], "")
+        assert ("in rectangles" in without) == (family == "Gemma2Config")
     (ours, our_gradients), (theirs, their_gradients) = found
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     for name, gradient in their_gradients.items():

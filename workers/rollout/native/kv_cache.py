@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from verl_like.errors import RolloutError
+from workers.models.memory_shapes import cached_widths
 
 BLOCK = 16
 """Widths are multiples of this many columns: the lanes of the widest vector instructions."""
@@ -62,8 +63,10 @@ def prefill_width(longest: int, prompt_width: int) -> int:
 
 def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float, least: int) -> int:
     """How many slots of `width` columns the limit allows; fewer than `least` are refused."""
-    _, groups, size = heads_of(config)
-    slot_bytes = 2 * config.num_hidden_layers * groups * size * width * dtype.itemsize
+    keys, values = cached_widths(config)
+    spare = keys if keys == values else keys + values  # see `Slots.spare`
+    per_token = config.num_hidden_layers * (keys + values) + spare
+    slot_bytes = per_token * width * dtype.itemsize
     fit = int(limit_gb * 2**30 / slot_bytes)
     if fit < least:
         raise RolloutError(

@@ -29,8 +29,8 @@ from workers.rollout.base import (
     ends_with_stop_string,
     output_of,
 )
+from workers.rollout.vllm.handover import Handover
 from workers.rollout.vllm.setup import check_version, expected_weights, process_environment
-from workers.weights.sink import refuse_problems
 
 EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
 UNQUANTIZED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -142,21 +142,17 @@ class VllmEngine(RolloutEngine):
                 "engine: vLLM takes no weights within a generation; control.abort() it first."
             )
 
-        account = self.expected.account()
+        handover = Handover(self.expected)
+        self.rank_checksums = []
         self._everywhere("begin_load")
         try:
-            for bucket in _buckets(account.watch(tensors)):
+            for bucket in _buckets(handover.pieces(tensors)):
                 self._send(bucket)
         finally:
-            self.rank_checksums = self._everywhere("finish_load")
+            arrivals = self._everywhere("finish_load")
             self.llm.llm_engine.reset_prefix_cache()
 
-        refuse_problems(
-            "engine",
-            missing=account.missing,
-            unknown=account.extra,
-            **{"of another shape": account.unfit},
-        )
+        self.rank_checksums = handover.verify(arrivals)
         if len(set(self.rank_checksums)) != 1:
             raise WeightSyncError(
                 f"engine: vLLM's ranks received different weights: {self.rank_checksums}."

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
+from workers.models.checkpoint_format import CheckpointFormat
 from workers.models.state import named_state
 
 TESTED = ("0.32", "0.33")
@@ -138,11 +139,13 @@ class Account:
 
 @dataclass(frozen=True)
 class ExpectedWeights:
-    """The weights of a model folder by Hugging Face's names, without loading them."""
+    """The weights of a model folder by its module's names, without loading them."""
 
     shapes: dict[str, torch.Size]
     tied: dict[str, str]
     vocab_size: int
+    checkpoint: CheckpointFormat
+    """vLLM's loaders take what checkpoints hold."""
 
     @property
     def num_elements(self) -> int:
@@ -168,4 +171,5 @@ def expected_weights(model_path: str) -> ExpectedWeights:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in shapes:
             tied[name] = first[id(parameter)]
-    return ExpectedWeights(shapes, tied, config.get_text_config().vocab_size)
+    vocab_size = config.get_text_config().vocab_size
+    return ExpectedWeights(shapes, tied, vocab_size, CheckpointFormat(model))

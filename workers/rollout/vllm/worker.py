@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms
-from workers.weights.checksum import byte_view, digest_of, hash_of
+from workers.rollout.vllm.handover import Arrivals, hash_in_float32
 
 
 class Sampler(nn.Module):
@@ -68,7 +68,7 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
-    _hashes: dict[str, tuple[list[int], int]]
+    _arrivals: Arrivals
 
     def install_sampler(self) -> list[str]:
         """Replace the sampler; returns the classes of the layers' methods: which quantization."""
@@ -97,19 +97,30 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._hashes, self._loaded = {}, set[str]()
+        self._arrivals = Arrivals({})
+        _forget_expert_kernels(self.model_runner.model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.model)
 
     def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Some of the weights, by Hugging Face's names."""
-        from vllm.config import set_current_vllm_config
-
+        """Some of the weights, as a checkpoint has them."""
         for name, tensor in tensors:
             own = tensor.detach().clone()  # held back by the loader until its layer is complete
-            self._hashes[name] = list(own.shape), hash_of(byte_view(own.float().cpu()))
-            with set_current_vllm_config(self.vllm_config), torch.no_grad():
-                self._loaded |= set(self.model_runner.model.load_weights([(name, own)]) or ())
+            self._arrivals.hashes[name] = hash_in_float32(own)
+            why_not = self._load_tensor(name, own)
+            if why_not is not None:
+                self._arrivals.unplaced[name] = why_not
+
+    def _load_tensor(self, name: str, tensor: Tensor) -> str | None:
+        """Why vLLM's model has no place for it, in its words; None where it took it."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            try:
+                filled = self.model_runner.model.load_weights([(name, tensor)])
+            except (KeyError, ValueError) as error:
+                return f" ({type(error).__name__}: {error})"
+        return None if filled is None or filled else ""
 
     def load_file(self, path: str) -> None:
         """Some of the weights, from a safetensors file that every rank can read."""
@@ -117,11 +128,24 @@ class WorkerExtension:
 
         self.load_tensors(load_file(Path(path)).items())
 
-    def finish_load(self) -> str:
-        """Back to the kernels' layout; returns the hash of what this rank was given."""
+    def finish_load(self) -> Arrivals:
+        """Back to the kernels' layout; returns what this rank was given."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             finalize_layerwise_reload(self.model_runner.model, self.model_runner.model_config)
-        return digest_of((name, shape, number) for name, (shape, number) in self._hashes.items())
+        return self._arrivals
+
+
+def _forget_expert_kernels(model: nn.Module) -> None:
+    """Have experts' kernels on CPUs built anew from the weights that are about to arrive.
+
+    vLLM packs the experts' weights when it builds their kernel, and keeps that over a reload, which
+    would leave weights that are not packed. On CUDA nothing is packed, and graphs hold the kernel.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        weight = next(module.parameters(recurse=False), None)
+        if weight is not None and weight.device.type == "cpu" and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None

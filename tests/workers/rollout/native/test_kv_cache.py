@@ -5,10 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import started, tiny_config
 from verl_like.errors import RolloutError
 from workers.roles.rollout import RolloutWorker
+from workers.rollout.native.grouped_attention import grouped_decoding
+from workers.rollout.native.kv_cache import (
+    CacheMemory,
+    SlotCache,
+    Slots,
+    least_window,
+    slot_width,
+    slots_that_fit,
+)
+from workers.rollout.native.module_forward import ModuleForward
 
 
 def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir: Path) -> None:
@@ -21,3 +33,24 @@ def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir: P
         started(RolloutWorker, config)
     config.actor_rollout_ref.rollout.kv_cache_gb = 3e-4
     assert 4 <= started(RolloutWorker, config).engine.max_active < 20
+
+
+@pytest.mark.parametrize(
+    "case", ["llama", "falcon", "gpt_bigcode", "bloom", "deepseek_v3", "minicpm3", "longcat_flash"]
+)
+def test_slots_take_the_memory_that_is_counted(case: str) -> None:
+    """Measured after a generation whose slots grew, so that a spare copy was made."""
+    model = build_tiny(tiny_model_config(case))
+    config, prompt_width, steps = model.config.get_text_config(), 16, 64
+    width, memory = slot_width(config, prompt_width, steps), CacheMemory()
+    slots = Slots(4, width, least_window(config), torch.device("cpu"), memory)
+    cache = SlotCache(config.num_hidden_layers, slots)
+    prompts = [[7] * 16] * 4
+    with torch.no_grad(), grouped_decoding(model):
+        forward = ModuleForward(model, cache)
+        cache.fit(1 + prompt_width, 0)
+        forward.prefill(prompts, prompt_width, torch.arange(4), 0)
+        cache.fit(width, 4)
+    held_gb = sum(whole.nbytes for whole in memory._taken) / 2**30
+    assert slots_that_fit(config, width, torch.float32, held_gb * 1.001, 1) == 4
+    assert slots_that_fit(config, width, torch.float32, held_gb * 0.999, 1) == 3

@@ -1,0 +1,151 @@
+"""Weights go to a checkpoint's names and pieces and come from them, a few at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.workers.models.architectures import build_tiny, tiny_model_config
+from tests.workers.samples import started, tiny_config
+from verl_like.errors import ConfigError
+from workers.models.checkpoint_format import checkpoint_format
+from workers.models.load import load_model
+from workers.models.state import named_state
+from workers.roles.critic import CriticWorker
+from workers.training.hf_export import export_huggingface
+
+FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v3", "kimi_linear", "hrm_text", "gpt2")
+"""Experts in one tensor, three tensors in one, one tensor in four, and nothing to convert."""
+
+
+def saved(folder: Path, family: str) -> Any:
+    """A tiny model, written by transformers into `folder`/model."""
+    module = build_tiny(tiny_model_config(family))
+    module.save_pretrained(folder / "model")
+    return module
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_tensors_are_those_that_save_pretrained_writes(
+    family: str, tmp_path: Path
+) -> None:
+    module = saved(tmp_path, family)
+    written = weights_in(tmp_path / "model")
+    checkpoint = checkpoint_format(str(tmp_path / "model"))
+    stored = dict(checkpoint.stored(reversed(list(named_state(module)))))
+    assert stored.keys() == written.keys() == checkpoint.names
+    assert all(stored[name].equal(written[name]) for name in written)
+    assert (stored.keys() != dict(named_state(module)).keys()) == (family != "gpt2")
+
+
+def test_a_weight_is_handed_on_before_the_next_is_asked_for(tmp_path: Path) -> None:
+    """So no more than one fused weight is held, and memory that is used again is left in time."""
+    module = saved(tmp_path, "mixtral")
+    asked: list[str] = []
+
+    def one_by_one() -> Any:
+        memory = torch.empty(0)
+        for name, weight in named_state(module):
+            asked.append(name)
+            memory.fill_(torch.nan)
+            memory = weight.detach().clone()
+            yield name, memory
+
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    first = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    for name, tensor in checkpoint_format(str(tmp_path / "model")).stored(one_by_one()):
+        assert tensor.isfinite().all()
+        if name == first:
+            assert asked[-1] == experts
+            break
+
+
+def test_weights_that_are_converted_together_are_copied_until_the_last_has_come(
+    tmp_path: Path,
+) -> None:
+    module = saved(tmp_path, "hrm_text")
+    memory = torch.empty(max(weight.numel() for weight in module.parameters()))
+
+    def in_one_memory() -> Any:
+        for name, weight in named_state(module):
+            there = memory[: weight.numel()].view(weight.shape)
+            yield name, there.copy_(weight.detach())
+
+    found = checkpoint_format(str(tmp_path / "model")).stored(in_one_memory())
+    written = weights_in(tmp_path / "model")
+    for name, tensor in found:
+        assert tensor.equal(written[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_is_loaded_without_the_whole_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = saved(tmp_path, family)
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("the whole model was read")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    loaded = load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token")
+    expected = dict(named_state(module))
+    found = dict(named_state(loaded))
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def edited(folder: Path, name: str, tensor: Tensor | None) -> None:
+    """Replace an entry of the folder, or drop it."""
+    weights = weights_in(folder / "model")
+    weights.pop(name, None)
+    if tensor is not None:
+        weights[name] = tensor
+    save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("experts.1.w2.weight", torch.ones(3, 4), r"experts.1.w2.weight \(is \[3, 4\], config"),
+        ("experts.9.w2.weight", torch.ones(2), r"1 entries that nothing .* takes: .*experts.9.w2"),
+    ],
+)
+def test_an_expert_that_does_not_fit_is_refused_by_name(
+    name: str, tensor: Tensor, words: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, "mixtral")
+    edited(tmp_path, f"model.layers.0.block_sparse_moe.{name}", tensor)
+    with pytest.raises(ConfigError, match=words):
+        load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token")
+
+
+def test_a_folder_with_fused_experts_is_loaded_too(tmp_path: Path) -> None:
+    module = saved(tmp_path, "mixtral")
+    weights = {name: weight.detach().contiguous() for name, weight in named_state(module)}
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token")
+    assert all(weights[name].equal(weight) for name, weight in named_state(loaded))
+
+
+def test_a_critic_of_experts_is_exported_as_a_classifier(tmp_path: Path) -> None:
+    saved(tmp_path, "mixtral")
+    engine = started(CriticWorker, tiny_config(tmp_path), 10).engine
+    with torch.no_grad():
+        engine.module.score.weight.normal_()
+    export_huggingface(engine, tmp_path / "critic", writes=True)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
+    ids = torch.arange(6, 14)[None]
+    with torch.no_grad():
+        expected = engine.module(input_ids=ids)[:, -1]
+        found = loaded(input_ids=ids).logits
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,129 @@
+"""Weights of a mixture of experts on their way to vLLM, which takes them expert by expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.distributed import run
+from tests.workers.rollout_engines import full_logits, make_prompts, requests_of, settings
+from verl_like.errors import WeightSyncError
+from workers.models.state import named_state, persistent_buffers
+from workers.rollout.base import EngineLimits
+from workers.rollout.vllm.handover import Arrivals, Handover, hash_in_float32
+from workers.rollout.vllm.setup import expected_weights
+from workers.weights.checksum import checksum_of
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=64,
+    hidden_size=128,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=32,
+    num_experts_per_tok=2,
+    max_position_embeddings=128,
+    initializer_range=0.1,
+)
+ROUTED = dict(moe_intermediate_size=64)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": dict(num_local_experts=4),
+    "qwen2_moe": dict(num_experts=4, shared_expert_intermediate_size=64) | ROUTED,
+    "qwen3_moe": dict(num_experts=4, norm_topk_prob=True) | ROUTED,
+}
+
+
+def save_model(folder: Path, family: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for _, buffer in persistent_buffers(model):
+        buffer.normal_()
+    model.save_pretrained(folder)
+    return model
+
+
+def arrived(handover: Handover, model: Any) -> dict[str, Tensor]:
+    return dict(handover.pieces((name, weight.detach()) for name, weight in named_state(model)))
+
+
+def hashes(pieces: dict[str, Tensor]) -> Any:
+    return {name: hash_in_float32(tensor) for name, tensor in pieces.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_sent_one_by_one_and_the_checksum_is_the_trainers(
+    family: str, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path, family)
+    handover = Handover(expected_weights(str(tmp_path)))
+    pieces = arrived(handover, model)
+    assert sum("experts.3." in name for name in pieces) == 3 * SIZES["num_hidden_layers"]
+    found = handover.verify([Arrivals(hashes(pieces)), Arrivals(hashes(pieces))])
+    assert found == [checksum_of(named_state(model))] * 2
+
+
+def test_an_expert_that_changed_on_its_way_to_one_rank_is_an_error(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "mixtral")
+    handover = Handover(expected_weights(str(tmp_path)))
+    pieces = arrived(handover, model)
+    good, name = hashes(pieces), "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    pieces[name][0, 0] += 1.0
+    with pytest.raises(WeightSyncError, match=f"1 changed on their way: {name}"):
+        handover.verify([Arrivals(good), Arrivals(hashes(pieces))])
+
+
+def test_a_name_that_no_rank_has_a_place_for_is_an_error(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "mixtral")
+    handover = Handover(expected_weights(str(tmp_path)))
+    found, words = hashes(arrived(handover, model)), {"lm_head.weight": " (KeyError: 'lm_head')"}
+    with pytest.raises(WeightSyncError, match="no place for: lm_head.weight .KeyError: 'lm_head'"):
+        handover.verify([Arrivals(found, words), Arrivals(found, words | {"other": ""})])
+    # an expert of another rank is not this one's
+    assert handover.verify([Arrivals(found, words), Arrivals(found)])
+
+
+def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
+    """vLLM's and transformers', of greedy tokens after each load; checksums are compared."""
+    from workers.rollout.vllm.engine import VllmEngine, VllmSettings
+
+    model = save_model(folder, family)
+    limits = EngineLimits(prompt_width=9, response_width=14, max_num_seqs=8, kv_cache_gb=1.0)
+    engine = VllmEngine(VllmSettings(str(folder)), limits)
+    prompts, found = make_prompts()[:4], []
+    for version in range(2):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.02 * torch.randn_like(weight))
+        engine.load_weights((name, weight.detach()) for name, weight in named_state(model))
+        engine.commit(version)
+        assert engine.weights_checksum() == checksum_of(named_state(model))
+
+        outputs = engine.generate(requests_of(prompts), settings(do_sample=False))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            steps = full_logits(model, prompt, output.tokens).log_softmax(-1)
+            found.append((output.log_probs, steps.gather(1, output.tokens[:, None])[:, 0]))
+
+    renamed = {"model.norm.scales": torch.ones(128)}
+    engine.expected.checkpoint.stored = lambda tensors: iter([*tensors, *renamed.items()])
+    with pytest.raises(WeightSyncError, match=r"has no place for: .*model.norm.scales"):
+        engine.load_weights((name, weight.detach()) for name, weight in named_state(model))
+    return found
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_computes_what_the_trainer_computes_and_refuses_names_it_does_not_know(
+    family: str, tmp_path: Path
+) -> None:
+    """In a process of its own: vLLM's groups of ranks are made once a process."""
+    (found,) = run(1, log_probs_of_two_versions, tmp_path, family, deadline_s=300)
+    for ours, theirs in found:
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)

@@ -1,0 +1,160 @@
+"""How the weights of a model are named and cut in its checkpoints, where a module holds others.
+
+transformers computes a mixture of experts from one tensor of all experts' weights; checkpoints, and
+whoever reads them (`from_pretrained`, vLLM), have a tensor for each expert. transformers knows how
+to convert the weights of every model type, whole models at a time. Here it is asked for a few
+weights at a time, as they come: for exports, for vLLM, and for loading without the whole model.
+
+    checkpoint = checkpoint_format(model_path)
+    for name, tensor in checkpoint.stored(named_tensors): ...     # as `save_pretrained` writes
+    checkpoint.groups[name].read(lambda stored: file[stored])       # {weight's name: tensor}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.models.state import named_state
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Weights of a module that are converted together, and what a checkpoint has for them."""
+
+    names: tuple[str, ...]
+    stored: dict[str, torch.Size]
+    """Names and shapes in the checkpoint."""
+    transforms: Transforms
+
+    @property
+    def is_same(self) -> bool:
+        """Whether a checkpoint holds the very same tensor under the same name."""
+        return self.names == tuple(self.stored)
+
+    def read(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The module's weights from the checkpoint's tensors."""
+        tensors = {name: read(name) for name in self.stored}
+        return tensors if self.is_same else self.transforms.to_module(tensors)
+
+
+class Transforms:
+    """transformers' conversions of one model type, in both directions."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        # which prefix a folder's names have is found out where they are looked up
+        found = [each for each in found if not isinstance(each, PrefixChange)]
+        backward = [each.reverse_transform() for each in reversed(found)]
+        self._to_module = _Direction(model, found, is_reverse=False)
+        self._to_stored = _Direction(model, backward, is_reverse=True)
+
+    def key_of(self, name: str) -> str:
+        """Equal for weights of the module that are converted together."""
+        return self._to_stored.rename(name)[0]
+
+    def to_stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint has for these weights of the module."""
+        return self._to_stored.convert(tensors)
+
+    def to_module(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The module's weights from all that a checkpoint has for them."""
+        return self._to_module.convert(tensors)
+
+
+class _Direction:
+    def __init__(self, model: Any, transforms: list[Any], is_reverse: bool) -> None:
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self.model, self.is_reverse = model, is_reverse
+        self.renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        self.converters = [each for each in transforms if isinstance(each, WeightConverter)]
+
+    def rename(self, name: str) -> tuple[str, str | None]:
+        """The first name that it becomes, and the pattern of its converter, if it has one."""
+        from transformers.core_model_loading import rename_source_key
+
+        renamed: tuple[str, str | None] = rename_source_key(
+            name, self.renamings, self.converters, reverse=self.is_reverse
+        )
+        return renamed
+
+    def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import WeightRenaming, dot_natural_key
+
+        started: dict[str, Any] = {}
+        for name in sorted(tensors, key=dot_natural_key):  # experts in the order of their numbers
+            key, pattern = self.rename(name)
+            if pattern is None:
+                started[key], pattern = WeightRenaming(name, key), name
+            elif key not in started:
+                started[key] = deepcopy(self._converter_of(pattern))
+            started[key].add_tensor(key, name, pattern, tensors[name])
+
+        converted: dict[str, Tensor] = {}
+        for key, transform in started.items():
+            made = transform.convert(key, model=self.model, config=self.model.config)
+            for name, value in made.items():
+                converted[name] = value[0] if isinstance(value, list) else value
+        return converted
+
+    def _converter_of(self, pattern: str) -> Any:
+        return next(each for each in self.converters if pattern in each.source_patterns)
+
+
+class CheckpointFormat:
+    """The groups of a causal LM's weights."""
+
+    def __init__(self, model: Any) -> None:
+        self.transforms = Transforms(model)
+        together: dict[str, dict[str, Tensor]] = {}
+        for name, weight in named_state(model):
+            empty = torch.empty(weight.shape, device="meta")
+            together.setdefault(self.transforms.key_of(name), {})[name] = empty
+
+        self.groups: dict[str, Group] = {}
+        for members in together.values():
+            converted = self.transforms.to_stored(members)
+            stored = {name: tensor.shape for name, tensor in converted.items()}
+            group = Group(tuple(members), stored, self.transforms)
+            self.groups |= dict.fromkeys(members, group)
+
+        self.names = {name for group in self.groups.values() for name in group.stored}
+        """Of all that a checkpoint holds."""
+        self.kept = {name for name, group in self.groups.items() if group.is_same}
+        """Names under which module and checkpoint hold the same tensor."""
+
+    def stored(self, tensors: Named) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a checkpoint, each group's when all of its weights have come.
+
+        A tensor is copied if it must wait; else its memory is read before the next is asked for.
+        """
+        waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
+        for name, tensor in tensors:
+            group = self.groups.get(name)
+            if group is None or group.is_same:  # a critic's score is no weight of the causal LM
+                yield name, tensor
+                continue
+            come = waiting.setdefault(group.names, {})
+            come[name] = tensor.clone() if len(group.names) > 1 else tensor
+            if len(come) == len(group.names):
+                yield from self.transforms.to_stored(waiting.pop(group.names)).items()
+
+
+def checkpoint_format(model_path: str) -> CheckpointFormat:
+    """Of the causal LM whose folder this is; only its configuration is read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    with torch.device("meta"):
+        return CheckpointFormat(AutoModelForCausalLM.from_config(config))
