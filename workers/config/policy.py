@@ -17,6 +17,7 @@ from workers.config.conditions import (
     SEVERAL_PASSES,
     SHUFFLES,
     STEERS_ENTROPY,
+    UPDATES_REFERENCE,
     USES_KL_LOSS,
     WEIGHS_ROLLOUT,
 )
@@ -136,7 +137,15 @@ def shuffle_seed(actor: ActorConfig) -> int | None:
 
 @dataclass(kw_only=True)
 class RefConfig:
-    """The frozen reference policy: the actor's initial weights."""
+    """The reference policy: the actor's initial weights, frozen unless `update_every` is set."""
+
+    update_every: int | None = key(None, above=0)
+    """Steps after which the actor's weights become the reference's; null leaves the initial ones.
+    """
+    ema_decay: float = key(0.0, at_least=0, read_when=UPDATES_REFERENCE)
+    """What then stays of the reference's own weights: 0 takes the actor's whole, 0.99 one part in a
+    hundred.
+    """
 
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
