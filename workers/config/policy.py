@@ -120,6 +120,8 @@ class ActorConfig:
     """Weight of that KL."""
     kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=USES_KL_LOSS)
     """Estimator of that KL."""
+    router_aux_loss_coef: float = key(0.0, at_least=0)
+    """Weight of the load-balancing loss of a mixture of experts; 0 leaves it out."""
     grad_clip: float = key(1.0, above=0)
     """Largest gradient norm."""
     optim: OptimConfig = key(factory=OptimConfig)
