@@ -28,6 +28,7 @@ def validate(config: PPOConfig) -> None:
     check_correction(config)
     _check_sharding(config)
     _check_schedules(config)
+    _check_reference(config)
     check_sampling_kwargs(
         config.actor_rollout_ref.rollout.sampling_kwargs, config.data.max_response_length
     )
@@ -152,3 +153,21 @@ def _check_schedules(config: PPOConfig) -> None:
     """The learning rates of actor and critic can be computed."""
     check_schedule(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
     check_schedule(critic_optim(config), "critic.optim")
+
+
+def _check_reference(config: PPOConfig) -> None:
+    """A reference that follows the actor has weights of its own, and does move."""
+    ref, lora_rank = config.actor_rollout_ref.ref, config.actor_rollout_ref.model.lora_rank
+    if ref.update_every is None:
+        return
+    if lora_rank > 0:
+        raise ConfigError(
+            f"actor_rollout_ref.ref.update_every={ref.update_every} with model.lora_rank="
+            f"{lora_rank}: the reference is the base that the adapters stand on, which must not "
+            "move. Leave update_every out, or train every weight (lora_rank=0)."
+        )
+    if ref.ema_decay >= 1:
+        raise ConfigError(
+            f"actor_rollout_ref.ref.ema_decay={ref.ema_decay:g}: the reference would never move; "
+            "it must be below 1, or leave update_every out."
+        )

@@ -161,6 +161,8 @@ def step_nodes(config: PPOConfig, own: Mapping[str, OwnStage] | None = None) -> 
     _add_update(graph)
     graph.end_stage("update")
     graph.on_driver("update_weights", "sync_weights", ("actor weights",), "rollout weights")
+    if config.actor_rollout_ref.ref.update_every is not None:
+        graph.on_driver("update_weights", "update_reference", ("actor weights",), "ref weights")
     graph.end_stage("update_weights")
     return graph.nodes
 

@@ -11,6 +11,7 @@ from trainer.ppo.memory import check_memory, device_type_of, memory_of_this_gpu
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
 from workers.models.folder import model_folder
+from workers.training.router_loss import check_routers
 
 
 def preflight(config: PPOConfig) -> None:
@@ -18,6 +19,8 @@ def preflight(config: PPOConfig) -> None:
     _check_model(config, "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
     if "critic" in config.role_mapping:
         _check_model(config, "critic.model.path", config.critic.model.path)
+    if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
+        check_routers(config.actor_rollout_ref.model.path)
     _check_tensor_parallel(config)
     _check_offload(config)
     device_type = device_type_of(config)

@@ -41,6 +41,7 @@ from trainer.ppo.metrics import (
 )
 from trainer.ppo.mismatch import mismatch_metrics
 from trainer.ppo.preflight import preflight
+from trainer.ppo.reference import update_reference
 from trainer.ppo.sample_source import SampleSource, SynchronousSource
 from trainer.ppo.samples import write_samples
 from trainer.ppo.sizes import batch_table
@@ -102,7 +103,7 @@ class PPOTrainer(Trainer):
         with self.clock("update"):
             updated = self.update(batch)
         with self.clock("update_weights"):
-            synced = self.sync()
+            synced = self.sync() | update_reference(self.config, self.groups, self.global_step)
         self.write_samples("rollouts", batch)
         return self.batch_metrics(batch) | sampled | scored | estimated | updated | synced
 

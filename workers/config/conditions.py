@@ -100,6 +100,11 @@ HAS_REFERENCE = When(
     "this run has no reference: set algorithm.use_kl_in_reward or "
     "actor_rollout_ref.actor.use_kl_loss",
 )
+UPDATES_REFERENCE = When(
+    "`update_every` is set",
+    lambda ref, _: ref.update_every is not None,
+    "ref.update_every is not set: the reference stands still",
+)
 HAS_LORA = When("`lora_rank` > 0", lambda model, _: model.lora_rank > 0, "model.lora_rank is 0")
 
 WARMS_UP_BY_SHARE = When(

@@ -20,6 +20,7 @@ from workers.config.conditions import (
     SEVERAL_PASSES,
     SHUFFLES,
     STEERS_ENTROPY,
+    UPDATES_REFERENCE,
     USES_KL_LOSS,
     WEIGHS_ROLLOUT,
 )
@@ -147,6 +148,8 @@ class ActorConfig:
     """Weight of that KL."""
     kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=USES_KL_LOSS)
     """Estimator of that KL."""
+    router_aux_loss_coef: float = key(0.0, at_least=0)
+    """Weight of the load-balancing loss of a mixture of experts; 0 leaves it out."""
     grad_clip: float = key(1.0, above=0)
     """Largest gradient norm."""
     optim: OptimConfig = key(factory=OptimConfig)
@@ -164,7 +167,15 @@ def shuffle_seed(actor: ActorConfig) -> int | None:
 
 @dataclass(kw_only=True)
 class RefConfig:
-    """The frozen reference policy: the actor's initial weights."""
+    """The reference policy: the actor's initial weights, frozen unless `update_every` is set."""
+
+    update_every: int | None = key(None, above=0)
+    """Steps after which the actor's weights become the reference's; null leaves the initial ones.
+    """
+    ema_decay: float = key(0.0, at_least=0, read_when=UPDATES_REFERENCE)
+    """What then stays of the reference's own weights: 0 takes the actor's whole, 0.99 one part in a
+    hundred.
+    """
 
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True

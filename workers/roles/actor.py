@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch
+from workers.training.router_loss import BalancedEngine
 from workers.weights.sync import WeightSender
 
 if TYPE_CHECKING:
@@ -71,7 +73,9 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             self.config.ppo_micro_batch_size_per_gpu,
             self.config.ppo_max_token_len_per_gpu,
         )
-        self.engine = TrainEngine(
+        coef = self.config.router_aux_loss_coef
+        engine_cls = partial(BalancedEngine, router_aux_loss_coef=coef) if coef else TrainEngine
+        self.engine = engine_cls(
             self.policy.model,
             self.config.fsdp_config,
             strategy=self.config.strategy,

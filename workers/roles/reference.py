@@ -1,27 +1,34 @@
-"""The reference: the actor's initial policy, frozen.
+"""The reference: the actor's initial policy, frozen, or following the actor from afar.
 
 Beside an actor that trains LoRA adapters it loads nothing: the actor's module with its adapters off
-is the reference.
+is the reference. Under `ref.update_every` the driver sends it the actor's weights now and then, as
+it does to a rollout, and checkpoints hold its own.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
+from verl_like.errors import CheckpointError
 from verl_like.process.worker import Worker
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_budget, log_prob_temperature
 from workers.training.engine import TrainEngine
+from workers.training.refresh import FollowingEngine
+from workers.weights.sync import SyncReport, WeightReceiver
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 
-class ReferenceWorker(Worker):
-    """Scores responses under the weights that training started from: those of the actor's path."""
+class ReferenceWorker(WeightReceiver, Worker):
+    """Scores responses under the weights that training started from, or under later ones."""
+
+    engine: Any
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
@@ -29,8 +36,11 @@ class ReferenceWorker(Worker):
         self.config = policy.ref
         self.temperature = log_prob_temperature(policy.rollout)
         self.budget = log_prob_budget(self.config, policy.actor)
-        self.engine = TrainEngine(
-            policy.model, self.config.fsdp_config, strategy=policy.actor.strategy
+        self.follows = self.config.update_every is not None
+        settings: dict[str, Any] = {"decay": self.config.ema_decay} if self.follows else {}
+        engine_cls = FollowingEngine if self.follows else TrainEngine
+        self.engine = engine_cls(
+            policy.model, self.config.fsdp_config, strategy=policy.actor.strategy, **settings
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -53,6 +63,35 @@ class ReferenceWorker(Worker):
         return DataProto(
             batch=TensorDict({"ref_log_prob": outputs["log_probs"]}, batch_size=[len(data)])
         )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, version: int) -> SyncReport:
+        """Move towards the weights of the actor in this process."""
+        actor: Any = self.sibling("actor")
+        assert actor is not None, "sync_weights sends weights to a reference in another process"
+        self.engine.load_weights(actor.engine.named_full_tensors())
+        self.engine.commit(version)
+        return SyncReport()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, step: int = 0) -> None:
+        """Random state, and the weights if they follow the actor's."""
+        super().save_checkpoint(path, step)
+        if self.follows:
+            self.engine.save(Path(path))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """The same; a reference that stood still has no weights to go on from."""
+        super().load_checkpoint(path)
+        if not self.follows:
+            return
+        if not (Path(path) / ".metadata").is_file():
+            raise CheckpointError(
+                f"{path} holds no weights: the reference of that run stood still. Leave out "
+                "actor_rollout_ref.ref.update_every, or start anew."
+            )
+        self.engine.load(Path(path))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:

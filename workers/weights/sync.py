@@ -35,11 +35,16 @@ from workers.weights.sink import describe_problems
 
 
 def sync_weights(
-    actor_group: Any, rollout_group: Any, version: int, bucket_mb: float = 16.0
+    actor_group: Any,
+    rollout_group: Any,
+    version: int,
+    bucket_mb: float = 16.0,
+    as_trained: bool = False,
 ) -> dict[str, float]:
     """Bring every rollout engine to the actor's weights, proven equal, as `version`.
 
-    Raises `WeightSyncError` where that fails on any rank.
+    They travel in the rollout's type, unless they shall arrive `as_trained`. Raises
+    `WeightSyncError` where it fails on any rank.
     """
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
@@ -48,6 +53,8 @@ def sync_weights(
         address = actor_group.open_weight_channel()[0]
         receive = partial(rollout_group.receive_weights.remote, address, version)
         send = partial(actor_group.send_weights.remote, rollout_group.world_size, bucket_mb)
+        if as_trained:
+            send = partial(send, as_trained=True)
         # A group of one may run in this very thread when it is called, so the larger group comes
         # first.
         sender_first = actor_group.world_size > rollout_group.world_size
@@ -110,9 +117,12 @@ class WeightSender:
         return f"{self._weight_store[1]}/{self._num_channels}"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def send_weights(self, num_receivers: int, bucket_mb: float) -> SyncReport:
+    def send_weights(
+        self, num_receivers: int, bucket_mb: float, as_trained: bool = False
+    ) -> SyncReport:
         """Gather tensor by tensor on all actor ranks; rank 0 sends them to all rollout ranks."""
-        tensors = self.engine.named_full_tensors(on_all_ranks=False, dtype=self.sent_dtype)
+        dtype = None if as_trained else self.sent_dtype
+        tensors = self.engine.named_full_tensors(on_all_ranks=False, dtype=dtype)
         try:
             if self._weight_store is None:
                 return SyncReport()

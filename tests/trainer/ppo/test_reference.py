@@ -1,0 +1,77 @@
+"""When the reference follows the actor in a run, at every placement and after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.recording import RecordingTrainer
+from tests.integration.runs import lines, numbers, overrides
+from trainer import load_config, run
+from trainer.ppo.dataflow import describe
+from trainer.ppo.step import Metrics
+from verl_like.errors import ConfigError
+
+EVERY_SECOND = ("actor_rollout_ref.ref.update_every=2", "trainer.backend=local")
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+AVERAGE = "actor_rollout_ref.ref.ema_decay=0.5"
+COUNT = "training/num_reference_updates"
+
+
+class Recorded(RecordingTrainer):
+    """Keeps the weights' hash of actor and reference after each step."""
+
+    def on_step_end(self, metrics: Metrics) -> None:
+        roles = ("actor", "ref")
+        self.history.append({role: set(self.groups[role].weights_checksum()) for role in roles})
+
+
+@pytest.mark.parametrize("placed", ["colocate", "standalone"])
+def test_the_reference_takes_the_actors_weights_every_second_step(
+    tiny_dir: Path, tmp_path: Path, placed: str
+) -> None:
+    devices = "trainer.n_gpus_per_node=3" if placed == "standalone" else "trainer.n_gpus_per_node=1"
+    settings = (*EVERY_SECOND, *GRPO, f"placement={placed}", devices)
+    run(load_config(overrides(tiny_dir, tmp_path, *settings)), Recorded)
+
+    first, *_ = Recorded.last.history
+    actor, ref = ([step[role] for step in Recorded.last.history[2::2]] for role in ("actor", "ref"))
+    assert len(actor) == 3
+    assert ref[0] == first["ref"] == first["actor"] != actor[0]
+    assert ref[1] == actor[1] == ref[2] != actor[2]
+    assert [line.get(COUNT) for line in lines(tmp_path)] == [None, 1.0, None]
+
+
+def test_a_resumed_run_goes_on_with_its_reference_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = (*EVERY_SECOND, *GRPO, AVERAGE, "placement=colocate", "trainer.save_freq=1")
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    for folder, lengths in ((whole, [4]), (parted, [1, 2, 3, 4])):
+        for length in lengths:
+            steps = f"trainer.total_training_steps={length}"
+            run(load_config(overrides(tiny_dir, folder, *settings, steps)))
+    assert numbers(parted) == numbers(whole)
+
+
+def test_the_graph_draws_it(tiny_dir: Path, tmp_path: Path) -> None:
+    config = load_config(overrides(tiny_dir, tmp_path, *EVERY_SECOND, "placement=colocate"))
+    assert "update_reference" in describe(config)
+    config.actor_rollout_ref.ref.update_every = None
+    assert "update_reference" not in describe(config)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["actor_rollout_ref.model.lora_rank=4"], "lora_rank=4.*must not move.*Leave update_every"),
+        (["actor_rollout_ref.ref.ema_decay=1"], "ema_decay=1: the reference would never move"),
+        (["algorithm.use_kl_in_reward=false"], "update_every is set.*has no reference"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(
+    tiny_dir: Path, tmp_path: Path, more: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(overrides(tiny_dir, tmp_path, *EVERY_SECOND, *more))

@@ -1,0 +1,144 @@
+"""A reference whose weights follow the actor's: averages, shards, precision, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.distributed import run
+from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from verl_like.errors import CheckpointError, WeightSyncError
+from workers.config import WorkersConfig
+from workers.roles.actor import ActorWorker
+from workers.roles.reference import ReferenceWorker
+
+DECAY = 0.75
+Weights = dict[str, torch.Tensor]
+
+
+def config_of(tiny_dir: Path | str, decay: float = DECAY) -> WorkersConfig:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    config.actor_rollout_ref.ref.update_every = 1
+    config.actor_rollout_ref.ref.ema_decay = decay
+    return config
+
+
+def beside(actor: ActorWorker, config: WorkersConfig) -> ReferenceWorker:
+    """A reference in the actor's process."""
+    reference = ReferenceWorker(config)
+    reference._siblings = {"actor": actor}
+    reference.init_model()
+    return reference
+
+
+def weights_of(worker: Any) -> Weights:
+    return {name: tensor.clone() for name, tensor in worker.engine.named_full_tensors()}
+
+
+def update(actor: ActorWorker, seed: int) -> None:
+    actor.update_actor(own_piece(make_batch(4, seed), actor.rank, actor.world_size))
+
+
+def follow(tiny_dir: str, decay: float, folder: str, saved: bool = False) -> list[Weights]:
+    """The actor's weights before and after each of two updates, then those of the reference.
+
+    With `saved`, another reference takes over between the two.
+    """
+    config = config_of(tiny_dir, decay)
+    actor = started(ActorWorker, config, 10)
+    reference = beside(actor, config)
+    found = [weights_of(actor)]
+    for seed in range(2):
+        update(actor, seed)
+        assert reference.update_weights(seed).error is None
+        found.append(weights_of(actor))
+        if saved and seed == 0:
+            reference.save_checkpoint(folder)
+            reference = beside(actor, config)
+            reference.load_checkpoint(folder)
+    return [*found, weights_of(reference)]
+
+
+def average_twin(policies: list[Weights], decay: float) -> Weights:
+    """The moving average in float64."""
+    average = {name: weight.double() for name, weight in policies[0].items()}
+    for policy in policies[1:]:
+        for name, weight in policy.items():
+            average[name] = decay * average[name] + (1 - decay) * weight.double()
+    return average
+
+
+def assert_average(found: list[Weights], decay: float) -> None:
+    *policies, reference = found
+    for name, expected in average_twin(policies, decay).items():
+        torch.testing.assert_close(reference[name].double(), expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("decay", [0.0, DECAY])
+def test_the_reference_is_the_average_of_the_actors_weights(
+    tiny_dir: Path, tmp_path: Path, decay: float
+) -> None:
+    found = follow(str(tiny_dir), decay, str(tmp_path))
+    assert_average(found, decay)
+    assert all(found[-1][name].equal(found[-2][name]) for name in found[-1]) == (decay == 0)
+
+
+def test_shards_move_as_the_whole_and_go_on_from_a_checkpoint(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    alone = follow(str(tiny_dir), DECAY, str(tmp_path / "one"), True)
+    assert_average(alone, DECAY)
+    for found in run(2, follow, str(tiny_dir), DECAY, str(tmp_path / "two"), True):
+        assert_average(found, DECAY)
+
+
+def test_a_checkpoint_of_one_rank_is_taken_over_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
+    whole = follow(str(tiny_dir), DECAY, str(tmp_path))[-1]
+    resumed = follow(str(tiny_dir), DECAY, str(tmp_path), True)[-1]
+    assert all(resumed[name].equal(weight) for name, weight in whole.items())
+
+
+def test_narrow_weights_are_averaged_in_float32(tiny_dir: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_dir, 0.999)
+    actor = started(ActorWorker, config, 10)
+    config.actor_rollout_ref.model.dtype = "bfloat16"
+    reference = beside(actor, config)
+    before = {name: average.clone() for name, average in reference.engine.averages.items()}
+    name, weight = next(actor.engine.named_full_tensors())
+    weight += 1.0
+    for version in range(3):
+        reference.update_weights(version)
+
+    expected = before[name] + (1 - 0.999**3) * (weight - before[name])
+    torch.testing.assert_close(reference.engine.averages[name], expected, rtol=0, atol=1e-6)
+    assert weights_of(reference)[name].equal(expected.bfloat16())
+
+    reference.save_checkpoint(str(tmp_path))
+    other = beside(actor, config)
+    other.load_checkpoint(str(tmp_path))
+    assert other.engine.averages[name].equal(reference.engine.averages[name])
+    assert weights_of(other)[name].equal(weights_of(reference)[name])
+
+
+def test_weights_of_another_model_are_refused_by_name(tiny_dir: Path) -> None:
+    actor = started(ActorWorker, config_of(tiny_dir), 1)
+    reference = beside(actor, config_of(tiny_dir))
+    tensors = weights_of(actor)
+    first, second, *_ = tensors
+    tensors["another.weight"] = tensors.pop(first)
+    tensors[second] = torch.zeros(2, 3)
+    with pytest.raises(WeightSyncError) as caught:
+        reference.engine.load_weights(tensors.items())
+    for part in (f"missing: {first}", "unknown: another.weight", "was sent [2, 3]"):
+        assert part in str(caught.value)
+
+
+def test_a_checkpoint_of_a_reference_that_stood_still_is_refused(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    started(ReferenceWorker, tiny_config(tiny_dir)).save_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"holds no weights.*ref.update_every"):
+        started(ReferenceWorker, config_of(tiny_dir)).load_checkpoint(str(tmp_path))

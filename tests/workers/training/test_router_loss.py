@@ -1,0 +1,182 @@
+"""The load-balancing loss of experts: its value, and what must not change it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.distributed import run
+from tests.workers.gradients import ACTOR_COLUMNS, Gradients, gradients
+from tests.workers.samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
+from verl_like.errors import ConfigError
+from workers.models.load import load_model
+from workers.parallel import fsdp
+from workers.roles.actor import ActorWorker
+from workers.training.microbatch import Budget
+from workers.training.router_loss import check_routers, load_balancing_loss
+
+NUM_EXPERTS, NUM_CHOSEN = 4, 2
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts": NUM_EXPERTS,
+    "num_experts_per_tok": NUM_CHOSEN,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def experts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small Qwen3-MoE whose routers prefer some experts."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES))
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):
+            torch.nn.init.normal_(parameter)
+    folder = tmp_path_factory.mktemp("experts")
+    model.save_pretrained(folder / "model")
+    return folder
+
+
+def actor_of(folder: Path, packed: bool = True, **actor: Any) -> ActorWorker:
+    config = tiny_config(folder, **{"router_aux_loss_coef": 0.5, "ppo_mini_batch_size": 6, **actor})
+    config.actor_rollout_ref.model.use_remove_padding = packed
+    return started(ActorWorker, config, 10)
+
+
+def logits_by_layer(folder: Path) -> list[torch.Tensor]:
+    """What transformers says of the tokens of each row by itself, up to the last that is read."""
+    model = load_model(tiny_config(folder).actor_rollout_ref.model, "token")
+    batch = make_batch(6).batch
+    layers: list[list[torch.Tensor]] = [[], []]
+    for tokens, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+        row = tokens[mask][None, :-1]  # nothing is asked of the last token
+        logits = model(input_ids=row, use_cache=False, output_router_logits=True).router_logits
+        for layer, found in zip(layers, logits, strict=True):
+            layer.append(found.detach())
+    return [torch.cat(layer) for layer in layers]
+
+
+def loss_twin(layers: list[torch.Tensor]) -> float:
+    """The definition, token by token in float64."""
+    total = 0.0
+    for layer in layers:
+        chosen, mass = [0.0] * NUM_EXPERTS, [0.0] * NUM_EXPERTS
+        for token in layer.double().softmax(dim=-1).tolist():
+            ranked = sorted(range(NUM_EXPERTS), key=lambda expert: -token[expert])
+            for expert in ranked[:NUM_CHOSEN]:
+                chosen[expert] += 1 / len(layer)
+            for expert in range(NUM_EXPERTS):
+                mass[expert] += token[expert] / len(layer)
+        total += NUM_EXPERTS * sum(f * p for f, p in zip(chosen, mass, strict=True))
+    return total / len(layers)
+
+
+def test_the_metric_is_the_definition_over_the_tokens_of_the_mini_batch(experts_dir: Path) -> None:
+    metrics = actor_of(experts_dir).update_actor(make_batch(6))
+    expected = loss_twin(logits_by_layer(experts_dir))
+    assert expected > NUM_CHOSEN + 0.05  # the routers are not balanced
+    assert metrics["actor/router_aux_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_in_one_layer_it_is_that_of_transformers(experts_dir: Path) -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    layer = logits_by_layer(experts_dir)[0]
+    chosen = layer.topk(NUM_CHOSEN).indices.flatten()
+    shares = torch.bincount(chosen, minlength=NUM_EXPERTS)[None] / len(layer)
+    ours = load_balancing_loss([layer], shares, len(layer))
+    theirs = load_balancing_loss_func((layer,), NUM_EXPERTS, NUM_CHOSEN)
+    torch.testing.assert_close(ours, theirs)
+
+
+def router_gradients(actor: ActorWorker, rows: int) -> Gradients:
+    return gradients(actor, make_batch(6), ACTOR_COLUMNS, Budget(rows=rows))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"packed": False}, {"checkpointing": True}],
+    ids=["packed", "padded", "checkpointing"],
+)
+def test_neither_the_cut_nor_the_way_of_the_rows_changes_the_gradient(
+    experts_dir: Path, changes: dict[str, bool]
+) -> None:
+    whole = router_gradients(actor_of(experts_dir), 6)
+    actor = actor_of(experts_dir, packed=changes.get("packed", True))
+    if changes.get("checkpointing"):
+        actor.engine.module.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        actor.engine.module.train()
+    for rows in (1, 4):
+        found = router_gradients(actor, rows)
+        for name, gradient in whole.items():
+            assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_the_weight_scales_what_it_adds_to_the_gradient(experts_dir: Path) -> None:
+    none, half, one = (
+        router_gradients(actor_of(experts_dir, router_aux_loss_coef=coef), 6)
+        for coef in (0.0, 0.5, 1.0)
+    )
+    name = "model.layers.0.mlp.gate.weight"
+    assert (one[name] - none[name]).norm() > 1e-3
+    torch.testing.assert_close(
+        one[name] - none[name], 2 * (half[name] - none[name]), rtol=1e-3, atol=1e-6
+    )
+
+
+def updated(folder: str, is_large: bool = False) -> dict[str, float]:
+    """An update of which the ranks have unequal numbers of rows and passes."""
+    if is_large:
+        fsdp.SMALL_ELEMENTS = 0
+    actor = actor_of(Path(folder), ppo_mini_batch_size=5, ppo_micro_batch_size_per_gpu=2)
+    batch = own_piece(make_batch(5), actor.rank, actor.world_size)
+    return learned(actor.update_actor(batch))
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_two_ranks_have_the_loss_of_one(experts_dir: Path, is_large: bool) -> None:
+    alone = updated(str(experts_dir))
+    for found in run(2, updated, str(experts_dir), is_large):
+        assert found == pytest.approx(alone, rel=1e-4, abs=1e-6)
+
+
+def test_updates_balance_the_experts(experts_dir: Path) -> None:
+    actor = actor_of(experts_dir, router_aux_loss_coef=1.0)
+    batch = make_batch(6)
+    batch.batch["advantages"].zero_()
+    losses = [actor.update_actor(batch)["actor/router_aux_loss"] for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.02
+
+
+def test_a_batch_without_responses_has_none(experts_dir: Path) -> None:
+    batch = make_batch(6)
+    batch.batch["response_mask"].zero_()
+    metrics = actor_of(experts_dir).update_actor(batch)
+    assert metrics["actor/router_aux_loss"] == metrics["actor/grad_norm"] == 0.0
+
+
+def test_a_model_without_experts_is_refused_before_the_start_and_when_it_is_built(
+    tiny_dir: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="has no load-balancing loss for model type 'llama'"):
+        check_routers(str(tiny_dir / "model"))
+    with pytest.raises(ConfigError, match="router_aux_loss_coef is set.*'llama'"):
+        actor_of(tiny_dir)
+
+
+def test_a_model_with_experts_is_not(experts_dir: Path) -> None:
+    check_routers(str(experts_dir / "model"))

@@ -1,0 +1,112 @@
+"""A frozen model whose weights follow a policy's: the reference under `ref.update_every`.
+
+Weights arrive whole and by name, as a rollout engine gets them (`workers.weights.sync`), whatever
+the sharding on either side; each rank keeps its rows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from workers.models.state import named_state, persistent_buffers
+from workers.parallel.collectives import Ranks
+from workers.training.engine import TrainEngine
+from workers.weights.sink import refuse_problems
+
+
+class FollowingEngine(TrainEngine):
+    """A frozen engine whose weights move to `decay` x their own + (1 - `decay`) x the policy's.
+
+    Weights narrower than float32 would round a small step to nothing, so what is averaged stands
+    beside them in float32. Buffers are the policy's.
+    """
+
+    def __init__(self, *args: Any, decay: float, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.decay = decay
+        self.version: int | None = None
+        self.averages: dict[str, Tensor] = {}
+        """Name -> what is averaged, where it is not the weight itself."""
+
+    def build(self, worker: Any, total_steps: int = 0) -> None:
+        """Load the model, and make what is averaged beside it."""
+        super().build(worker, total_steps)
+        for name, parameter in self.module.named_parameters():
+            if self.decay > 0 and parameter.dtype != torch.float32:
+                self.averages[name] = parameter.detach().float()
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Move towards these whole tensors; those that do not fit this model are refused."""
+        targets = dict(named_state(self.module))
+        buffers = {name for name, _ in persistent_buffers(self.module)}
+        unknown, unfit = [], []
+        for name, whole in tensors:
+            target = targets.pop(name, None)
+            if target is None:
+                unknown.append(name)
+            elif target.shape != whole.shape:
+                unfit.append(f"{name} (is {list(target.shape)}, was sent {list(whole.shape)})")
+            elif name in buffers:
+                target.copy_(whole)
+            else:
+                self._move(name, target, whole)
+        missing = list(targets)
+        refuse_problems("ref", missing=missing, unknown=unknown, **{"of another shape": unfit})
+
+    def _move(self, name: str, weight: Tensor, whole: Tensor) -> None:
+        """One parameter's own rows."""
+        average = own_part(self.averages.get(name, weight))
+        new = own_rows(weight, whole).to(average.device, average.dtype)
+        if self.decay == 0:
+            average.copy_(new)
+        else:
+            average.lerp_(new, 1.0 - self.decay)
+        if name in self.averages:
+            own_part(weight).copy_(average)
+
+    def commit(self, version: int) -> None:
+        """Name what was loaded."""
+        self.version = version
+
+    def save(self, folder: Path) -> None:
+        """Write the weights into `folder`; collective."""
+        ranks = Ranks(self.group, f"the reference's weights were not written into {folder}")
+        ranks.all_do(lambda: dcp.save(self._saved(), checkpoint_id=folder))
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Take over the weights that any number of ranks wrote into `folder`; collective."""
+        ranks = Ranks(self.group, f"the reference's weights were not loaded from {folder}")
+        ranks.all_do(lambda: dcp.load(self._saved(), checkpoint_id=folder))
+        weights = dict(self.module.named_parameters())
+        for name, average in self.averages.items():
+            own_part(weights[name]).copy_(own_part(average))
+
+    def _saved(self) -> dict[str, Tensor]:
+        """This rank's shards of what a later run goes on with, by name."""
+        state = {name: weight.detach() for name, weight in named_state(self.module)}
+        return state | self.averages
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, to be written."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def own_rows(weight: Tensor, whole: Tensor) -> Tensor:
+    """The rows of a whole tensor that this rank holds of the weight, as FSDP2 cuts them."""
+    if not isinstance(weight, DTensor):
+        return whole
+    mesh = weight.device_mesh
+    per_shard = -(-weight.shape[0] // mesh["shard"].size())
+    start = min(mesh.get_local_rank("shard") * per_shard, weight.shape[0])
+    return whole[start : start + len(own_part(weight))]

@@ -1,0 +1,172 @@
+"""The load-balancing loss of a mixture of experts: `actor.router_aux_loss_coef`.
+
+For one layer with E experts it is E x the sum over experts of f x p: f is the share of tokens that
+chose the expert (no gradient), p the mean over tokens of the router's softmax. Layers are averaged.
+Both are means over the tokens of the whole mini-batch, of all ranks, so f is counted first, in a
+forward pass of its own without gradients; then every micro-batch adds its tokens' share of p, and
+neither the cut nor the number of ranks changes the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_like.errors import ConfigError
+from workers.models.causal_lm import body_of
+from workers.models.folder import model_folder
+from workers.models.precision import computing_in
+from workers.training.engine import LossFn, TrainEngine
+from workers.training.microbatch import Budget, Columns, MiniBatch, all_reduce, passes
+from workers.training.packing import read, response_reads
+
+if TYPE_CHECKING:
+    from verl_like.process.worker import Worker
+
+
+class BalancedEngine(TrainEngine):
+    """A training engine whose loss has the routers' load-balancing loss in it."""
+
+    def __init__(self, *args: Any, router_aux_loss_coef: float, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.router_aux_loss_coef = router_aux_loss_coef
+        self.router_logits: list[Tensor] = []
+        """[tokens, experts] of every layer, of the pass that was run last."""
+
+    def build(self, worker: Worker, total_steps: int = 0) -> None:
+        """Load the model, and listen to its routers."""
+        super().build(worker, total_steps)
+        if not hasattr(self.module, "router_aux_loss_coef"):
+            raise ConfigError(no_routers(self.module.config.model_type))
+        self.num_chosen: int = self.module.num_experts_per_tok
+        for router, index in find_routers(self.module):
+            router.register_forward_hook(self._listener(index))
+
+    def _listener(self, index: int) -> Callable[..., None]:
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            logits = output[index] if isinstance(output, tuple) else output
+            self.router_logits.append(logits.flatten(0, -2).float())
+
+        return note
+
+    def _read(self, columns: Columns, reads: Tensor) -> Tensor:
+        feed = self.row_passes.feed(columns, reads, self.device)
+        self.router_logits.clear()
+        output = read(self.module, feed)
+        if not feed.packed:
+            real = feed.inputs["attention_mask"].flatten() != 0
+            self.router_logits = [logits[real] for logits in self.router_logits]
+        return output
+
+    def accumulate(
+        self,
+        batch: MiniBatch,
+        budget: Budget,
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        want_entropy: bool = False,
+    ) -> dict[str, float]:
+        """The same with the load-balancing loss, which is the metric `router_aux_loss`."""
+        counts, num_tokens = self.count_choices(batch, budget)
+        shares = counts / max(num_tokens, 1)
+
+        balanced = partial(self._balanced, loss_fn, shares, num_tokens)
+        return super().accumulate(batch, budget, balanced, temperature, want_entropy)
+
+    def _balanced(
+        self,
+        loss_fn: LossFn,
+        shares: Tensor,
+        num_tokens: int,
+        outputs: Columns,
+        columns: Columns,
+        batch: MiniBatch,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch, and the load-balancing loss of the pass that was just run."""
+        loss, metrics = loss_fn(outputs, columns, batch)
+        if not columns["response_mask"].any():  # a dummy's token is nobody's
+            return loss, {**metrics, "router_aux_loss": loss.new_zeros(())}
+
+        auxiliary = load_balancing_loss(self.router_logits, shares, num_tokens)
+        total = loss + self.router_aux_loss_coef * auxiliary
+        return total, {**metrics, "router_aux_loss": auxiliary}
+
+    @torch.no_grad()
+    def count_choices(self, batch: MiniBatch, budget: Budget) -> tuple[Tensor, int]:
+        """([layers, experts] tokens that chose each expert, tokens) of the mini-batch, all ranks.
+
+        A token counts once for every expert that it chose.
+        """
+        total: Tensor | None = None
+        cuts = self._cut(batch.columns, budget, response_reads)
+        for columns, num_real, _ in passes(batch.columns, cuts, self.group, self.device):
+            with computing_in(self.module, self.cast):
+                self._read(columns, response_reads(columns))
+            counted = torch.stack([self._counts(logits) for logits in self.router_logits])
+            counted = counted if num_real else torch.zeros_like(counted)
+            total = counted if total is None else total + counted
+
+        assert total is not None, "there is one pass at least"
+        all_reduce(total, self.group)
+        return total[:, :-1], int(total[0, -1])
+
+    def _counts(self, logits: Tensor) -> Tensor:
+        """Tokens that chose each expert of a layer, then all of its tokens."""
+        num_experts = logits.shape[-1]
+        chosen = logits.topk(self.num_chosen, dim=-1).indices.flatten()
+        counts = torch.bincount(chosen, minlength=num_experts + 1).double()
+        counts[-1] = len(logits)
+        return counts
+
+
+def load_balancing_loss(logits: list[Tensor], shares: Tensor, num_tokens: int) -> Tensor:
+    """The share of these tokens in the loss of a mini-batch of `num_tokens`.
+
+    `logits` are [tokens, experts] of every layer, `shares` [layers, experts] the part of the
+    mini-batch's tokens that chose each expert.
+
+    Source: Switch Transformer, arXiv 2101.03961, section 2.2, with every choice of a token counted
+    """
+    total = logits[0].new_zeros(())
+    for layer, share in zip(logits, shares.to(logits[0].dtype), strict=True):
+        mass = layer.softmax(dim=-1).sum(dim=0) / num_tokens
+        total = total + len(share) * (share * mass).sum()
+    return total / len(logits)
+
+
+def find_routers(module: Any) -> list[tuple[nn.Module, int]]:
+    """The routers of a model, in the order of its layers, and where each one's output has logits.
+
+    They are those whose logits transformers records.
+    """
+    recorded = getattr(body_of(module), "_can_record_outputs", None) or {}
+    recorders = recorded.get("router_logits", [])
+    found = []
+    for child_name, child in module.named_modules():
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            named = recorder.layer_name is None or recorder.layer_name in child_name
+            if named and isinstance(child, recorder.target_class):
+                found.append((child, recorder.index))
+    return found
+
+
+def check_routers(path: str) -> None:
+    """Refuse a model whose class knows no load-balancing loss."""
+    from transformers import AutoConfig
+
+    folder = model_folder(path, weights=False)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if not hasattr(config.get_text_config(), "router_aux_loss_coef"):
+        raise ConfigError(no_routers(config.model_type))
+
+
+def no_routers(model_type: str) -> str:
+    """Why a model has no such loss."""
+    return (
+        "actor.router_aux_loss_coef is set, and transformers has no load-balancing loss for model "
+        f"type {model_type!r}: it has no experts, or balances them otherwise. Leave it at 0."
+    )
