@@ -15,6 +15,8 @@ import torch
 
 from tests.integration.runs import overrides
 from trainer import load_config, run
+from trainer.ppo import step
+from trainer.ppo.correct_rollout import correct_rollout
 from trainer.ppo.step import PPOTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import COLUMNS
@@ -51,8 +53,8 @@ class Recorder:
         for name, cls in METHODS.items():
             method = name.partition(".")[2]
             patch.setattr(cls, method, self.noting_result(name, getattr(cls, method)))
-        for stage in ("generate", "update"):
-            patch.setattr(PPOTrainer, stage, self.noting_argument(getattr(PPOTrainer, stage)))
+        patch.setattr(PPOTrainer, "generate", self.noting_argument(PPOTrainer.generate))
+        patch.setattr(step, "correct_rollout", self.noting_corrected)
 
     def noting_result(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -71,6 +73,11 @@ class Recorder:
 
         return noted
 
+    def noting_corrected(self, *args: Any) -> tuple[DataProto, dict[str, float]]:
+        batch, metrics = correct_rollout(*args)
+        self.given["update_actor"] = columns_of(batch)
+        return batch, metrics
+
 
 @pytest.fixture(scope="module")
 def recorders(
@@ -85,6 +92,7 @@ def recorders(
         "actor_rollout_ref.rollout.top_k=20",
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.shuffle=true",
+        "correction=decoupled_token_is",
     ]
     made = []
     for name, changes in (("all", every_role), ("remax", ["algorithm.adv_estimator=remax"])):
@@ -105,7 +113,7 @@ def as_table_row(values: torch.Tensor | np.ndarray) -> tuple[str, str]:
 def test_a_step_s_columns_have_the_table_s_shapes_and_dtypes(recorders: list[Recorder]) -> None:
     found = {}
     for recorder in recorders:
-        for columns in (recorder.given["update"], *recorder.written.values()):
+        for columns in (recorder.given["update_actor"], *recorder.written.values()):
             found |= {name: as_table_row(values) for name, values in columns.items()}
     assert found == {name: (column.shape, column.dtype) for name, column in COLUMNS.items()}
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from verl_like.tensor_ops import masked_mean, masked_sum
 from workers.losses.correction_bounds import SECTION, Bounds, weight_bounds
-from workers.losses.correction_gauge import CorrectionGauge
+from workers.losses.correction_gauge import CorrectionGauge, Values
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
 from workers.losses.rejection import Criterion, criteria_of
 
@@ -146,11 +146,12 @@ class RolloutCorrection:
 
         filled = inside.any(dim=-1)
         rows = masked_mean(weights, inside, axis=-1)[filled]
+        raw_rows = masked_mean(raw, inside, axis=-1)[filled]
         if self.level == "token":
-            judged, extremes = raw[inside], weights[inside]
+            values = Values(weights[inside], rows, weights[inside], raw[inside], raw_rows)
         else:
-            judged = extremes = raw.amax(dim=-1)[filled]
-        gauge.add("rollout_is", weights[inside], rows, judged, extremes)
+            values = Values(weights[inside], rows, raw_rows, raw_rows, raw_rows)
+        gauge.add("rollout_is", values)
         if self.bounds.lower is not None:
             gauge.add_fraction("rollout_is_oob_ratio", weights == 0, inside)
         return weights
@@ -181,7 +182,7 @@ def _measure(criterion: Criterion, figures: Tensor, inside: Tensor, gauge: Corre
     tokens = figures[inside]
     rows = masked_mean(figures, inside, axis=-1)[inside.any(dim=-1)]
     judged = tokens if criterion.judges_tokens else rows
-    gauge.add(f"rollout_rs_{criterion.name}", tokens, rows, judged, judged)
+    gauge.add(f"rollout_rs_{criterion.name}", Values(tokens, rows, judged, judged, rows))
 
 
 def _count_rejected(name: str, kept: Tensor, inside: Tensor, gauge: CorrectionGauge) -> None:

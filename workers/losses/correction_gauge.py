@@ -8,6 +8,7 @@ without tokens are in none of them. Filled by `correction.RolloutCorrection`.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,21 @@ SUMS = (
     *("rows", "row_sum", "row_square", "row_high", "row_low"),
 )
 MAXIMA = ("extreme", "minus_extreme", "row", "minus_row", "row_deviation")
+
+
+class Values(NamedTuple):
+    """One quantity in a part of a batch, in flat lists of numbers."""
+
+    tokens: Tensor
+    """Of every token."""
+    rows: Tensor
+    """Of every sequence that has tokens."""
+    extremes: Tensor
+    """Those of which the largest and the smallest are shown."""
+    judged: Tensor
+    """Those compared with the bounds."""
+    judged_rows: Tensor
+    """The same of sequences."""
 
 
 class Spread:
@@ -38,19 +54,17 @@ class Spread:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64)
         self.maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64)
 
-    def add(self, tokens: Tensor, rows: Tensor, judged: Tensor, extremes: Tensor) -> None:
-        """Take in flat values: each token's, each sequence's, those compared with the bounds, and
-        those whose extremes are shown.
-        """
-        if not len(tokens):
+    def add(self, values: Values) -> None:
+        """Take in one part of a batch."""
+        if not len(values.tokens):
             return
-        tokens, rows, judged, extremes = (
-            values.detach().cpu().double() for values in (tokens, rows, judged, extremes)
+        tokens, rows, extremes, judged, judged_rows = (
+            numbers.detach().cpu().double() for numbers in values
         )
         clamped = tokens.clamp(self.floor, self.bounds.upper)
         own = (len(tokens), tokens.sum(), clamped.sum(), clamped.square().sum())
         compared = (len(judged), *self._outside(judged))
-        of_rows = (len(rows), rows.sum(), rows.square().sum(), *self._outside(rows))
+        of_rows = (len(rows), rows.sum(), rows.square().sum(), *self._outside(judged_rows))
         self.sums += torch.tensor([*own, *compared, *of_rows], dtype=torch.float64)
 
         deviation = (rows - self.ideal).abs().max()
@@ -113,11 +127,9 @@ class CorrectionGauge:
             self.spreads[f"rollout_rs_{name}"] = Spread(bounds, ideal=0.0)
         self.fractions: dict[str, Tensor] = {}
 
-    def add(
-        self, name: str, tokens: Tensor, rows: Tensor, judged: Tensor, extremes: Tensor
-    ) -> None:
-        """Take in the values of one quantity; see `Spread.add`."""
-        self.spreads[name].add(tokens, rows, judged, extremes)
+    def add(self, name: str, values: Values) -> None:
+        """Take in the values of one quantity."""
+        self.spreads[name].add(values)
 
     def add_fraction(self, name: str, part: Tensor, whole: Tensor) -> None:
         """Take in how much of `whole` is in `part` too, both booleans of one shape."""

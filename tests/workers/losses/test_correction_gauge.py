@@ -28,15 +28,16 @@ Rows = list[list[float]]
 
 def figures_of(
     values: Rows,
+    raw: Rows,
     judged: list[float],
     extremes: list[float],
     bounds: tuple[float, float],
     **how: Any,
 ) -> dict[str, float]:
-    """What `Spread` says, from each row's list of values."""
+    """What `Spread` says, from each row's list of values, and of those before the bounds."""
     lower, upper = bounds
     tokens = sum(values, [])
-    rows = [sum(row) / len(row) for row in values if row]
+    rows, raw_rows = means_of(values), means_of(raw)
     clamped = [min(max(value, how["floor"]), upper) for value in tokens]
     return {
         "mean": sum(tokens) / len(tokens),
@@ -50,9 +51,13 @@ def figures_of(
         "seq_max": max(rows),
         "seq_min": min(rows),
         "seq_max_deviation": max(abs(row - how["ideal"]) for row in rows),
-        "seq_fraction_high": share([row > upper for row in rows]),
-        "seq_fraction_low": share([row < lower for row in rows]),
+        "seq_fraction_high": share([row > upper for row in raw_rows]),
+        "seq_fraction_low": share([row < lower for row in raw_rows]),
     }
+
+
+def means_of(values: Rows) -> list[float]:
+    return [sum(row) / len(row) for row in values if row]
 
 
 def share(flags: list[bool]) -> float:
@@ -74,7 +79,7 @@ def test_the_figures_of_weights_equal_plain_python(batch, level, threshold):
     extremes = sum(applied, []) if level == "token" else judged
     bounds = (0.7 if "_" in threshold else 1 / 1.4, 1.4)
     how = {"floor": 0.0, "ideal": 1.0, "fraction": "ratio_fraction"}
-    expected = figures_of(applied, judged, extremes, bounds, **how)
+    expected = figures_of(applied, raw, judged, extremes, bounds, **how)
 
     tokens = sum(applied, [])
     squares = sum(weight**2 for weight in tokens) / len(tokens)
@@ -100,7 +105,7 @@ def test_the_figures_of_a_criterion_equal_plain_python(batch, name):
     is_k1 = name.endswith("k1")
     bounds = (math.log(numbers[0]), math.log(numbers[1])) if is_k1 else (-math.inf, numbers[0])
     how = {"floor": bounds[0] if is_k1 else 0.0, "ideal": 0.0, "fraction": "fraction"}
-    expected = figures_of(values, judged, judged, bounds, **how)
+    expected = figures_of(values, values, judged, judged, bounds, **how)
 
     rejected = [[not plain_keeps(value, name) for value in row] for row in values]
     masked = {
