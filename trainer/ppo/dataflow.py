@@ -18,6 +18,7 @@ from trainer.ppo.config import PPOConfig
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import reads_of
+from workers.losses.registry import get_policy_loss, token_chooser
 
 OWN_POOL = "?"
 """Where the code of a subclass runs: it may call any role."""
@@ -32,9 +33,11 @@ def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
 
     True if the first forward pass of the update sees every row under the weights that made it, and
     nothing reads the old log-probs earlier: one mini-batch, one epoch, no KL in the reward, no
-    importance correction. (Models train without dropout.)
+    importance correction, no loss that chooses tokens by them. (Models train without dropout.)
     """
     actor = config.actor_rollout_ref.actor
+    if token_chooser(get_policy_loss(actor.policy_loss.loss_mode)) is not None:
+        return False
     if config.algorithm.rollout_correction.rollout_is is not None:
         return False
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size != config.data.train_batch_size:

@@ -24,7 +24,7 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.ppo.balance import balance_ranks
 from trainer.ppo.call_results import join_results, numbers_of
-from trainer.ppo.compute_advantage import compute_advantage
+from trainer.ppo.compute_advantage import columns_read, compute_advantage, settings_of
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
 from trainer.ppo.dynamic_sampling import collect_groups
@@ -37,9 +37,11 @@ from trainer.ppo.metrics import (
 )
 from trainer.ppo.mismatch import mismatch_metrics
 from trainer.ppo.preflight import preflight
+from trainer.ppo.running_norm import RunningNorm
 from trainer.ppo.sample_source import SampleSource, SynchronousSource
 from trainer.ppo.samples import write_samples
 from trainer.ppo.sizes import batch_table
+from trainer.ppo.update_samples import samples_of_update
 from trainer.ppo.validation import name_metrics, sample_all
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
@@ -82,6 +84,7 @@ class PPOTrainer(Trainer):
         self.loader = loader
         self.rewards = rewards
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        self.running_norm = RunningNorm(config.algorithm.running_norm)
         self.source: SampleSource = SynchronousSource(loader, self.make_samples)
         self.weight_version = 0
 
@@ -189,7 +192,9 @@ class PPOTrainer(Trainer):
         """
         calls = [] if has_column(batch, "token_level_scores") else [self.launch_rewards(batch)]
         if not self.policy_is_current(batch):
-            calls.append(self.call("actor", "compute_log_prob", batch))
+            wanted = columns_read(self.config.algorithm.adv_estimator)
+            squares = {"sum_pi_squared": True} if "sum_pi_squared" in wanted else {}
+            calls.append(self.call("actor", "compute_log_prob", batch, **squares))
         if "ref" in self.groups:
             calls.append(self.call("ref", "compute_ref_log_prob", batch))
         if "critic" in self.groups:
@@ -207,24 +212,21 @@ class PPOTrainer(Trainer):
         if algorithm.score_clip is not None:
             batch, metrics = clamp_scores(batch, algorithm.score_clip)
 
+        scores, score_metrics = self.running_norm.scores(batch)
+        metrics |= score_metrics
         if algorithm.use_kl_in_reward:
-            batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
+            batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty, scores)
             metrics |= kl_metrics
         else:
-            scores = read_columns(batch, "token_level_scores")["token_level_scores"]
             write_columns(batch, token_level_rewards=scores)
 
-        batch = compute_advantage(
-            batch,
-            adv_estimator=algorithm.adv_estimator,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        )
-        return batch, metrics
+        batch = compute_advantage(batch, **settings_of(algorithm))
+        batch, advantage_metrics = self.running_norm.advantages(batch)
+        return batch, metrics | advantage_metrics
 
     def update(self, batch: DataProto) -> Metrics:
         """Critic and actor learn at the same time, where their pools differ."""
+        batch, metrics = samples_of_update(batch, self.config, self.global_step, self.balance)
         calls = []
         if "critic" in self.groups:
             calls.append(self.call("critic", "update_critic", batch))
@@ -232,7 +234,6 @@ class PPOTrainer(Trainer):
             on_policy = self.policy_is_current(batch) and not has_column(batch, "old_log_probs")
             calls.append(self.call("actor", "update_actor", batch, on_policy=on_policy))
 
-        metrics: Metrics = {}
         for result in gather(*calls):
             metrics |= numbers_of(result)
         return metrics
@@ -320,6 +321,7 @@ class PPOTrainer(Trainer):
             **super().state_dict(),
             "weight_version": self.weight_version,
             "kl_coef": self.kl_ctrl.value,
+            "running_norm": self.running_norm.state_dict(),
             "loader": self.loader.state_dict(),
         }
 
@@ -328,6 +330,7 @@ class PPOTrainer(Trainer):
         super().load_state_dict(state)
         self.weight_version = state["weight_version"] - 1
         self.kl_ctrl.value = state["kl_coef"]
+        self.running_norm.load_state_dict(state["running_norm"])
         self.loader.load_state_dict(state["loader"])
 
     # ------------------------------------------------------------------ what the stages share

@@ -22,7 +22,7 @@ class OverlongBufferConfig:
     """Punish them."""
     len: int = key(0, allows="1 to `data.max_response_length`", read_when=PUNISHES_LENGTH)
     """Tokens before the limit over which the punishment grows from 0."""
-    penalty_factor: float = key(1.0, allows="a number", read_when=PUNISHES_LENGTH)
+    penalty_factor: float = key(1.0, at_least=0, read_when=PUNISHES_LENGTH)
     """The punishment at the limit."""
 
 

@@ -33,6 +33,9 @@ def compute_policy_loss_dppo_kl(
     or another: with A > 0 a token that has risen drops out above `clip_ratio_high`, any other that
     has fallen above `clip_ratio_low`.
 
+    Watch: `actor/pg_clipfrac`; the clip keys are divergences here, and a range that fits ratios
+    never drops a token.
+
     Source: DPPO, arXiv 2602.04879
     """
     config = config or DefaultClip()

@@ -30,6 +30,9 @@ def compute_policy_loss_dppo_tv(
     one, any other once it is more than `clip_ratio_low` below: the clip keys bound probabilities
     here, not ratios, so rare tokens may move by large ratios. The paper cuts the ratio at 20.
 
+    Watch: `actor/pg_clipfrac`; near zero with growing `actor/ppo_kl` the trust region is too wide:
+    the clip keys are differences of probabilities here, not ratios.
+
     Source: DPPO, arXiv 2602.04879
     """
     config = config or DefaultClip()

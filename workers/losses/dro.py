@@ -30,6 +30,9 @@ def compute_policy_loss_dro(
     The square pulls each token back to the old policy, however it was sampled, so old samples
     need neither ratio nor clip.
 
+    Watch: `actor/dro_penalty`; it should stay well below `actor/pg_loss` in size, else the policy
+    no longer leaves the old one.
+
     Source: DRO, arXiv 2405.19107, by tokens
     """
     inside = response_mask.bool()

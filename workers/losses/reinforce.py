@@ -26,7 +26,12 @@ def compute_policy_loss_reinforce(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p, with no ratio and nothing to clip.
 
-    GPG's loss is the same, under its own name.
+    GPG's loss is the same, under its own name. With `rollout_correction.rollout_is` every token's
+    gradient is weighed by the trainer's probability over the rollout's, bounded and held fast:
+    REINFORCE with importance weights.
+
+    Watch: `actor/ppo_kl`, which must stay near zero: no ratio corrects a second update, so make
+    one a step (`ppo_mini_batch_size` = `data.train_batch_size`).
 
     Source: Williams, Machine Learning 8, 1992; GPG, arXiv 2504.02546
     """

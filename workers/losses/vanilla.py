@@ -36,6 +36,9 @@ def compute_policy_loss_vanilla(
     The range is [1 - clip_ratio_low, 1 + clip_ratio_high]. For A < 0 the loss is never more than
     -A clip_ratio_c (the dual clip).
 
+    Watch: `actor/pg_clipfrac` and `actor/ppo_kl`; a share of clipped tokens that keeps growing
+    over a step says that there are too many mini-batches or epochs for the learning rate.
+
     Source: PPO, arXiv 1707.06347; two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729
     """
     config = config or DefaultClip()

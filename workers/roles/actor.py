@@ -15,7 +15,7 @@ from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import compute_rollout_importance_weights
 from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
-from workers.losses.registry import get_policy_loss
+from workers.losses.registry import get_policy_loss, token_chooser
 from workers.models.memory import memory_in_use
 from workers.models.precision import rollout_dtype
 from workers.training.checkpoint import Checkpointed
@@ -66,6 +66,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         self.temperature = log_prob_temperature(self.policy.rollout)
         self.correction: RolloutCorrectionConfig = config.algorithm.rollout_correction
         self.policy_loss = get_policy_loss(self.config.policy_loss.loss_mode)
+        self.chooses_tokens = token_chooser(self.policy_loss) is not None
         self.budget = Budget.of(
             self.config.use_dynamic_bsz,
             self.config.ppo_micro_batch_size_per_gpu,
@@ -88,15 +89,20 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_log_prob(self, data: DataProto) -> tuple[DataProto, Metrics]:
-        """`old_log_probs` and `entropys` of the responses under the policy as it is now."""
+        """`old_log_probs` and `entropys` of the responses under the policy as it is now.
+
+        With `meta_info["sum_pi_squared"]` that column too: what an advantage estimator asks for.
+        """
+        wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
         with utilization("actor_infer", self.engine, data, trains=False) as mfu:
             outputs = self.engine.forward_rows(
                 data,
                 log_prob_budget(self.policy.rollout, self.config),
                 temperature=self.temperature,
                 want_entropy=True,
+                want_sum_pi_squared=wants_squares,
             )
-        columns = {"old_log_probs": outputs["log_probs"], "entropys": outputs["entropys"]}
+        columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
         return DataProto(batch=TensorDict(columns, batch_size=[len(data)])), mfu
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
@@ -141,6 +147,8 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             names.append(drawn_from(data.batch))
         if not on_policy:
             names.append("old_log_probs")
+        if self.chooses_tokens:
+            names.append("chosen_tokens")
         return list(dict.fromkeys(names))
 
     def require_one_step(self, data: DataProto) -> None:
@@ -174,6 +182,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         if self.gauge is not None:
             self.gauge.add(columns["rollout_log_probs"], old_log_probs, mask)
         weights = self.importance_weights(old_log_probs, columns)
+        chosen = {"chosen_tokens": columns["chosen_tokens"]} if self.chooses_tokens else {}
         loss, metrics = self.policy_loss(
             old_log_probs,
             outputs["log_probs"],
@@ -182,6 +191,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             config.loss_agg_mode,
             config,
             weights,
+            **chosen,
             **divisors,
         )
         metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}

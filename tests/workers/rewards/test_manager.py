@@ -55,8 +55,13 @@ def odd(data_source, solution_str, ground_truth, extra_info, bonus):
         return None
     if ground_truth == "text":
         return "0.5"
+    if ground_truth == "steps":
+        return {"score": 1.0, "step_scores": [[0, 0.5], (2, 0.0), [99, 0.25]]}
+    if ground_truth == "steps alone":
+        return {"step_scores": [[1, 0.5]]}
+    if ground_truth == "step before the first":
+        return {"score": 1.0, "step_scores": [[-1, 0.5]]}
     if ground_truth == "extra":
-        import numpy
         import numpy
         numbers = {"score": numpy.float32(2), "accuracy": 1, "share": numpy.float32(0.5)}
         return numbers | {"note": "not a number"}
@@ -307,17 +312,41 @@ def test_rules_and_a_reward_model_add_up_by_weight() -> None:
     model: Future[Any] = Future()
     joined = SummedScores(RewardFuture(rules), RewardFuture(model), rule_weight=0.5)
     assert not joined.done()
-    scores = {"token_level_scores": torch.tensor([[0.0, 2.0], [4.0, 0.0]])}
+    scores = {
+        "token_level_scores": torch.tensor([[0.0, 2.0], [4.0, 0.0]]),
+        "step_ends": torch.tensor([[False, True], [True, False]]),
+    }
     rules.set_result((DataProto.from_dict(scores), {"reward/num_failed": 0.0}))
     model.set_result(DataProto.from_dict({"rm_scores": torch.tensor([[0.0, 1.0], [3.0, 0.0]])}))
     result, metrics = joined.get()
     assert joined.done()
     assert result.batch["token_level_scores"].tolist() == [[0.0, 2.0], [5.0, 0.0]]
+    assert result.batch["step_ends"].tolist() == [[False, True], [True, False]]
+    assert result.non_tensor_batch["reward_extra/rule_score"].tolist() == [2.0, 4.0]
+    assert result.non_tensor_batch["reward_extra/model_score"].tolist() == [1.0, 3.0]
     assert metrics == {
         "reward/num_failed": 0.0,
         "reward/rule_score/mean": 3.0,
         "reward/model_score/mean": 2.0,
     }
+
+
+def test_scores_of_steps_stand_at_their_tokens(managers: Any, tokenizer: Any) -> None:
+    answers = ["abcd", "abcd", "abcd", "abcd"]
+    batch = make_batch(tokenizer, answers, ["steps", "steps alone", "", "step before the first"])
+    mask = batch.batch["response_mask"]
+    mask[0, 1] = 0  # a tool's token: the response's tokens are 0, 2, 3, …
+    width, last = mask.shape[1], int(mask[1].sum()) - 1
+    result, metrics = managers().remote(batch).get()
+
+    expected = torch.zeros(4, width)
+    expected[0, 0], expected[0, last], expected[1, 1] = 0.5, 1.25, 0.5
+    expected[2, last] = result.batch["token_level_scores"][2, last]
+    assert torch.equal(result.batch["token_level_scores"], expected)
+    ends = [row.nonzero().flatten().tolist() for row in result.batch["step_ends"]]
+    assert ends == [[0, 3, last], [1], [last], [last]]
+    assert metrics["reward/num_failed"] == 1.0
+    assert "reward_extra/step_scores" not in result.non_tensor_batch
 
 
 def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: Any) -> None:
