@@ -32,10 +32,8 @@ def read_named_reward(batch: DataProto, name: str, key: str) -> Tensor:
 
     columns = batch.non_tensor_batch
     if EXTRA + name not in columns:
-        extras = sorted(
-            column.removeprefix(EXTRA) for column in columns if column.startswith(EXTRA)
-        )
-        valid = [SCORE, *extras]
+        extras = sorted(column for column in columns if column.startswith(EXTRA))
+        valid = [SCORE, *(column.removeprefix(EXTRA) for column in extras)]
         raise ConfigError(
             f"{key}={name}: choose {SCORE}, or a number that the reward function returns beside "
             f"its score; here: {', '.join(valid)}.{nearest(name, valid)}"

@@ -7,6 +7,7 @@ from typing import Unpack
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, resolve_clip
 from workers.losses.registry import POLICY_LOSSES, reads
 from workers.losses.trust_region import trust_region_loss
@@ -14,6 +15,7 @@ from workers.losses.trust_region import trust_region_loss
 
 @POLICY_LOSSES.register("dppo_tv")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+@in_blocks("log_prob")
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, log_ratio, resolve_clip
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
 @POLICY_LOSSES.register("geo_mean")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+@in_blocks("log_prob")
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import (
     LARGEST_LOG_RATIO,
     ClipSettings,
@@ -22,6 +23,7 @@ from workers.losses.registry import POLICY_LOSSES, reads
 
 @POLICY_LOSSES.register("gspo", "luspo")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+@in_blocks("log_prob")
 def compute_policy_loss_gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.covariance import token_covariance
 from workers.losses.importance_ratio import ClipSettings, log_ratio
 from workers.losses.registry import POLICY_LOSSES, chooses_tokens, reads
@@ -35,6 +36,7 @@ def choose_kl_cov_tokens(
 @POLICY_LOSSES.register("kl_cov")
 @reads()
 @chooses_tokens(choose_kl_cov_tokens)
+@in_blocks("log_prob")
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,

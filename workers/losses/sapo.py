@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
 @POLICY_LOSSES.register("sapo")
 @reads()
+@in_blocks("log_prob")
 def compute_policy_loss_sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,

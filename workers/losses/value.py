@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators, agg_loss
+from workers.losses.blocks import in_blocks
 
 
+@in_blocks("vpreds")
 def compute_value_loss(
     vpreds: Tensor,
     returns: Tensor,
@@ -44,6 +46,7 @@ def compute_value_loss(
     return loss, agg_loss(held, inside, "token-mean", **denominators)
 
 
+@in_blocks("vpreds")
 def compute_huber_value_loss(
     vpreds: Tensor,
     returns: Tensor,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import (
     ClipSettings,
     DefaultClip,
@@ -21,6 +22,7 @@ from workers.losses.registry import POLICY_LOSSES, reads
 
 @POLICY_LOSSES.register("vanilla")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+@in_blocks("log_prob")
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,

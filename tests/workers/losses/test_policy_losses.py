@@ -16,6 +16,7 @@ from tests.workers.losses.plain_python import (
 from tests.workers.losses.twins import SURROGATES, TWINS
 from verl_like.errors import ConfigError
 from workers.config import ActorConfig
+from workers.losses import blocks
 from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.losses.importance_ratio import DefaultClip, resolve_clip
 from workers.losses.registry import POLICY_LOSSES, get_policy_loss, keys_read, token_chooser
@@ -100,6 +101,22 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(batch, name, mode):
             torch.testing.assert_close(
                 value, whole[key], check_dtype=False, msg=lambda text, key=key: f"{key}: {text}"
             )
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_blocks_of_a_large_batch_do_not_show(batch, name, mode, monkeypatch):
+    whole = []
+    for block_tokens in (10**6, 2 * WIDTH):
+        monkeypatch.setattr(blocks, "BLOCK_TOKENS", block_tokens)
+        leaf = batch["log_prob"].clone().requires_grad_()
+        inputs = policy_inputs(batch | {"log_prob": leaf}) | chosen_tokens(batch, name)
+        weights = {"rollout_is_weights": batch["weights"].abs()}
+        loss, metrics = POLICY_LOSSES[name](**inputs, **weights, loss_agg_mode=mode, config=CONFIG)
+        (2 * loss).backward()
+        whole.append({"loss": loss.detach(), "gradient": leaf.grad, **metrics})
+    for key, value in whole[0].items():
+        torch.testing.assert_close(whole[1][key], value, msg=lambda text, key=key: f"{key}: {text}")
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

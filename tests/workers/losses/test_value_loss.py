@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.workers.losses.plain_python import aggregate, denominators, tokens_of
+from workers.losses import blocks
 from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 
@@ -47,6 +48,23 @@ def test_the_value_loss_adds_up_over_parts_and_has_no_gradient_outside_the_mask(
     sum(loss for loss, _ in parts).backward()
     torch.testing.assert_close(leaf.grad, gradient)
     assert (gradient[mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["clipped", "huber"])
+def test_the_blocks_of_a_large_batch_do_not_show(batch, name, monkeypatch):
+    found = []
+    for block_tokens in (10**6, 8):
+        monkeypatch.setattr(blocks, "BLOCK_TOKENS", block_tokens)
+        leaf = batch["vpreds"].clone().requires_grad_()
+        columns = [batch["returns"], batch["values"], batch["response_mask"]]
+        if name == "huber":
+            loss, share = compute_huber_value_loss(leaf, columns[0], columns[2], 0.8)
+        else:
+            loss, share = compute_value_loss(leaf, *columns, 0.5)
+        loss.backward()
+        found.append((loss.detach(), share, leaf.grad))
+    for whole, in_parts in zip(*found, strict=True):
+        torch.testing.assert_close(in_parts, whole)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

@@ -9,6 +9,7 @@ import pytest
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, MissingColumnError
+from workers.columns import has_column
 from workers.config import PolicyLossConfig, RolloutConfig, RolloutCorrectionConfig
 from workers.roles.actor import ActorWorker, log_prob_temperature
 
@@ -179,7 +180,7 @@ def test_a_log_prob_pass_gives_sums_of_squared_probabilities_when_it_is_asked(
     tiny_dir: Path, batch: DataProto
 ) -> None:
     actor = actor_of(tiny_dir)
-    assert "sum_pi_squared" not in actor.compute_log_prob(batch)[0].batch
+    assert not has_column(actor.compute_log_prob(batch)[0], "sum_pi_squared")
     batch.meta_info["sum_pi_squared"] = True
     columns = actor.compute_log_prob(batch)[0].batch
     inside = batch.batch["response_mask"].bool()
