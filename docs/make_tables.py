@@ -2,8 +2,8 @@
 
 The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configuration.md`,
 `rewards.md`, `dataflow.md`, `algorithms.md` and `updates.md`; a test checks that they are current.
-An algorithm's row is its function's docstring (the last paragraph, `Source: …`, is its source), the
-names that it is registered by, and the columns and settings that its parameters ask for.
+An algorithm's row is its function's docstring (its last paragraphs are `Watch: …` and `Source: …`),
+the names that it is registered by, and the columns and settings that its parameters ask for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.config import RewardConfig
 from workers.losses.aggregate import AGGREGATIONS
 from workers.losses.kl import KL_ESTIMATORS
 from workers.losses.registry import POLICY_LOSSES, keys_read
-from workers.losses.value import compute_value_loss
+from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.training.schedules import LR_SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
@@ -103,7 +103,7 @@ def estimator_table() -> str:
     rows = []
     for names, estimator in _by_entry(ADVANTAGE_ESTIMATORS).items():
         parameters = inspect.signature(estimator).parameters
-        keys = [f"algorithm.{name}" for name in parameters if name in SETTINGS]
+        keys = [f"algorithm.{SETTINGS[name]}" for name in parameters if name in SETTINGS]
         columns = columns_read(names[0])
         rows.append([_code(names), *_formula_and_source(estimator), _code(columns), _code(keys)])
     return _table(["name", "formula", "source", "columns it reads", "keys it reads"], rows)
@@ -120,9 +120,15 @@ def policy_loss_table() -> str:
 
 
 def value_loss_table() -> str:
-    """The critic's loss."""
-    row = [*_formula_and_source(compute_value_loss), _code(["critic.cliprange_value"])]
-    return _table(["formula", "source", "keys it reads"], [row])
+    """The critic's losses."""
+    losses = {
+        "clipped": (compute_value_loss, "critic.cliprange_value"),
+        "huber": (compute_huber_value_loss, "critic.huber_delta"),
+    }
+    rows = []
+    for name, (loss, key) in losses.items():
+        rows.append([_code([name]), *_formula_and_source(loss), _code([key])])
+    return _table(["name", "formula", "source", "keys it reads"], rows)
 
 
 def kl_table() -> str:
@@ -178,6 +184,7 @@ def _by_entry(registry: Mapping[str, Callable[..., Any]]) -> dict[tuple[str, ...
 
 def _formula_and_source(algorithm: Callable[..., Any]) -> tuple[str, str]:
     text, _, source = inspect.cleandoc(algorithm.__doc__ or "").partition("\n\nSource: ")
+    text = text.partition("\n\nWatch: ")[0]
     assert source, f"the docstring of {algorithm.__name__} ends without a paragraph `Source: …`"
     return text, source
 

@@ -53,13 +53,20 @@ COLUMNS: dict[str, Column] = {
         Column("old_log_probs", "[rows, R]", "float32", "actor.compute_log_prob"),
         Column("entropys", "[rows, R]", "float32", "actor.compute_log_prob"),
         Column("rollout_is_weights", "[rows, R]", "float32", "the driver's correct_rollout"),
+        Column(
+            "sum_pi_squared", "[rows, R]", "float32", "actor.compute_log_prob, for an estimator"
+        ),
         Column("ref_log_prob", "[rows, R]", "float32", "ref.compute_ref_log_prob"),
         Column("values", "[rows, R]", "float32", "critic.compute_values"),
         Column("rm_scores", "[rows, R]", "float32", "reward_model.compute_rm_score"),
         Column("token_level_scores", "[rows, R]", "float32", "the reward"),
+        Column("step_ends", "[rows, R]", "bool", "the reward: where it put a score"),
         Column("token_level_rewards", "[rows, R]", "float32", "the driver's KL penalty"),
         Column("advantages", "[rows, R]", "float32", "the driver's compute_advantage"),
         Column("returns", "[rows, R]", "float32", "the driver's compute_advantage"),
+        Column(
+            "chosen_tokens", "[rows, R]", "bool", "the driver's choose_tokens, for clip_cov, kl_cov"
+        ),
         Column("sample_index", "[rows]", "int64", "the driver's repeat by rollout.n"),
         Column("sample_number", "[rows]", "int64", "the driver's balance, if it shuffles"),
         Column(
@@ -87,6 +94,7 @@ READS: dict[str, tuple[str, ...]] = {
     "update_actor": (
         *(*_SEQUENCES, "sample_number", "old_log_probs", "ref_log_prob", "advantages"),
         *("rollout_log_probs", "rollout_truncated_log_probs", "rollout_is_weights"),
+        "chosen_tokens",
     ),
 }
 """What each method of the built-in workers reads of a batch, under any configuration."""

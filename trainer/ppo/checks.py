@@ -5,12 +5,16 @@ The rules of one field stand at the field, and `trainer.config.checks` reads the
 
 from __future__ import annotations
 
+import inspect
+
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
+from trainer.ppo.compute_advantage import get_estimator
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.correct_rollout import check_correction
 from trainer.ppo.kl import get_kl_controller
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
+from workers.losses.registry import get_policy_loss, token_chooser
 from workers.parallel.fsdp import settle
 from workers.rewards.remote import check_url
 from workers.rollout.base import check_sampling_kwargs
@@ -26,6 +30,10 @@ def validate(config: PPOConfig) -> None:
     _check_token_budgets(config)
     _check_groups(config)
     check_correction(config)
+    _check_estimator(config)
+    _check_named_rewards(config)
+    _check_lengths_count(config)
+    _check_token_choice(config)
     _check_sharding(config)
     _check_schedules(config)
     _check_reference(config)
@@ -137,6 +145,73 @@ def _check_groups(config: PPOConfig) -> None:
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and "
             f"actor_rollout_ref.rollout.n={num_samples} makes one: its advantage would be its raw "
             "score. Set actor_rollout_ref.rollout.n to 2 or more, or take reinforce_plus_plus."
+        )
+
+
+def _check_estimator(config: PPOConfig) -> None:
+    """What is done to rewards reaches the estimator, and its discounts are shares."""
+    algorithm = config.algorithm
+    reads = inspect.signature(get_estimator(algorithm.adv_estimator)).parameters
+    needed = {
+        "use_kl_in_reward=true": (algorithm.use_kl_in_reward, ["token_level_rewards"]),
+        "running_norm=[rewards]": ("rewards" in algorithm.running_norm, ["token_level_rewards"]),
+        f"score_clip={algorithm.score_clip}": (
+            algorithm.score_clip is not None,
+            ["token_level_rewards", "token_level_scores"],
+        ),
+    }
+    for setting, (is_set, columns) in needed.items():
+        if is_set and not any(column in reads for column in columns):
+            raise ConfigError(
+                f"algorithm.{setting} changes {columns[0]}, which algorithm.adv_estimator="
+                f"{algorithm.adv_estimator} does not read. Drop it; a KL can stand in the loss: "
+                "actor_rollout_ref.actor.use_kl_loss=true."
+            )
+
+    for name in ("gamma", "lam"):
+        value = getattr(algorithm, name)
+        if not 0 <= value <= 1:
+            raise ConfigError(f"algorithm.{name}={value}: it is a share, from 0 to 1.")
+
+
+def _check_named_rewards(config: PPOConfig) -> None:
+    """GDPO has rewards to compare, and a weight for each if it has any."""
+    algorithm = config.algorithm
+    names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if "named_rewards" not in inspect.signature(get_estimator(algorithm.adv_estimator)).parameters:
+        return
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares several rewards: name "
+            f"each once in algorithm.gdpo_reward_keys, which is {list(names)}. There are "
+            "seq_reward, the score, and the numbers that the reward function returns beside it."
+        )
+    if weights is not None and len(weights) != len(names):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(names)} "
+            "rewards of algorithm.gdpo_reward_keys; give each one, or null to count each once."
+        )
+
+
+def _check_lengths_count(config: PPOConfig) -> None:
+    """LUSPO is GSPO with lengths that count: a mean over tokens takes them out again."""
+    actor = config.actor_rollout_ref.actor
+    if actor.policy_loss.loss_mode == "luspo" and actor.loss_agg_mode == "seq-mean-token-mean":
+        raise ConfigError(
+            "actor_rollout_ref.actor.policy_loss.loss_mode=luspo with loss_agg_mode="
+            "seq-mean-token-mean is gspo: set loss_agg_mode=seq-mean-token-sum, or loss_mode=gspo."
+        )
+
+
+def _check_token_choice(config: PPOConfig) -> None:
+    """Tokens are chosen within a mini-batch, so every pass has the same ones."""
+    actor = config.actor_rollout_ref.actor
+    loss_mode = actor.policy_loss.loss_mode
+    if actor.shuffle and token_chooser(get_policy_loss(loss_mode)) is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.shuffle=true and policy_loss.loss_mode={loss_mode}: this loss "
+            "compares the tokens of a mini-batch, chosen once for all passes, and shuffling makes "
+            "other mini-batches in every pass. Drop one of them."
         )
 
 

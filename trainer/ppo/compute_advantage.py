@@ -1,24 +1,39 @@
 """The driver's entry to advantages: which columns an estimator reads, and what it makes of them.
 
 An estimator is a registered name or the dotted path of the user's own function, which runs as it
-is. Its parameters are filled by name: `gamma`, `lam` and `norm_adv_by_std_in_grpo` from the
-settings, `index` from the column uid, and every other one without a default from the tensor column
-of its name (token_level_rewards, response_mask, values, reward_baselines, or one of the user's).
+is. Its parameters are filled by name: those of `SETTINGS` from the configuration, `index` from the
+column uid, and every other one without a default from the tensor column of its name
+(token_level_rewards, response_mask, values, reward_baselines, or one of the user's).
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, Estimator
+from trainer.ppo.named_rewards import read_named_reward
+from verl_like.errors import BatchError
 from workers.columns import read_columns, require, write_columns
 
 if TYPE_CHECKING:
+    from trainer.ppo.config import AlgorithmConfig
     from verl_like.batch.protocol import DataProto
 
-SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
-"""Parameters that `compute_advantage` fills from the configuration, not from the batch."""
+SETTINGS: Mapping[str, str] = {
+    "gamma": "gamma",
+    "lam": "lam",
+    "norm_adv_by_std_in_grpo": "norm_adv_by_std_in_grpo",
+    "named_rewards": "gdpo_reward_keys",
+    "gdpo_reward_weights": "gdpo_reward_weights",
+    "truncated": "bootstrap_truncated",
+    "whiten": "running_norm",
+}
+"""Parameter that `compute_advantage` fills by the configuration -> its key under `algorithm`."""
 
 
 def get_estimator(adv_estimator: str) -> Estimator:
@@ -32,6 +47,8 @@ def columns_read(adv_estimator: str) -> tuple[str, ...]:
     for parameter in inspect.signature(get_estimator(adv_estimator)).parameters.values():
         if parameter.name == "index":
             columns.append("uid")
+        elif parameter.name == "named_rewards":
+            columns.append("token_level_scores")
         elif _is_a_column(parameter):
             columns.append(parameter.name)
     return tuple(columns)
@@ -44,24 +61,92 @@ def _is_a_column(parameter: inspect.Parameter) -> bool:
     return is_asked_for and parameter.name not in SETTINGS
 
 
+def settings_of(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """What `compute_advantage` takes beside the batch."""
+    return {
+        "adv_estimator": algorithm.adv_estimator,
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        "gdpo_reward_keys": algorithm.gdpo_reward_keys,
+        "gdpo_reward_weights": algorithm.gdpo_reward_weights,
+        "bootstrap_truncated": algorithm.bootstrap_truncated,
+        "whiten": "advantages" not in algorithm.running_norm,
+    }
+
+
 def compute_advantage(
     batch: DataProto,
     adv_estimator: str,
+    *,
     gamma: float = 1.0,
     lam: float = 1.0,
     norm_adv_by_std_in_grpo: bool = True,
+    gdpo_reward_keys: Sequence[str] = (),
+    gdpo_reward_weights: Sequence[float] | None = None,
+    bootstrap_truncated: bool = False,
+    whiten: bool = True,
 ) -> DataProto:
     """The same batch with columns advantages and returns, from token_level_rewards."""
     estimator = get_estimator(adv_estimator)
-    settings = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     parameters = inspect.signature(estimator).parameters
-    arguments: dict[str, Any] = {name: settings[name] for name in parameters if name in settings}
-    for name in columns_read(adv_estimator):
-        if name == "uid":
+    settings: dict[str, Any] = {
+        "gamma": gamma,
+        "lam": lam,
+        "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
+        "gdpo_reward_weights": gdpo_reward_weights,
+        "whiten": whiten,
+    }
+    if "named_rewards" in parameters:
+        settings["named_rewards"] = named_rewards(batch, gdpo_reward_keys)
+    if "truncated" in parameters and bootstrap_truncated:
+        settings["truncated"] = truncated_rows(batch)
+
+    arguments = {name: settings[name] for name in parameters if name in settings}
+    for name, parameter in parameters.items():
+        if name == "index":
             require(batch, "uid")
             arguments["index"] = batch.non_tensor_batch["uid"]
-        else:
+        elif _is_a_column(parameter):
             arguments |= read_columns(batch, name)
 
+    check_finite(batch, arguments)
     advantages, returns = estimator(**arguments)
     return write_columns(batch, advantages=advantages, returns=returns)
+
+
+def named_rewards(batch: DataProto, names: Sequence[str]) -> Tensor:
+    """[rows, names]: the score, or what the reward function returned beside it; nan if it did not.
+
+    A name that no sample has is refused.
+    """
+    key = "algorithm.gdpo_reward_keys"
+    columns = [read_named_reward(batch, name, key).float() for name in names]
+    return torch.stack(columns, dim=1)
+
+
+def truncated_rows(batch: DataProto) -> Tensor:
+    """Which rows hit the length limit without an end."""
+    require(batch, "finish_reason")
+    reasons = batch.non_tensor_batch["finish_reason"]
+    return torch.tensor([reason == "length" for reason in reasons])
+
+
+def check_finite(batch: DataProto, arguments: Mapping[str, Any]) -> None:
+    """Refuse rewards and values that are nan or infinite, by their samples.
+
+    One such number would reach every sample that it is compared with.
+    """
+    for name in ("token_level_rewards", "token_level_scores", "values", "reward_baselines"):
+        column = arguments.get(name)
+        if column is None or bool(column.sum().isfinite()):
+            continue
+        rows = (~column.isfinite()).view(len(column), -1).any(dim=-1).nonzero().squeeze(-1)
+        if len(rows):
+            uids = batch.non_tensor_batch.get("uid", range(len(column)))
+            samples = ", ".join(str(uids[int(row)]) for row in rows[:3])
+            raise BatchError(
+                f"{name} is nan or infinite in {len(rows)} of {len(column)} samples, such as "
+                f"those of uid {samples}; no advantage can be computed. Look at its writer: the "
+                "reward model or the critic, whose logits may have overflowed."
+            )

@@ -42,6 +42,14 @@ KL_ADAPTS = When(
     lambda kl_ctrl, _: kl_ctrl.type == "adaptive",
     "kl_ctrl.type is not adaptive",
 )
+FILTERS_POLICY = When(
+    "`use_pf_ppo`", lambda _, run: run.algorithm.use_pf_ppo, "algorithm.use_pf_ppo is false"
+)
+WEIGHS_BY_POWER = When(
+    "`reweight_method` is pow",
+    lambda pf_ppo, _: pf_ppo.reweight_method == "pow",
+    "pf_ppo.reweight_method is not pow",
+)
 FILTERS_GROUPS = When(
     "`enable`",
     lambda filter_groups, _: filter_groups.enable,
@@ -66,7 +74,7 @@ class KLControlConfig:
 
     type: str = key("fixed", choices=("fixed", "adaptive"))
     """Whether the coefficient stays, or steers the KL to a target."""
-    kl_coef: float = key(0.001, allows="a number")
+    kl_coef: float = key(0.001, at_least=0)
     """Its (first) value."""
     horizon: int = key(10000, allows="above 0", read_when=KL_ADAPTS)
     """Samples over which the adaptive controller reacts."""
@@ -91,6 +99,18 @@ class FilterGroupsConfig:
 
 
 @dataclass(kw_only=True)
+class PolicyFiltrationConfig:
+    """PF-PPO: an update trains on the step's samples drawn anew, with replacement, by score."""
+
+    reweight_method: str = key("pow", choices=("pow", "max_min", "max_random"))
+    """Chance of a sample: pow: its score's size to a power; max_min: the step's highest and lowest
+    scores alone; max_random: the highest four times as likely as any other.
+    """
+    weight_pow: float = key(2.0, at_least=0, read_when=WEIGHS_BY_POWER)
+    """That power."""
+
+
+@dataclass(kw_only=True)
 class AlgorithmConfig:
     """From scores to advantages."""
 
@@ -102,6 +122,28 @@ class AlgorithmConfig:
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = key(True, read_when=estimator_takes("norm_adv_by_std_in_grpo"))
     """Divide GRPO's advantages by their group's standard deviation."""
+    bootstrap_truncated: bool = key(False, read_when=estimator_takes("truncated"))
+    """A response that hit the length limit ends in its last value, as if it went on, not in 0."""
+    gdpo_reward_keys: list[str] = key(
+        factory=list,
+        allows="seq_reward (the score) and numbers that the reward function returns beside it",
+        read_when=estimator_takes("named_rewards"),
+    )
+    """Rewards that GDPO compares each by itself."""
+    gdpo_reward_weights: list[float] | None = key(
+        None,
+        allows="a number for each of `gdpo_reward_keys`",
+        read_when=estimator_takes("gdpo_reward_weights"),
+    )
+    """What each of them counts; null counts each once."""
+    running_norm: list[str] = key(factory=list, choices=("rewards", "advantages"))
+    """What is normalised by its mean and standard deviation over all steps so far: samples' scores,
+    tokens' advantages (then they are not whitened over the batch).
+    """
+    use_pf_ppo: bool = key(False)
+    """Draw the samples of an update anew by their scores."""
+    pf_ppo: PolicyFiltrationConfig = key(factory=PolicyFiltrationConfig, read_when=FILTERS_POLICY)
+    """How."""
     filter_groups: FilterGroupsConfig = key(factory=FilterGroupsConfig)
     """Dynamic sampling."""
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")

@@ -20,6 +20,7 @@ from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import reads_of
 from workers.config import model_rewards
+from workers.losses.registry import get_policy_loss, token_chooser
 
 OWN_POOL = "?"
 """Where the code of a subclass runs: it may call any role."""
@@ -38,11 +39,14 @@ def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
 
     True if the first forward pass of the update sees every row under the weights that made it, and
     nothing reads the old log-probs earlier: one mini-batch, one epoch, no KL in the reward, no
-    correction for the rollout, no bypass. (Models train without dropout.)
+    correction for the rollout, no bypass, no loss that chooses tokens by them. (Models train
+    without dropout.)
     """
     actor = config.actor_rollout_ref.actor
     correction = config.algorithm.rollout_correction
     if correction.bypass_mode or columns_of_correction(correction):
+        return False
+    if token_chooser(get_policy_loss(actor.policy_loss.loss_mode)) is not None:
         return False
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size != config.data.train_batch_size:
         return False

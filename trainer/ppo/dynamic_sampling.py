@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.config import FilterGroupsConfig
-from trainer.ppo.samples import EXTRA, concat_rows
+from trainer.ppo.named_rewards import read_named_reward
+from trainer.ppo.samples import concat_rows
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import ConfigError, nearest
-from workers.columns import read_columns
 
 logger = logging.getLogger(__name__)
+
+METRIC_KEY = "algorithm.filter_groups.metric"
 
 
 def collect_groups(
@@ -42,7 +43,7 @@ def collect_groups(
         drawn.append(metrics)
 
         group = group_numbers(samples)
-        differs = groups_that_differ(read_metric(samples, config.metric), group)
+        differs = groups_that_differ(read_named_reward(samples, config.metric, METRIC_KEY), group)
         rows = torch.from_numpy(differs[group])
         kept.append(samples[rows])
         spare.append(samples[~rows])
@@ -81,23 +82,6 @@ def over_draws(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
         adds_up = "/num_" in name or name.startswith("timing_s/")
         result[name] = sum(values) if adds_up else sum(values) / len(values)
     return result
-
-
-def read_metric(samples: DataProto, metric: str) -> Tensor:
-    """One number per sample: its score, or a number that the reward function returned beside it."""
-    if metric == "seq_reward":
-        return read_columns(samples, "token_level_scores")["token_level_scores"].sum(dim=-1)
-
-    columns = samples.non_tensor_batch
-    if EXTRA + metric not in columns:
-        extras = sorted(name.removeprefix(EXTRA) for name in columns if name.startswith(EXTRA))
-        valid = ["seq_reward", *extras]
-        raise ConfigError(
-            f"algorithm.filter_groups.metric={metric}: choose seq_reward, or a number that the "
-            "reward function returns beside its score; here: "
-            f"{', '.join(valid)}.{nearest(metric, valid)}"
-        )
-    return torch.from_numpy(columns[EXTRA + metric].astype(np.float64))
 
 
 def group_numbers(samples: DataProto) -> np.ndarray:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from trainer.ppo.config import KLControlConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.tensor_ops import masked_mean
@@ -80,10 +82,14 @@ def clamp_scores(batch: DataProto, limit: float) -> tuple[DataProto, dict[str, f
 
 
 def apply_kl_penalty(
-    batch: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl"
+    batch: DataProto,
+    kl_ctrl: KLController,
+    kl_penalty: str = "kl",
+    normalised_scores: Tensor | None = None,
 ) -> tuple[DataProto, dict[str, float]]:
     """The same batch with rewards = scores - weight x KL on response tokens, and two metrics.
 
+    Scores are `token_level_scores`, or `normalised_scores` where these are given.
     The KL reported, and shown to the controller, is the mean over samples of their tokens' mean.
     """
     columns = read_columns(
@@ -93,7 +99,8 @@ def apply_kl_penalty(
     kl = kl_estimators.kl_penalty(
         columns["old_log_probs"], columns["ref_log_prob"], kl_penalty
     ).masked_fill(~inside, 0)
-    write_columns(batch, token_level_rewards=columns["token_level_scores"] - kl_ctrl.value * kl)
+    scores = columns["token_level_scores"] if normalised_scores is None else normalised_scores
+    write_columns(batch, token_level_rewards=scores - kl_ctrl.value * kl)
     current_kl = masked_mean(masked_mean(kl, inside, axis=-1), inside.any(dim=-1)).item()
     metrics = {
         "actor/reward_kl_penalty": current_kl,

@@ -25,14 +25,12 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.ppo.balance import balance_ranks
 from trainer.ppo.call_results import join_results, numbers_of
-from trainer.ppo.compute_advantage import compute_advantage
+from trainer.ppo.compute_advantage import columns_read, compute_advantage, settings_of
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.correct_rollout import correct_rollout
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
 from trainer.ppo.dynamic_sampling import collect_groups
 from trainer.ppo.entropy import get_entropy_controller
 from trainer.ppo.kl import apply_kl_penalty, clamp_scores, get_kl_controller
-from trainer.ppo.left_out import without_skipped, without_truncated
 from trainer.ppo.memory import plan_text
 from trainer.ppo.metrics import (
     compute_data_metrics,
@@ -42,9 +40,11 @@ from trainer.ppo.metrics import (
 from trainer.ppo.mismatch import mismatch_metrics
 from trainer.ppo.preflight import preflight
 from trainer.ppo.reference import update_reference
+from trainer.ppo.running_norm import RunningNorm
 from trainer.ppo.sample_source import SampleSource, SynchronousSource
 from trainer.ppo.samples import write_samples
 from trainer.ppo.sizes import batch_table
+from trainer.ppo.update_samples import samples_of_update
 from trainer.ppo.validation import name_metrics, sample_all
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
@@ -89,6 +89,7 @@ class PPOTrainer(Trainer):
         self.rewards = rewards
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.entropy_ctrl = get_entropy_controller(config.actor_rollout_ref.actor)
+        self.running_norm = RunningNorm(config.algorithm.running_norm)
         self.source: SampleSource = SynchronousSource(loader, self.make_samples)
         self.weight_version = 0
 
@@ -199,7 +200,9 @@ class PPOTrainer(Trainer):
         calls = [] if has_column(batch, "token_level_scores") else [self.launch_rewards(batch)]
         bypasses = self.config.algorithm.rollout_correction.bypass_mode
         if not (bypasses or self.policy_is_current(batch)):
-            calls.append(self.call("actor", "compute_log_prob", batch))
+            wanted = columns_read(self.config.algorithm.adv_estimator)
+            squares = {"sum_pi_squared": True} if "sum_pi_squared" in wanted else {}
+            calls.append(self.call("actor", "compute_log_prob", batch, **squares))
         if "ref" in self.groups:
             calls.append(self.call("ref", "compute_ref_log_prob", batch))
         if "critic" in self.groups:
@@ -217,34 +220,24 @@ class PPOTrainer(Trainer):
         if algorithm.score_clip is not None:
             batch, metrics = clamp_scores(batch, algorithm.score_clip)
 
+        scores, score_metrics = self.running_norm.scores(batch)
+        metrics |= score_metrics
         if algorithm.use_kl_in_reward:
-            batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
+            batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty, scores)
             metrics |= kl_metrics
         else:
-            scores = read_columns(batch, "token_level_scores")["token_level_scores"]
             write_columns(batch, token_level_rewards=scores)
 
-        batch = compute_advantage(
-            batch,
-            adv_estimator=algorithm.adv_estimator,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        )
-        return batch, metrics
+        batch = compute_advantage(batch, **settings_of(algorithm))
+        batch, advantage_metrics = self.running_norm.advantages(batch)
+        return batch, metrics | advantage_metrics
 
     def update(self, batch: DataProto) -> Metrics:
         """Critic and actor learn at the same time, where their pools differ.
 
-        They learn from what the correction for the rollout leaves of the batch.
+        What they learn from is not always the whole batch: `samples_of_update` says.
         """
-        metrics: Metrics = {}
-        if self.config.algorithm.mask_truncated:
-            batch, metrics = without_truncated(batch)
-        batch = without_skipped(batch)
-        batch, corrected = correct_rollout(batch, self.config.algorithm.rollout_correction)
-        metrics |= corrected
-
+        batch, metrics = samples_of_update(batch, self.config, self.global_step, self.balance)
         calls = []
         if "critic" in self.groups:
             calls.append(self.call("critic", "update_critic", batch))
@@ -344,6 +337,7 @@ class PPOTrainer(Trainer):
             "weight_version": self.weight_version,
             "kl_coef": self.kl_ctrl.value,
             **(self.entropy_ctrl.state_dict() if self.entropy_ctrl else {}),
+            "running_norm": self.running_norm.state_dict(),
             "loader": self.loader.state_dict(),
         }
 
@@ -354,6 +348,7 @@ class PPOTrainer(Trainer):
         self.kl_ctrl.value = state["kl_coef"]
         if self.entropy_ctrl:
             self.entropy_ctrl.load_state_dict(state)
+        self.running_norm.load_state_dict(state["running_norm"])
         self.loader.load_state_dict(state["loader"])
 
     # ------------------------------------------------------------------ what the stages share

@@ -8,6 +8,7 @@ from verl_like.tensor_ops.logprobs import (
     entropy_from_logits,
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
+    sum_pi_squared_from_logits,
 )
 from verl_like.tensor_ops.masked import (
     masked_mean,
@@ -34,4 +35,5 @@ __all__ = [
     "masked_whiten",
     "pad_2d_list_to_length",
     "pad_sequence_to_length",
+    "sum_pi_squared_from_logits",
 ]

@@ -119,6 +119,21 @@ def logprobs_from_logits(
     return result
 
 
+@torch.no_grad()
+def sum_pi_squared_from_logits(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """The sum of squared probabilities of logits [..., vocabulary] / temperature.
+
+    Without gradient; memory is bounded as in `logprobs_and_entropy_from_logits`.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    result = torch.empty(flat.shape[0], dtype=wide, device=logits.device)
+    for rows in _row_chunks(flat):
+        probs = _scaled(flat[rows], wide, temperature).softmax(dim=-1)
+        result[rows] = probs.square_().sum(dim=-1)
+    return result.view(logits.shape[:-1])
+
+
 def entropy_from_logits(
     logits: Tensor, *, temperature: float = 1.0, inplace_backward: bool = False
 ) -> Tensor:

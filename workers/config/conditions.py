@@ -94,6 +94,23 @@ HAS_CRITIC = When(
     lambda _, run: "critic" in run.role_mapping,
     "this run has no critic: algorithm.adv_estimator takes no values",
 )
+VALUE_IS_CLIPPED = When(
+    "`value_loss` is clipped",
+    lambda critic, _: critic.value_loss == "clipped",
+    "critic.value_loss=huber clips nothing",
+)
+VALUE_IS_HUBER = When(
+    "`value_loss` is huber",
+    lambda critic, _: critic.value_loss == "huber",
+    "critic.value_loss is not huber",
+)
+CRITIC_HAS_DIVISOR = When(
+    "the critic's aggregation is seq-mean-token-sum-norm",
+    lambda critic, run: (
+        (critic.loss_agg_mode or _actor(run).loss_agg_mode) == "seq-mean-token-sum-norm"
+    ),
+    "the critic's losses are not aggregated by seq-mean-token-sum-norm",
+)
 HAS_REFERENCE = When(
     "there is a reference",
     _has_reference,

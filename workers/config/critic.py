@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_like.config_key import key
-from workers.config.conditions import CUT_BY_SAMPLES, CUT_BY_TOKENS, WARMS_UP_BY_SHARE
+from workers.config.conditions import (
+    CRITIC_HAS_DIVISOR,
+    CUT_BY_SAMPLES,
+    CUT_BY_TOKENS,
+    VALUE_IS_CLIPPED,
+    VALUE_IS_HUBER,
+    WARMS_UP_BY_SHARE,
+)
 from workers.config.model import STRATEGIES, CheckpointConfig, FSDPConfig
+from workers.config.policy import LOSS_AGG_MODES
 
 
 @dataclass(kw_only=True)
@@ -60,8 +68,16 @@ class CriticConfig:
     """Real tokens per pass on one rank, under the actor's `use_dynamic_bsz`; null takes its."""
     ppo_epochs: int | None = key(None, allows="a number of passes")
     """Passes over the batch per update; null takes the actor's."""
-    cliprange_value: float = key(0.5, above=0)
+    value_loss: str = key("clipped", choices=("clipped", "huber"))
+    """The loss of a value: PPO's clipped square, or Huber's, linear in large errors."""
+    cliprange_value: float = key(0.5, above=0, read_when=VALUE_IS_CLIPPED)
     """Largest move of a value away from the one before the update."""
+    huber_delta: float = key(1.0, above=0, read_when=VALUE_IS_HUBER)
+    """Error from which on Huber's loss is linear."""
+    loss_agg_mode: str | None = key(None, choices=LOSS_AGG_MODES)
+    """How the values' losses become one number; null takes the actor's."""
+    loss_scale_factor: float | None = key(None, above=0, read_when=CRITIC_HAS_DIVISOR)
+    """Divisor of seq-mean-token-sum-norm; null takes the actor's, then the response's width."""
     grad_clip: float = key(1.0, above=0)
     """Largest gradient norm."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)

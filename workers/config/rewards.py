@@ -30,7 +30,7 @@ class OverlongBufferConfig:
     """Tokens before the limit over which the punishment grows from 0."""
     penalty_factor: float = key(
         1.0,
-        allows="a number",
+        at_least=0,
         read_when=PUNISHES_LENGTH,
         verl="reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
     )

@@ -9,9 +9,9 @@ tokens that another policy drew), `covariance` and `mismatch` (how far that poli
 Tensors are [rows, response tokens]. **Sums over parts are exact.** A worker sees a micro-batch, a
 part of a global mini-batch: it passes the mini-batch's denominators, and then losses, gradients and
 metrics of all micro-batches on all ranks *add up* to those of the whole mini-batch. Without them a
-call stands for a whole mini-batch. (`clip_cov` and `kl_cov` compare tokens with each other: they do
-so within a call.) Nothing outside the mask reaches a loss or a gradient, and an
-empty mask gives zero for both.
+call stands for a whole mini-batch. (`clip_cov` and `kl_cov` compare a mini-batch's tokens with each
+other: the driver has chosen among them before.) Nothing outside the mask reaches a loss or a
+gradient, and an empty mask gives zero for both.
 """
 
 import importlib

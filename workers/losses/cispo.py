@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, clip_range, log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
 @POLICY_LOSSES.register("cispo")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+@in_blocks("log_prob")
 def compute_policy_loss_cispo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -27,6 +29,9 @@ def compute_policy_loss_cispo(
     """-A log p, times the ratio policy / old policy, clipped and without its gradient.
 
     No token drops out of the gradient, as PPO's clip makes them do.
+
+    Watch: `actor/pg_clipfrac`, the share of clipped weights, and `actor/ppo_kl`, which no dropped
+    token holds back: if it grows, lower `clip_ratio_high` or make fewer mini-batches.
 
     Source: MiniMax-M1 (CISPO), arXiv 2506.13585
     """

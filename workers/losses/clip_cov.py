@@ -8,13 +8,39 @@ import torch
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.covariance import token_covariance
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, clip_range, log_ratio
-from workers.losses.registry import POLICY_LOSSES, reads
+from workers.losses.registry import POLICY_LOSSES, chooses_tokens, reads
+
+
+@torch.no_grad()
+def choose_clip_cov_tokens(
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    generator: torch.Generator | None = None,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+) -> Tensor:
+    """Where a mini-batch's tokens lose their gradient: a few of those of a high covariance."""
+    inside = response_mask.bool()
+    covariance = token_covariance(advantages, old_log_prob, inside)
+    candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
+
+    count = max(int(clip_cov_ratio * inside.sum()), 1)
+    places = candidates.flatten().nonzero().squeeze(-1)
+    order = torch.randperm(len(places), generator=generator).to(places.device)
+    chosen = torch.zeros_like(candidates.flatten())
+    chosen[places[order[:count]]] = True
+    return chosen.view_as(candidates)
 
 
 @POLICY_LOSSES.register("clip_cov")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+@chooses_tokens(choose_clip_cov_tokens)
+@in_blocks("log_prob")
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -23,16 +49,17 @@ def compute_policy_loss_clip_cov(
     loss_agg_mode: str = "token-mean",
     config: ClipSettings | None = None,
     rollout_is_weights: Tensor | None = None,
-    clip_cov_ratio: float = 2e-4,
-    clip_cov_lb: float = 1.0,
-    clip_cov_ub: float = 5.0,
+    chosen_tokens: Tensor | None = None,
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate, with zero for a few tokens of a high covariance of A and log p.
 
-    They are drawn from those that the clip leaves alone and whose covariance is between 1 and 5:
-    2 in 10000 tokens of the micro-batch, at least one. Means are the micro-batch's too, so unlike
-    other losses this one depends on its size.
+    They are drawn from those whose covariance under the old policy is between 1 and 5: 2 in 10000
+    tokens of the mini-batch, at least one. They are chosen before the update, for the mini-batch as
+    a whole, so neither ranks nor micro-batches change them.
+
+    Watch: `actor/entropy`, which should level off; if it still falls, the share of tokens in
+    `actor/pg_clipfrac` is too small beside the number of updates.
 
     Source: arXiv 2505.22617
     """
@@ -44,21 +71,12 @@ def compute_policy_loss_clip_cov(
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
 
-    covariance = token_covariance(advantages, log_prob, inside)
-    candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & (clipped <= free)
-    dropped = _drawn(candidates, max(int(clip_cov_ratio * inside.sum()), 1))
+    if chosen_tokens is None:
+        chosen_tokens = choose_clip_cov_tokens(old_log_prob, advantages, response_mask)
+    dropped = inside & chosen_tokens
     losses = torch.where(dropped, 0, torch.maximum(free, clipped))
 
     per_token = {"actor/ppo_kl": -log_r, "actor/pg_clipfrac": dropped}
     return agg_policy_loss(
         losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
     )
-
-
-def _drawn(candidates: Tensor, count: int) -> Tensor:
-    """At most `count` of the candidates, drawn at random."""
-    places = candidates.flatten().nonzero().squeeze(-1)
-    order = torch.randperm(len(places)).to(places.device)
-    drawn = torch.zeros_like(candidates.flatten())
-    drawn[places[order[:count]]] = True
-    return drawn.view_as(candidates)

@@ -14,6 +14,6 @@ def token_covariance(advantages: Tensor, log_prob: Tensor, inside: Tensor) -> Te
 
     Their mean is the covariance, which says how fast the entropy falls (arXiv 2505.22617).
     """
-    from_mean = advantages - masked_mean(advantages, inside)
-    product = from_mean * (log_prob - masked_mean(log_prob, inside))
-    return torch.where(inside, product, -torch.inf)
+    product = advantages - masked_mean(advantages, inside)
+    product.mul_(log_prob - masked_mean(log_prob, inside))
+    return product.masked_fill_(~inside, -torch.inf)

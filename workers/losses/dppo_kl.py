@@ -7,6 +7,7 @@ from typing import Unpack
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, resolve_clip
 from workers.losses.registry import POLICY_LOSSES, reads
 from workers.losses.trust_region import trust_region_loss
@@ -17,6 +18,7 @@ SMALLEST = 1e-8
 
 @POLICY_LOSSES.register("dppo_kl")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+@in_blocks("log_prob")
 def compute_policy_loss_dppo_kl(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -32,6 +34,9 @@ def compute_policy_loss_dppo_kl(
     As `dppo_tv`, measured by the KL of the old policy to the policy over two outcomes, this token
     or another: with A > 0 a token that has risen drops out above `clip_ratio_high`, any other that
     has fallen above `clip_ratio_low`.
+
+    Watch: `actor/pg_clipfrac`; the clip keys are divergences here, and a range that fits ratios
+    never drops a token.
 
     Source: DPPO, arXiv 2602.04879
     """

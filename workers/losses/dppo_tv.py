@@ -7,6 +7,7 @@ from typing import Unpack
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, resolve_clip
 from workers.losses.registry import POLICY_LOSSES, reads
 from workers.losses.trust_region import trust_region_loss
@@ -14,6 +15,7 @@ from workers.losses.trust_region import trust_region_loss
 
 @POLICY_LOSSES.register("dppo_tv")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+@in_blocks("log_prob")
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -29,6 +31,9 @@ def compute_policy_loss_dppo_tv(
     A token with A > 0 drops out once its probability is more than `clip_ratio_high` above the old
     one, any other once it is more than `clip_ratio_low` below: the clip keys bound probabilities
     here, not ratios, so rare tokens may move by large ratios. The paper cuts the ratio at 20.
+
+    Watch: `actor/pg_clipfrac`; near zero with growing `actor/ppo_kl` the trust region is too wide:
+    the clip keys are differences of probabilities here, not ratios.
 
     Source: DPPO, arXiv 2602.04879
     """

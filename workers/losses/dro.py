@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
 @POLICY_LOSSES.register("dro")
 @reads()
+@in_blocks("log_prob")
 def compute_policy_loss_dro(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -29,6 +31,9 @@ def compute_policy_loss_dro(
 
     The square pulls each token back to the old policy, however it was sampled, so old samples
     need neither ratio nor clip.
+
+    Watch: `actor/dro_penalty`; it should stay well below `actor/pg_loss` in size, else the policy
+    no longer leaves the old one.
 
     Source: DRO, arXiv 2405.19107, by tokens
     """

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, log_ratio, resolve_clip
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
 @POLICY_LOSSES.register("geo_mean")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+@in_blocks("log_prob")
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -30,6 +32,9 @@ def compute_policy_loss_geo_mean(
     A is the mean of the sequence's advantages. A token's log-ratio is at most clip_ratio_high where
     its advantage is positive, and at least -clip_ratio_low where it is negative. Every token has
     its sequence's loss: seq-mean-token-mean gives the paper's mean over sequences, clipped at 0.4.
+
+    Watch: `actor/pg_clipfrac`; the range is in logarithms and wide (0.4), so a share of more than
+    a few hundredths says that the policy moves too far in one step.
 
     Source: GMPO, arXiv 2507.20673
     """

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import (
     LARGEST_LOG_RATIO,
     ClipSettings,
@@ -20,8 +21,9 @@ from workers.losses.importance_ratio import (
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
-@POLICY_LOSSES.register("gspo")
+@POLICY_LOSSES.register("gspo", "luspo")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+@in_blocks("log_prob")
 def compute_policy_loss_gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -35,9 +37,14 @@ def compute_policy_loss_gspo(
     """PPO's clipped surrogate with s, the exponential of the sequence's mean token log-ratio.
 
     It is the paper's token form: the value is the sequence's, the gradient the token's. The paper
-    aggregates by seq-mean-token-mean and clips at 3e-4 below and 4e-4 above.
+    aggregates by seq-mean-token-mean and clips at 3e-4 below and 4e-4 above. LUSPO is the same loss
+    by seq-mean-token-sum: a sequence counts as many times as it has tokens, so no length is
+    favoured.
 
-    Source: GSPO, arXiv 2507.18071, section 4.3
+    Watch: `actor/pg_clipfrac`; about a tenth or more of all tokens is usual here, since whole
+    sequences are held, and nearly zero says that the clip range is a token loss's.
+
+    Source: GSPO, arXiv 2507.18071, section 4.3; LUSPO, arXiv 2602.05261
     """
     config = config or DefaultClip()
     inside = response_mask.bool()

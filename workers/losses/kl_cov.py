@@ -8,13 +8,35 @@ import torch
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.covariance import token_covariance
 from workers.losses.importance_ratio import ClipSettings, log_ratio
-from workers.losses.registry import POLICY_LOSSES, reads
+from workers.losses.registry import POLICY_LOSSES, chooses_tokens, reads
+
+
+@torch.no_grad()
+def choose_kl_cov_tokens(
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    generator: torch.Generator | None = None,
+    kl_cov_ratio: float = 2e-4,
+) -> Tensor:
+    """Where a mini-batch's tokens get a KL: those of the highest covariance; nothing is drawn."""
+    inside = response_mask.bool()
+    covariance = token_covariance(advantages, old_log_prob, inside)
+
+    flat = covariance.flatten()
+    count = max(int(kl_cov_ratio * inside.sum()), 1)
+    chosen = torch.zeros_like(flat, dtype=torch.bool)
+    chosen[flat.topk(min(count, len(flat))).indices] = True
+    return chosen.view_as(inside) & inside
 
 
 @POLICY_LOSSES.register("kl_cov")
 @reads()
+@chooses_tokens(choose_kl_cov_tokens)
+@in_blocks("log_prob")
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -23,14 +45,18 @@ def compute_policy_loss_kl_cov(
     loss_agg_mode: str = "token-mean",
     config: ClipSettings | None = None,
     rollout_is_weights: Tensor | None = None,
-    kl_cov_ratio: float = 2e-4,
+    chosen_tokens: Tensor | None = None,
     ppo_kl_coef: float = 1.0,
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A r, with r = policy / old policy, plus |log r| for tokens of the highest covariance.
 
-    The covariance is that of A and log p; 2 in 10000 tokens of the micro-batch have the highest, at
-    least one. Means are the micro-batch's too, so unlike other losses this one depends on its size.
+    The covariance is that of A and log p under the old policy; 2 in 10000 tokens of the mini-batch
+    have the highest, at least one. They are chosen before the update, for the mini-batch as a
+    whole, so neither ranks nor micro-batches change them.
+
+    Watch: `actor/entropy`, which should level off, and `actor/ppo_kl`, which nothing clips: where
+    it grows over the mini-batches of a step, make fewer of them.
 
     Source: arXiv 2505.22617
     """
@@ -38,8 +64,9 @@ def compute_policy_loss_kl_cov(
     advantages = torch.where(inside, advantages, 0)
     log_r = log_ratio(log_prob, old_log_prob, inside)
 
-    covariance = token_covariance(advantages, log_prob, inside)
-    chosen = inside & _highest(covariance, max(int(kl_cov_ratio * inside.sum()), 1))
+    if chosen_tokens is None:
+        chosen_tokens = choose_kl_cov_tokens(old_log_prob, advantages, response_mask)
+    chosen = inside & chosen_tokens
     penalty = torch.where(chosen, ppo_kl_coef * log_r.abs(), 0)
 
     return agg_policy_loss(
@@ -50,11 +77,3 @@ def compute_policy_loss_kl_cov(
         rollout_is_weights,
         **denominators,
     )
-
-
-def _highest(values: Tensor, count: int) -> Tensor:
-    """Where the `count` highest values are."""
-    flat = values.flatten()
-    highest = torch.zeros_like(flat, dtype=torch.bool)
-    highest[flat.topk(min(count, len(flat))).indices] = True
-    return highest.view_as(values)

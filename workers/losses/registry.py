@@ -19,6 +19,8 @@ from torch import Tensor
 from verl_like.registry import Registry
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+TokenChooser = Callable[..., Tensor]
+"""(old log-probs, advantages, mask, generator) of a mini-batch -> where its chosen tokens are."""
 AnyPolicyLoss = TypeVar("AnyPolicyLoss", bound=PolicyLoss)
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
@@ -38,6 +40,25 @@ def keys_read(policy_loss: PolicyLoss) -> tuple[str, ...] | None:
     """What `reads` said; None where nobody said anything, and every key may be read."""
     keys: tuple[str, ...] | None = getattr(policy_loss, "keys_read", None)
     return keys
+
+
+def chooses_tokens(choose: TokenChooser) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
+    """Say that a loss treats some tokens apart, and how they are chosen from a whole mini-batch.
+
+    The loss then has a parameter `chosen_tokens`; called without it, it chooses among its own.
+    """
+
+    def mark(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
+        policy_loss.choose_tokens = choose  # type: ignore[attr-defined]
+        return policy_loss
+
+    return mark
+
+
+def token_chooser(policy_loss: PolicyLoss) -> TokenChooser | None:
+    """What `chooses_tokens` said; None of a loss that treats all tokens alike."""
+    choose: TokenChooser | None = getattr(policy_loss, "choose_tokens", None)
+    return choose
 
 
 def get_policy_loss(name: str) -> PolicyLoss:

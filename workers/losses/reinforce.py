@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
 @POLICY_LOSSES.register("reinforce", "gpg")
 @reads()
+@in_blocks("log_prob")
 def compute_policy_loss_reinforce(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -26,7 +28,12 @@ def compute_policy_loss_reinforce(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p, with no ratio and nothing to clip.
 
-    GPG's loss is the same, under its own name.
+    GPG's loss is the same, under its own name. With `rollout_correction.rollout_is` every token's
+    gradient is weighed by the trainer's probability over the rollout's, bounded and held fast:
+    REINFORCE with importance weights.
+
+    Watch: `actor/ppo_kl`, which must stay near zero: no ratio corrects a second update, so make
+    one a step (`ppo_mini_batch_size` = `data.train_batch_size`).
 
     Source: Williams, Machine Learning 8, 1992; GPG, arXiv 2504.02546
     """

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
 
 
 @POLICY_LOSSES.register("sapo")
 @reads()
+@in_blocks("log_prob")
 def compute_policy_loss_sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -31,6 +33,9 @@ def compute_policy_loss_sapo(
     Its gradient is the policy gradient at r = 1 and fades on both sides. tau is 1 where A is
     positive and 1.05 elsewhere, so that tokens pushed down fade faster. The paper aggregates by
     seq-mean-token-mean.
+
+    Watch: `actor/ppo_kl`; nothing is cut off, so where it grows from step to step tokens are far
+    out on both sides of the gate and teach little: lower the learning rate.
 
     Source: SAPO, arXiv 2511.20347
     """

@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""The critic's losses: the clipped square, and Huber's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from workers.losses.aggregate import Denominators, agg_loss
+from workers.losses.blocks import in_blocks
 
 
+@in_blocks("vpreds")
 def compute_value_loss(
     vpreds: Tensor,
     returns: Tensor,
@@ -23,6 +25,9 @@ def compute_value_loss(
 
     The clip keeps a value within `cliprange_value` of the old one. Returns the loss and the share
     of tokens whose clipped error counted.
+
+    Watch: `critic/vf_clipfrac`; where most tokens are held by the clip the critic follows its
+    returns too slowly: widen `cliprange_value`, or scale the rewards down.
 
     Source: PPO's reference code, as described in arXiv 2005.12729, section 3
     """
@@ -39,3 +44,34 @@ def compute_value_loss(
     loss = 0.5 * agg_loss(worse, inside, loss_agg_mode, **denominators)
     held = (clipped_error > free_error).to(loss.dtype)
     return loss, agg_loss(held, inside, "token-mean", **denominators)
+
+
+@in_blocks("vpreds")
+def compute_huber_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    huber_delta: float,
+    loss_agg_mode: str = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error of the value up to `huber_delta`, from there on linear.
+
+    So a few returns that are far off do not rule the gradient. Returns the loss and the share of
+    tokens in the linear part.
+
+    Watch: `critic/vf_clipfrac`, here the share of errors above `huber_delta`; near 1 the gradient
+    has only signs: raise `huber_delta` to the size of the returns.
+
+    Source: Huber, Annals of Mathematical Statistics 35, 1964
+    """
+    inside = response_mask.bool()
+    error = torch.where(inside, vpreds - returns, 0)
+    size = error.abs()
+    losses = torch.where(
+        size <= huber_delta, 0.5 * error.square(), huber_delta * (size - 0.5 * huber_delta)
+    )
+
+    loss = agg_loss(losses, inside, loss_agg_mode, **denominators)
+    linear = (size > huber_delta).to(loss.dtype)
+    return loss, agg_loss(linear, inside, "token-mean", **denominators)

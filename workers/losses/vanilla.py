@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import (
     ClipSettings,
     DefaultClip,
@@ -21,6 +22,7 @@ from workers.losses.registry import POLICY_LOSSES, reads
 
 @POLICY_LOSSES.register("vanilla")
 @reads("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+@in_blocks("log_prob")
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -35,6 +37,9 @@ def compute_policy_loss_vanilla(
 
     The range is [1 - clip_ratio_low, 1 + clip_ratio_high]. For A < 0 the loss is never more than
     -A clip_ratio_c (the dual clip).
+
+    Watch: `actor/pg_clipfrac` and `actor/ppo_kl`; a share of clipped tokens that keeps growing
+    over a step says that there are too many mini-batches or epochs for the learning rate.
 
     Source: PPO, arXiv 1707.06347; two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729
     """

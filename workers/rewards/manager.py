@@ -22,7 +22,7 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 from workers.rewards.call import Sample
-from workers.rewards.process import LATE, VOTE, Outcome
+from workers.rewards.process import LATE, STEPS, VOTE, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,11 @@ class Scores(Protocol):
 class RewardManager:
     """Scores batches by a reward function, beside what the driver does meanwhile.
 
-    A sample whose call raises, returns no finite number, or passes its deadline gets
-    `default_score`; so does what is left of a batch after the scorer's deadline. They are counted
-    in the metrics, marked in `score_failed`, and never stop the step.
+    What it gives is a number, or a dict with "score"; with "step_scores" too, pairs [token, score]:
+    each score stands at that token of the response (at its last if it is shorter), the score itself
+    always at the last. A sample whose call raises, returns no finite number, or passes its deadline
+    gets `default_score`; so does what is left of a batch after the scorer's deadline. They are
+    counted in the metrics, marked in `score_failed`, and never stop the step.
     """
 
     def __init__(
@@ -98,15 +100,15 @@ class RewardManager:
         failed = torch.tensor([score is None for score, _, _ in outcomes])
         extras = _extra_columns(outcomes)
 
-        # The mask may have holes, where a tool's answer stands: its last token, not its count.
-        places = torch.arange(mask.shape[-1])
-        scores = torch.zeros(mask.shape, dtype=torch.float32)
-        scores[torch.arange(len(values)), (mask * places).amax(dim=-1)] = values
-
+        scores, step_ends = _on_tokens(values, outcomes, mask)
         metrics = _score_metrics(outcomes, extras)
         metrics["timing_s/reward"] = seconds
         result = DataProto.from_dict(
-            tensors={"token_level_scores": scores, "score_failed": failed},
+            tensors={
+                "token_level_scores": scores,
+                "step_ends": step_ends,
+                "score_failed": failed,
+            },
             non_tensors={f"reward_extra/{name}": column for name, column in extras.items()},
         )
         return result, metrics
@@ -131,10 +133,33 @@ class RewardManager:
         self._scorer.stop()
 
 
+def _on_tokens(values: Tensor, outcomes: list[Outcome], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Every row's scores at its tokens, and at which of them a scored step ends.
+
+    A score of zero beside those of steps is no step of its own.
+    """
+    # The mask may have holes, where a tool's answer stands: its last token, not its count.
+    last = (mask * torch.arange(mask.shape[-1])).amax(dim=-1)
+    rows = torch.arange(len(values))
+    scores = torch.zeros(mask.shape, dtype=torch.float32)
+    scores[rows, last] = values
+    has_steps = torch.tensor([STEPS in extras for _, extras, _ in outcomes], dtype=torch.bool)
+    step_ends = torch.zeros(mask.shape, dtype=torch.bool)
+    step_ends[rows, last] = ~has_steps | (values != 0)
+
+    for row in has_steps.nonzero().flatten().tolist():
+        tokens = mask[row].nonzero().flatten().tolist() or [0]
+        for token, score in outcomes[row][1][STEPS]:
+            place = tokens[min(token, len(tokens) - 1)]
+            scores[row, place] += score
+            step_ends[row, place] = True
+    return scores, step_ends
+
+
 def _extra_columns(outcomes: list[Outcome]) -> dict[str, np.ndarray[Any, Any]]:
     """What the function returned beside the score, by name: numbers, and the text of a vote."""
     columns = {}
-    for name in sorted({name for _, extras, _ in outcomes for name in extras}):
+    for name in sorted({name for _, extras, _ in outcomes for name in extras} - {STEPS}):
         values = [extras.get(name, np.nan) for _, extras, _ in outcomes]
         columns[name] = np.array(values, object if name == VOTE else np.float64)
     return columns

@@ -23,8 +23,12 @@ from verl_like.errors import ConfigError
 from verl_like.registry import load_from
 from workers.rewards.call import Call, Sample
 
-Outcome = tuple[float | None, dict[str, float | str], str | None]
-"""Score (None: failed), the other numbers of the function and its `pred`, what went wrong."""
+Steps = list[tuple[int, float]]
+"""(token of the response, score) of every step."""
+Outcome = tuple[float | None, dict[str, Any], str | None]
+"""Score (None: failed), the other numbers of the function, `pred` and steps, what went wrong."""
+STEPS = "step_scores"
+"""The one list that is kept: scores of the response's steps, at the tokens where they end."""
 VOTE = "pred"
 """The one text that is kept: a sample's answer, for the majority of a prompt's samples."""
 LATE = "passed its deadline"
@@ -50,22 +54,40 @@ class FunctionSpec:
 
 
 def read_outcome(result: Any) -> Outcome:
-    """What the function returned: a finite number, or a dict with one; all else is refused."""
+    """What the function returned: a finite number, or a dict with one; all else is refused.
+
+    Beside scores of steps there need be none.
+    """
     extras = dict(result) if isinstance(result, dict) else {"score": result}
-    score = extras.pop("score", None)
+    steps = read_steps(extras.pop(STEPS, None))
+    score = extras.pop("score", 0.0 if steps else None)
     if isinstance(score, str) or score is None or not math.isfinite(float(score)):
         raise ValueError(
             f"the reward function returned {result!r}; a finite number, or a dict with one as "
             "'score'"
         )
 
-    kept: dict[str, float | str] = {}
+    kept: dict[str, Any] = {}
     for name, value in extras.items():
         if isinstance(value, Real):
             kept[str(name)] = float(value)
     if VOTE in extras:
         kept[VOTE] = str(extras[VOTE])
+    if steps:
+        kept[STEPS] = steps
     return float(score), kept, None
+
+
+def read_steps(steps: Any) -> Steps:
+    """[token, score] pairs, checked: tokens count from 0 in the response, scores are finite."""
+    pairs = [(int(token), float(score)) for token, score in steps or []]
+    for token, score in pairs:
+        if token < 0 or not math.isfinite(score):
+            raise ValueError(
+                f"{STEPS} has [{token}, {score}]; pairs of a token's number, from 0, and a finite "
+                "score"
+            )
+    return pairs
 
 
 def score_sample(call: Call, sample: Sample) -> Outcome:

@@ -10,7 +10,7 @@ Functions and servers are asked by a `RewardManager` each; `call_model` starts a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -84,12 +84,29 @@ class Part:
     manager: RewardManager | None
 
 
+@dataclass(frozen=True)
+class PartScores:
+    """What one reward says of a batch."""
+
+    scores: Tensor
+    """[rows, R], at the tokens where a step, or the response, ends."""
+    step_ends: Tensor
+    """[rows, R], whether a scored step ends there."""
+    failed: Tensor
+    """[rows], whether there is no score."""
+
+
 class Rewards:
     """The rewards of a run."""
 
     def __init__(self, parts: list[Part], overlong: OverlongBufferConfig | None = None):
         """`overlong` punishes long responses, whatever they score."""
         self.parts, self.overlong = parts, overlong
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a failure may leave a sample out of the update."""
+        return any(part.config.on_failure == "skip" for part in self.parts)
 
     def launch(
         self, batch: DataProto, call_model: Callable[[RewardConfig], Any], normalize: bool = True
@@ -126,51 +143,58 @@ class WeightedScores:
 
         Waits at most `timeout` seconds for each part.
         """
-        parts = self._rewards.parts
         total = torch.zeros(self._mask.shape, dtype=torch.float32)
+        step_ends = torch.zeros(self._mask.shape, dtype=torch.bool)
         skipped = torch.zeros(len(total), dtype=torch.bool)
         extras: dict[str, Any] = {}
         metrics: dict[str, float] = {}
-        for part, future in zip(parts, self._futures, strict=True):
-            scores, failed, own = self._take(part, future.get(timeout), metrics)
-            if part.config.on_failure == "skip":
-                skipped |= failed
+
+        for part, future in zip(self._rewards.parts, self._futures, strict=True):
+            found = self._take(part, future.get(timeout), extras, metrics)
             if part.config.normalize and self._normalize:
-                scores = normalized(scores, self._mask, failed)
-            total += part.config.weight * scores
-            extras |= own
+                found = normalized(found, self._mask)
+            total += part.config.weight * found.scores
+            step_ends |= found.step_ends
+            if part.config.on_failure == "skip":
+                skipped |= found.failed
 
         if self._rewards.overlong is not None:
             punishment = overlong_punishment(self._mask, self._rewards.overlong)
             total += at_last_token(punishment, self._mask)
+            step_ends |= at_last_token(punishment != 0, self._mask)
             extras["reward_extra/overlong_reward"] = punishment.double().numpy()
             metrics["reward/overlong_reward/mean"] = punishment.mean().item()
-        if any(part.config.on_failure == "skip" for part in parts):
+        if self._rewards.may_skip:
             total = without_influence(total, self._mask, skipped, self._uids)
+            last = at_last_token(skipped, self._mask)
+            step_ends = torch.where(skipped[:, None], last, step_ends)
             extras[SKIPPED] = skipped.double().numpy()
             metrics["reward/num_skipped"] = float(skipped.sum())
-        return DataProto.from_dict({"token_level_scores": total}, extras), metrics
+        return DataProto.from_dict(
+            {"token_level_scores": total, "step_ends": step_ends}, extras
+        ), metrics
 
     def _take(
-        self, part: Part, result: Any, metrics: dict[str, float]
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """A part's scores, which of its samples failed, its extra columns."""
+        self, part: Part, result: Any, extras: dict[str, Any], metrics: dict[str, float]
+    ) -> PartScores:
+        """What a part says; its extra columns and metrics are added to those of the others."""
         name, several = part.config.name, len(self._rewards.parts) > 1
         if part.manager is None:
             scores = read_columns(result, "rm_scores")["rm_scores"]
-            failed = torch.zeros(len(scores), dtype=torch.bool)
-            own: dict[str, Any] = {}
+            found = PartScores(scores, scores != 0, torch.zeros(len(scores), dtype=torch.bool))
         else:
             result, numbers = result
-            scores = read_columns(result, "token_level_scores")["token_level_scores"]
-            failed = read_columns(result, "score_failed")["score_failed"]
-            own = dict(result.non_tensor_batch)
-            _refuse(part.config, failed, numbers)
+            columns = read_columns(result, "token_level_scores", "step_ends", "score_failed")
+            found = PartScores(*columns.values())
+            _refuse(part.config, found.failed, numbers)
             metrics |= _named(numbers, "reward/", name, several)
-            own = _named(own, "reward_extra/", name, several)
+            extras |= _named(result.non_tensor_batch, "reward_extra/", name, several)
+
         if several or name != "rule":  # a lone rule's score is critic/score/mean
-            metrics[f"reward/{name}_score/mean"] = scores.sum(-1).mean().item()
-        return scores, failed, own
+            sums = found.scores.sum(dim=-1)
+            extras[f"reward_extra/{name}_score"] = sums.double().numpy()
+            metrics[f"reward/{name}_score/mean"] = sums.mean().item()
+        return found
 
 
 def _named(found: dict[str, Any], prefix: str, name: str, several: bool) -> dict[str, Any]:
@@ -190,19 +214,21 @@ def _refuse(config: RewardConfig, failed: Tensor, numbers: dict[str, float]) -> 
         )
 
 
-def normalized(scores: Tensor, mask: Tensor, failed: Tensor) -> Tensor:
+def normalized(found: PartScores, mask: Tensor) -> PartScores:
     """Scores whose sums over a row have mean 0 and spread 1 over the rows that did not fail.
 
     The shift goes to each row's last token; a row that failed gets 0, the mean.
     """
-    sums = scores.double().sum(dim=-1)
-    good = sums[~failed]
+    sums = found.scores.double().sum(dim=-1)
+    good = sums[~found.failed]
     if not len(good):
-        return torch.zeros_like(scores)
+        return replace(found, scores=torch.zeros_like(found.scores))
+
     spread = good.std(correction=0).clamp(min=SMALLEST_SPREAD)
     shift = at_last_token(torch.full_like(sums, -float(good.mean())), mask)
-    moved = ((scores + shift) / spread).float()
-    return moved.masked_fill(failed[:, None], 0.0)
+    moved = ((found.scores + shift) / spread).float().masked_fill(found.failed[:, None], 0.0)
+    last = at_last_token(torch.ones(len(sums), dtype=torch.bool), mask)
+    return replace(found, scores=moved, step_ends=found.step_ends | last)
 
 
 def without_influence(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) -> Tensor:

@@ -20,7 +20,7 @@ from workers.losses.correction import RolloutCorrection
 from workers.losses.correction_gauge import CorrectionGauge
 from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
-from workers.losses.registry import get_policy_loss
+from workers.losses.registry import get_policy_loss, token_chooser
 from workers.models.memory import memory_in_use
 from workers.models.precision import rollout_dtype
 from workers.training.checkpoint import Checkpointed
@@ -68,6 +68,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         self.bypasses: bool = config.algorithm.rollout_correction.bypass_mode
         self.correction = RolloutCorrection.of(config.algorithm.rollout_correction)
         self.policy_loss = get_policy_loss(policy_loss_of(config))
+        self.chooses_tokens = token_chooser(self.policy_loss) is not None
         self.budget = Budget.of(
             self.config.use_dynamic_bsz,
             self.config.ppo_micro_batch_size_per_gpu,
@@ -92,15 +93,20 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_log_prob(self, data: DataProto) -> tuple[DataProto, Metrics]:
-        """`old_log_probs` and `entropys` of the responses under the policy as it is now."""
+        """`old_log_probs` and `entropys` of the responses under the policy as it is now.
+
+        With `meta_info["sum_pi_squared"]` that column too: what an advantage estimator asks for.
+        """
+        wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
         with utilization("actor_infer", self.engine, data, trains=False) as mfu:
             outputs = self.engine.forward_rows(
                 data,
                 log_prob_budget(self.policy.rollout, self.config),
                 temperature=self.temperature,
                 want_entropy=True,
+                want_sum_pi_squared=wants_squares,
             )
-        columns = {"old_log_probs": outputs["log_probs"], "entropys": outputs["entropys"]}
+        columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
         return DataProto(batch=TensorDict(columns, batch_size=[len(data)])), mfu
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
@@ -156,6 +162,8 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             names.append("rollout_is_weights")
         if not (on_policy or self.bypasses):
             names.append("old_log_probs")
+        if self.chooses_tokens:
+            names.append("chosen_tokens")
         return list(dict.fromkeys(names))
 
     def require_one_step(self, data: DataProto) -> None:
@@ -194,6 +202,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             old_log_probs = columns[drawn_from(columns)]
             # what is rejected here stays in the denominators, which the mini-batch has counted
             weights, mask = self.correction(log_probs, old_log_probs, mask, self.correction_gauge)
+        chosen = {"chosen_tokens": columns["chosen_tokens"]} if self.chooses_tokens else {}
         loss, metrics = self.policy_loss(
             old_log_probs,
             outputs["log_probs"],
@@ -202,6 +211,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             config.loss_agg_mode,
             config,
             weights,
+            **chosen,
             **divisors,
         )
         metrics = {name.removeprefix("actor/"): value for name, value in metrics.items()}

@@ -11,8 +11,8 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.config import critic_model, critic_optim, shuffle_seed
-from workers.losses.aggregate import agg_loss
-from workers.losses.value import compute_value_loss
+from workers.losses.aggregate import Denominators, agg_loss
+from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
@@ -33,8 +33,8 @@ class CriticWorker(Checkpointed, Worker):
         if prompts is None:
             prompts = actor.ppo_mini_batch_size
         self.mini_batch_size = prompts * config.actor_rollout_ref.rollout.n
-        self.loss_agg_mode = actor.loss_agg_mode
-        self.loss_scale_factor = actor.loss_scale_factor
+        self.loss_agg_mode = own.loss_agg_mode or actor.loss_agg_mode
+        self.loss_scale_factor = own.loss_scale_factor or actor.loss_scale_factor
         self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
         self.shuffle_seed = shuffle_seed(actor)
         self.budget = Budget.of(
@@ -91,17 +91,27 @@ class CriticWorker(Checkpointed, Worker):
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped value loss: this micro-batch's share."""
+        """The value loss: this micro-batch's share."""
         predicted, mask = outputs["values"], columns["response_mask"]
-        loss, clipped = compute_value_loss(
-            predicted,
-            columns["returns"],
-            columns["values"],
-            mask,
-            self.config.cliprange_value,
-            self.loss_agg_mode,
-            loss_scale_factor=self.loss_scale_factor,
-            **batch.denominators,
-        )
+        divisors: Denominators = {**batch.denominators, "loss_scale_factor": self.loss_scale_factor}
+        if self.config.value_loss == "huber":
+            loss, clipped = compute_huber_value_loss(
+                predicted,
+                columns["returns"],
+                mask,
+                self.config.huber_delta,
+                self.loss_agg_mode,
+                **divisors,
+            )
+        else:
+            loss, clipped = compute_value_loss(
+                predicted,
+                columns["returns"],
+                columns["values"],
+                mask,
+                self.config.cliprange_value,
+                self.loss_agg_mode,
+                **divisors,
+            )
         mean = agg_loss(predicted, mask, "token-mean", **batch.denominators)
         return loss, {"vf_loss": loss, "vf_clipfrac": clipped, "vpred_mean": mean}

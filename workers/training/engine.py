@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl_like.tensor_ops import logprobs_and_entropy_from_logits, logprobs_from_logits
 from workers.models.attention import say_once
 from workers.models.causal_lm import Head, empty_model, to_training
 from workers.models.load import load_weights
@@ -67,6 +66,7 @@ from workers.training.optim import Schedule, build_optimizer, guarded_step
 from workers.training.packing import check_rows, last_token_reads, read, response_reads
 from workers.training.row_proof import RowPasses, prove_rows
 from workers.training.shuffle import order_columns, passes_over
+from workers.training.token_columns import token_columns
 from workers.training.varlen import find_kernel
 from workers.weights.checksum import checksum_of
 
@@ -165,14 +165,18 @@ class TrainEngine:
         *,
         temperature: float = 1.0,
         want_entropy: bool = False,
+        want_sum_pi_squared: bool = False,
     ) -> Columns:
-        """For every row `log_probs` (and `entropys`), or `values`.
+        """For every row `log_probs` (and `entropys`, `sum_pi_squared`), or `values`.
 
         Each is [rows, R], zero outside the response mask.
         """
         rows = self._take(data, INPUTS)
         return self._each_pass(
-            rows, budget, response_reads, lambda c: self.outputs(c, temperature, want_entropy)
+            rows,
+            budget,
+            response_reads,
+            lambda c: self.outputs(c, temperature, want_entropy, want_sum_pi_squared),
         )
 
     def score_rows(self, data: DataProto, budget: Budget) -> Tensor:
@@ -283,7 +287,11 @@ class TrainEngine:
         return dict(zip(totals, summed.tolist(), strict=True))
 
     def outputs(
-        self, columns: Columns, temperature: float = 1.0, want_entropy: bool = False
+        self,
+        columns: Columns,
+        temperature: float = 1.0,
+        want_entropy: bool = False,
+        want_sum_pi_squared: bool = False,
     ) -> Columns:
         """One forward pass: [rows, R] columns for the response positions.
 
@@ -293,7 +301,7 @@ class TrainEngine:
         flat = self._read(columns, response_reads(columns))
         if self.head == "token":
             labels = columns["responses"][inside].to(self.device)
-            found = _token_columns(flat, labels, temperature, want_entropy)
+            found = token_columns(flat, labels, temperature, want_entropy, want_sum_pi_squared)
         else:
             found = {"values": flat[:, 0].float()}
 
@@ -374,22 +382,6 @@ def _cpu_kernels(module: nn.Module) -> AbstractContextManager[None]:
     from workers.cpu.fused_ops import fused_ops
 
     return fused_ops(module)
-
-
-def _token_columns(
-    logits: Tensor, labels: Tensor, temperature: float, want_entropy: bool
-) -> Columns:
-    """The labels' log-probs, and the entropys if wanted; the backward pass writes over `logits`."""
-    if not want_entropy:
-        log_probs = logprobs_from_logits(
-            logits, labels, temperature=temperature, inplace_backward=True
-        )
-        return {"log_probs": log_probs}
-
-    log_probs, entropys = logprobs_and_entropy_from_logits(
-        logits, labels, temperature=temperature, inplace_backward=True
-    )
-    return {"log_probs": log_probs, "entropys": entropys}
 
 
 def _mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:

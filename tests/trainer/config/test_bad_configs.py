@@ -157,6 +157,45 @@ SETTINGS = [
         ["rollout.n=1 makes one", "Set actor_rollout_ref.rollout.n to 2 or more"],
     ),
     (
+        "algorithm.adv_estimator=gdpo actor_rollout_ref.rollout.n=2",
+        ["compares several rewards", "algorithm.gdpo_reward_keys, which is []", "seq_reward"],
+    ),
+    (
+        "algorithm.adv_estimator=gdpo actor_rollout_ref.rollout.n=2 "
+        "algorithm.gdpo_reward_keys=[a,b] algorithm.gdpo_reward_weights=[1]",
+        ["has 1 numbers for the 2 rewards", "null to count each once"],
+    ),
+    (
+        "algorithm.adv_estimator=grpo_process actor_rollout_ref.rollout.n=2 "
+        "algorithm.use_kl_in_reward=true",
+        ["grpo_process does not read", "actor.use_kl_loss=true"],
+    ),
+    (
+        "algorithm.adv_estimator=optimal_token_baseline",
+        ["rollout.n=1 makes one", "Set actor_rollout_ref.rollout.n to 2 or more"],
+    ),
+    (
+        "algorithm.bootstrap_truncated=true algorithm.adv_estimator=reinforce_plus_plus",
+        ["algorithm.bootstrap_truncated", "algorithm.adv_estimator does not take it"],
+    ),
+    ("algorithm.running_norm=[reward]", ["rewards, advantages", "Did you mean 'rewards'"]),
+    ("algorithm.pf_ppo.weight_pow=3", ["pf_ppo.weight_pow", "algorithm.use_pf_ppo is false"]),
+    ("algorithm.use_pf_ppo=true algorithm.pf_ppo.weight_pow=-1", ["weight_pow=-1.0", "0 or above"]),
+    ("algorithm.gamma=1.5", ["algorithm.gamma=1.5", "from 0 to 1"]),
+    ("algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=-1", ["kl_coef=-1", "0 or above"]),
+    (
+        "actor_rollout_ref.actor.policy_loss.loss_mode=luspo "
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+        ["is gspo", "loss_agg_mode=seq-mean-token-sum"],
+    ),
+    ("critic.huber_delta=2", ["critic.huber_delta is set", "critic.value_loss is not huber"]),
+    (
+        "critic.value_loss=huber critic.cliprange_value=0.2",
+        ["critic.cliprange_value is set", "huber clips nothing"],
+    ),
+    ("critic.loss_scale_factor=4", ["loss_scale_factor is set", "seq-mean-token-sum-norm"]),
+    ("critic.loss_agg_mode=token_mean", ["token_mean", "Did you mean"]),
+    (
         "critic.cliprange_value=0.1 algorithm.adv_estimator=reinforce_plus_plus",
         ["critic.cliprange_value", "this run has no critic"],
     ),

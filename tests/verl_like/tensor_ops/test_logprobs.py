@@ -11,6 +11,7 @@ from verl_like.tensor_ops import (
     logprobs,
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
+    sum_pi_squared_from_logits,
 )
 
 
@@ -56,6 +57,18 @@ def test_separate_forms_agree_with_the_fused_one_on_any_leading_shape():
     assert logprob.shape == entropy.shape == (2, 3)
     assert torch.equal(logprobs_from_logits(logits, labels), logprob)
     assert torch.equal(entropy_from_logits(logits), entropy)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sums_of_squared_probabilities_equal_those_of_the_softmax(temperature):
+    logits = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
+    expected = (logits.detach() / temperature).softmax(dim=-1).square().sum(dim=-1)
+    found = sum_pi_squared_from_logits(logits, temperature=temperature)
+    torch.testing.assert_close(found, expected)
+    assert not found.requires_grad
+    far = sum_pi_squared_from_logits(torch.tensor([[[1e4, -1e4, -torch.inf]]]).bfloat16())
+    assert far.tolist() == [[1.0]]
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -1,6 +1,5 @@
 """Clip-Cov and KL-Cov, which compare tokens with each other, beside loops over all tokens."""
 
-import functools
 import itertools
 import math
 import statistics
@@ -11,8 +10,8 @@ import torch
 from tests.workers.losses.plain_python import CONFIG, aggregate, tokens_of
 from tests.workers.losses.twins import clipped_surrogate, vanilla
 from workers.losses.aggregate import LOSS_AGG_MODES
-from workers.losses.clip_cov import compute_policy_loss_clip_cov
-from workers.losses.kl_cov import compute_policy_loss_kl_cov
+from workers.losses.clip_cov import choose_clip_cov_tokens, compute_policy_loss_clip_cov
+from workers.losses.kl_cov import choose_kl_cov_tokens, compute_policy_loss_kl_cov
 
 NAMES = ("old_log_prob", "log_prob", "advantages")
 WIDE = {"clip_cov_lb": 0.1, "clip_cov_ub": 1.2}
@@ -30,10 +29,10 @@ def tokens_with_covariance(batch):
         for row, of_row in enumerate(zip(*columns, strict=True))
         for token in zip(*of_row, strict=True)
     ]
-    mean_new = statistics.mean(new for _, _, new, _ in tokens)
+    mean_old = statistics.mean(old for _, old, _, _ in tokens)
     mean_advantage = statistics.mean(advantage for *_, advantage in tokens)
     return [
-        (row, old, new, advantage, (advantage - mean_advantage) * (new - mean_new))
+        (row, old, new, advantage, (advantage - mean_advantage) * (old - mean_old))
         for row, old, new, advantage in tokens
     ]
 
@@ -46,13 +45,13 @@ def by_row(tokens, losses):
 
 
 def clip_cov_candidates(tokens, lowest, highest):
-    found = []
-    for place, (_, old, new, advantage, covariance) in enumerate(tokens):
-        ratio = math.exp(new - old)
-        is_clipped = clipped_surrogate(ratio, advantage, 0.2, 0.3) > -ratio * advantage
-        if lowest < covariance < highest and not is_clipped:
-            found.append(place)
-    return found
+    return [place for place, token in enumerate(tokens) if lowest < token[-1] < highest]
+
+
+def chosen_by(choose, batch, **settings):
+    inputs = inputs_of(batch)
+    inputs.pop("log_prob")
+    return {"chosen_tokens": choose(**inputs, **settings)}
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -65,7 +64,10 @@ def test_clip_cov_drops_every_candidate_where_the_share_allows_it(batch, mode):
         loss = clipped_surrogate(math.exp(new - old), advantage, 0.2, 0.3)
         losses.append(0.0 if place in candidates else loss)
     loss, metrics = compute_policy_loss_clip_cov(
-        **inputs_of(batch), loss_agg_mode=mode, config=CONFIG, clip_cov_ratio=1.0, **WIDE
+        **inputs_of(batch),
+        **chosen_by(choose_clip_cov_tokens, batch, clip_cov_ratio=1.0, **WIDE),
+        loss_agg_mode=mode,
+        config=CONFIG,
     )
     assert loss.item() == pytest.approx(aggregate(by_row(tokens, losses), mode))
     assert metrics["actor/pg_clipfrac"].item() == pytest.approx(len(candidates) / len(tokens))
@@ -88,10 +90,9 @@ def test_clip_cov_drops_as_many_candidates_as_its_share_and_at_least_one(batch, 
     for _ in range(20):
         loss, metrics = compute_policy_loss_clip_cov(
             **inputs_of(batch),
+            **chosen_by(choose_clip_cov_tokens, batch, clip_cov_ratio=share, **WIDE),
             loss_agg_mode="token-sum",
             config=CONFIG,
-            clip_cov_ratio=share,
-            **WIDE,
         )
         assert any(loss.item() == pytest.approx(one) for one in possible)
         assert metrics["actor/pg_clipfrac"].item() == pytest.approx(count / len(tokens))
@@ -104,7 +105,9 @@ def test_clip_cov_without_candidates_is_the_clipped_surrogate(batch):
     rows = zip(*(tokens_of(batch[name], inside) for name in NAMES), strict=True)
     expected = aggregate(vanilla(list(rows), 0.2, 0.3, math.inf), "token-mean")
     loss, metrics = compute_policy_loss_clip_cov(
-        **inputs_of(batch), config=CONFIG, clip_cov_lb=100.0, clip_cov_ub=101.0
+        **inputs_of(batch),
+        **chosen_by(choose_clip_cov_tokens, batch, clip_cov_lb=100.0, clip_cov_ub=101.0),
+        config=CONFIG,
     )
     assert loss.item() == pytest.approx(expected)
     assert metrics["actor/pg_clipfrac"] == 0
@@ -121,16 +124,17 @@ def test_kl_cov_adds_the_kl_of_the_tokens_of_highest_covariance(batch, mode, sha
         penalty = 0.5 * abs(new - old) if covariance >= least else 0.0
         losses.append(-advantage * math.exp(new - old) + penalty)
     loss, metrics = compute_policy_loss_kl_cov(
-        **inputs_of(batch), loss_agg_mode=mode, config=CONFIG, kl_cov_ratio=share, ppo_kl_coef=0.5
+        **inputs_of(batch),
+        **chosen_by(choose_kl_cov_tokens, batch, kl_cov_ratio=share),
+        loss_agg_mode=mode,
+        config=CONFIG,
+        ppo_kl_coef=0.5,
     )
     assert loss.item() == pytest.approx(aggregate(by_row(tokens, losses), mode))
     assert metrics["actor/kl_cov_frac"].item() == pytest.approx(count / len(tokens))
 
 
-@pytest.mark.parametrize(
-    "policy_loss",
-    [functools.partial(compute_policy_loss_clip_cov, **WIDE), compute_policy_loss_kl_cov],
-)
+@pytest.mark.parametrize("policy_loss", [compute_policy_loss_clip_cov, compute_policy_loss_kl_cov])
 def test_the_rollout_correction_weighs_every_token(batch, policy_loss):
     inputs = inputs_of(batch)
     torch.manual_seed(0)
@@ -147,7 +151,10 @@ def test_a_dropped_token_has_no_gradient_and_the_others_have_theirs(batch):
     leaf = batch["log_prob"].clone().requires_grad_()
     inputs = inputs_of(batch | {"log_prob": leaf})
     loss, _ = compute_policy_loss_clip_cov(
-        **inputs, loss_agg_mode="token-sum", config=CONFIG, clip_cov_ratio=1.0, **WIDE
+        **inputs,
+        **chosen_by(choose_clip_cov_tokens, batch, clip_cov_ratio=1.0, **WIDE),
+        loss_agg_mode="token-sum",
+        config=CONFIG,
     )
     loss.backward()
     inside = batch["response_mask"].bool()

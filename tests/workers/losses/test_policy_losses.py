@@ -13,17 +13,23 @@ from tests.workers.losses.plain_python import (
     denominators,
     tokens_of,
 )
-from tests.workers.losses.twins import TWINS
+from tests.workers.losses.twins import SURROGATES, TWINS
 from verl_like.errors import ConfigError
 from workers.config import ActorConfig
+from workers.losses import blocks
 from workers.losses.aggregate import LOSS_AGG_MODES
 from workers.losses.importance_ratio import DefaultClip, resolve_clip
-from workers.losses.registry import POLICY_LOSSES, get_policy_loss, keys_read
+from workers.losses.registry import POLICY_LOSSES, get_policy_loss, keys_read, token_chooser
 from workers.losses.vanilla import compute_policy_loss
 
-WITHIN_THE_CALL = ("clip_cov", "kl_cov")
-"""They compare the call's tokens with each other; their twins: `test_covariance_losses.py`."""
-BY_TOKEN = [name for name in POLICY_LOSSES if name not in WITHIN_THE_CALL]
+CHOOSING = [name for name, found in POLICY_LOSSES.items() if token_chooser(found) is not None]
+"""They treat some tokens of a mini-batch apart; their twins: `test_covariance_losses.py`."""
+BY_TOKEN = [name for name in POLICY_LOSSES if name not in CHOOSING]
+
+
+def test_every_policy_loss_has_a_twin():
+    assert set(TWINS) == set(BY_TOKEN)
+    assert set(CHOOSING) == {"clip_cov", "kl_cov"}
 
 
 def naive_losses(name, batch):
@@ -63,13 +69,21 @@ def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch, name):
     assert loss.item() == pytest.approx(aggregate(weighted, "token-mean"))
 
 
+def chosen_tokens(batch, name):
+    """What the driver would choose of the whole batch; nothing for a loss that takes no choice."""
+    inside = batch["response_mask"].bool()
+    return {"chosen_tokens": inside & (batch["advantages"] > 0.5)} if name in CHOOSING else {}
+
+
 def summed_over_cuts(batch, name, mode, cuts):
     """The loss, its metrics and the gradient, summed over parts of `cuts` rows each."""
     leaf = batch["log_prob"].clone().requires_grad_()
+    chosen = chosen_tokens(batch, name)
     total, start = {"loss": torch.zeros(())}, 0
     for size in cuts:
         inputs = policy_inputs(batch | {"log_prob": leaf}, slice(start, start + size))
         extra = denominators(batch["response_mask"])
+        extra |= {key: column[start : start + size] for key, column in chosen.items()}
         loss, metrics = POLICY_LOSSES[name](**inputs, loss_agg_mode=mode, config=CONFIG, **extra)
         loss.backward()
         for key, value in {"loss": loss.detach(), **metrics}.items():
@@ -79,7 +93,7 @@ def summed_over_cuts(batch, name, mode, cuts):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", BY_TOKEN)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(batch, name, mode):
     whole = summed_over_cuts(batch, name, mode, [ROWS])
     for cuts in ([1] * ROWS, [4, 2]):
@@ -87,6 +101,22 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(batch, name, mode):
             torch.testing.assert_close(
                 value, whole[key], check_dtype=False, msg=lambda text, key=key: f"{key}: {text}"
             )
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_blocks_of_a_large_batch_do_not_show(batch, name, mode, monkeypatch):
+    whole = []
+    for block_tokens in (10**6, 2 * WIDTH):
+        monkeypatch.setattr(blocks, "BLOCK_TOKENS", block_tokens)
+        leaf = batch["log_prob"].clone().requires_grad_()
+        inputs = policy_inputs(batch | {"log_prob": leaf}) | chosen_tokens(batch, name)
+        weights = {"rollout_is_weights": batch["weights"].abs()}
+        loss, metrics = POLICY_LOSSES[name](**inputs, **weights, loss_agg_mode=mode, config=CONFIG)
+        (2 * loss).backward()
+        whole.append({"loss": loss.detach(), "gradient": leaf.grad, **metrics})
+    for key, value in whole[0].items():
+        torch.testing.assert_close(whole[1][key], value, msg=lambda text, key=key: f"{key}: {text}")
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -128,15 +158,40 @@ def test_on_policy_every_loss_has_the_policy_gradient(batch, name):
     assert metrics["actor/ppo_kl"] == 0
 
 
-@pytest.mark.parametrize("name", ["vanilla", "reinforce", "geo_mean", "sapo", "kl_cov", "dro"])
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - set(SURROGATES)))
 def test_the_gradient_is_that_of_finite_differences(batch, name):
-    inputs = policy_inputs(batch)
+    inputs = policy_inputs(batch) | chosen_tokens(batch, name)
     log_prob = inputs.pop("log_prob").nan_to_num().requires_grad_()
 
     def loss_of(log_prob):
         return POLICY_LOSSES[name](log_prob=log_prob, **inputs, config=CONFIG)[0]
 
     assert torch.autograd.gradcheck(loss_of, [log_prob])
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_with_weights_held_fast_the_gradient_is_that_of_finite_differences(batch, name):
+    mask, step = batch["response_mask"], 1e-6
+    leaf = batch["log_prob"].clone().requires_grad_()
+    loss, _ = POLICY_LOSSES[name](
+        **policy_inputs(batch | {"log_prob": leaf}), loss_agg_mode="token-sum", config=CONFIG
+    )
+    loss.backward()
+
+    columns = [
+        tokens_of(batch[column], mask) for column in ("old_log_prob", "log_prob", "advantages")
+    ]
+    rows = list(zip(*columns, strict=True))
+    for row, t in mask.nonzero().tolist():
+        number = int(mask[row, :t].sum())
+        change = []
+        for moved in (step, -step):
+            new = [list(values) for values in columns[1]]
+            new[row][number] += moved
+            change.append(sum(map(sum, SURROGATES[name](rows, new, low=0.2, high=0.3, c=1.5))))
+        assert leaf.grad[row, t].item() == pytest.approx(
+            (change[0] - change[1]) / (2 * step), rel=1e-5, abs=1e-8
+        )
 
 
 def test_vanilla_reports_verls_metrics(batch):

@@ -113,9 +113,49 @@ TWINS = {
     "dro": dro,
     "vanilla": vanilla,
     "gspo": gspo,
+    "luspo": gspo,
     "cispo": cispo,
     "reinforce": reinforce,
     "gpg": reinforce,
     "geo_mean": geo_mean,
     "sapo": sapo,
 }
+
+
+def cispo_held(rows, new, low, high, c):
+    """The loss of log-probs `new`, its weights those of the log-probs in `rows`."""
+    losses = []
+    for (old, held, advantages), moved in zip(rows, new, strict=True):
+        weights = [clamp(ratio, 1 - low, 1 + high) for ratio in ratios_of(old, held)]
+        losses.append([-w * a * lp for w, a, lp in zip(weights, advantages, moved, strict=True)])
+    return losses
+
+
+def dppo_held(divergence, rows, new, low, high, c):
+    losses = []
+    for (old, held, advantages), moved in zip(rows, new, strict=True):
+        kept = dppo(divergence, [(old, held, advantages)], low, high, c)[0]
+        # each held loss is linear in the log-prob: its factor is the loss over that log-prob
+        losses.append([k / h * lp for k, h, lp in zip(kept, held, moved, strict=True)])
+    return losses
+
+
+def gspo_held(rows, new, low, high, c):
+    losses = []
+    for (old, held, advantages), moved in zip(rows, new, strict=True):
+        ratio = math.exp((sum(held) - sum(old)) / max(len(held), 1))
+        tokens = zip(held, moved, advantages, strict=True)
+        losses.append(
+            [clipped_surrogate(ratio * math.exp(m - h), a, low, high) for h, m, a in tokens]
+        )
+    return losses
+
+
+SURROGATES = {
+    "cispo": cispo_held,
+    "dppo_tv": partial(dppo_held, distance_of_probabilities),
+    "dppo_kl": partial(dppo_held, binary_kl),
+    "gspo": gspo_held,
+    "luspo": gspo_held,
+}
+"""Losses that hold a weight fast: their gradient is that of these functions of the log-probs."""

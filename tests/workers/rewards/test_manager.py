@@ -49,8 +49,13 @@ def odd(data_source, solution_str, ground_truth, extra_info, bonus):
         return None
     if ground_truth == "text":
         return "0.5"
+    if ground_truth == "steps":
+        return {"score": 1.0, "step_scores": [[0, 0.5], (2, 0.0), [99, 0.25]]}
+    if ground_truth == "steps alone":
+        return {"step_scores": [[1, 0.5]]}
+    if ground_truth == "step before the first":
+        return {"score": 1.0, "step_scores": [[-1, 0.5]]}
     if ground_truth == "extra":
-        import numpy
         import numpy
         numbers = {"score": numpy.float32(2), "accuracy": 1, "share": numpy.float32(0.5)}
         return numbers | {"note": "not a number"}
@@ -282,6 +287,24 @@ def test_coroutines_run_side_by_side(managers: Any, tokenizer: Any) -> None:
     began = time.monotonic()
     manager.remote(make_batch(tokenizer, ["a"] * 40, [""] * 40)).get()
     assert time.monotonic() - began < 40 * 0.1
+
+
+def test_scores_of_steps_stand_at_their_tokens(managers: Any, tokenizer: Any) -> None:
+    answers = ["abcd", "abcd", "abcd", "abcd"]
+    batch = make_batch(tokenizer, answers, ["steps", "steps alone", "", "step before the first"])
+    mask = batch.batch["response_mask"]
+    mask[0, 1] = 0  # a tool's token: the response's tokens are 0, 2, 3, …
+    width, last = mask.shape[1], int(mask[1].sum()) - 1
+    result, metrics = managers().remote(batch).get()
+
+    expected = torch.zeros(4, width)
+    expected[0, 0], expected[0, last], expected[1, 1] = 0.5, 1.25, 0.5
+    expected[2, last] = result.batch["token_level_scores"][2, last]
+    assert torch.equal(result.batch["token_level_scores"], expected)
+    ends = [row.nonzero().flatten().tolist() for row in result.batch["step_ends"]]
+    assert ends == [[0, 3, last], [1], [last], [last]]
+    assert metrics["reward/num_failed"] == 1.0
+    assert "reward_extra/step_scores" not in result.non_tensor_batch
 
 
 def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: Any) -> None:

@@ -15,6 +15,7 @@ from workers.config import OverlongBufferConfig, RewardConfig
 from workers.rewards.weighted import (
     SKIPPED,
     Part,
+    PartScores,
     Rewards,
     normalized,
     overlong_punishment,
@@ -46,7 +47,10 @@ class Told:
     def remote(self, batch: DataProto) -> Done:
         scores = torch.zeros(len(batch), 3)
         scores[:, 1] = self.sums.nan_to_num(0.0)
-        tensors = {"token_level_scores": scores, "score_failed": self.sums.isnan()}
+        ends = torch.zeros(scores.shape, dtype=torch.bool)
+        ends[:, 1] = True
+        failed = self.sums.isnan()
+        tensors = {"token_level_scores": scores, "step_ends": ends, "score_failed": failed}
         columns = {f"reward_extra/{name}": np.array(v) for name, v in self.extras.items()}
         numbers = {"reward/num_failed": float(self.sums.isnan().sum())}
         numbers["reward/num_timed_out"] = 0.0
@@ -78,6 +82,7 @@ def test_the_sum_is_weighted_and_every_part_is_logged() -> None:
     found, metrics = scores_of(right, model)
     sums = found.batch["token_level_scores"].sum(-1)
     assert sums.tolist() == [2 + 0.75, 0.75, 2 + 0.75, 0.75]  # 3 positions of 0.5, times 0.5
+    assert found.non_tensor_batch["reward_extra/right_score"].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert metrics["reward/right_score/mean"] == 0.5
     assert metrics["reward/style_score/mean"] == 1.5
     assert metrics["reward/right/num_failed"] == 0.0
@@ -90,7 +95,7 @@ def test_extras_of_several_rewards_have_their_names_before_them() -> None:
     assert found.non_tensor_batch["reward_extra/one/acc"].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert found.non_tensor_batch["reward_extra/two/acc"].tolist() == [5.0, 6.0, 7.0, 8.0]
     alone, _ = scores_of(one)
-    assert list(alone.non_tensor_batch) == ["reward_extra/acc"]
+    assert set(alone.non_tensor_batch) == {"reward_extra/acc", "reward_extra/one_score"}
 
 
 def test_normalised_scores_have_mean_zero_and_spread_one_but_in_validation() -> None:
@@ -106,9 +111,9 @@ def test_normalised_scores_have_mean_zero_and_spread_one_but_in_validation() -> 
 
 
 def test_equal_scores_normalise_to_zero() -> None:
-    scores = torch.full((2, 3), 0.1)
-    found = normalized(scores, torch.ones(2, 3).bool(), torch.zeros(2).bool())
-    assert found.sum(-1).abs().max() < 1e-6
+    scores, mask = torch.full((2, 3), 0.1), torch.ones(2, 3).bool()
+    found = normalized(PartScores(scores, mask, torch.zeros(2).bool()), mask)
+    assert found.scores.sum(-1).abs().max() < 1e-6
 
 
 def test_a_failure_ends_the_run_where_that_was_chosen() -> None:
@@ -123,6 +128,7 @@ def test_a_skipped_sample_leaves_the_update_and_moves_no_baseline() -> None:
     assert metrics["reward/num_skipped"] == 2.0
     assert found.batch["token_level_scores"].sum(-1).tolist() == [1.0, 2.5, 4.0, 0.0]
     assert found.batch["token_level_scores"][1].tolist() == [0.0, 0.0, 2.5]
+    assert found.batch["step_ends"][:2].tolist() == [[False, True, False], [False, False, True]]
 
     kept = without_skipped(batch().union(found))
     assert kept.batch["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 0, 0]]

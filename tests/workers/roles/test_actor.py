@@ -9,6 +9,7 @@ import pytest
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, MissingColumnError
+from workers.columns import has_column
 from workers.config import PolicyLossConfig, RolloutConfig
 from workers.roles.actor import ActorWorker, log_prob_temperature
 
@@ -148,3 +149,44 @@ def test_a_scale_factor_divides_the_summed_loss(tiny_dir: Path) -> None:
 def gradient_norm(tiny_dir: Path, **actor: Any) -> float:
     worker = started(ActorWorker, tiny_config(tiny_dir, ppo_mini_batch_size=4, **actor), 1)
     return worker.update_actor(make_batch(4))["actor/grad_norm"]
+
+
+def test_a_log_prob_pass_gives_sums_of_squared_probabilities_when_it_is_asked(
+    tiny_dir: Path, batch: DataProto
+) -> None:
+    actor = actor_of(tiny_dir)
+    assert not has_column(actor.compute_log_prob(batch)[0], "sum_pi_squared")
+    batch.meta_info["sum_pi_squared"] = True
+    columns = actor.compute_log_prob(batch)[0].batch
+    inside = batch.batch["response_mask"].bool()
+    squares, chances = columns["sum_pi_squared"], columns["old_log_probs"].exp()
+    assert (squares[~inside] == 0).all()
+    assert (squares[inside] >= chances[inside].square()).all()
+    # an entropy of H is at least the log of one over the sum of squares (Renyi)
+    assert (columns["entropys"][inside] >= -squares[inside].log() - 1e-5).all()
+
+
+def test_a_loss_of_chosen_tokens_needs_the_driver_s_column(
+    tiny_dir: Path, batch: DataProto
+) -> None:
+    kl_cov = PolicyLossConfig(loss_mode="kl_cov")
+    with pytest.raises(MissingColumnError, match="'chosen_tokens'.*the driver's choose_tokens"):
+        actor_of(tiny_dir, policy_loss=kl_cov).update_actor(batch)
+
+
+@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+def test_chosen_tokens_do_not_depend_on_the_cut(
+    tiny_dir: Path, batch: DataProto, mode: str
+) -> None:
+    batch.batch["chosen_tokens"] = batch.batch["advantages"] > 0.5
+    metrics = []
+    for rows in (8, 3, 1):
+        actor = actor_of(
+            tiny_dir,
+            policy_loss=PolicyLossConfig(loss_mode=mode),
+            ppo_micro_batch_size_per_gpu=rows,
+        )
+        metrics.append(actor.update_actor(batch))
+    for name in ("actor/pg_loss", "actor/grad_norm"):
+        values = [found[name] for found in metrics]
+        assert values == pytest.approx([values[0]] * 3, rel=1e-5)

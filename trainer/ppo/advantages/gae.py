@@ -18,12 +18,23 @@ from trainer.ppo.advantages.whiten import whiten_
 @ADVANTAGE_ESTIMATORS.register("gae")
 @torch.no_grad()
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float,
+    truncated: Tensor | None = None,
+    whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The sum of later errors of the critic, each step back discounted by gamma lam; whitened.
 
-    The error at t is reward(t) + gamma value(t + 1) - value(t), with value 0 after the last token.
+    The error at t is reward(t) + gamma value(t + 1) - value(t), with value 0 after the last token;
+    in rows that are `truncated`, with the last token's own value, as if the response went on.
     Returns are the unwhitened advantages plus values; whitening is over the whole batch's tokens.
+
+    Watch: `critic/vf_explained_var`; near or below zero the critic says nothing of the returns
+    yet, and the advantages are noise: warm it up (`trainer.critic_warmup`) or raise its learning
+    rate.
 
     Source: arXiv 1506.02438
     """
@@ -34,7 +45,14 @@ def compute_gae_advantage_return(
 
     errors = put_in_order(token_level_rewards * inside, order).sub_(ordered_values)
     errors[:, :-1].add_(ordered_values[:, 1:], alpha=gamma)
+    if truncated is not None:
+        lengths = torch.count_nonzero(inside, dim=-1)
+        rows = (truncated & (lengths > 0)).nonzero().squeeze(-1)
+        last = lengths[rows] - 1
+        errors[rows, last] += gamma * ordered_values[rows, last]
 
     advantages = put_back(discounted_sum(errors, gamma * lam), order)
     returns = values.add_(advantages)
-    return whiten_(advantages, response_mask), returns
+    if whiten:
+        advantages = whiten_(advantages, response_mask)
+    return advantages, returns

@@ -24,6 +24,9 @@ def compute_grpo_outcome_advantage(
     Without the division (norm_adv_by_std_in_grpo=false) it is Dr. GRPO's. A group of one keeps its
     raw score; equal scores give zero.
 
+    Watch: `critic/advantages/max`; where it climbs while scores hardly differ, a tiny spread is
+    blown up: take norm_adv_by_std_in_grpo=false, or `grpo_batch_std`.
+
     Source: GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783
     """
     scores = scores_of(token_level_rewards)

@@ -20,6 +20,9 @@ def compute_grpo_batch_std_outcome_advantage(
     Prompts that are nearly solved or nearly hopeless are not blown up, as by their group's own
     spread. A group of one keeps its raw score; equal scores in a group give zero.
 
+    Watch: `critic/score/max` less `critic/score/min`; one outlier makes the batch's spread large
+    and every advantage small: clip it with `algorithm.score_clip`.
+
     Source: Lite PPO, arXiv 2508.08221, section 4
     """
     scores = scores_of(token_level_rewards)

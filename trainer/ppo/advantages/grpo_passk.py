@@ -24,6 +24,9 @@ def compute_grpo_passk_outcome_advantage(
     It is divided by the group's standard deviation, unless norm_adv_by_std_in_grpo=false. A group
     of one keeps its raw score; where two are best, all get zero.
 
+    Watch: `critic/advantages/mean`, which is above zero as long as groups have one best sample; at
+    zero the best ones tie: draw more samples, or score more finely.
+
     Source: arXiv 2503.19595
     """
     scores = scores_of(token_level_rewards)

@@ -20,6 +20,9 @@ def compute_opo_outcome_advantage(
     That mean is the baseline of least variance where the gradient's size grows with the length. A
     group of one keeps its raw score.
 
+    Watch: `response_length/mean`; the baseline is made for exact on-policy steps, so where lengths
+    run away look at `actor/ppo_kl` first and make one update a step.
+
     Source: arXiv 2505.23585
     """
     scores = scores_of(token_level_rewards)

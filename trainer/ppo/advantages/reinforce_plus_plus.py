@@ -13,11 +13,17 @@ from trainer.ppo.advantages.whiten import whiten_
 @ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus")
 @torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Every token's discounted return, whitened over the batch's tokens.
+
+    Watch: `critic/returns/mean`; prompts that are easy and prompts that are hard share one mean
+    here, so where scores stall and differ by prompt take `reinforce_plus_plus_baseline`.
 
     Source: arXiv 2501.03262
     """
     returns = returns_of(token_level_rewards, response_mask, gamma)
-    return whiten_(returns.clone(), response_mask), returns
+    advantages = returns.clone()
+    if whiten:
+        advantages = whiten_(advantages, response_mask)
+    return advantages, returns

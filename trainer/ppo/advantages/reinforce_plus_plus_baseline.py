@@ -14,13 +14,18 @@ from trainer.ppo.advantages.whiten import whiten_
 @compares_samples
 @torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The score less its group's mean, whitened over the batch's tokens.
+
+    Watch: `critic/advantages/max`; it rises as more groups have equal scores, since whitening
+    makes the few others larger.
 
     Source: arXiv 2501.03262
     """
     scores = scores_of(token_level_rewards)
     centered = Groups.of(index, scores).centered(scores)
-    advantages = whiten_(on_tokens(centered, response_mask), response_mask)
+    advantages = on_tokens(centered, response_mask)
+    if whiten:
+        advantages = whiten_(advantages, response_mask)
     return advantages, advantages

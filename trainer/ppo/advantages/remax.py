@@ -16,6 +16,9 @@ def compute_remax_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Every token's return, undiscounted, less the score of the prompt's greedy answer.
 
+    Watch: `critic/advantages/mean`; far below zero the greedy answer is better than the samples,
+    and a lower `rollout.temperature` brings them together.
+
     Source: arXiv 2310.10505
     """
     rewards = token_level_rewards * response_mask

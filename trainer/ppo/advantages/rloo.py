@@ -17,6 +17,9 @@ def compute_rloo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The score less the mean score of its group's others; a group of one keeps its raw score.
 
+    Watch: `critic/advantages/max` and `actor/grad_norm`; nothing scales the scores, so rewards on
+    a larger scale are a larger learning rate.
+
     Source: arXiv 2402.14740
     """
     scores = scores_of(token_level_rewards)

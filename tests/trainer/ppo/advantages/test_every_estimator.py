@@ -1,21 +1,85 @@
-"""What holds for every estimator: empty rows, untouched inputs, its file and its names."""
+"""What holds for every estimator: its twin, empty rows, untouched inputs, its file, its names."""
 
+import inspect
+
+import numpy as np
 import pytest
 import torch
 
-from tests.trainer.ppo.advantages.plain_python import ROWS, WIDTH, batch_of
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
-from trainer.ppo.compute_advantage import compute_advantage
+from tests.trainer.ppo.advantages.plain_python import (
+    INDEX,
+    NAMES,
+    ROWS,
+    WIDTH,
+    batch_of,
+    whole_batch,
+)
+from tests.trainer.ppo.advantages.twins import SETTINGS, TWINS, Case
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
+from trainer.ppo.compute_advantage import columns_read, compute_advantage, named_rewards
+from verl_like.errors import BatchError
+
+EVERY_SETTING = [(name, given) for name in TWINS for given in SETTINGS.get(name, [{}])]
+
+
+def arguments_of(name, batch, given):
+    """What the driver would call an estimator with, in the batch's own precision."""
+    taken = inspect.signature(ADVANTAGE_ESTIMATORS[name]).parameters
+    arguments = {key: batch.batch[key] for key in columns_read(name) if key in taken}
+    if "index" in taken:
+        arguments["index"] = INDEX
+    if "named_rewards" in taken:
+        arguments["named_rewards"] = named_rewards(batch, NAMES).double()
+    if "truncated" in given:
+        given = given | {"truncated": torch.tensor(given["truncated"])}
+    return {"gamma": 1.0, "lam": 1.0} | arguments | given if name == "gae" else arguments | given
+
+
+def case_of(batch, given):
+    columns = batch.batch
+    return Case(
+        rewards=columns["token_level_rewards"].tolist(),
+        values=columns["values"].tolist(),
+        mask=columns["response_mask"].tolist(),
+        old_log_probs=columns["old_log_probs"].tolist(),
+        sum_pi_squared=columns["sum_pi_squared"].tolist(),
+        step_ends=columns["step_ends"].tolist(),
+        baselines=columns["reward_baselines"].tolist(),
+        named=named_rewards(batch, NAMES).double().T.tolist(),
+        settings=given,
+    )
+
+
+def test_every_estimator_has_a_twin():
+    assert set(TWINS) == set(ADVANTAGE_ESTIMATORS)
+
+
+@pytest.mark.parametrize(("name", "given"), EVERY_SETTING)
+def test_every_estimator_equals_its_twin(columns, name, given):
+    batch = whole_batch(*columns)
+    found = ADVANTAGE_ESTIMATORS[name](**arguments_of(name, batch, given))
+    for ours, plain in zip(found, TWINS[name](case_of(batch, given)), strict=True):
+        torch.testing.assert_close(ours, torch.tensor(plain, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+def test_the_order_of_the_rows_changes_nothing(columns, name):
+    order = torch.tensor([3, 6, 0, 5, 1, 2, 4])
+    there = whole_batch(*columns)
+    here = there[order]
+    for batch in (there, here):
+        compute_advantage(batch, name, gdpo_reward_keys=NAMES)
+    torch.testing.assert_close(here.batch["advantages"], there.batch["advantages"][order])
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_empty_responses_give_zeros(name):
     mask = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
     zeros = torch.zeros(ROWS, WIDTH)
-    batch = batch_of(
-        zeros, mask, values=torch.randn(ROWS, WIDTH), reward_baselines=torch.ones(ROWS)
+    batch = whole_batch(zeros, torch.randn(ROWS, WIDTH), mask)
+    batch = compute_advantage(
+        batch, name, gdpo_reward_keys=["seq_reward"], bootstrap_truncated=True
     )
-    batch = compute_advantage(batch, name)
     assert torch.equal(batch.batch["advantages"], zeros)
     assert torch.equal(batch.batch["returns"], zeros)
 
@@ -23,13 +87,40 @@ def test_empty_responses_give_zeros(name):
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_leaves_its_inputs_alone_and_works_on_float32(columns, name):
     rewards, values, mask = columns
-    inputs = {"values": values.float(), "reward_baselines": torch.ones(ROWS)}
-    batch = batch_of(rewards.float(), mask, **inputs)
+    batch = whole_batch(rewards.float(), values.float(), mask)
     before = {key: batch.batch[key].clone() for key in batch.batch.keys()}  # noqa: SIM118
-    compute_advantage(batch, name)
+    compute_advantage(batch, name, gdpo_reward_keys=NAMES, bootstrap_truncated=True)
     assert all(torch.equal(batch.batch[key], column) for key, column in before.items())
     assert batch.batch["advantages"].dtype == batch.batch["returns"].dtype == torch.float32
     assert (batch.batch["advantages"][mask == 0] == 0).all()
+
+
+# to gdpo a reward that is nan is one that the function did not return: test_grouped.py
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - {"gdpo"}))
+def test_rewards_that_are_no_numbers_are_refused_by_their_sample(columns, name, bad):
+    batch = whole_batch(*columns)
+    reads = columns_read(name)
+    column = "token_level_rewards" if "token_level_rewards" in reads else "token_level_scores"
+    batch.batch[column][4, 0] = bad
+    with pytest.raises(BatchError, match=rf"{column} is nan or infinite in 1 of 7.*uid b"):
+        compute_advantage(batch, name)
+
+
+@pytest.mark.parametrize("score", [0.1, 1 / 3, 1e6 + 0.1])
+@pytest.mark.parametrize(
+    "name", [name for name, found in ADVANTAGE_ESTIMATORS.items() if needs_groups(found)]
+)
+def test_groups_of_equal_scores_give_exactly_zero(name, score):
+    mask = torch.ones(ROWS, WIDTH, dtype=torch.int64)
+    rewards = torch.zeros(ROWS, WIDTH)
+    rewards[:, -1] = score
+    batch = whole_batch(rewards, torch.zeros(ROWS, WIDTH), mask)
+    batch.batch["step_ends"] = rewards != 0
+    batch.batch["old_log_probs"] = batch.batch["old_log_probs"].float()
+    batch.non_tensor_batch["uid"] = np.array(["x", "y", "x", "y", "x", "x", "y"], dtype=object)
+    batch = compute_advantage(batch, name, gdpo_reward_keys=["seq_reward"])
+    assert (batch.batch["advantages"] == 0).all()
 
 
 def test_every_estimator_is_a_file_of_its_name():
@@ -43,3 +134,9 @@ def test_every_estimator_is_a_file_of_its_name():
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_verls_vectorized_names_are_the_same_estimators(name):
     assert ADVANTAGE_ESTIMATORS[f"{name}_vectorized"] is ADVANTAGE_ESTIMATORS[name]
+
+
+def test_one_row_of_one_token_is_a_batch_too():
+    mask = torch.ones(1, 1, dtype=torch.int64)
+    batch = compute_advantage(batch_of(torch.full((1, 1), 2.0), mask), "grpo")
+    assert batch.batch["advantages"].tolist() == [[2.0]]

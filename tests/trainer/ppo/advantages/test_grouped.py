@@ -1,122 +1,23 @@
-"""Every estimator that compares samples of one prompt, beside a loop over groups."""
+"""Estimators that compare samples of one prompt: a group of one, and what GDPO keeps apart."""
 
-import statistics
-
+import numpy as np
 import pytest
 import torch
 
-from tests.trainer.ppo.advantages.plain_python import INDEX, ROWS, naive_groups, spread, whitened
+from tests.trainer.ppo.advantages.plain_python import batch_of
+from trainer.ppo.advantages.gdpo import compute_gdpo_outcome_advantage
 from trainer.ppo.advantages.gpg import compute_gpg_outcome_advantage
 from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
 from trainer.ppo.advantages.grpo_batch_std import compute_grpo_batch_std_outcome_advantage
 from trainer.ppo.advantages.grpo_passk import compute_grpo_passk_outcome_advantage
+from trainer.ppo.advantages.grpo_process import compute_grpo_process_advantage
 from trainer.ppo.advantages.opo import compute_opo_outcome_advantage
-from trainer.ppo.advantages.reinforce_plus_plus_baseline import (
-    compute_reinforce_plus_plus_baseline_outcome_advantage,
-)
+from trainer.ppo.advantages.optimal_token_baseline import compute_optimal_token_baseline_advantage
 from trainer.ppo.advantages.rloo import compute_rloo_outcome_advantage
+from trainer.ppo.compute_advantage import compute_advantage
+from verl_like.errors import ConfigError
 
-
-@pytest.mark.parametrize("normalise", [True, False])
-def test_grpo_equals_the_loop_over_groups(columns, normalise):
-    rewards, _, mask = columns
-    scores = rewards.sum(-1)
-    expected = []
-    for score, (group, others) in zip(scores.tolist(), naive_groups(scores), strict=True):
-        if not others:
-            expected.append(score)
-        else:
-            centered = score - statistics.mean(group)
-            expected.append(centered / (statistics.stdev(group) + 1e-6) if normalise else centered)
-    advantages, returns = compute_grpo_outcome_advantage(
-        rewards, mask, INDEX, norm_adv_by_std_in_grpo=normalise
-    )
-    torch.testing.assert_close(advantages, spread(expected, mask))
-    torch.testing.assert_close(returns, advantages)
-
-
-def test_rloo_equals_the_loop_over_groups(columns):
-    rewards, _, mask = columns
-    scores = rewards.sum(-1)
-    expected = [
-        score - (statistics.mean(others) if others else 0.0)
-        for score, (_, others) in zip(scores.tolist(), naive_groups(scores), strict=True)
-    ]
-    advantages, _ = compute_rloo_outcome_advantage(rewards, mask, INDEX)
-    torch.testing.assert_close(advantages, spread(expected, mask))
-
-
-def test_reinforce_plus_plus_baseline_equals_centred_scores_whitened(columns):
-    rewards, _, mask = columns
-    scores = rewards.sum(-1)
-    centered = [
-        score - (statistics.mean(group) if others else 0.0)
-        for score, (group, others) in zip(scores.tolist(), naive_groups(scores), strict=True)
-    ]
-    advantages, _ = compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, INDEX)
-    torch.testing.assert_close(advantages, whitened(spread(centered, mask), mask))
-
-
-def test_opo_equals_the_loop_over_groups(columns):
-    rewards, _, mask = columns
-    scores, lengths = rewards.sum(-1).tolist(), mask.sum(-1).tolist()
-    expected = []
-    for row in range(ROWS):
-        group = [other for other in range(ROWS) if INDEX[other] == INDEX[row]]
-        weighed = sum(lengths[other] * scores[other] for other in group)
-        baseline = weighed / sum(lengths[other] for other in group) if len(group) > 1 else 0.0
-        expected.append(scores[row] - baseline)
-    advantages, returns = compute_opo_outcome_advantage(rewards, mask, INDEX)
-    torch.testing.assert_close(advantages, spread(expected, mask))
-    torch.testing.assert_close(returns, advantages)
-
-
-def test_gpg_equals_the_loop_over_groups(columns):
-    rewards, _, mask = columns
-    rewards[0] = 0.0
-    scores = rewards.sum(-1)
-    scale = ROWS / sum(score != 0 for score in scores.tolist())
-    assert scale > 1
-    expected = [
-        scale * (score - (statistics.mean(group) if others else 0.0))
-        for score, (group, others) in zip(scores.tolist(), naive_groups(scores), strict=True)
-    ]
-    advantages, _ = compute_gpg_outcome_advantage(rewards, mask, INDEX)
-    torch.testing.assert_close(advantages, spread(expected, mask))
-
-
-@pytest.mark.parametrize("normalise", [True, False])
-def test_grpo_passk_equals_the_loop_over_groups(columns, normalise):
-    rewards, _, mask = columns
-    scores = rewards.sum(-1)
-    expected = []
-    for score, (group, others) in zip(scores.tolist(), naive_groups(scores), strict=True):
-        if not others:
-            expected.append(score)
-        elif score < max(group):
-            expected.append(0.0)
-        else:
-            scale = statistics.stdev(group) + 1e-6 if normalise else 1.0
-            expected.append((score - max(others)) / scale)
-    advantages, _ = compute_grpo_passk_outcome_advantage(
-        rewards, mask, INDEX, norm_adv_by_std_in_grpo=normalise
-    )
-    torch.testing.assert_close(advantages, spread(expected, mask))
-
-
-def test_grpo_batch_std_equals_the_loop_over_groups(columns):
-    rewards, _, mask = columns
-    scores = rewards.sum(-1)
-    std = statistics.stdev(scores.tolist()) + 1e-6
-    expected = [
-        (score - statistics.mean(group)) / std if others else score
-        for score, (group, others) in zip(scores.tolist(), naive_groups(scores), strict=True)
-    ]
-    advantages, _ = compute_grpo_batch_std_outcome_advantage(rewards, mask, INDEX)
-    torch.testing.assert_close(advantages, spread(expected, mask))
-
-
-GROUPED = [
+BY_SCORE = [
     compute_grpo_outcome_advantage,
     compute_grpo_batch_std_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
@@ -132,20 +33,70 @@ def scores_at_the_end(scores, mask):
     return rewards
 
 
-@pytest.mark.parametrize(
-    "estimator", [*GROUPED, compute_reinforce_plus_plus_baseline_outcome_advantage]
-)
-@pytest.mark.parametrize("score", [0.1, 1 / 3, 1e6 + 0.1])
-def test_groups_of_equal_scores_give_exactly_zero(estimator, score):
-    mask = torch.ones(6, 3, dtype=torch.int64)
-    advantages, _ = estimator(
-        scores_at_the_end([score] * 6, mask), mask, ["x", "y", "x", "y", "x", "x"]
-    )
-    assert (advantages == 0).all()
-
-
-@pytest.mark.parametrize("estimator", GROUPED)
+@pytest.mark.parametrize("estimator", BY_SCORE)
 def test_with_one_sample_per_prompt_the_raw_score_remains(estimator):
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     advantages, _ = estimator(scores_at_the_end([2.0, -3.0], mask), mask, ["x", "y"])
     assert advantages.tolist() == [[2.0, 2.0, 0.0], [-3.0, -3.0, -3.0]]
+
+
+def test_gdpo_tells_apart_rewards_whose_sums_are_equal():
+    # by group: a scores (1, 0) and (0, 1), b (1, 1) and (0, 0): GRPO's sums are 1, 1 | 2, 0
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.1], [1.0, 0.1], [0.0, 0.0]])
+    mask = torch.tensor([[1, 0], [1, 1], [1, 1], [1, 0]])
+    advantages, _ = compute_gdpo_outcome_advantage(
+        rewards, mask, ["a", "a", "b", "b"], epsilon=0.0, whiten=False
+    )
+    root = 0.5**0.5
+    expected = torch.tensor([[0.0, 0.0], [0.0, 0.0], [2 * root, 2 * root], [-2 * root, 0.0]])
+    torch.testing.assert_close(advantages, expected)
+
+    weighed, _ = compute_gdpo_outcome_advantage(
+        rewards, mask, ["a", "a", "b", "b"], 0.0, gdpo_reward_weights=[3.0, 1.0], whiten=False
+    )
+    torch.testing.assert_close(weighed[:2, 0], torch.tensor([2 * root, -2 * root]))
+
+
+def test_gdpo_leaves_a_sample_without_a_reward_at_its_groups_mean():
+    rewards = torch.tensor([[1.0], [float("nan")], [3.0], [float("nan")]])
+    mask = torch.ones(4, 1, dtype=torch.int64)
+    advantages, _ = compute_gdpo_outcome_advantage(
+        rewards, mask, ["a", "a", "a", "b"], norm_adv_by_std_in_grpo=False, whiten=False
+    )
+    assert advantages.flatten().tolist() == [-1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_reward_that_no_sample_has_is_refused_with_those_that_there_are():
+    mask = torch.ones(2, 1, dtype=torch.int64)
+    batch = batch_of(torch.ones(2, 1), mask, token_level_scores=torch.ones(2, 1))
+    batch.non_tensor_batch["reward_extra/format"] = np.array([1.0, 0.0])
+    with pytest.raises(ConfigError, match="gdpo_reward_keys=fromat.*seq_reward, format.*'format'"):
+        compute_advantage(batch, "gdpo", gdpo_reward_keys=["fromat"])
+    batch = compute_advantage(batch, "gdpo", gdpo_reward_keys=["format"])
+    torch.testing.assert_close(batch.batch["advantages"], torch.tensor([[0.5], [-0.5]]) * 2**0.5)
+
+
+def test_grpo_process_on_two_rows_of_four_tokens_worked_by_hand():
+    scores = torch.tensor([[0.0, 1.0, 0.0, 0.0], [2.0, 0.0, 3.0, 9.0]])
+    steps = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1]])  # the first step of row 0 scores 0
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    advantages, _ = compute_grpo_process_advantage(
+        scores, steps, mask, ["x", "x"], norm_adv_by_std_in_grpo=False
+    )
+    # the steps' scores are 0, 1, 2, 3, their mean is 1.5: -1.5, -0.5 | 0.5, 1.5
+    assert advantages.tolist() == [[-2.0, -0.5, 0.0, 0.0], [2.0, 1.5, 1.5, 0.0]]
+
+
+def test_the_optimal_token_baseline_on_two_rows_worked_by_hand():
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 5.0]])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 1]])
+    half = torch.full((2, 4), 0.5).log()
+    squares = torch.tensor([[0.5, 0.25, 9.0, 9.0], [0.25, 0.25, 9.0, 0.5]])
+    # squared norms 0.5, 0.25 | 0.25, 0.25, 0.5; added up 0.5, 0.75 | 0.25, 0.5, 1.0
+    advantages, returns = compute_optimal_token_baseline_advantage(
+        rewards, half, squares, mask, ["x", "x"]
+    )
+    assert returns.tolist() == [[1.0, 1.0, 0.0, 0.0], [5.0, 5.0, 0.0, 5.0]]
+    first, second = (0.5 * 1 + 0.25 * 5) / 0.75, (0.75 * 1 + 0.5 * 5) / 1.25
+    expected = torch.tensor([[1 - first, 1 - second, 0, 0], [5 - first, 5 - second, 0, 0]])
+    torch.testing.assert_close(advantages, expected)

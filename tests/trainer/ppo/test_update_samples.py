@@ -1,0 +1,145 @@
+"""What an update trains on: samples drawn by score, tokens chosen for whole mini-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.ppo.config import PolicyFiltrationConfig
+from trainer.ppo.policy_filtration import draw_rows, filtration_weights, resample_by_score
+from trainer.ppo.update_samples import choose_tokens
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import MissingColumnError
+from workers.losses.clip_cov import choose_clip_cov_tokens
+from workers.losses.kl_cov import choose_kl_cov_tokens
+
+ROWS, WIDTH = 12, 6
+
+
+@pytest.fixture
+def batch() -> DataProto:
+    torch.manual_seed(0)
+    mask = (torch.arange(WIDTH) < torch.randint(1, WIDTH + 1, (ROWS, 1))).long()
+    scores = torch.zeros(ROWS, WIDTH)
+    scores[:, 0] = torch.tensor([0.0, 1.0, 2.0, -2.0] * 3)
+    return DataProto.from_dict(
+        {
+            "response_mask": mask,
+            "token_level_scores": scores,
+            "old_log_probs": 3 * torch.randn(ROWS, WIDTH),
+            "advantages": 3 * torch.randn(ROWS, WIDTH) * mask,
+            "sample_index": torch.arange(2).repeat(ROWS // 2),
+        },
+        {"uid": np.array([f"{row // 2}-0" for row in range(ROWS)], dtype=object)},
+    )
+
+
+def names(batch: DataProto) -> list[tuple[str, int]]:
+    index = batch.batch["sample_index"].tolist()
+    return list(zip(batch.non_tensor_batch["uid"].tolist(), index, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("pow", [0.0, 1.0, 8.0, 8.0]),
+        ("max_min", [0.0, 0.0, 1.0, 1.0]),
+        ("max_random", [0.1, 0.1, 0.4, 0.1]),
+    ],
+)
+def test_weights_are_those_of_the_paper(method: str, expected: list[float]) -> None:
+    scores = torch.tensor([0.0, 1.0, 2.0, -2.0])
+    assert filtration_weights(scores, method, weight_pow=3).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.3, 0.999999])
+def test_a_row_is_drawn_as_often_as_its_share_of_the_weights(offset: float) -> None:
+    weights = torch.tensor([0.0, 1.0, 5.0, 0.0, 3.0, 3.0, 0.0], dtype=torch.float64)
+    drawn = draw_rows(weights, offset)
+    counts = Counter(drawn.tolist())
+    assert len(drawn) == len(weights)
+    for row, weight in enumerate(weights.tolist()):
+        assert abs(counts[row] - len(weights) * weight / 12) < 1
+
+
+@pytest.mark.parametrize("weights", [[0.0] * 5, [0.3] * 5, [7e-9] * 5])
+def test_weights_that_are_equal_keep_every_row_once(weights: list[float]) -> None:
+    for offset in (0.0, 0.5, 0.99):
+        assert draw_rows(torch.tensor(weights).double(), offset).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_draw_depends_on_seed_and_step_and_not_on_the_order_of_the_rows(
+    batch: DataProto,
+) -> None:
+    config = PolicyFiltrationConfig(weight_pow=1.0)
+    drawn = [names(resample_by_score(batch, config, 1, step)[0]) for step in range(1, 9)]
+    assert names(resample_by_score(batch, config, 1, 1)[0]) == drawn[0]
+    assert len(set(map(tuple, drawn))) > 1
+
+    shuffled = batch[torch.randperm(ROWS)]
+    assert names(resample_by_score(shuffled, config, 1, 1)[0]) == drawn[0]
+
+
+def test_only_highest_and_lowest_scores_are_kept_by_max_min(batch: DataProto) -> None:
+    config = PolicyFiltrationConfig(reweight_method="max_min")
+    drawn, metrics = resample_by_score(batch, config, 1, 1)
+    assert len(drawn) == ROWS
+    assert set(drawn.batch["token_level_scores"][:, 0].tolist()) == {2.0, -2.0}
+    assert metrics == {"pf_ppo/kept_ratio": 0.5, "pf_ppo/most_copies": 2.0}
+
+
+def test_kl_cov_s_tokens_are_those_of_highest_covariance_in_their_mini_batch(
+    batch: DataProto,
+) -> None:
+    chosen = choose_tokens(batch, "kl_cov", ROWS // 3, seed=1, step=1).batch["chosen_tokens"]
+    for number in range(3):
+        rows = torch.arange(number, ROWS, 3)
+        inside = batch.batch["response_mask"][rows].bool()
+        advantages = batch.batch["advantages"][rows].double()
+        old = batch.batch["old_log_probs"][rows].double()
+        product = (advantages - advantages[inside].mean()) * (old - old[inside].mean())
+        best = product.masked_fill(~inside, -torch.inf) == product[inside].max()
+        assert torch.equal(chosen[rows], best)  # 2 in 10000 of so few tokens are one
+
+
+@pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
+def test_the_order_of_a_mini_batch_s_rows_changes_no_choice(
+    batch: DataProto, loss_mode: str
+) -> None:
+    before = choose_tokens(batch, loss_mode, ROWS // 3, seed=1, step=1)
+    # other ranks balance rows otherwise, but within their mini-batch
+    order = torch.arange(ROWS).view(-1, 3).flip(0).flatten()
+    after = choose_tokens(batch[order], loss_mode, ROWS // 3, seed=1, step=1)
+    assert torch.equal(after.batch["chosen_tokens"], before.batch["chosen_tokens"][order])
+    assert before.batch["chosen_tokens"].any()
+
+
+def test_clip_cov_draws_anew_at_every_step(batch: DataProto) -> None:
+    batch.batch["response_mask"].fill_(1)
+    drawn = {
+        tuple(choose_tokens(batch, "clip_cov", ROWS, 1, step).batch["chosen_tokens"].flatten())
+        for step in range(6)
+    }
+    assert len(drawn) > 1
+
+
+def test_a_loss_that_treats_all_tokens_alike_gets_no_column(batch: DataProto) -> None:
+    assert "chosen_tokens" not in choose_tokens(batch, "vanilla", ROWS, 1, 1).batch
+
+
+def test_a_choice_without_old_log_probs_names_their_writer(batch: DataProto) -> None:
+    batch.pop(["old_log_probs"])
+    with pytest.raises(MissingColumnError, match=r"'old_log_probs'.*actor.compute_log_prob"):
+        choose_tokens(batch, "kl_cov", ROWS, 1, 1)
+
+
+@pytest.mark.parametrize("choose", [choose_clip_cov_tokens, choose_kl_cov_tokens])
+def test_nothing_outside_the_mask_is_ever_chosen(choose) -> None:  # type: ignore[no-untyped-def]
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    old, advantages = torch.full((2, 3), torch.nan), torch.full((2, 3), torch.nan)
+    old[mask == 1], advantages[mask == 1] = torch.tensor([-3.0, -1.0]), torch.tensor([-1.5, 1.5])
+    assert not (choose(old, advantages, mask) & (mask == 0)).any()
+    assert not choose(old, advantages, torch.zeros_like(mask)).any()

@@ -1,0 +1,66 @@
+"""Group reward-decoupled normalization (GDPO): several rewards, each compared on its own scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import Groups, Index, on_tokens
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples
+from trainer.ppo.advantages.whiten import whiten_
+
+
+@ADVANTAGE_ESTIMATORS.register("gdpo")
+@compares_samples
+@torch.no_grad()
+def compute_gdpo_outcome_advantage(
+    named_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    gdpo_reward_weights: Sequence[float] | None = None,
+    whiten: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """GRPO's advantage of every reward by itself, weighed and summed, whitened over the batch.
+
+    `named_rewards` is [rows, rewards]. Rewards whose sums are equal stay apart, as in GRPO they do
+    not, and one of a small scale counts as much as one of a large scale. A sample that lacks a
+    reward (nan) stands at its group's mean of it. A group of one keeps its raw rewards.
+
+    Watch: `reward/<name>/mean` of every reward; one that stays while the others rise is solved or
+    hopeless in most groups, so raise its weight or drop it.
+
+    Source: arXiv 2601.05242
+    """
+    groups = Groups.of(index, named_rewards[:, 0])
+    weights = [1.0] * named_rewards.shape[1] if gdpo_reward_weights is None else gdpo_reward_weights
+
+    total = torch.zeros_like(named_rewards[:, 0])
+    for rewards, weight in zip(named_rewards.unbind(dim=1), weights, strict=True):
+        centered = groups.centered(_without_gaps(rewards, groups))
+        if norm_adv_by_std_in_grpo:
+            normalised = centered / (groups.std(centered) + epsilon)
+            centered = torch.where(groups.size_of_row() > 1, normalised, centered)
+        total.add_(centered, alpha=weight)
+
+    advantages = on_tokens(total, response_mask)
+    if whiten:
+        advantages = whiten_(advantages, response_mask)
+    return advantages, advantages
+
+
+def _without_gaps(rewards: Tensor, groups: Groups) -> Tensor:
+    """The rewards, with the mean of the group's others where one is nan; zero if all are."""
+    known = ~rewards.isnan()
+    highest = torch.where(known, rewards, torch.inf)
+    lowest = torch.full_like(groups.size, torch.inf)
+    lowest.scatter_reduce_(0, groups.of_row, highest, "amin")
+    lowest = torch.where(lowest.isinf(), 0, lowest)[groups.of_row]
+
+    above_lowest = torch.where(known, rewards - lowest, 0)
+    count = groups.sum(known.to(rewards.dtype)).clamp(min=1)
+    mean = lowest + (groups.sum(above_lowest) / count)[groups.of_row]
+    return torch.where(known, rewards, mean)

@@ -1,0 +1,48 @@
+"""GRPO for process rewards: the scores of steps, compared with all steps of a prompt's samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import Groups, Index
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples
+from trainer.ppo.advantages.returns import returns_of
+
+
+@ADVANTAGE_ESTIMATORS.register("grpo_process")
+@compares_samples
+@torch.no_grad()
+def compute_grpo_process_advantage(
+    token_level_scores: Tensor,
+    step_ends: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """A token's advantage is the sum of the normalised scores of the steps that end at it or later.
+
+    A step's score is normalised by mean and standard deviation (n - 1) over all steps of all
+    samples of its prompt; `step_ends` says at which tokens the steps end, so a score of zero counts
+    too. A group with one step keeps its raw score; equal scores give zero.
+
+    Watch: `critic/advantages/max` and `response_length/mean`; advantages add up over steps, so a
+    policy that gains by cutting its answer into more steps shows in both.
+
+    Source: GRPO with process supervision, arXiv 2402.03300, section 4.1.3
+    """
+    rows, places = (step_ends.bool() & response_mask.bool()).nonzero(as_tuple=True)
+    scores = token_level_scores[rows, places]
+
+    groups = Groups.of(index, token_level_scores[:, 0])
+    steps = Groups(groups.of_row[rows], torch.bincount(groups.of_row[rows]).to(scores.dtype))
+    centered = steps.centered(scores)
+    if norm_adv_by_std_in_grpo:
+        normalised = centered / (steps.std(centered) + epsilon)
+        centered = torch.where(steps.size_of_row() > 1, normalised, centered)
+
+    normalised_scores = torch.zeros_like(token_level_scores)
+    normalised_scores[rows, places] = centered
+    advantages = returns_of(normalised_scores, response_mask, gamma=1.0)
+    return advantages, advantages
