@@ -9,6 +9,7 @@ import torch
 
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.contradictions import check_contradictions
 from trainer.ppo.kl import get_kl_controller
 from verl_like.errors import ConfigError
 from workers.losses.correction import compute_rollout_importance_weights
@@ -26,6 +27,7 @@ def validate(config: PPOConfig) -> None:
     _check_groups(config)
     _check_correction(config)
     _check_sharding(config)
+    check_contradictions(config)
     check_sampling_kwargs(
         config.actor_rollout_ref.rollout.sampling_kwargs, config.data.max_response_length
     )

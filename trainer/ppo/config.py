@@ -67,7 +67,7 @@ class KLControlConfig:
 
     type: str = key("fixed", choices=("fixed", "adaptive"))
     """Whether the coefficient stays, or steers the KL to a target."""
-    kl_coef: float = key(0.001, allows="a number")
+    kl_coef: float = key(0.001, at_least=0)
     """Its (first) value."""
     horizon: int = key(10000, allows="above 0", read_when=KL_ADAPTS)
     """Samples over which the adaptive controller reacts."""

@@ -87,9 +87,9 @@ class ActorConfig:
     """Passes over the batch per update."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
     """PPO's clip range, both sides."""
-    clip_ratio_low: float | None = key(None, allows="a number", read_when=LOSS_CLIPS)
+    clip_ratio_low: float | None = key(None, above=0, read_when=LOSS_CLIPS)
     """Lower clip range; null takes `clip_ratio`."""
-    clip_ratio_high: float | None = key(None, allows="a number", read_when=LOSS_CLIPS)
+    clip_ratio_high: float | None = key(None, above=0, read_when=LOSS_CLIPS)
     """Upper clip range; null takes `clip_ratio`."""
     clip_ratio_c: float = key(3.0, above=1, read_when=LOSS_CLIPS_TWICE)
     """Dual-clip bound for negative advantages."""
@@ -97,9 +97,9 @@ class ActorConfig:
     """The loss itself."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)
     """How token losses become one number, the critic's too."""
-    loss_scale_factor: float | None = key(None, allows="a number", read_when=LOSS_HAS_DIVISOR)
+    loss_scale_factor: float | None = key(None, above=0, read_when=LOSS_HAS_DIVISOR)
     """Divisor of seq-mean-token-sum-norm; null takes `data.max_response_length`."""
-    entropy_coeff: float = key(0.0, allows="a number")
+    entropy_coeff: float = key(0.0, at_least=0)
     """Weight of the entropy bonus."""
     use_kl_loss: bool = key(False)
     """Add the KL to the reference to the loss; starts the reference role."""
