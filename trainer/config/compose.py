@@ -34,7 +34,13 @@ def _share(name: str, pool: str, preset_pools: Sequence[str], *, _root_: DictCon
     return share(_registered[name], pool, preset_pools, _root_)
 
 
+def _divide(number: int, parts: int) -> int:
+    """`${divide:${data.max_response_length},5}`: rounded down, at least 1."""
+    return max(number // parts, 1)
+
+
 OmegaConf.register_new_resolver("share", _share, replace=True)
+OmegaConf.register_new_resolver("divide", _divide, replace=True)
 
 
 def register(recipe: Recipe[Any]) -> None:

@@ -34,6 +34,9 @@ def compute_policy_loss_clip_cov(
     2 in 10000 tokens of the micro-batch, at least one. Means are the micro-batch's too, so unlike
     other losses this one depends on its size.
 
+    Watch: `actor/entropy`, which it is to hold up: where it falls as with `vanilla` and
+    `actor/pg_clipfrac` is 0, no token has a covariance in its range. Take `kl_cov`.
+
     Source: arXiv 2505.22617
     """
     config = config or DefaultClip()

@@ -30,6 +30,9 @@ def compute_policy_loss_dro(
     The square pulls each token back to the old policy, however it was sampled, so old samples
     need neither ratio nor clip.
 
+    Watch: `actor/ppo_kl` that grows while `actor/dro_penalty` stays far below `actor/pg_loss`: the
+    pull is too weak for the steps. Lower the learning rate, or take fewer mini-batches.
+
     Source: DRO, arXiv 2405.19107, by tokens
     """
     inside = response_mask.bool()

@@ -37,6 +37,9 @@ def compute_policy_loss_gspo(
     It is the paper's token form: the value is the sequence's, the gradient the token's. The paper
     aggregates by seq-mean-token-mean and clips at 3e-4 below and 4e-4 above.
 
+    Watch: `actor/pg_clipfrac`: a tenth or more is usual here, as all tokens of a clipped sequence
+    count. At 0 the range is one of token ratios: set `clip_ratio_low` and `clip_ratio_high`.
+
     Source: GSPO, arXiv 2507.18071, section 4.3
     """
     config = config or DefaultClip()

@@ -32,6 +32,10 @@ def compute_policy_loss_kl_cov(
     The covariance is that of A and log p; 2 in 10000 tokens of the micro-batch have the highest, at
     least one. Means are the micro-batch's too, so unlike other losses this one depends on its size.
 
+    Watch: `actor/entropy`, which it is to hold up, and `actor/kl_cov_frac`: above 2e-4
+    micro-batches are below 5000 tokens, and the one token that each must choose makes the penalty
+    stronger.
+
     Source: arXiv 2505.22617
     """
     inside = response_mask.bool()

@@ -32,6 +32,9 @@ def compute_policy_loss_sapo(
     positive and 1.05 elsewhere, so that tokens pushed down fade faster. The paper aggregates by
     seq-mean-token-mean.
 
+    Watch: `actor/ppo_kl` that grows while `actor/grad_norm` falls: the gate is nearly shut for many
+    tokens. Lower the learning rate, or take fewer mini-batches a step; there is no clip fraction.
+
     Source: SAPO, arXiv 2511.20347
     """
     inside = response_mask.bool()

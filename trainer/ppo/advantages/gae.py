@@ -25,6 +25,9 @@ def compute_gae_advantage_return(
     The error at t is reward(t) + gamma value(t + 1) - value(t), with value 0 after the last token.
     Returns are the unwhitened advantages plus values; whitening is over the whole batch's tokens.
 
+    Watch: `critic/vf_explained_var`; near or below zero the critic says nothing of the returns yet,
+    and the advantages are noise: warm it up (`trainer.critic_warmup`) or raise its learning rate.
+
     Source: arXiv 1506.02438
     """
     inside = response_mask.to(values.dtype)

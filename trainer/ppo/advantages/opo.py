@@ -20,6 +20,9 @@ def compute_opo_outcome_advantage(
     That mean is the baseline of least variance where the gradient's size grows with the length. A
     group of one keeps its raw score.
 
+    Watch: `actor/ppo_kl` other than 0: the step is not exactly on-policy, for which the baseline is
+    made. Let `actor.ppo_mini_batch_size` be the whole batch and `actor.ppo_epochs` 1.
+
     Source: arXiv 2505.23585
     """
     scores = scores_of(token_level_rewards)

@@ -16,6 +16,9 @@ def compute_remax_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Every token's return, undiscounted, less the score of the prompt's greedy answer.
 
+    Watch: `critic/advantages/mean` below 0 for long: samples score worse than the greedy answer,
+    and nearly everything is pushed down. Lower `rollout.temperature`.
+
     Source: arXiv 2310.10505
     """
     rewards = token_level_rewards * response_mask

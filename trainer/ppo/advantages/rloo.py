@@ -17,6 +17,9 @@ def compute_rloo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The score less the mean score of its group's others; a group of one keeps its raw score.
 
+    Watch: `actor/grad_norm` always above `actor.grad_clip`: advantages keep the scale of the
+    scores. Scale the scores, or bound them (`algorithm.score_clip`).
+
     Source: arXiv 2402.14740
     """
     scores = scores_of(token_level_rewards)
