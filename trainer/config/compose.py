@@ -7,6 +7,7 @@ itself, calls `register`, `prepare_overrides` and `from_composed`.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -113,7 +114,8 @@ def _check_presets(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
     for override in overrides:
         group, _, name = override.partition("=")
         presets = recipe.preset_names(group)
-        if presets and name.isidentifier() and name != "null" and name not in presets:
+        is_one_name = re.fullmatch(r"[\w+-]+", name) is not None
+        if presets and is_one_name and name != "null" and name not in presets:
             raise ConfigError(
                 f"{group}={name}: there is no such preset; there are {', '.join(presets)}."
                 f"{nearest(name, presets)}"
