@@ -223,6 +223,7 @@ def _curve(kind: str, name: str) -> str:
 
 def _formula_and_source(algorithm: Callable[..., Any]) -> tuple[str, str]:
     formula, _, source = said_of(algorithm)
+    assert source, f"the docstring of {algorithm.__name__} has no paragraph `Source: …`"
     return formula, source
 
 
