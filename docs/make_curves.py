@@ -226,6 +226,8 @@ def main() -> None:
             print(f"{KINDS.get(kind, kind)} {name}: {first:.3f} -> {last:.3f}", flush=True)
 
     drawn = [which for which in every if id_of(*which) in scores]
+    for picture in set(SMALL.glob("*.png")) - {picture_of(*which) for which in drawn}:
+        picture.unlink()
     for kind, name in drawn:
         draw_one(kind, name, scores)
     draw_all(drawn, scores)
