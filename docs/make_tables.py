@@ -1,37 +1,44 @@
 """Write what the docs say about keys, columns and algorithms: `python docs/make_tables.py`.
 
 The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configuration.md`,
-`rewards.md`, `dataflow.md`, `algorithms.md` and `updates.md`; a test checks that they are current.
-An algorithm's row is its function's docstring (its last paragraphs are `Watch: …` and `Source: …`),
-the names that it is registered by, and the columns and settings that its parameters ask for.
+`rewards.md`, `dataflow.md`, `algorithms.md`, `updates.md` and `cards.md`; a test checks that they
+are current. An algorithm's row and card are what its file says of itself (`trainer.ppo.cards`), its
+curve is what `docs/make_curves.py` has measured.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.cli.explain import field_docs
 from trainer.config.keys import Key, config_keys, leaf_keys, read
-from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
-from trainer.ppo.compute_advantage import SETTINGS, columns_read
+from trainer.ppo.cards import (
+    Card,
+    estimator_cards,
+    names_by_entry,
+    policy_loss_cards,
+    preset_leaves,
+    preset_sources,
+    preset_text,
+    said_of,
+)
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from workers.columns import COLUMNS
 from workers.config import RewardConfig
 from workers.losses.aggregate import AGGREGATIONS
 from workers.losses.kl import KL_ESTIMATORS
-from workers.losses.registry import POLICY_LOSSES, keys_read
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.training.schedules import LR_SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
+DATA_AND_MODEL = "data.train_files=train.parquet actor_rollout_ref.model.path=MODEL"
 
 
 def key_table() -> str:
@@ -100,23 +107,23 @@ def column_table() -> str:
 
 def estimator_table() -> str:
     """The advantage estimators."""
-    rows = []
-    for names, estimator in _by_entry(ADVANTAGE_ESTIMATORS).items():
-        parameters = inspect.signature(estimator).parameters
-        keys = [f"algorithm.{SETTINGS[name]}" for name in parameters if name in SETTINGS]
-        columns = columns_read(names[0])
-        rows.append([_code(names), *_formula_and_source(estimator), _code(columns), _code(keys)])
-    return _table(["name", "formula", "source", "columns it reads", "keys it reads"], rows)
+    return _algorithm_table("estimator", estimator_cards())
 
 
 def policy_loss_table() -> str:
     """The policy losses."""
+    return _algorithm_table("policy_loss", policy_loss_cards())
+
+
+def _algorithm_table(kind: str, cards: list[Card]) -> str:
+    """Names, formula in short, source and score; the rest is on the card."""
     rows = []
-    for names, policy_loss in _by_entry(POLICY_LOSSES).items():
-        keys = keys_read(policy_loss)
-        assert keys is not None, f"{names[0]} does not say which keys it reads: @reads(...)"
-        rows.append([_code(names), *_formula_and_source(policy_loss), _code(keys)])
-    return _table(["name", "formula", "source", "keys it reads, under `actor.`"], rows)
+    for card in cards:
+        others = [f"`{name}`" for name in card.names[1:]]
+        names = ", ".join([_link_to_card(kind, card.names[0]), *others])
+        in_short = card.formula.partition("\n\n")[0]
+        rows.append([names, in_short, card.source, _score_in_short(kind, card.names[0])])
+    return _table(["name", "in short", "source", "score"], rows)
 
 
 def value_loss_table() -> str:
@@ -134,7 +141,7 @@ def value_loss_table() -> str:
 def kl_table() -> str:
     """The KL estimators."""
     rows = []
-    for names, estimate in _by_entry(KL_ESTIMATORS).items():
+    for names, estimate in names_by_entry(KL_ESTIMATORS).items():
         rows.append([_code(names), *_formula_and_source(estimate)])
     return _table(["name", "formula", "source"], rows)
 
@@ -148,45 +155,116 @@ def aggregation_table() -> str:
 def lr_schedule_table() -> str:
     """The learning-rate schedules."""
     rows = []
-    for names, schedule in _by_entry(LR_SCHEDULES).items():
+    for names, schedule in names_by_entry(LR_SCHEDULES).items():
         keys = list(inspect.signature(schedule).parameters)[1:]
         rows.append([_code(names), *_formula_and_source(schedule), _code(keys)])
     return _table(["name", "rate", "source", "keys it reads, under `optim.`"], rows)
 
 
-def preset_table(group: str) -> str:
-    """The presets of a group: what each file says of itself, and what it sets."""
+def correction_table() -> str:
+    """The presets of `correction`: what each file says of itself, and what it sets."""
     rows = []
-    for preset in PPO.preset_names(group):
-        text = (PPO.config_dir / group / f"{preset}.yaml").read_text(encoding="utf-8")
-        about = [line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#")]
-        keys = [f"{name}={value}" for name, value in _leaves(yaml.safe_load(text), "")]
-        rows.append([_code([preset]), " ".join(about), _code(keys)])
+    for preset in PPO.preset_names("correction"):
+        leaves = preset_leaves("correction", preset).items()
+        keys = [f"{name}={_show(value).strip('`')}" for name, value in leaves]
+        rows.append([_code([preset]), _about_preset("correction", preset), _code(keys)])
     return _table(["preset", "what", "sets"], rows)
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", str(value).lower() if isinstance(value, bool) else value
+def preset_table() -> str:
+    """The presets of `algorithm`: what each file says of itself."""
+    rows = []
+    for preset in PPO.preset_names("algorithm"):
+        link = _link_to_card("algorithm", preset)
+        rows.append(
+            [link, _about_preset("algorithm", preset), _score_in_short("algorithm", preset)]
+        )
+    return _table(["preset", "what", "score"], rows)
 
 
-def _by_entry(registry: Mapping[str, Callable[..., Any]]) -> dict[tuple[str, ...], Any]:
-    """(name, its aliases) -> entry."""
-    names: dict[Callable[..., Any], list[str]] = {}
-    for name, entry in registry.items():
-        names.setdefault(entry, []).append(name)
-    return {tuple(of_entry): entry for entry, of_entry in names.items()}
+def _about_preset(group: str, preset: str) -> str:
+    """The comment at the head of its file."""
+    lines = preset_text(group, preset).splitlines()[1:]
+    return " ".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
+
+
+def preset_card_list() -> str:
+    """A card for each preset: every key that it sets, and where its paper says so."""
+    parts = []
+    for preset in PPO.preset_names("algorithm"):
+        sources = preset_sources("algorithm", preset)
+        rows = []
+        for key, value in preset_leaves("algorithm", preset).items():
+            rows.append([_code([key]), _show(value), sources[key]])
+        table = _table(["key", "value", "where"], rows)
+        about = [_about_preset("algorithm", preset), _command([f"algorithm={preset}"]), table]
+        parts.append(_card("algorithm", preset, about))
+    return "\n\n".join(parts)
+
+
+def estimator_card_list() -> str:
+    """A card for each advantage estimator."""
+    return "\n\n".join(_algorithm_card("estimator", card) for card in estimator_cards())
+
+
+def policy_loss_card_list() -> str:
+    """A card for each policy loss."""
+    return "\n\n".join(_algorithm_card("policy_loss", card) for card in policy_loss_cards())
+
+
+def _algorithm_card(kind: str, card: Card) -> str:
+    facts = [
+        f"- **Source:** {' '.join(card.source.split())}",
+        f"- **Columns:** {_code(card.columns)}",
+        f"- **Keys:** {_code(card.keys) or 'none'}",
+        f"- **Watch:** {' '.join(card.watch.split())}",
+    ]
+    if card.names[1:]:
+        facts.insert(0, f"- **Also called:** {_code(card.names[1:])}")
+    about = [card.formula, "\n".join(facts), _command(card.settings)]
+    return _card(kind, card.names[0], about)
+
+
+def _card(kind: str, name: str, about: list[str]) -> str:
+    """Heading, what there is to say, the learning curve."""
+    return "\n\n".join([f"### {HEADINGS[kind]} `{name}`", *about, _curve(kind, name)])
+
+
+HEADINGS = {"algorithm": "Preset", "estimator": "Estimator", "policy_loss": "Loss"}
+
+
+def _link_to_card(kind: str, name: str) -> str:
+    return f"[`{name}`](cards.md#{HEADINGS[kind].lower()}-{name})"
+
+
+def _command(settings: Iterable[str]) -> str:
+    """How a run with these settings is started, on two lines."""
+    return f"    verl-like ppo {shlex.join(settings)} \\\n        {DATA_AND_MODEL}"
+
+
+def _scores(kind: str, name: str) -> tuple[float, float] | None:
+    """The mean score of the first and the last five steps of its run on the tiny task."""
+    curves = json.loads((DOCS / "data" / "curves.json").read_text("utf-8"))
+    scores = curves.get(f"{kind}/{name}")
+    return scores and (sum(scores[:5]) / 5, sum(scores[-5:]) / 5)
+
+
+def _score_in_short(kind: str, name: str) -> str:
+    scores = _scores(kind, name)
+    return f"{scores[0]:.2f} → {scores[1]:.2f}" if scores else ""
+
+
+def _curve(kind: str, name: str) -> str:
+    if _scores(kind, name) is None:
+        return f"No curve yet: `python docs/make_curves.py --only {name}`."
+    words = f"The mean score of the tiny task over 20 steps, {_score_in_short(kind, name)}"
+    return f"![{words}](images/curves/{kind}-{name}.png)"
 
 
 def _formula_and_source(algorithm: Callable[..., Any]) -> tuple[str, str]:
-    text, _, source = inspect.cleandoc(algorithm.__doc__ or "").partition("\n\nSource: ")
-    text = text.partition("\n\nWatch: ")[0]
-    assert source, f"the docstring of {algorithm.__name__} ends without a paragraph `Source: …`"
-    return text, source
+    formula, _, source = said_of(algorithm)
+    assert source, f"the docstring of {algorithm.__name__} has no paragraph `Source: …`"
+    return formula, source
 
 
 def _code(names: Iterable[str]) -> str:
@@ -213,14 +291,17 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "keys": ("configuration.md", key_table),
     "rewards": ("rewards.md", reward_key_table),
     "columns": ("dataflow.md", column_table),
-    "presets": ("algorithms.md", partial(preset_table, "algorithm")),
+    "presets": ("algorithms.md", preset_table),
     "estimators": ("algorithms.md", estimator_table),
     "policy-losses": ("algorithms.md", policy_loss_table),
     "aggregations": ("algorithms.md", aggregation_table),
     "value-loss": ("algorithms.md", value_loss_table),
     "kl": ("algorithms.md", kl_table),
     "lr-schedules": ("updates.md", lr_schedule_table),
-    "corrections": ("algorithms.md", partial(preset_table, "correction")),
+    "corrections": ("algorithms.md", correction_table),
+    "preset-cards": ("cards.md", preset_card_list),
+    "estimator-cards": ("cards.md", estimator_card_list),
+    "policy-loss-cards": ("cards.md", policy_loss_card_list),
 }
 
 

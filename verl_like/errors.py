@@ -83,8 +83,12 @@ def cannot_travel(why: object) -> str:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint such as " Did you mean 'critic_pool'?", or the empty string when nothing is close."""
-    close = difflib.get_close_matches(name, [str(v) for v in valid], n=3, cutoff=0.5)
+    """A hint such as " Did you mean 'critic_pool'?", or the empty string when nothing is close.
+
+    Capitals do not count.
+    """
+    by_lower_case = {str(v).lower(): str(v) for v in valid}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=3, cutoff=0.5)
     if not close:
         return ""
-    return " Did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return " Did you mean " + " or ".join(repr(by_lower_case[c]) for c in close) + "?"

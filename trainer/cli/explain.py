@@ -16,6 +16,7 @@ from typing import Any
 from trainer.config.keys import config_keys, leaf_keys, read
 from trainer.config.unused_keys import unused_keys
 from trainer.launch import nominal_placement, trainer_class
+from trainer.ppo.cards import estimator_cards, policy_loss_cards
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages
 from trainer.ppo.memory import plan_text
@@ -44,6 +45,7 @@ def explain(
         "Who runs where": placement_lines(config, max_columns),
         "How much": batch_table(config, max_columns).splitlines(),
         "On a device": plan_text(config, max_columns, card, card_bytes).splitlines(),
+        "What to watch": watch_lines(config),
         "Changed from the defaults": change_lines(config),
         "No effect in this run": [
             f"{', '.join(keys)}: {reason}" for reason, keys in unused_keys(config).items()
@@ -69,6 +71,19 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
             "critic its own"
         )
     return lines + [f"roles on {pool} share its processes and take turns" for pool in shared]
+
+
+def watch_lines(config: PPOConfig) -> list[str]:
+    """The metrics that show whether estimator and policy loss do well; none of the user's own."""
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    lines = []
+    for name, cards in (
+        (config.algorithm.adv_estimator, estimator_cards()),
+        (loss_mode, policy_loss_cards()),
+    ):
+        watch = [card.watch for card in cards if name in card.names]
+        lines += [f"{name}: {' '.join(text.split())}" for text in watch]
+    return lines
 
 
 def change_lines(config: PPOConfig) -> list[str]:

@@ -7,6 +7,7 @@ itself, calls `register`, `prepare_overrides` and `from_composed`.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -35,7 +36,13 @@ def _share(name: str, pool: str, preset_pools: Sequence[str], *, _root_: DictCon
     return share(_registered[name], pool, preset_pools, _root_)
 
 
+def _divide(number: int, parts: int) -> int:
+    """`${divide:${data.max_response_length},5}`: rounded down, at least 1."""
+    return max(number // parts, 1)
+
+
 OmegaConf.register_new_resolver("share", _share, replace=True)
+OmegaConf.register_new_resolver("divide", _divide, replace=True)
 
 
 def register(recipe: Recipe[Any]) -> None:
@@ -107,7 +114,8 @@ def _check_presets(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
     for override in overrides:
         group, _, name = override.partition("=")
         presets = recipe.preset_names(group)
-        if presets and name.isidentifier() and name != "null" and name not in presets:
+        is_one_name = re.fullmatch(r"[\w+-]+", name) is not None
+        if presets and is_one_name and name != "null" and name not in presets:
             raise ConfigError(
                 f"{group}={name}: there is no such preset; there are {', '.join(presets)}."
                 f"{nearest(name, presets)}"

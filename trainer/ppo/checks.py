@@ -10,6 +10,7 @@ import inspect
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import get_estimator
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.contradictions import check_contradictions
 from trainer.ppo.correct_rollout import check_correction
 from trainer.ppo.kl import get_kl_controller
 from verl_like.errors import ConfigError
@@ -37,6 +38,7 @@ def validate(config: PPOConfig) -> None:
     _check_sharding(config)
     _check_schedules(config)
     _check_reference(config)
+    check_contradictions(config)
     check_sampling_kwargs(
         config.actor_rollout_ref.rollout.sampling_kwargs, config.data.max_response_length
     )
@@ -209,9 +211,9 @@ def _check_token_choice(config: PPOConfig) -> None:
     loss_mode = actor.policy_loss.loss_mode
     if actor.shuffle and token_chooser(get_policy_loss(loss_mode)) is not None:
         raise ConfigError(
-            f"actor_rollout_ref.actor.shuffle=true and policy_loss.loss_mode={loss_mode}: this loss "
-            "compares the tokens of a mini-batch, chosen once for all passes, and shuffling makes "
-            "other mini-batches in every pass. Drop one of them."
+            "actor_rollout_ref.actor.shuffle=true and actor_rollout_ref.actor.policy_loss.loss_mode="
+            f"{loss_mode}: this loss compares the tokens of a mini-batch, chosen once for all "
+            "passes, and shuffling makes other mini-batches in every pass. Drop one of them."
         )
 
 

@@ -136,7 +136,7 @@ class ActorConfig:
     """How token losses become one number, the critic's too unless it has its own."""
     loss_scale_factor: float | None = key(None, above=0, read_when=LOSS_HAS_DIVISOR)
     """Divisor of seq-mean-token-sum-norm; null takes `data.max_response_length`."""
-    entropy_coeff: float = key(0.0, allows="a number")
+    entropy_coeff: float = key(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
     """Mean entropy of a token, in nats, that the weight is steered to; null leaves it."""

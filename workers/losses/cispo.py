@@ -30,8 +30,8 @@ def compute_policy_loss_cispo(
 
     No token drops out of the gradient, as PPO's clip makes them do.
 
-    Watch: `actor/pg_clipfrac`, the share of clipped weights, and `actor/ppo_kl`, which no dropped
-    token holds back: if it grows, lower `clip_ratio_high` or make fewer mini-batches.
+    Watch: `actor/pg_clipfrac`, here the share of capped weights, above some percent: policy and old
+    policy are far apart, and every token still pulls. Take fewer mini-batches a step.
 
     Source: MiniMax-M1 (CISPO), arXiv 2506.13585
     """

@@ -61,6 +61,9 @@ def compute_policy_loss_clip_cov(
     Watch: `actor/entropy`, which should level off; if it still falls, the share of tokens in
     `actor/pg_clipfrac` is too small beside the number of updates.
 
+    Watch: `actor/entropy`, which it is to hold up: where it falls as with `vanilla` and
+    `actor/pg_clipfrac` is 0, no token has a covariance in its range. Take `kl_cov`.
+
     Source: arXiv 2505.22617
     """
     config = config or DefaultClip()

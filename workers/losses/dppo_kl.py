@@ -35,8 +35,9 @@ def compute_policy_loss_dppo_kl(
     or another: with A > 0 a token that has risen drops out above `clip_ratio_high`, any other that
     has fallen above `clip_ratio_low`.
 
-    Watch: `actor/pg_clipfrac`; the clip keys are divergences here, and a range that fits ratios
-    never drops a token.
+    Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 the bound is never reached, so
+    lower `clip_ratio_low` and `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut
+    ratios, above some percent: raise `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879
     """

@@ -32,8 +32,9 @@ def compute_policy_loss_dppo_tv(
     one, any other once it is more than `clip_ratio_low` below: the clip keys bound probabilities
     here, not ratios, so rare tokens may move by large ratios. The paper cuts the ratio at 20.
 
-    Watch: `actor/pg_clipfrac`; near zero with growing `actor/ppo_kl` the trust region is too wide:
-    the clip keys are differences of probabilities here, not ratios.
+    Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 the bound is never reached, so
+    lower `clip_ratio_low` and `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut
+    ratios, above some percent: raise `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879
     """

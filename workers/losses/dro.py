@@ -32,8 +32,8 @@ def compute_policy_loss_dro(
     The square pulls each token back to the old policy, however it was sampled, so old samples
     need neither ratio nor clip.
 
-    Watch: `actor/dro_penalty`; it should stay well below `actor/pg_loss` in size, else the policy
-    no longer leaves the old one.
+    Watch: `actor/ppo_kl` that grows while `actor/dro_penalty` stays far below `actor/pg_loss`: the
+    pull is too weak for the steps. Lower the learning rate, or take fewer mini-batches.
 
     Source: DRO, arXiv 2405.19107, by tokens
     """

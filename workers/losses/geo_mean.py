@@ -33,8 +33,9 @@ def compute_policy_loss_geo_mean(
     its advantage is positive, and at least -clip_ratio_low where it is negative. Every token has
     its sequence's loss: seq-mean-token-mean gives the paper's mean over sequences, clipped at 0.4.
 
-    Watch: `actor/pg_clipfrac`; the range is in logarithms and wide (0.4), so a share of more than
-    a few hundredths says that the policy moves too far in one step.
+    Watch: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower`, tokens clipped upwards and downwards:
+    above some percent the mean is one of clipped ratios. Lower the learning rate, or take fewer
+    mini-batches a step.
 
     Source: GMPO, arXiv 2507.20673
     """

@@ -41,8 +41,8 @@ def compute_policy_loss_gspo(
     by seq-mean-token-sum: a sequence counts as many times as it has tokens, so no length is
     favoured.
 
-    Watch: `actor/pg_clipfrac`; about a tenth or more of all tokens is usual here, since whole
-    sequences are held, and nearly zero says that the clip range is a token loss's.
+    Watch: `actor/pg_clipfrac`: a tenth or more is usual here, as all tokens of a clipped sequence
+    count. At 0 the range is one of token ratios: set `clip_ratio_low` and `clip_ratio_high`.
 
     Source: GSPO, arXiv 2507.18071, section 4.3; LUSPO, arXiv 2602.05261
     """

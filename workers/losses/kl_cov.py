@@ -58,6 +58,10 @@ def compute_policy_loss_kl_cov(
     Watch: `actor/entropy`, which should level off, and `actor/ppo_kl`, which nothing clips: where
     it grows over the mini-batches of a step, make fewer of them.
 
+    Watch: `actor/entropy`, which it is to hold up, and `actor/kl_cov_frac`: above 2e-4
+    micro-batches are below 5000 tokens, and the one token that each must choose makes the penalty
+    stronger.
+
     Source: arXiv 2505.22617
     """
     inside = response_mask.bool()

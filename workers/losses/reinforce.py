@@ -35,6 +35,10 @@ def compute_policy_loss_reinforce(
     Watch: `actor/ppo_kl`, which must stay near zero: no ratio corrects a second update, so make
     one a step (`ppo_mini_batch_size` = `data.train_batch_size`).
 
+    Watch: `actor/ppo_kl` other than 0: later mini-batches train on samples that are no longer the
+    policy's own, and nothing corrects it. Let `actor.ppo_mini_batch_size` be the whole batch, or
+    take `vanilla`.
+
     Source: Williams, Machine Learning 8, 1992; GPG, arXiv 2504.02546
     """
     inside = response_mask.bool()

@@ -34,8 +34,8 @@ def compute_policy_loss_sapo(
     positive and 1.05 elsewhere, so that tokens pushed down fade faster. The paper aggregates by
     seq-mean-token-mean.
 
-    Watch: `actor/ppo_kl`; nothing is cut off, so where it grows from step to step tokens are far
-    out on both sides of the gate and teach little: lower the learning rate.
+    Watch: `actor/ppo_kl` that grows while `actor/grad_norm` falls: the gate is nearly shut for many
+    tokens. Lower the learning rate, or take fewer mini-batches a step; there is no clip fraction.
 
     Source: SAPO, arXiv 2511.20347
     """

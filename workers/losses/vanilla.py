@@ -38,8 +38,9 @@ def compute_policy_loss_vanilla(
     The range is [1 - clip_ratio_low, 1 + clip_ratio_high]. For A < 0 the loss is never more than
     -A clip_ratio_c (the dual clip).
 
-    Watch: `actor/pg_clipfrac` and `actor/ppo_kl`; a share of clipped tokens that keeps growing
-    over a step says that there are too many mini-batches or epochs for the learning rate.
+    Watch: `actor/pg_clipfrac` above 0.2, or `actor/ppo_kl` that grows over the run: updates leave
+    the policy that sampled. Lower the learning rate, or take fewer mini-batches a step.
+    `actor/entropy` that falls to 0: raise `clip_ratio_high`.
 
     Source: PPO, arXiv 1707.06347; two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729
     """

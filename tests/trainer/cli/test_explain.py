@@ -45,6 +45,12 @@ def test_changed_keys_come_with_default_and_meaning() -> None:
     assert "algorithm.lam=" not in text
 
 
+def test_what_to_watch_is_said_of_estimator_and_loss() -> None:
+    text = explained("algorithm=gspo").partition("What to watch")[2].partition("Changed")[0]
+    assert "grpo: `actor/grad_norm`" in text
+    assert "gspo: `actor/pg_clipfrac`" in text
+
+
 def test_keys_without_effect_are_listed_with_the_reason() -> None:
     text = explained("algorithm.adv_estimator=reinforce_plus_plus")
     assert (

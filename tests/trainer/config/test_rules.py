@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import reduce
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 
@@ -18,12 +18,14 @@ from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import KEYS_OF_VERLS_COMMAND, PPO
 from verl_like.errors import ConfigError
+from verl_like.registry import registry_of
 from workers.config import ENGINES, KL_ESTIMATORS, LOSS_AGG_MODES, STRATEGIES
 
 PPO.load_registries()
 KEYS = {key.name: key for key in leaf_keys(PPOConfig)}
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
 WITH_RANGE = [key for key in KEYS.values() if key.range]
+WITH_NAMES = [key for key in KEYS.values() if key.rules.choices or key.rules.registry]
 WITH_CHOICES = [key for key in KEYS.values() if key.rules.choices]
 
 
@@ -73,6 +75,22 @@ def test_a_registered_name_or_a_dotted_path_is_asked_for(name: str) -> None:
     check_fields(config_with(name, "torch.optim.SGD"))
     with pytest.raises(ConfigError, match=f"{re.escape(name)}=nosuch: unknown .* 'nosuch'"):
         check_fields(config_with(name, "nosuch"))
+
+
+@pytest.mark.parametrize("key", WITH_NAMES, ids=lambda key: key.name)
+def test_a_misspelt_name_is_answered_with_the_nearest_and_all(key: Key) -> None:
+    names = key.rules.choices or tuple(registry_of(key.rules.registry))
+    longest = max(names, key=len)
+    misspelt = f"{longest[:-1]}q"
+    with pytest.raises(ConfigError) as caught:
+        check_fields(
+            config_with(key.name, [misspelt] if get_origin(key.kind) is list else misspelt)
+        )
+
+    text, _, hint = str(caught.value).partition("Did you mean")
+    assert misspelt in text
+    assert [name for name in names if name not in text] == []
+    assert repr(longest) in hint
 
 
 def test_a_value_with_a_meaning_of_its_own_is_let_through() -> None:

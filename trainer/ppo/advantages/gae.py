@@ -32,9 +32,8 @@ def compute_gae_advantage_return(
     in rows that are `truncated`, with the last token's own value, as if the response went on.
     Returns are the unwhitened advantages plus values; whitening is over the whole batch's tokens.
 
-    Watch: `critic/vf_explained_var`; near or below zero the critic says nothing of the returns
-    yet, and the advantages are noise: warm it up (`trainer.critic_warmup`) or raise its learning
-    rate.
+    Watch: `critic/vf_explained_var`; near or below zero the critic says nothing of the returns yet,
+    and the advantages are noise: warm it up (`trainer.critic_warmup`) or raise its learning rate.
 
     Source: arXiv 1506.02438
     """

@@ -20,8 +20,8 @@ def compute_gpg_outcome_advantage(
     The factor is counted as verl counts it: the paper leaves out groups of equal scores, whatever
     the score is. A group of one keeps its raw score, times the factor.
 
-    Watch: `critic/score/mean` beside `critic/advantages/max`: near 0 and near 1 most groups are of
-    equal scores, and the factor makes up for fewer and fewer samples: draw anew (`filter_groups`).
+    Watch: `critic/advantages/max` that jumps: few scores are nonzero, the factor is large, and so
+    is the step. Lower the learning rate, or take `grpo`.
 
     Source: arXiv 2504.02546
     """

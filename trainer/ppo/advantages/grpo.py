@@ -24,8 +24,9 @@ def compute_grpo_outcome_advantage(
     Without the division (norm_adv_by_std_in_grpo=false) it is Dr. GRPO's. A group of one keeps its
     raw score; equal scores give zero.
 
-    Watch: `critic/advantages/max`; where it climbs while scores hardly differ, a tiny spread is
-    blown up: take norm_adv_by_std_in_grpo=false, or `grpo_batch_std`.
+    Watch: `actor/grad_norm` that falls to 0 while `critic/score/mean` is not at its best: the
+    samples of most prompts score alike. Set `algorithm.filter_groups.enable`.
+    `response_length/mean` that grows while the score does not: take the preset `dr_grpo`.
 
     Source: GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783
     """

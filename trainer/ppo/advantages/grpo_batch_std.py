@@ -20,8 +20,8 @@ def compute_grpo_batch_std_outcome_advantage(
     Prompts that are nearly solved or nearly hopeless are not blown up, as by their group's own
     spread. A group of one keeps its raw score; equal scores in a group give zero.
 
-    Watch: `critic/score/max` less `critic/score/min`; one outlier makes the batch's spread large
-    and every advantage small: clip it with `algorithm.score_clip`.
+    Watch: `critic/advantages/min` that sinks as the score nears its limit: the batch's spread is
+    small, and a few bad samples are the whole step. Take harder prompts.
 
     Source: Lite PPO, arXiv 2508.08221, section 4
     """

@@ -24,8 +24,9 @@ def compute_grpo_passk_outcome_advantage(
     It is divided by the group's standard deviation, unless norm_adv_by_std_in_grpo=false. A group
     of one keeps its raw score; where two are best, all get zero.
 
-    Watch: `critic/advantages/mean`, which is above zero as long as groups have one best sample; at
-    zero the best ones tie: draw more samples, or score more finely.
+    Watch: `actor/grad_norm` near 0: two samples of each prompt are best, as with scores of 0 and 1.
+    Take scores that seldom tie, or `grpo`. Advantages are never negative: `actor/entropy` falls
+    where nothing holds it.
 
     Source: arXiv 2503.19595
     """

@@ -20,8 +20,8 @@ def compute_opo_outcome_advantage(
     That mean is the baseline of least variance where the gradient's size grows with the length. A
     group of one keeps its raw score.
 
-    Watch: `response_length/mean`; the baseline is made for exact on-policy steps, so where lengths
-    run away look at `actor/ppo_kl` first and make one update a step.
+    Watch: `actor/ppo_kl` other than 0: the step is not exactly on-policy, for which the baseline is
+    made. Let `actor.ppo_mini_batch_size` be the whole batch and `actor.ppo_epochs` 1.
 
     Source: arXiv 2505.23585
     """

@@ -17,8 +17,9 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Every token's discounted return, whitened over the batch's tokens.
 
-    Watch: `critic/returns/mean`; prompts that are easy and prompts that are hard share one mean
-    here, so where scores stall and differ by prompt take `reinforce_plus_plus_baseline`.
+    Watch: `critic/score/mean` that stands still while `actor/grad_norm` does not fall: easy prompts
+    are always above the batch's mean, hard ones always below. Take `reinforce_plus_plus_baseline`
+    with `rollout.n` above 1.
 
     Source: arXiv 2501.03262
     """

@@ -18,8 +18,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The score less its group's mean, whitened over the batch's tokens.
 
-    Watch: `critic/advantages/max`; it rises as more groups have equal scores, since whitening
-    makes the few others larger.
+    Watch: `critic/advantages/max` of many standard deviations: most groups score alike, and
+    whitening blows up the few that do not. Set `algorithm.filter_groups.enable`.
 
     Source: arXiv 2501.03262
     """

@@ -16,8 +16,8 @@ def compute_remax_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Every token's return, undiscounted, less the score of the prompt's greedy answer.
 
-    Watch: `critic/advantages/mean`; far below zero the greedy answer is better than the samples,
-    and a lower `rollout.temperature` brings them together.
+    Watch: `critic/advantages/mean` below 0 for long: samples score worse than the greedy answer,
+    and nearly everything is pushed down. Lower `rollout.temperature`.
 
     Source: arXiv 2310.10505
     """

@@ -17,8 +17,8 @@ def compute_rloo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The score less the mean score of its group's others; a group of one keeps its raw score.
 
-    Watch: `critic/advantages/max` and `actor/grad_norm`; nothing scales the scores, so rewards on
-    a larger scale are a larger learning rate.
+    Watch: `actor/grad_norm` always above `actor.grad_clip`: advantages keep the scale of the
+    scores. Scale the scores, or bound them (`algorithm.score_clip`).
 
     Source: arXiv 2402.14740
     """

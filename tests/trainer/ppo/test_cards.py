@@ -1,0 +1,136 @@
+"""Every algorithm has a whole card: formula, source, what to watch, an example, a curve."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import load
+from trainer.config.keys import config_keys
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from trainer.ppo.cards import Card, estimator_cards, policy_loss_cards, preset_sources, said_of
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.metrics import compute_data_metrics
+from trainer.ppo.recipe import PPO
+from verl_like.batch.protocol import DataProto
+from workers.losses.registry import POLICY_LOSSES, keys_read
+
+ROOT = Path(__file__).resolve().parents[3]
+CARDS = [*estimator_cards(), *policy_loss_cards()]
+CURVES = load("docs/make_curves.py")
+LARGEST_PICTURE = 40_000
+"""Bytes."""
+
+
+def names_of(cards: list[Card]) -> set[str]:
+    return {name for card in cards for name in card.names}
+
+
+def in_backticks(text: str) -> list[str]:
+    return re.findall(r"`([^`<]+)`", text)
+
+
+@pytest.fixture(scope="module")
+def metrics() -> set[str]:
+    """Names of metrics: those of any step, of the engine, and what policy losses write out."""
+    column = torch.ones(1, 2)
+    columns = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
+    batch = DataProto.from_dict(
+        {name: column for name in (*columns, "entropys")}
+        | {"response_mask": column.long(), "responses": column.long()}
+        | {"attention_mask": torch.ones(1, 3, dtype=torch.int64)}
+    )
+    names = set(compute_data_metrics(batch)) | {"actor/grad_norm", "actor/pg_loss"}
+    for path in (ROOT / "workers" / "losses").glob("*.py"):
+        names |= set(re.findall(r'"(actor/\w+)"', path.read_text(encoding="utf-8")))
+    return names
+
+
+def test_every_registered_name_is_on_a_card() -> None:
+    assert names_of(estimator_cards()) == set(ADVANTAGE_ESTIMATORS)
+    assert names_of(policy_loss_cards()) == set(POLICY_LOSSES)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.names[0])
+def test_a_card_is_whole(card: Card) -> None:
+    parts = ("formula", "watch", "source", "columns", "settings")
+    assert [part for part in parts if not getattr(card, part)] == []
+
+
+def test_every_policy_loss_says_which_keys_it_reads() -> None:
+    assert [name for name, loss in POLICY_LOSSES.items() if keys_read(loss) is None] == []
+
+
+def test_a_loss_of_the_users_has_a_card_that_says_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unclipped(old_log_prob: Tensor, log_prob: Tensor) -> None:
+        """The policy gradient by importance ratio."""
+
+    monkeypatch.setattr(POLICY_LOSSES, "_entries", {"unclipped": unclipped})
+    (card,) = policy_loss_cards()
+    assert (card.formula, card.watch) == ("The policy gradient by importance ratio.", "")
+    assert card.columns == ("old_log_probs",)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.names[0])
+def test_what_to_watch_is_there(card: Card, metrics: set[str]) -> None:
+    """Metrics have a slash and keys a dot; a key may be named by its last parts."""
+    keys = [key.name for key in config_keys(PPOConfig)]
+    words = in_backticks(card.watch)
+    assert [word for word in words if "/" in word and word not in metrics] == []
+
+    ends = tuple(f".{word}" for word in words if "." in word)
+    assert [end for end in ends if not any(f".{key}".endswith(end) for key in keys)] == []
+    assert re.search(r"`\w+/", card.watch), "it names no metric"
+
+
+@pytest.mark.parametrize(("kind", "name"), CURVES.runs())
+def test_an_algorithm_has_a_curve_that_rises(kind: str, name: str) -> None:
+    wanted = f"run: python docs/make_curves.py --only {name} && python docs/make_tables.py"
+    scores = CURVES.read_scores().get(CURVES.id_of(kind, name))
+    assert scores is not None, wanted
+    assert len(scores) == CURVES.NUM_STEPS
+    first, last = CURVES.first_and_last(scores)
+    assert last > first + CURVES.LEAST_RISE
+
+    picture = CURVES.picture_of(kind, name)
+    assert picture.exists(), wanted
+    assert picture.stat().st_size < LARGEST_PICTURE
+
+
+def test_all_curves_are_in_one_picture_and_none_is_of_another_name() -> None:
+    assert CURVES.ALL_IN_ONE.stat().st_size < LARGEST_PICTURE
+    known = {CURVES.id_of(*which) for which in CURVES.runs()}
+    assert set(CURVES.read_scores()) == known
+    assert set(CURVES.SMALL.iterdir()) == {CURVES.picture_of(*which) for which in CURVES.runs()}
+
+
+@pytest.mark.parametrize("preset", PPO.preset_names("algorithm"))
+def test_a_preset_says_of_every_key_where_it_is_from(preset: str) -> None:
+    assert [key for key, source in preset_sources("algorithm", preset).items() if not source] == []
+
+
+def test_a_docstring_is_taken_apart() -> None:
+    def estimator() -> None:
+        """The score: as it is.
+
+        And more.
+
+        Watch: `actor/entropy`.
+
+        Source: arXiv 1
+        """
+
+    formula, watch, source = said_of(estimator)
+    assert formula == "The score: as it is.\n\nAnd more."
+    assert (watch, source) == ("`actor/entropy`.", "arXiv 1")
+
+
+def test_the_example_of_a_loss_has_its_presets_clip_and_aggregation() -> None:
+    (gspo,) = [card for card in policy_loss_cards() if "gspo" in card.names]
+    actor = "actor_rollout_ref.actor"
+    assert f"{actor}.clip_ratio_low=0.0003" in gspo.settings
+    assert f"{actor}.loss_agg_mode=seq-mean-token-mean" in gspo.settings

@@ -1,0 +1,134 @@
+"""Combinations of keys that contradict themselves are refused, or warned of by name."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from trainer import load_config
+from trainer.ppo.recipe import PPO
+from verl_like.errors import ConfigError
+
+NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local"]
+GRPO = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+KL_IN_REWARD = "algorithm.use_kl_in_reward=true"
+
+ERRORS = [
+    (
+        f"{GRPO} actor_rollout_ref.rollout.do_sample=false",
+        ["greedy answer", "every advantage is 0"],
+    ),
+    (
+        "algorithm.adv_estimator=remax actor_rollout_ref.rollout.do_sample=false",
+        ["adv_estimator=remax", "do_sample=true"],
+    ),
+    (
+        "algorithm.filter_groups.enable=true",
+        ["filter_groups.enable=true with actor_rollout_ref.rollout.n=1", "n to 2 or more"],
+    ),
+    (
+        f"{KL_IN_REWARD} algorithm.kl_penalty=k3+",
+        ["a reward has none", "Set algorithm.kl_penalty=k3."],
+    ),
+    (
+        f"{KL_IN_REWARD} algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0",
+        ["multiplies the coefficient, so it stays 0", "such as 0.001"],
+    ),
+    (
+        "trainer.critic_warmup=5 trainer.total_training_steps=5",
+        ["critic_warmup=5 steps of trainer.total_training_steps=5", "the actor never learns"],
+    ),
+    ("actor_rollout_ref.actor.entropy_coeff=-0.1", ["entropy_coeff=-0.1", "0 or above"]),
+    (f"{KL_IN_REWARD} algorithm.kl_ctrl.kl_coef=-1", ["kl_coef=-1", "0 or above"]),
+    ("actor_rollout_ref.actor.clip_ratio_low=-0.2", ["clip_ratio_low=-0.2", "above 0"]),
+    ("actor_rollout_ref.actor.clip_ratio_high=0", ["clip_ratio_high=0", "above 0"]),
+]
+
+WARNINGS = [
+    (
+        f"{GRPO} {LOSS_MODE}=gspo actor_rollout_ref.actor.clip_ratio=3e-4",
+        "sequence-aggregation",
+        ["loss_agg_mode=token-mean counts it once a token", "seq-mean-token-mean"],
+    ),
+    (
+        f"{GRPO} {LOSS_MODE}=gspo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+        "clip-of-sequences",
+        ["0.2 below and 0.2 above", "clip_ratio_low=3e-4"],
+    ),
+    (
+        f"{GRPO} actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+        "half-of-dr-grpo",
+        ["norm_adv_by_std_in_grpo=false", "algorithm=dr_grpo"],
+    ),
+    (
+        f"{GRPO} {LOSS_MODE}=reinforce data.train_batch_size=64 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_epochs=2",
+        "uncorrected-updates",
+        ["a step makes 8 updates", "ppo_mini_batch_size=64, or take vanilla"],
+    ),
+    (
+        "actor_rollout_ref.actor.clip_ratio_low=0.28 actor_rollout_ref.actor.clip_ratio_high=0.2",
+        "clip-upside-down",
+        ["clip_ratio_low=0.28 is above clip_ratio_high=0.2", "exchanged"],
+    ),
+    (
+        "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0",
+        "kl-counts-nothing",
+        ["kl_loss_coef=0", "for a metric alone"],
+    ),
+    (
+        f"{KL_IN_REWARD} algorithm.kl_ctrl.kl_coef=0",
+        "kl-counts-nothing",
+        ["kl_ctrl.kl_coef=0", "for a metric alone"],
+    ),
+    (
+        f"{KL_IN_REWARD} actor_rollout_ref.actor.use_kl_loss=true",
+        "kl-twice",
+        ["in the reward and in the loss", "Keep one"],
+    ),
+    (
+        "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_type=k1",
+        "kl-without-gradient",
+        ["kl_loss_type=k1", "kl_loss_type=k1+, k2 or low_var_kl"],
+    ),
+    (f"{GRPO} {KL_IN_REWARD}", "kl-in-a-group", ["adv_estimator=grpo", "use_kl_loss=true"]),
+]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, *overrides: str) -> list[str]:
+    """The named warnings that a configuration gives."""
+    with caplog.at_level(logging.WARNING, "trainer.ppo.contradictions"):
+        load_config([*NEEDED, *overrides])
+    return [text for text in caplog.messages if text.startswith("warning ")]
+
+
+@pytest.mark.parametrize(("overrides", "parts"), ERRORS, ids=[overrides for overrides, _ in ERRORS])
+def test_what_can_teach_nothing_is_refused(overrides: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*NEEDED, *overrides.split()])
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "parts"), WARNINGS, ids=[f"{w[1]}: {w[0]}" for w in WARNINGS]
+)
+def test_a_contradiction_is_warned_of_by_name(
+    overrides: str, name: str, parts: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (text,) = warnings_of(caplog, *overrides.split())
+    assert text.startswith(f"warning {name}: ")
+    assert [part for part in parts if part not in text] == [], text
+
+
+@pytest.mark.parametrize("preset", [None, *PPO.preset_names("algorithm")])
+def test_presets_and_defaults_contradict_nothing(
+    preset: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert warnings_of(caplog, *([f"algorithm={preset}"] if preset else [])) == []
+
+
+def test_one_update_of_reinforce_is_no_contradiction(caplog: pytest.LogCaptureFixture) -> None:
+    one_update = "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"
+    assert warnings_of(caplog, *GRPO.split(), f"{LOSS_MODE}=reinforce", one_update) == []

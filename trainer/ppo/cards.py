@@ -1,0 +1,142 @@
+"""What an algorithm's file says of itself, as one card: for the docs and `verl-like explain`.
+
+A docstring is the formula in words, then a paragraph `Watch: …` (the metric that shows that it goes
+wrong, and what then), then `Source: …`. Columns and keys come from the signature and `@reads`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
+from trainer.ppo.compute_advantage import SETTINGS, columns_read
+from trainer.ppo.recipe import PPO
+from workers.losses.registry import POLICY_LOSSES, keys_read
+
+ACTOR = "actor_rollout_ref.actor."
+LOSS_MODE = f"{ACTOR}policy_loss.loss_mode"
+OF_THE_LOSS = tuple(f"{ACTOR}{name}" for name in ("clip_ratio", "loss_agg_mode", "ppo_mini_batch"))
+"""What keys begin with that a preset sets for its policy loss, besides its name."""
+GROUP_OF_EIGHT = "actor_rollout_ref.rollout.n=8"
+COLUMNS_OF_LOSSES = {
+    "old_log_prob": "old_log_probs",
+    "advantages": "advantages",
+    "response_mask": "response_mask",
+}
+"""Parameter of a policy loss -> the batch's column that it is filled from."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """An algorithm: an estimator or a policy loss."""
+
+    names: tuple[str, ...]
+    """The name that it is registered by, then its aliases."""
+    formula: str
+    watch: str
+    """Which metric shows that it goes wrong, and what then; "" where nobody has said."""
+    source: str
+    """The paper; "" where nobody has said."""
+    columns: tuple[str, ...]
+    """Of the batch."""
+    keys: tuple[str, ...]
+    """Of the configuration, dotted."""
+    settings: tuple[str, ...]
+    """An example: what a command sets to train with it."""
+
+
+def estimator_cards() -> list[Card]:
+    """The advantage estimators, by name."""
+    cards = []
+    for names, estimator in names_by_entry(ADVANTAGE_ESTIMATORS).items():
+        parameters = inspect.signature(estimator).parameters
+        keys = tuple(f"algorithm.{name}" for name in parameters if name in SETTINGS)
+        example = [f"algorithm.adv_estimator={names[0]}"]
+        if needs_groups(estimator):
+            example.append(GROUP_OF_EIGHT)
+        cards.append(Card(names, *said_of(estimator), columns_read(names[0]), keys, tuple(example)))
+    return cards
+
+
+def policy_loss_cards() -> list[Card]:
+    """The policy losses, by name."""
+    cards = []
+    for names, policy_loss in names_by_entry(POLICY_LOSSES).items():
+        asked = inspect.signature(policy_loss).parameters
+        columns = tuple(column for name, column in COLUMNS_OF_LOSSES.items() if name in asked)
+        read = keys_read(policy_loss) or ()
+        keys = tuple(f"{ACTOR}{name}" for name in (*read, "loss_agg_mode"))
+        cards.append(Card(names, *said_of(policy_loss), columns, keys, _example_of_loss(names[0])))
+    return cards
+
+
+def _example_of_loss(name: str) -> tuple[str, ...]:
+    """GRPO's advantages, with the clip and aggregation of the first preset that has this loss."""
+    settings = [f"{LOSS_MODE}={name}", "algorithm.adv_estimator=grpo", GROUP_OF_EIGHT]
+    if name == "vanilla":
+        return tuple(settings)
+
+    for preset in PPO.preset_names("algorithm"):
+        leaves = preset_leaves("algorithm", preset)
+        if leaves.get(LOSS_MODE) == name:
+            settings += [f"{key}={leaves[key]}" for key in leaves if key.startswith(OF_THE_LOSS)]
+            break
+    return tuple(settings)
+
+
+def said_of(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
+    """(formula, what to watch, source) by its docstring; "" where it does not say."""
+    formula, said = [], {"Watch": "", "Source": ""}
+    for paragraph in inspect.cleandoc(algorithm.__doc__ or "").split("\n\n"):
+        label, colon, text = paragraph.partition(": ")
+        if colon and label in said:
+            said[label] = text
+        else:
+            formula.append(paragraph)
+    return "\n\n".join(formula), said["Watch"], said["Source"]
+
+
+def names_by_entry(registry: Mapping[str, Callable[..., Any]]) -> dict[tuple[str, ...], Any]:
+    """(name, its aliases) -> entry."""
+    names: dict[Callable[..., Any], list[str]] = {}
+    for name, entry in registry.items():
+        names.setdefault(entry, []).append(name)
+    return {tuple(of_entry): entry for entry, of_entry in names.items()}
+
+
+def preset_text(group: str, preset: str) -> str:
+    """The file of a preset, such as `algorithm=grpo`."""
+    return (PPO.config_dir / group / f"{preset}.yaml").read_text(encoding="utf-8")
+
+
+def preset_leaves(group: str, preset: str) -> dict[str, Any]:
+    """The dotted keys that a preset sets, with their values, in the order of its lines."""
+    tree = OmegaConf.to_container(OmegaConf.create(preset_text(group, preset)))
+    assert isinstance(tree, dict), f"{group}/{preset}.yaml is no mapping"
+    return dict(_leaves(tree, ""))
+
+
+def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def preset_sources(group: str, preset: str) -> dict[str, str]:
+    """The dotted keys that a preset sets -> the comment beside each: where its paper says so.
+
+    A line of its file sets one key, or opens a section.
+    """
+    comments = []
+    for line in preset_text(group, preset).splitlines():
+        setting, _, comment = line.partition("  # ")
+        if setting and not setting.startswith("#") and not setting.endswith(":"):
+            comments.append(comment)
+    return dict(zip(preset_leaves(group, preset), comments, strict=True))

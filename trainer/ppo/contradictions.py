@@ -1,0 +1,194 @@
+"""Combinations of keys that contradict themselves: errors, and warnings by name.
+
+`trainer.ppo.checks` calls `check_contradictions`. An error is what cannot teach anything or can
+never act; a warning is what trains, but not what its keys say. Each begins with its name, as in
+`warning gspo-aggregation: …`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
+from trainer.ppo.config import PPOConfig
+from verl_like.errors import ConfigError
+from workers.losses.registry import POLICY_LOSSES, keys_read
+
+logger = logging.getLogger(__name__)
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+LOSSES_OF_SEQUENCES = ("gspo", "geo_mean")
+"""All tokens of a sequence have its one ratio."""
+LOSSES_WITHOUT_RATIO = ("reinforce", "gpg")
+"""The samples must be the policy's own."""
+NORMALISED_IN_GROUPS = ("grpo", "grpo_vectorized", "grpo_passk", "grpo_batch_std", "gpg", "opo")
+"""Estimators that make one number of a sample's rewards and compare it within its group."""
+WIDEST_RANGE_OF_SEQUENCES = 0.05
+"""A mean of many log-ratios hardly ever leaves a range wider than this."""
+
+
+def check_contradictions(config: PPOConfig) -> None:
+    """Refuse the first combination that is an error, and log every warning."""
+    for error in errors_of(config):
+        raise ConfigError(error)
+    for name, text in warnings_of(config):
+        logger.warning("warning %s: %s", name, text)
+
+
+def errors_of(config: PPOConfig) -> Iterator[str]:
+    """What cannot teach anything or can never act, in words."""
+    yield from _errors_of_sampling(config)
+    yield from _errors_of_the_kl(config)
+    warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
+    if "critic" in config.role_mapping and total is not None and warmup >= total:
+        yield (
+            f"trainer.critic_warmup={warmup} steps of trainer.total_training_steps={total}: the "
+            "actor never learns. Lower the first, or raise the second."
+        )
+
+
+def _errors_of_sampling(config: PPOConfig) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    name = algorithm.adv_estimator
+    estimator = ADVANTAGE_ESTIMATORS.get(name)  # of the user's own, by its path, nothing is known
+
+    compares_samples = estimator is not None and needs_groups(estimator)
+    if not rollout.do_sample and (compares_samples or name == "remax"):
+        yield (
+            f"{ROLLOUT}.do_sample=false: the samples of a prompt are all its greedy answer, and "
+            f"algorithm.adv_estimator={name} compares them, so that every advantage is 0. Set "
+            f"{ROLLOUT}.do_sample=true."
+        )
+    if algorithm.filter_groups.enable and rollout.n < 2:
+        yield (
+            f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={rollout.n}: one sample of a "
+            "prompt has no other to be equal with, so nothing is filtered. Set "
+            f"{ROLLOUT}.n to 2 or more, or algorithm.filter_groups.enable=false."
+        )
+
+
+def _errors_of_the_kl(config: PPOConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if not algorithm.use_kl_in_reward:
+        return
+    if algorithm.kl_penalty.endswith("+"):
+        without = algorithm.kl_penalty.removesuffix("+")
+        yield (
+            f"algorithm.kl_penalty={algorithm.kl_penalty}: the + is for the gradient of a KL in "
+            f"the loss, and a reward has none. Set algorithm.kl_penalty={without}."
+        )
+    if algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.kl_coef == 0:
+        yield (
+            "algorithm.kl_ctrl.kl_coef=0 with algorithm.kl_ctrl.type=adaptive: the controller "
+            "multiplies the coefficient, so it stays 0. Start above 0, such as 0.001."
+        )
+
+
+def warnings_of(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    """(name, text) of what trains, but not what its keys say."""
+    yield from _warnings_of_the_loss(config)
+    yield from _warnings_of_the_clip(config)
+    yield from _warnings_of_the_kl(config)
+
+
+def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    loss, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
+
+    if loss in LOSSES_OF_SEQUENCES and aggregation in ("token-mean", "token-sum"):
+        yield (
+            "sequence-aggregation",
+            f"{ACTOR}.policy_loss.loss_mode={loss} gives a sequence one ratio, and {ACTOR}."
+            f"loss_agg_mode={aggregation} counts it once a token, so long sequences weigh more. "
+            "The paper's is seq-mean-token-mean.",
+        )
+
+    is_of_grpo = algorithm.adv_estimator in ("grpo", "grpo_vectorized")
+    if (
+        aggregation == "seq-mean-token-sum-norm"
+        and is_of_grpo
+        and algorithm.norm_adv_by_std_in_grpo
+    ):
+        yield (
+            "half-of-dr-grpo",
+            f"{ACTOR}.loss_agg_mode={aggregation} is Dr. GRPO's, which also leaves out the "
+            "division by the group's standard deviation: set "
+            "algorithm.norm_adv_by_std_in_grpo=false, or algorithm=dr_grpo.",
+        )
+
+    num_updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    if loss in LOSSES_WITHOUT_RATIO and num_updates > 1:
+        yield (
+            "uncorrected-updates",
+            f"a step makes {num_updates} updates (data.train_batch_size="
+            f"{config.data.train_batch_size}, {ACTOR}.ppo_mini_batch_size="
+            f"{actor.ppo_mini_batch_size}, {ACTOR}.ppo_epochs={actor.ppo_epochs}), and {ACTOR}."
+            f"policy_loss.loss_mode={loss} has no ratio that corrects those after the first. Set "
+            f"{ACTOR}.ppo_mini_batch_size={config.data.train_batch_size}, or take vanilla.",
+        )
+
+
+def _warnings_of_the_clip(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    actor = config.actor_rollout_ref.actor
+    loss = actor.policy_loss.loss_mode
+    entry = POLICY_LOSSES.get(loss)
+    if entry is None or "clip_ratio" not in (keys_read(entry) or ()):
+        return
+
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    if loss == "gspo" and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
+        yield (
+            "clip-of-sequences",
+            f"a clip range of {low} below and {high} above is one of token ratios: those of "
+            f"sequences, which {ACTOR}.policy_loss.loss_mode=gspo clips, hardly ever leave it. The "
+            f"paper's is {ACTOR}.clip_ratio_low=3e-4 and {ACTOR}.clip_ratio_high=4e-4.",
+        )
+    if loss != "cispo" and low > high:
+        yield (
+            "clip-upside-down",
+            f"{ACTOR}.clip_ratio_low={low} is above clip_ratio_high={high}: tokens may fall "
+            "further than they may rise, the opposite of clip-higher, and the entropy falls. Are "
+            "the two exchanged?",
+        )
+
+
+def _warnings_of_the_kl(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield (
+            "kl-counts-nothing",
+            f"{ACTOR}.use_kl_loss=true with {ACTOR}.kl_loss_coef=0: a reference is computed for a "
+            f"metric alone. Set {ACTOR}.use_kl_loss=false if it is not wanted.",
+        )
+    is_fixed = algorithm.kl_ctrl.type == "fixed"
+    if algorithm.use_kl_in_reward and is_fixed and algorithm.kl_ctrl.kl_coef == 0:
+        yield (
+            "kl-counts-nothing",
+            "algorithm.use_kl_in_reward=true with algorithm.kl_ctrl.kl_coef=0: a reference is "
+            "computed for a metric alone. Set algorithm.use_kl_in_reward=false if it is not "
+            "wanted.",
+        )
+    if actor.use_kl_loss and algorithm.use_kl_in_reward:
+        yield (
+            "kl-twice",
+            f"algorithm.use_kl_in_reward=true and {ACTOR}.use_kl_loss=true: the KL to the "
+            "reference counts in the reward and in the loss. Keep one.",
+        )
+    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
+        yield (
+            "kl-without-gradient",
+            f"{ACTOR}.kl_loss_type={actor.kl_loss_type}: on the policy's own samples the gradient "
+            f"of the log-ratio is 0 in the mean, so it holds nothing. Set {ACTOR}.kl_loss_type="
+            f"{actor.kl_loss_type}+, k2 or low_var_kl.",
+        )
+    if algorithm.use_kl_in_reward and algorithm.adv_estimator in NORMALISED_IN_GROUPS:
+        yield (
+            "kl-in-a-group",
+            "algorithm.use_kl_in_reward=true with "
+            f"algorithm.adv_estimator={algorithm.adv_estimator}: the KL of a sample's tokens is "
+            "summed into its one score and compared within its group. GRPO's is in the loss: "
+            f"{ACTOR}.use_kl_loss=true.",
+        )
