@@ -38,6 +38,7 @@ def validate(config: PPOConfig) -> None:
     _check_sharding(config)
     _check_schedules(config)
     _check_reference(config)
+    _check_average(config)
     check_contradictions(config)
     check_sampling_kwargs(
         config.actor_rollout_ref.rollout.sampling_kwargs, config.data.max_response_length
@@ -247,4 +248,14 @@ def _check_reference(config: PPOConfig) -> None:
         raise ConfigError(
             f"actor_rollout_ref.ref.ema_decay={ref.ema_decay:g}: the reference would never move; "
             "it must be below 1, or leave update_every out."
+        )
+
+
+def _check_average(config: PPOConfig) -> None:
+    """A moving average of the weights moves."""
+    decay = config.actor_rollout_ref.actor.ema_decay
+    if decay is not None and decay >= 1:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.ema_decay={decay:g}: the average would stay at the first "
+            "weights; it must be below 1, or null to validate with the weights themselves."
         )

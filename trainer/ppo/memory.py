@@ -122,6 +122,7 @@ def _engine(
     weights = shapes.num_weights * kept.itemsize / shards
     trained = shapes.num_trained * kept.itemsize / shards if trains else 0
     moments = 2 * trained
+    weights += _averages(config, role, shapes, compute) / shards
     offloads = device_type == "cuda"
     host = offloads * (sharding.param_offload * weights + sharding.optimizer_offload * moments)
     tokens, reads = tokens_at_once(config, role)
@@ -140,6 +141,17 @@ def _engine(
         activations=activations,
         host=host,
     )
+
+
+def _averages(config: PPOConfig, role: str, shapes: ModelShapes, compute: torch.dtype) -> float:
+    """Bytes of a moving average in float32 beside the weights."""
+    policy = config.actor_rollout_ref
+    if role == "actor" and policy.actor.ema_decay is not None:
+        return shapes.num_trained * torch.float32.itemsize
+    follows = policy.ref.update_every is not None and policy.ref.ema_decay > 0
+    if role == "ref" and follows and compute != torch.float32:
+        return shapes.num_weights * torch.float32.itemsize
+    return 0
 
 
 def _whole(shapes: ModelShapes, shards: int, casts: bool, trains: bool) -> float:

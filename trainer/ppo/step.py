@@ -23,6 +23,7 @@ import torch
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
+from trainer.ppo.averaging import averaged_weights
 from trainer.ppo.balance import balance_ranks
 from trainer.ppo.call_results import join_results, numbers_of
 from trainer.ppo.compute_advantage import columns_read, compute_advantage, settings_of
@@ -320,9 +321,11 @@ class PPOTrainer(Trainer):
         """Metrics of the whole validation set; its samples go to the run folder."""
         prompts = self.loader.validation
         assert prompts is not None, "a validation is due only where there are val_files"
-        settings = asdict(self.config.actor_rollout_ref.rollout.val_kwargs)
+        policy = self.config.actor_rollout_ref
+        settings = asdict(policy.rollout.val_kwargs)
         score = partial(self.with_rewards, normalize=False)
-        samples = sample_all(prompts.in_order(), self.roll_out, score, **settings)
+        with averaged_weights(policy.actor, self.groups["actor"], self.sync):
+            samples = sample_all(prompts.in_order(), self.roll_out, score, **settings)
         self.write_samples("validation", samples)
         return name_metrics(samples)
 

@@ -22,6 +22,7 @@ from workers.config.conditions import (
     STEERS_ENTROPY,
     UPDATES_REFERENCE,
     USES_KL_LOSS,
+    VALIDATES,
     WEIGHS_ROLLOUT,
 )
 from workers.config.model import (
@@ -148,6 +149,10 @@ class ActorConfig:
     """Weight of that KL."""
     kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=USES_KL_LOSS)
     """Estimator of that KL."""
+    ema_decay: float | None = key(None, at_least=0, read_when=VALIDATES)
+    """Validate with a moving average of the weights, of which this much stays at every update; null
+    validates with the weights themselves.
+    """
     router_aux_loss_coef: float = key(0.0, at_least=0)
     """Weight of the load-balancing loss of a mixture of experts; 0 leaves it out."""
     grad_clip: float = key(1.0, above=0)

@@ -23,6 +23,7 @@ from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import get_policy_loss, token_chooser
 from workers.models.memory import memory_in_use
 from workers.models.precision import rollout_dtype
+from workers.training.average import WeightAverage
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
@@ -90,6 +91,8 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         """Load the policy; the schedule spans `total_steps` calls of `update_actor`."""
         self.engine.build(self, total_steps)
         self.sent_dtype = rollout_dtype(self.policy, self.device.type)
+        if self.config.ema_decay is not None:
+            self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_log_prob(self, data: DataProto) -> tuple[DataProto, Metrics]:
@@ -140,6 +143,8 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
                 want_entropy=self.config.entropy_coeff != 0,
                 shuffle_seed=shuffle_seed(self.config),
             )
+        if self.average is not None:
+            self.average.update()
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
         if self.gauge is not None:
             self.gauge.all_reduce(self.engine.group, self.engine.device)
@@ -177,6 +182,15 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
                 f"than one optimizer step of {num_rows} samples, and the policy moves with the "
                 "first. Leave it out and give old_log_probs (actor.compute_log_prob)."
             )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def use_average(self, on: bool) -> None:
+        """Put the moving average in the weights' place, or the weights back; not to train with."""
+        assert self.average is not None, "the driver asks for an average only under actor.ema_decay"
+        if on:
+            self.average.put_in_place()
+        else:
+            self.average.take_out()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self, as_sent: bool = False) -> str:

@@ -38,6 +38,7 @@ from workers.training.hf_export import export_huggingface
 
 if TYPE_CHECKING:
     from workers.config import CheckpointConfig
+    from workers.training.average import WeightAverage
     from workers.training.engine import TrainEngine
 
 MANIFEST = "manifest.json"
@@ -52,11 +53,13 @@ class Checkpointed:
 
     engine: TrainEngine
     config: Any
+    average: WeightAverage | None = None
+    """A moving average of the weights, saved with them."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
         """Write the folder `path`, whole or not at all; one of that name is replaced."""
-        save_engine(self.engine, Path(path), step, self.config.checkpoint)
+        save_engine(self.engine, Path(path), step, self.config.checkpoint, self.average)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
@@ -64,17 +67,23 @@ class Checkpointed:
 
         One that is damaged, or of another model, is refused.
         """
-        load_engine(self.engine, Path(path))
+        load_engine(self.engine, Path(path), self.average)
 
 
-def save_engine(engine: TrainEngine, folder: Path, step: int, config: CheckpointConfig) -> None:
+def save_engine(
+    engine: TrainEngine,
+    folder: Path,
+    step: int,
+    config: CheckpointConfig,
+    average: WeightAverage | None = None,
+) -> None:
     """Write `folder`; collective. Whatever fails, a folder that was there before stays as it is."""
     part = folder.with_name(folder.name + ".part")
     ranks = Ranks(
         engine.group, f"the checkpoint {folder} was not written (an earlier one is untouched)"
     )
     try:
-        _write(engine, ranks, part, step, config.save_contents)
+        _write(engine, ranks, part, step, config.save_contents, average)
         ranks.first_does(lambda: put_in_place(part, folder))
     except CheckpointError:
         if ranks.mine == 0:
@@ -82,9 +91,16 @@ def save_engine(engine: TrainEngine, folder: Path, step: int, config: Checkpoint
         raise
 
 
-def _write(engine: TrainEngine, ranks: Ranks, part: Path, step: int, contents: list[str]) -> None:
+def _write(
+    engine: TrainEngine,
+    ranks: Ranks,
+    part: Path,
+    step: int,
+    contents: list[str],
+    average: WeightAverage | None,
+) -> None:
     ranks.first_does(lambda: _make_empty(part))
-    tensors = weights(engine) if "model" in contents else {}
+    tensors = weights(engine) | averages(average) if "model" in contents else {}
     tensors |= optimizer_state(engine) if "optimizer" in contents else {}
     if tensors:
         ranks.all_do(lambda: _save_shards(tensors, part / "shards"))
@@ -123,7 +139,7 @@ def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:
     return found
 
 
-def load_engine(engine: TrainEngine, folder: Path) -> None:
+def load_engine(engine: TrainEngine, folder: Path, average: WeightAverage | None = None) -> None:
     """Weights, optimizer, schedule and random state of `folder` into a built engine; collective."""
     ranks = Ranks(engine.group, f"the checkpoint {folder} was not loaded")
     manifest = ranks.all_do(lambda: read_manifest(folder))[ranks.mine]
@@ -142,8 +158,13 @@ def load_engine(engine: TrainEngine, folder: Path) -> None:
     refuse_other_model(folder, shapes, saved)
     with engine.running(engine.optimizer):
         state = empty_optimizer_state(engine, saved)
-        ranks.all_do(lambda: dcp.load(weights(engine) | state, checkpoint_id=folder / "shards"))
+        averaged = {name: own for name, own in averages(average).items() if name in saved}
+        tensors = weights(engine) | state | averaged
+        ranks.all_do(lambda: dcp.load(tensors, checkpoint_id=folder / "shards"))
         put_optimizer_state(engine, state)
+        if average is not None and not averaged:
+            logger.warning("%s holds no moving average: it starts from the weights.", folder)
+            average.restart()
 
     if "optimizer" not in manifest["contents"]:
         logger.warning(
@@ -166,6 +187,12 @@ def weights(engine: TrainEngine) -> dict[str, Tensor]:
     if engine.model_config.lora_rank == 0:
         tensors |= {f"model.{name}": buffer for name, buffer in persistent_buffers(engine.module)}
     return tensors
+
+
+def averages(average: WeightAverage | None) -> dict[str, Tensor]:
+    """This rank's shards of a moving average, as `average.<name>`; none without one."""
+    tensors = {} if average is None else average.tensors
+    return {f"average.{name}": tensor for name, tensor in tensors.items()}
 
 
 def optimizer_state(engine: TrainEngine) -> dict[str, Tensor]:

@@ -48,6 +48,17 @@ def test_the_7b_example_fits_eight_cards_of_80_gb_and_says_so(model: Path) -> No
     ]
 
 
+def test_averages_in_float32_are_counted_with_the_weights(model: Path) -> None:
+    config = script_config(model)
+    plain = {role.role: role for role in role_memories(config, "cuda", CARD)}
+    config.actor_rollout_ref.actor.ema_decay = 0.99
+    config.actor_rollout_ref.ref.update_every = 1
+    config.actor_rollout_ref.ref.ema_decay = 0.99
+    averaged = {role.role: role for role in role_memories(config, "cuda", CARD)}
+    for role in ("actor", "ref"):
+        assert averaged[role].weights - plain[role].weights == 6_910_365_696 * 4 / 4
+
+
 def test_roles_are_sharded_over_their_own_pool(model: Path) -> None:
     roles = {role.role: role for role in role_memories(script_config(model), "cuda", CARD)}
     num_weights = 6_910_365_696

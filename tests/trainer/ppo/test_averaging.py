@@ -1,0 +1,90 @@
+"""Which weights a run validates with, and that it trains on with its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.recording import RecordingTrainer
+from tests.integration.runs import lines, numbers, overrides
+from trainer import load_config, run
+from trainer.ppo.step import Metrics
+from verl_like.errors import ConfigError
+
+SETTINGS = (
+    "trainer.backend=local",
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=1",
+)
+DECAY = "actor_rollout_ref.actor.ema_decay"
+
+
+class Validated(RecordingTrainer):
+    """Keeps the rollout's hash while it validates."""
+
+    def on_train_begin(self) -> None:
+        self.validated: list[set[str]] = []
+
+    def with_rewards(self, *args: Any, **settings: Any) -> Any:
+        self.validated.append(set(self.groups["rollout"].weights_checksum()))
+        return super().with_rewards(*args, **settings)
+
+
+def trained(tiny: Path, folder: Path, *more: str) -> tuple[Validated, list[Metrics]]:
+    """The trainer, and the numbers of its steps but for those of validation and versions."""
+    files = f"data.val_files={tiny}/val.parquet"
+    run(load_config(overrides(tiny, folder, *SETTINGS, files, *more)), Validated)
+    other = ("timing", "perf/", "val-", "training/weight_version", "mismatch")
+    found = []
+    for line in lines(folder):
+        found.append({name: line[name] for name in line if not name.startswith(other)})
+    return Validated.last, found
+
+
+@pytest.mark.parametrize("placed", ["colocate", "standalone"])
+def test_validation_sees_the_average_and_training_never_does(
+    tiny_dir: Path, tmp_path: Path, placed: str
+) -> None:
+    devices = "trainer.n_gpus_per_node=2" if placed == "standalone" else "trainer.n_gpus_per_node=1"
+    where = (f"placement={placed}", devices)
+    _, plain = trained(tiny_dir, tmp_path / "plain", *where)
+    trainer, averaged = trained(tiny_dir, tmp_path / "averaged", *where, f"{DECAY}=0.5")
+    assert averaged == plain
+
+    start, *_, last = trainer.history
+    before, _, after_last = dict.fromkeys(map(frozenset, trainer.validated))
+    assert before == start["actor"] == start["rollout"]
+    assert last["actor"] == last["rollout"] != after_last
+
+
+def test_an_average_of_the_last_weights_alone_is_the_policy(tiny_dir: Path, tmp_path: Path) -> None:
+    trainer, _ = trained(tiny_dir, tmp_path, "placement=colocate", f"{DECAY}=0")
+    assert trainer.validated[-1] == trainer.history[-1]["actor"]
+
+
+def test_a_resumed_run_validates_as_the_whole_one(tiny_dir: Path, tmp_path: Path) -> None:
+    reshuffled = ("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=true")
+    files = f"data.val_files={tiny_dir}/val.parquet"
+    settings = (*SETTINGS, files, f"{DECAY}=0.5", *reshuffled, "trainer.save_freq=1")
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    for folder, lengths in ((whole, [2]), (parted, [1, 2])):
+        for length in lengths:
+            steps = f"trainer.total_training_steps={length}"
+            run(load_config(overrides(tiny_dir, folder, *settings, steps)))
+    assert numbers(parted) == numbers(whole)
+    assert any(name.startswith("val-core/") for name in lines(whole)[-1])
+
+
+def test_an_average_that_nobody_sees_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ema_decay is set.*never validates"):
+        load_config(overrides(tiny_dir, tmp_path, "trainer.backend=local", f"{DECAY}=0.5"))
+
+
+def test_an_average_that_never_moves_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    files = f"data.val_files={tiny_dir}/val.parquet"
+    with pytest.raises(ConfigError, match="ema_decay=1: the average would stay"):
+        load_config(overrides(tiny_dir, tmp_path, *SETTINGS, files, f"{DECAY}=1"))

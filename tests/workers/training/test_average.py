@@ -1,0 +1,113 @@
+"""The moving average of the actor's weights: its values, its place, its checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.distributed import run
+from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from workers.roles.actor import ActorWorker
+
+DECAY = 0.75
+Weights = dict[str, torch.Tensor]
+
+
+def actor_of(tiny_dir: Path | str, decay: float | None = DECAY, lora_rank: int = 0) -> ActorWorker:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=4, ema_decay=decay)
+    config.actor_rollout_ref.model.lora_rank = lora_rank
+    return started(ActorWorker, config, 10)
+
+
+def update(actor: ActorWorker, seed: int) -> None:
+    actor.update_actor(own_piece(make_batch(4, seed), actor.rank, actor.world_size))
+
+
+def weights_of(actor: ActorWorker) -> Weights:
+    return {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()}
+
+
+def averaged(actor: ActorWorker) -> Weights:
+    actor.use_average(True)
+    found = weights_of(actor)
+    actor.use_average(False)
+    return found
+
+
+def after_two_updates(tiny_dir: str) -> tuple[list[Weights], Weights]:
+    """The weights before and after each, and the average; the weights come back as they were."""
+    actor = actor_of(tiny_dir)
+    policies = [weights_of(actor)]
+    for seed in range(2):
+        update(actor, seed)
+        policies.append(weights_of(actor))
+    average = averaged(actor)
+    assert all(tensor.equal(policies[-1][name]) for name, tensor in weights_of(actor).items())
+    return policies, average
+
+
+def assert_average(policies: list[Weights], average: Weights) -> None:
+    for name, first in policies[0].items():
+        expected = first.double()
+        for policy in policies[1:]:
+            expected = DECAY * expected + (1 - DECAY) * policy[name].double()
+        torch.testing.assert_close(average[name].double(), expected, rtol=0, atol=1e-7)
+
+
+def test_the_average_is_its_definition_and_the_weights_come_back(tiny_dir: Path) -> None:
+    assert_average(*after_two_updates(str(tiny_dir)))
+
+
+def test_shards_average_as_the_whole(tiny_dir: Path) -> None:
+    for policies, average in run(2, after_two_updates, str(tiny_dir)):
+        assert_average(policies, average)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_resumed_actor_goes_on_with_its_average_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path, lora_rank: int
+) -> None:
+    first, second = (actor_of(tiny_dir, lora_rank=lora_rank) for _ in range(2))
+    update(first, 0)
+    first.save_checkpoint(str(tmp_path / "actor"))
+    second.load_checkpoint(str(tmp_path / "actor"))
+    for actor in (first, second):
+        update(actor, 1)
+
+    expected, policy = averaged(first), weights_of(first)
+    assert any(not tensor.equal(policy[name]) for name, tensor in expected.items())
+    assert all(tensor.equal(expected[name]) for name, tensor in averaged(second).items())
+
+
+def test_training_is_the_same_with_it_and_without(tiny_dir: Path) -> None:
+    sums = []
+    for decay in (DECAY, None):
+        actor = actor_of(tiny_dir, decay)
+        for seed in range(2):
+            update(actor, seed)
+            if decay is not None:
+                averaged(actor)
+        sums.append(actor.weights_checksum())
+    assert sums[0] == sums[1]
+
+
+def test_from_a_checkpoint_without_one_it_starts_at_the_weights_and_says_so(
+    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    without, actor = actor_of(tiny_dir, None), actor_of(tiny_dir)
+    update(without, 0)
+    without.save_checkpoint(str(tmp_path / "actor"))
+    actor.load_checkpoint(str(tmp_path / "actor"))
+    assert "holds no moving average" in caplog.text
+    expected = weights_of(without)
+    assert all(tensor.equal(expected[name]) for name, tensor in averaged(actor).items())
+
+
+def test_a_checkpoint_with_one_goes_on_without_it(tiny_dir: Path, tmp_path: Path) -> None:
+    first, without = actor_of(tiny_dir), actor_of(tiny_dir, None)
+    update(first, 0)
+    first.save_checkpoint(str(tmp_path / "actor"))
+    without.load_checkpoint(str(tmp_path / "actor"))
+    assert without.weights_checksum() == first.weights_checksum()
