@@ -211,9 +211,10 @@ def _check_token_choice(config: PPOConfig) -> None:
     loss_mode = actor.policy_loss.loss_mode
     if actor.shuffle and token_chooser(get_policy_loss(loss_mode)) is not None:
         raise ConfigError(
-            "actor_rollout_ref.actor.shuffle=true and actor_rollout_ref.actor.policy_loss.loss_mode="
-            f"{loss_mode}: this loss compares the tokens of a mini-batch, chosen once for all "
-            "passes, and shuffling makes other mini-batches in every pass. Drop one of them."
+            "actor_rollout_ref.actor.shuffle=true and "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}: this loss compares the "
+            "tokens of a mini-batch, chosen once for all passes, and shuffling makes other "
+            "mini-batches in every pass. Drop one of them."
         )
 
 
