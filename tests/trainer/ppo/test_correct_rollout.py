@@ -216,3 +216,18 @@ def test_equal_policies_learn_the_same_corrected_bypassed_or_plainly(
     corrected = lines(tmp_path / "decoupled_seq_is_rs")[-1]
     assert corrected["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-4)
     assert corrected["rollout_corr/rollout_rs_masked_fraction"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_twenty_steps_under_a_correction_raise_the_reward(
+    preset: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = ["data.train_batch_size=16", "actor_rollout_ref.rollout.n=8"]
+    settings += ["actor_rollout_ref.actor.optim.lr=3e-3", "trainer.total_training_steps=20"]
+    scores = [
+        line["critic/score/mean"]
+        for line in trained(tiny_dir, tmp_path, f"correction={preset}", *settings)
+    ]
+    assert len(scores) == 20
+    assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.02, scores
