@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import workers.losses  # noqa: F401
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from workers.losses.registry import POLICY_LOSSES
 
 BENCHMARKS = sorted((Path(__file__).resolve().parent.parent / "benchmarks").glob("*.py"))
 PACKAGES = ("verl_like", "workers", "trainer")
@@ -26,3 +33,20 @@ def test_a_benchmark_imports_names_that_exist(path: Path) -> None:
     for module, name in imported(path):
         if not hasattr(importlib.import_module(module), name):
             importlib.import_module(f"{module}.{name}")
+
+
+def test_every_estimator_and_loss_is_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/bench_algorithms.py", "--small"],
+        cwd=BENCHMARKS[0].parents[1],
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    measured = [line[:44].strip() for line in done.stdout.splitlines()]
+    for name in ADVANTAGE_ESTIMATORS:
+        assert f"estimator {name}" in measured
+    for name in POLICY_LOSSES:
+        assert f"loss {name}" in measured
+    assert {"value loss clipped", "value loss huber"} <= set(measured)
