@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from trainer.data.lm_rows import LMRowLoader
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
@@ -37,6 +38,7 @@ from trainer.ppo.metrics import (
 )
 from trainer.ppo.mismatch import mismatch_metrics
 from trainer.ppo.preflight import preflight
+from trainer.ppo.ptx import make_ptx_loader, rows_per_update
 from trainer.ppo.sample_source import SampleSource, SynchronousSource
 from trainer.ppo.samples import write_samples
 from trainer.ppo.sizes import batch_table
@@ -75,12 +77,14 @@ class PPOTrainer(Trainer):
         tokenizer: Any,
         loader: PromptLoader,
         rewards: RewardManager,
+        ptx: LMRowLoader | None = None,
     ) -> None:
         """Nothing is computed yet; `fit` does it all."""
         super().__init__(config, groups)
         self.tokenizer = tokenizer
         self.loader = loader
         self.rewards = rewards
+        self.ptx = ptx
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.source: SampleSource = SynchronousSource(loader, self.make_samples)
         self.weight_version = 0
@@ -230,7 +234,8 @@ class PPOTrainer(Trainer):
             calls.append(self.call("critic", "update_critic", batch))
         if self.global_step > self.config.trainer.critic_warmup:
             on_policy = self.policy_is_current(batch) and not has_column(batch, "old_log_probs")
-            calls.append(self.call("actor", "update_actor", batch, on_policy=on_policy))
+            ptx = [] if self.ptx is None else [self.ptx.take(rows_per_update(self.config))]
+            calls.append(self.call("actor", "update_actor", batch, *ptx, on_policy=on_policy))
 
         metrics: Metrics = {}
         for result in gather(*calls):
@@ -249,7 +254,7 @@ class PPOTrainer(Trainer):
 
     @classmethod
     def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """Tokenizer, prompts and reward manager, once models and pools have been looked at."""
+        """Tokenizer, prompts, rewards and PTX rows, once models and pools have been looked at."""
         preflight(config)
         # workers inherit it: one bar a weight file and rank would come on top of our own
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -260,7 +265,7 @@ class PPOTrainer(Trainer):
             config.custom_reward_function, config.reward_model, tokenizer, loader.data_sources
         )
         at_end.enter_context(closing(rewards))
-        return tokenizer, loader, rewards
+        return tokenizer, loader, rewards, make_ptx_loader(config, tokenizer)
 
     @classmethod
     def worker_code(cls, config: PPOConfig) -> list[str]:
@@ -321,6 +326,7 @@ class PPOTrainer(Trainer):
             "weight_version": self.weight_version,
             "kl_coef": self.kl_ctrl.value,
             "loader": self.loader.state_dict(),
+            "ptx": None if self.ptx is None else self.ptx.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -329,19 +335,23 @@ class PPOTrainer(Trainer):
         self.weight_version = state["weight_version"] - 1
         self.kl_ctrl.value = state["kl_coef"]
         self.loader.load_state_dict(state["loader"])
+        if self.ptx is not None and state["ptx"] is not None:
+            self.ptx.load_state_dict(state["ptx"])
 
     # ------------------------------------------------------------------ what the stages share
 
-    def call(self, role: str, method: str, batch: DataProto, **settings: Any) -> Any:
+    def call(
+        self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
+    ) -> Any:
         """The future of a role's method, which gets the columns that it reads.
 
-        `settings` travel in the batch's meta_info.
+        `settings` travel in the batch's meta_info; `more` batches go as they are.
         """
         sent = self.needed(batch, role, method)
         if settings:
             sent = sent.select()
             sent.meta_info = sent.meta_info | settings
-        return getattr(self.groups[role], method).remote(sent)
+        return getattr(self.groups[role], method).remote(sent, *more)
 
     def needed(self, batch: DataProto, role: str, method: str) -> DataProto:
         """The columns that the role's class says the method reads; all, if it says nothing."""

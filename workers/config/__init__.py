@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_like.config_key import key
-from workers.config.conditions import HAS_CRITIC
+from workers.config.conditions import HAS_CRITIC, HAS_PTX
 from workers.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
 from workers.config.model import (
     SAVE_CONTENTS,
@@ -32,6 +32,7 @@ from workers.config.policy import (
     RefConfig,
     RolloutCorrectionConfig,
 )
+from workers.config.ptx import PTXConfig
 from workers.config.rewards import (
     OverlongBufferConfig,
     RewardFunctionConfig,
@@ -58,6 +59,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "OverlongBufferConfig",
+    "PTXConfig",
     "PolicyLossConfig",
     "RefConfig",
     "RewardFunctionConfig",
@@ -83,6 +85,8 @@ class WorkersConfig:
     """Value model."""
     reward_model: RewardModelConfig = key(factory=RewardModelConfig)
     """Scores."""
+    ptx: PTXConfig = key(factory=PTXConfig, read_when=HAS_PTX)
+    """A language-model loss beside the policy's."""
     data: Any
     """Workers read `max_prompt_length` and `max_response_length`."""
     trainer: Any

@@ -77,6 +77,11 @@ HAS_REFERENCE = When(
     "this run has no reference: set algorithm.use_kl_in_reward or "
     "actor_rollout_ref.actor.use_kl_loss",
 )
+HAS_PTX = When(
+    "there are `ptx.train_files`",
+    lambda _, run: bool(run.ptx.train_files),
+    "there are no ptx.train_files",
+)
 HAS_LORA = When("`lora_rank` > 0", lambda model, _: model.lora_rank > 0, "model.lora_rank is 0")
 
 SCHEDULE_DECAYS = When(

@@ -14,6 +14,7 @@ from verl_like.process.worker import Worker
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import compute_rollout_importance_weights
 from workers.losses.kl import kl_penalty
+from workers.losses.lm import compute_lm_loss
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import get_policy_loss
 from workers.models.memory import memory_in_use
@@ -65,6 +66,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         self.config = self.policy.actor
         self.temperature = log_prob_temperature(self.policy.rollout)
         self.correction: RolloutCorrectionConfig = config.algorithm.rollout_correction
+        self.ptx_coef = config.ptx.coef
         self.policy_loss = get_policy_loss(self.config.policy_loss.loss_mode)
         self.budget = Budget.of(
             self.config.use_dynamic_bsz,
@@ -100,8 +102,11 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         return DataProto(batch=TensorDict(columns, batch_size=[len(data)])), mfu
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
-    def update_actor(self, data: DataProto) -> Metrics:
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> Metrics:
         """One PPO update over the batch; gives metrics that, but for perf/, every rank agrees on.
+
+        Every optimizer step has its share of the rows `ptx`, and trains their language-model loss
+        beside the policy's, `ptx.coef` times.
 
         With `meta_info["on_policy"]` the samples are of the policy as it is now, and the update's
         own forward pass gives the old log-probs: a batch then needs no `old_log_probs`.
@@ -123,6 +128,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
                 loss_fn=self.loss,
                 temperature=self.temperature,
                 want_entropy=self.config.entropy_coeff != 0,
+                beside=[] if ptx is None else [(ptx, self.ptx_loss)],
             )
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
         if self.gauge is not None:
@@ -198,6 +204,14 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             metrics["kl_loss"] = agg_loss(kl, mask, config.loss_agg_mode, **divisors)
             loss = loss + config.kl_loss_coef * metrics["kl_loss"]
         return loss, metrics
+
+    def ptx_loss(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's share of the language-model loss of PTX."""
+        mask = columns["response_mask"]
+        loss = compute_lm_loss(outputs["log_probs"], mask, **batch.denominators)
+        return self.ptx_coef * loss, {"ptx_loss": loss}
 
     def importance_weights(self, old_log_probs: Tensor, columns: Columns) -> Tensor | None:
         """The trainer's over the rollout engine's probability of each token, bounded.
