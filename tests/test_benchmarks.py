@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 import workers.losses  # noqa: F401
+from tests.conftest import load
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from workers.losses.registry import POLICY_LOSSES
+from workers.training import lm_head
 
 BENCHMARKS = sorted((Path(__file__).resolve().parent.parent / "benchmarks").glob("*.py"))
 PACKAGES = ("verl_like", "workers", "trainer")
@@ -50,3 +52,16 @@ def test_every_estimator_and_loss_is_measured() -> None:
     for name in POLICY_LOSSES:
         assert f"loss {name}" in measured
     assert {"value loss clipped", "value loss huber"} <= set(measured)
+
+
+def test_the_benchmark_of_the_head_finds_like_numbers_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", lm_head.CHUNK_BYTES)  # the benchmark sets its own
+    bench = load("benchmarks/bench_lm_head.py")
+    vocabulary, *_ = bench.SIZES["small"]
+    bench.make_model(tmp_path, vocabulary)
+    chunks, whole = (bench.run_side(tmp_path, "small", in_chunks) for in_chunks in (True, False))
+    for name in ("log_prob_sum", "entropy", "grad_norm"):
+        assert chunks[name] == pytest.approx(whole[name], rel=1e-5)
+    assert chunks["grad_norm"] > 0

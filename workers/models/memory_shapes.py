@@ -63,6 +63,16 @@ class ModelShapes:
         """Bytes of the head's output; its gradient is written over it."""
         return 4 * num_reads * self.outputs_per_read
 
+    def beside_chunks(self, num_reads: int, trains: bool) -> int:
+        """Bytes that a head in chunks takes beside a chunk's logits (`workers.training.lm_head`).
+
+        Hidden states of what is read and, where it `trains`, their gradient and the weight's.
+        """
+        states = num_reads * self.hidden_size * self.compute_bytes
+        if not trains:
+            return states
+        return 2 * states + 4 * self.hidden_size * self.outputs_per_read
+
 
 _known: dict[tuple[str, str, Head, torch.dtype], ModelShapes] = {}
 """Settings, what config.json says, head and type of computation -> their shapes.
