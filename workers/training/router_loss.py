@@ -9,7 +9,7 @@ neither the cut nor the number of ranks changes the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from workers.models.folder import model_folder
 from workers.models.precision import computing_in
 from workers.training.engine import LossFn, TrainEngine
 from workers.training.microbatch import Budget, Columns, MiniBatch, all_reduce, passes
-from workers.training.packing import read, response_reads
+from workers.training.packing import response_reads
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker
@@ -53,14 +53,15 @@ class BalancedEngine(TrainEngine):
 
         return note
 
-    def _read(self, columns: Columns, reads: Tensor) -> Tensor:
-        feed = self.row_passes.feed(columns, reads, self.device)
+    def outputs(self, columns: Columns, *args: Any, **wanted: Any) -> Columns:
+        """One forward pass, whose router logits are kept, those of real tokens alone."""
         self.router_logits.clear()
-        output = read(self.module, feed)
+        found = super().outputs(columns, *args, **wanted)
+        feed = self.row_passes.feed(columns, response_reads(columns), self.device)
         if not feed.packed:
             real = feed.inputs["attention_mask"].flatten() != 0
             self.router_logits = [logits[real] for logits in self.router_logits]
-        return output
+        return found
 
     def accumulate(
         self,
@@ -69,13 +70,14 @@ class BalancedEngine(TrainEngine):
         loss_fn: LossFn,
         temperature: float = 1.0,
         want_entropy: bool = False,
+        beside: Sequence[tuple[MiniBatch, LossFn]] = (),
     ) -> dict[str, float]:
         """The same with the load-balancing loss, which is the metric `router_aux_loss`."""
         counts, num_tokens = self.count_choices(batch, budget)
         shares = counts / max(num_tokens, 1)
 
         balanced = partial(self._balanced, loss_fn, shares, num_tokens)
-        return super().accumulate(batch, budget, balanced, temperature, want_entropy)
+        return super().accumulate(batch, budget, balanced, temperature, want_entropy, beside)
 
     def _balanced(
         self,
@@ -105,7 +107,7 @@ class BalancedEngine(TrainEngine):
         cuts = self._cut(batch.columns, budget, response_reads)
         for columns, num_real, _ in passes(batch.columns, cuts, self.group, self.device):
             with computing_in(self.module, self.cast):
-                self._read(columns, response_reads(columns))
+                self.outputs(columns)
             counted = torch.stack([self._counts(logits) for logits in self.router_logits])
             counted = counted if num_real else torch.zeros_like(counted)
             total = counted if total is None else total + counted
