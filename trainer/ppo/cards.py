@@ -23,6 +23,7 @@ LOSS_MODE = f"{ACTOR}policy_loss.loss_mode"
 OF_THE_LOSS = tuple(f"{ACTOR}{name}" for name in ("clip_ratio", "loss_agg_mode", "ppo_mini_batch"))
 """What keys begin with that a preset sets for its policy loss, besides its name."""
 GROUP_OF_EIGHT = "actor_rollout_ref.rollout.n=8"
+ONE_NAMED_REWARD = "algorithm.gdpo_reward_keys=[seq_reward]"
 COLUMNS_OF_LOSSES = {
     "old_log_prob": "old_log_probs",
     "advantages": "advantages",
@@ -55,10 +56,12 @@ def estimator_cards() -> list[Card]:
     cards = []
     for names, estimator in names_by_entry(ADVANTAGE_ESTIMATORS).items():
         parameters = inspect.signature(estimator).parameters
-        keys = tuple(f"algorithm.{name}" for name in parameters if name in SETTINGS)
+        keys = tuple(f"algorithm.{SETTINGS[name]}" for name in parameters if name in SETTINGS)
         example = [f"algorithm.adv_estimator={names[0]}"]
         if needs_groups(estimator):
             example.append(GROUP_OF_EIGHT)
+        if "named_rewards" in parameters:
+            example.append(ONE_NAMED_REWARD)
         cards.append(Card(names, *said_of(estimator), columns_read(names[0]), keys, tuple(example)))
     return cards
 
@@ -82,7 +85,7 @@ def _example_of_loss(name: str) -> tuple[str, ...]:
         return tuple(settings)
 
     for preset in PPO.preset_names("algorithm"):
-        leaves = preset_leaves("algorithm", preset)
+        leaves = preset_leaves(preset)
         if leaves.get(LOSS_MODE) == name:
             settings += [f"{key}={leaves[key]}" for key in leaves if key.startswith(OF_THE_LOSS)]
             break
@@ -109,15 +112,15 @@ def names_by_entry(registry: Mapping[str, Callable[..., Any]]) -> dict[tuple[str
     return {tuple(of_entry): entry for entry, of_entry in names.items()}
 
 
-def preset_text(group: str, preset: str) -> str:
-    """The file of a preset, such as `algorithm=grpo`."""
-    return (PPO.config_dir / group / f"{preset}.yaml").read_text(encoding="utf-8")
+def preset_text(preset: str) -> str:
+    """The file of a preset of `algorithm`."""
+    return (PPO.config_dir / "algorithm" / f"{preset}.yaml").read_text(encoding="utf-8")
 
 
-def preset_leaves(group: str, preset: str) -> dict[str, Any]:
+def preset_leaves(preset: str) -> dict[str, Any]:
     """The dotted keys that a preset sets, with their values, in the order of its lines."""
-    tree = OmegaConf.to_container(OmegaConf.create(preset_text(group, preset)))
-    assert isinstance(tree, dict), f"{group}/{preset}.yaml is no mapping"
+    tree = OmegaConf.to_container(OmegaConf.create(preset_text(preset)))
+    assert isinstance(tree, dict), f"{preset}.yaml is no mapping"
     return dict(_leaves(tree, ""))
 
 
@@ -129,14 +132,14 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def preset_sources(group: str, preset: str) -> dict[str, str]:
+def preset_sources(preset: str) -> dict[str, str]:
     """The dotted keys that a preset sets -> the comment beside each: where its paper says so.
 
     A line of its file sets one key, or opens a section.
     """
     comments = []
-    for line in preset_text(group, preset).splitlines():
+    for line in preset_text(preset).splitlines():
         setting, _, comment = line.partition("  # ")
         if setting and not setting.startswith("#") and not setting.endswith(":"):
             comments.append(comment)
-    return dict(zip(preset_leaves(group, preset), comments, strict=True))
+    return dict(zip(preset_leaves(preset), comments, strict=True))
