@@ -75,8 +75,12 @@ def reports_without_figures(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drawing takes 0.8 s, half of a tiny run: the report is written, most tests without it."""
-    if "figures" in request.fixturenames:
-        return
+    if "figures" not in request.fixturenames:
+        draw_no_figures(monkeypatch)
+
+
+def draw_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a process of a test's own, too."""
     for drawing in ("curves", "timeline", "shares"):
         monkeypatch.setattr(f"trainer.report.figures.{drawing}", lambda *_: "")
 

@@ -12,9 +12,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,17 +51,22 @@ def start_forked(
         return start_python(program, pipe, arguments, environment)
 
     process = multiprocessing.get_context("forkserver").Process(
-        target=_run, args=(program, pipe, arguments, dict(environment), _Output()), daemon=True
+        target=_run,
+        args=(program, pipe, arguments, dict(environment), _Descriptors(1, 2)),
+        daemon=True,
     )
     process.start()
     return ForkedProcess(process)
 
 
-class _Output:
-    """This process's standard output and error, which a process of the server does not share."""
+class _Descriptors:
+    """Files of this process that become standard output and error where this is unpickled."""
+
+    def __init__(self, output: int, errors: int) -> None:
+        self.numbers = output, errors
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _take_over, (DupFd(1), DupFd(2))
+        return _take_over, tuple(map(DupFd, self.numbers))
 
 
 def _take_over(*descriptors: Any) -> None:
@@ -81,6 +88,42 @@ def _run(
     os.environ.update(environment)
     sys.path[:] = pipe.recv()
     importlib.import_module(program).main(pipe, *arguments)
+
+
+def run_program(
+    program: Callable[[], None], *arguments: str, folder: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What `program()` does in a process of the server, with these `sys.argv[1:]`, in `folder`.
+
+    For programs whose imports are not what is tested. The function must stand at the top of a file.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        descriptors = _Descriptors(output.fileno(), errors.fileno())
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_run_program,
+            args=(program, arguments, str(folder), {**os.environ, **environment}, descriptors),
+        )
+        process.start()
+        process.join()
+        said = []
+        for file in (output, errors):
+            file.seek(0)
+            said.append(file.read().decode())
+    return subprocess.CompletedProcess(list(arguments), process.exitcode or 0, *said)
+
+
+def _run_program(
+    program: Callable[[], None],
+    arguments: Sequence[str],
+    folder: str,
+    environment: Mapping[str, str],
+    _output: None,
+) -> None:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [program.__module__, *arguments]
+    program()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,4 +15,5 @@ if [ $# -gt 0 ]; then
 fi
 # Two processes take the fast tests: a test computes in one thread, and some wait for their children.
 "$py" -m pytest -q -n 2 --dist worksteal -m "not ray and not slow and not vllm"
-"$py" -m pytest -q -m "ray and not slow and not vllm"
+# Of those on Ray a file stays in one process, whose cluster and groups its tests share.
+"$py" -m pytest -q -n 2 --dist loadfile -m "ray and not slow and not vllm"

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import workers.losses  # noqa: F401
+from tests.conftest import load
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from workers.losses.registry import POLICY_LOSSES
+from workers.training import lm_head
 
 BENCHMARKS = sorted((Path(__file__).resolve().parent.parent / "benchmarks").glob("*.py"))
 PACKAGES = ("verl_like", "workers", "trainer")
@@ -26,3 +35,33 @@ def test_a_benchmark_imports_names_that_exist(path: Path) -> None:
     for module, name in imported(path):
         if not hasattr(importlib.import_module(module), name):
             importlib.import_module(f"{module}.{name}")
+
+
+def test_every_estimator_and_loss_is_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/bench_algorithms.py", "--small"],
+        cwd=BENCHMARKS[0].parents[1],
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    measured = [line[:44].strip() for line in done.stdout.splitlines()]
+    for name in ADVANTAGE_ESTIMATORS:
+        assert f"estimator {name}" in measured
+    for name in POLICY_LOSSES:
+        assert f"loss {name}" in measured
+    assert {"value loss clipped", "value loss huber"} <= set(measured)
+
+
+def test_the_benchmark_of_the_head_finds_like_numbers_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", lm_head.CHUNK_BYTES)  # the benchmark sets its own
+    bench = load("benchmarks/bench_lm_head.py")
+    vocabulary, *_ = bench.SIZES["small"]
+    bench.make_model(tmp_path, vocabulary)
+    chunks, whole = (bench.run_side(tmp_path, "small", in_chunks) for in_chunks in (True, False))
+    for name in ("log_prob_sum", "entropy", "grad_norm"):
+        assert chunks[name] == pytest.approx(whole[name], rel=1e-5)
+    assert chunks["grad_norm"] > 0

@@ -6,6 +6,7 @@ Lines over 100 columns are ruff's to find (E501).
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,12 @@ def files(*packages: str) -> list[Path]:
 def trees(*packages: str) -> Iterator[tuple[str, ast.Module]]:
     """(path, syntax tree) of every file."""
     for path in files(*packages):
-        yield str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
+        yield str(path.relative_to(ROOT)), parsed(path)
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def num_lines(node: ast.stmt | ast.expr) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import draw_no_figures
 from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
 from verl_like.errors import CheckpointError
@@ -54,7 +55,9 @@ def start(settings: list[str]) -> Any:
 
 def run_settings(settings: list[str], environment: dict[str, str] | None = None) -> None:
     os.environ.update(environment or {})
-    run(load_config(settings))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        draw_no_figures(monkeypatch)
+        run(load_config(settings))
 
 
 def finish(process: Any) -> None:

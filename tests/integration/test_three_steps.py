@@ -23,6 +23,7 @@ from trainer import PPOTrainer, load_config, run
 
 COMMAND = Path(sys.executable).parent / "verl-like"
 NUM_STEPS = 5
+SPLIT_1_1 = ("placement=split", "trainer.n_gpus_per_node=2")
 SPLIT_2_1 = ("placement=split", "trainer.n_gpus_per_node=3")
 SPLIT_2_2 = ("placement=split", "trainer.n_gpus_per_node=4")
 COLOCATE_2 = ("placement=colocate", "trainer.n_gpus_per_node=2")
@@ -168,9 +169,9 @@ def test_a_role_is_added_by_one_class_one_entry_and_one_override(
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("backend", ["ray", "local"])
+@pytest.mark.parametrize(("backend", "pools"), [("ray", SPLIT_1_1), ("local", SPLIT_2_1)])
 def test_the_console_command_is_not_misled_by_namesakes(
-    tiny_dir: Path, tmp_path: Path, backend: str
+    tiny_dir: Path, tmp_path: Path, backend: str, pools: tuple[str, ...]
 ) -> None:
     """A folder with its own `trainer.py` and `workers/`, on the driver and inside the worker
     processes.
@@ -183,7 +184,7 @@ def test_the_console_command_is_not_misled_by_namesakes(
     settings = overrides(
         tiny_dir,
         tmp_path / "run",
-        *SPLIT_2_1,
+        *pools,
         f"trainer.backend={backend}",
         "trainer.total_training_steps=1",
     )
@@ -201,6 +202,4 @@ def test_the_console_command_is_not_misled_by_namesakes(
     assert "critic_pool" in done.stdout
     (found,) = numbers(tmp_path / "run")
     curve = json.loads(golden.FILE.read_text(encoding="utf-8"))[0]
-    assert {name: found[name] for name in curve} == pytest.approx(
-        curve, rel=1e-4, abs=1e-6
-    )  # on uneven pools
+    assert {name: found[name] for name in curve} == pytest.approx(curve, rel=1e-4, abs=1e-6)

@@ -1,6 +1,6 @@
 """Rows of parquet and JSONL files, or of the user's data set; a bad one is named by its number.
 
-`trainer.data.prompts.PromptLoader` calls `read_rows`.
+`trainer.data.prompts.PromptLoader` calls `read_rows`, `trainer.data.lm_rows` `rows_of_files`.
 """
 
 from __future__ import annotations
@@ -57,18 +57,23 @@ def _rows_of(
     if config.custom_cls.path:
         yield from _custom_rows(config, files, tokenizer)
         return
+    yield from rows_of_files(files, f"data.{setting}", (config.prompt_key, *RULE_COLUMNS))
+
+
+def rows_of_files(
+    files: Sequence[str], key: str, columns: Sequence[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """(where it stands, row) for every row of the files that the configuration's `key` names.
+
+    A parquet file without one of the `columns` is refused at once, as is one that is not there.
+    """
     for name in files:
         path = Path(name)
         if not path.is_file():
             raise ConfigError(
-                f"data.{setting}: there is no file {path}; {path.parent} holds "
-                f"{listing(path.parent)}."
+                f"{key}: there is no file {path}; {path.parent} holds {listing(path.parent)}."
             )
-        yield from (
-            _parquet_rows(path, config.prompt_key)
-            if path.suffix == ".parquet"
-            else _json_rows(path)
-        )
+        yield from _parquet_rows(path, columns) if path.suffix == ".parquet" else _json_rows(path)
 
 
 def _custom_rows(
@@ -89,7 +94,7 @@ def _custom_rows(
         yield f"{custom.path}:{custom.name}, row {index}", row
 
 
-def _parquet_rows(path: Path, prompt_key: str) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -97,7 +102,7 @@ def _parquet_rows(path: Path, prompt_key: str) -> Iterator[tuple[str, Any]]:
         table = pq.read_table(path)
     except pa.ArrowInvalid as err:
         raise ConfigError(f"{path} is not a readable parquet file: {err}") from err
-    for column in (prompt_key, *RULE_COLUMNS):
+    for column in columns:
         if column not in table.column_names:
             raise ConfigError(
                 f"{path}: no column {column!r}; there is "

@@ -13,6 +13,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.contradictions import check_contradictions
 from trainer.ppo.correct_rollout import check_correction
 from trainer.ppo.kl import get_kl_controller
+from trainer.ppo.ptx import longest_row
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
 from workers.losses.registry import get_policy_loss, token_chooser
@@ -29,6 +30,7 @@ def validate(config: PPOConfig) -> None:
     _check_data(config)
     _check_mini_batches(config)
     _check_token_budgets(config)
+    _check_ptx(config)
     _check_groups(config)
     check_correction(config)
     _check_estimator(config)
@@ -138,6 +140,19 @@ def _check_token_budgets(config: PPOConfig) -> None:
             )
 
 
+def _check_ptx(config: PPOConfig) -> None:
+    """A row of PTX fits into a pass."""
+    actor, longest = config.actor_rollout_ref.actor, longest_row(config)
+    if config.ptx.train_files and actor.use_dynamic_bsz:
+        budget = actor.ppo_max_token_len_per_gpu
+        if longest > budget:
+            raise ConfigError(
+                f"ptx.max_length={longest} tokens does not fit into a pass of "
+                f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={budget} tokens; lower the "
+                "one, or raise the other."
+            )
+
+
 def _check_groups(config: PPOConfig) -> None:
     """An estimator that compares a prompt's samples has more than one of them."""
     name, num_samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
@@ -211,9 +226,10 @@ def _check_token_choice(config: PPOConfig) -> None:
     loss_mode = actor.policy_loss.loss_mode
     if actor.shuffle and token_chooser(get_policy_loss(loss_mode)) is not None:
         raise ConfigError(
-            "actor_rollout_ref.actor.shuffle=true and actor_rollout_ref.actor.policy_loss.loss_mode="
-            f"{loss_mode}: this loss compares the tokens of a mini-batch, chosen once for all "
-            "passes, and shuffling makes other mini-batches in every pass. Drop one of them."
+            "actor_rollout_ref.actor.shuffle=true and "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}: this loss compares the "
+            "tokens of a mini-batch, chosen once for all passes, and shuffling makes other "
+            "mini-batches in every pass. Drop one of them."
         )
 
 

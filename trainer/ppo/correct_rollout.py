@@ -16,12 +16,11 @@ from verl_like.errors import ConfigError
 from workers.columns import drawn_from, read_columns, write_columns
 from workers.config import RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection, normalized
+from workers.losses.correction_bounds import SECTION
 from workers.losses.registry import get_policy_loss
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
-
-SECTION = "algorithm.rollout_correction"
 
 
 def columns_of_correction(config: RolloutCorrectionConfig) -> tuple[str, ...]:

@@ -7,10 +7,12 @@ layers, activations, logits) the largest counts, since they take turns.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.ptx import longest_row
 from trainer.ppo.sizes import rows_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -22,6 +24,7 @@ from workers.models.folder import model_folder
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.models.precision import precision_of, rollout_dtype
 from workers.parallel.fsdp import Sharding, settle
+from workers.training.lm_head import positions_at_once
 
 GIB = 2**30
 
@@ -84,11 +87,10 @@ def attention_of(config: PPOConfig, device_type: str) -> str:
 
     A kernel is tried out on the device itself when the run begins.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     model = config.actor_rollout_ref.model
-    folder = model_folder(model.path, weights=False)
-    hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    hf_config = _hf_config(model)
     cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     compute = precision_of(model, device_type).compute
     device = torch.device(device_type)
@@ -97,6 +99,13 @@ def attention_of(config: PPOConfig, device_type: str) -> str:
         return chosen
     kernel = "torch.nn.attention.varlen" if why_no_flash(device, compute) else "flash-attn"
     return f"packed rows by FlashAttention ({kernel}), padded rows by {chosen}"
+
+
+def _hf_config(model: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    folder = model_folder(model.path, weights=False)
+    return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def _engine(
@@ -125,9 +134,15 @@ def _engine(
     offloads = device_type == "cuda"
     host = offloads * (sharding.param_offload * weights + sharding.optimizer_offload * moments)
     tokens, reads = tokens_at_once(config, role)
-    activations: float | None = shapes.logits(reads)
+    at_once, chunked = reads, 0
+    if head == "token":
+        at_once = positions_at_once(_hf_config(model), reads, model.use_fused_kernels)
+        chunked = shapes.beside_chunks(reads, trains) if at_once < reads else 0
+    activations: float | None = shapes.logits(at_once)
     if trains:
-        activations = shapes.saved(tokens, reads, model.enable_gradient_checkpointing)
+        activations = shapes.saved(tokens, at_once, model.enable_gradient_checkpointing)
+    if activations is not None:
+        activations += chunked
     names = [str(kept).removeprefix("torch."), str(compute).removeprefix("torch.")]
     return RoleMemory(
         role=role,
@@ -168,7 +183,14 @@ def tokens_at_once(config: PPOConfig, role: str) -> tuple[int, int]:
             most = max(
                 most, row.micro_tokens if row.micro_samples is None else row.micro_samples * width
             )
-    return most, round(most * share)
+    reads = round(most * share)
+    if role == "actor" and config.ptx.train_files:
+        actor = config.actor_rollout_ref.actor
+        of_ptx = actor.ppo_micro_batch_size_per_gpu * longest_row(config)
+        if actor.use_dynamic_bsz:
+            of_ptx = most
+        return max(most, of_ptx), max(reads, of_ptx)  # every token of a text is in the loss
+    return most, reads
 
 
 def _rollout(config: PPOConfig, device_type: str, device_bytes: int | None) -> RoleMemory:

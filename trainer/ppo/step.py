@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from trainer.data.lm_rows import LMRowLoader
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
@@ -39,6 +40,7 @@ from trainer.ppo.metrics import (
 )
 from trainer.ppo.mismatch import mismatch_metrics
 from trainer.ppo.preflight import preflight
+from trainer.ppo.ptx import make_ptx_loader, rows_per_update
 from trainer.ppo.reference import update_reference
 from trainer.ppo.running_norm import RunningNorm
 from trainer.ppo.sample_source import SampleSource, SynchronousSource
@@ -81,12 +83,14 @@ class PPOTrainer(Trainer):
         tokenizer: Any,
         loader: PromptLoader,
         rewards: Rewards,
+        ptx: LMRowLoader | None = None,
     ) -> None:
         """Nothing is computed yet; `fit` does it all."""
         super().__init__(config, groups)
         self.tokenizer = tokenizer
         self.loader = loader
         self.rewards = rewards
+        self.ptx = ptx
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.entropy_ctrl = get_entropy_controller(config.actor_rollout_ref.actor)
         self.running_norm = RunningNorm(config.algorithm.running_norm)
@@ -244,7 +248,9 @@ class PPOTrainer(Trainer):
         if self.global_step > self.config.trainer.critic_warmup:
             on_policy = self.policy_is_current(batch) and not has_column(batch, "old_log_probs")
             steered = self.entropy_ctrl.state_dict() if self.entropy_ctrl else {}
-            calls.append(self.call("actor", "update_actor", batch, on_policy=on_policy, **steered))
+            ptx = [] if self.ptx is None else [self.ptx.take(rows_per_update(self.config))]
+            settings = {"on_policy": on_policy, **steered}
+            calls.append(self.call("actor", "update_actor", batch, *ptx, **settings))
 
         for result in gather(*calls):
             metrics |= numbers_of(result)
@@ -264,7 +270,7 @@ class PPOTrainer(Trainer):
 
     @classmethod
     def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """Tokenizer, prompts and reward manager, once models and pools have been looked at."""
+        """Tokenizer, prompts, rewards and PTX rows, once models and pools have been looked at."""
         preflight(config)
         # workers inherit it: one bar a weight file and rank would come on top of our own
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -274,7 +280,7 @@ class PPOTrainer(Trainer):
         overlong = config.reward_model.overlong_buffer
         rewards = make_rewards(rewards_of(config), tokenizer, loader.data_sources, overlong)
         at_end.enter_context(closing(rewards))
-        return tokenizer, loader, rewards
+        return tokenizer, loader, rewards, make_ptx_loader(config, tokenizer)
 
     @classmethod
     def worker_code(cls, config: PPOConfig) -> list[str]:
@@ -339,6 +345,7 @@ class PPOTrainer(Trainer):
             **(self.entropy_ctrl.state_dict() if self.entropy_ctrl else {}),
             "running_norm": self.running_norm.state_dict(),
             "loader": self.loader.state_dict(),
+            "ptx": None if self.ptx is None else self.ptx.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -350,19 +357,23 @@ class PPOTrainer(Trainer):
             self.entropy_ctrl.load_state_dict(state)
         self.running_norm.load_state_dict(state["running_norm"])
         self.loader.load_state_dict(state["loader"])
+        if self.ptx is not None and state["ptx"] is not None:
+            self.ptx.load_state_dict(state["ptx"])
 
     # ------------------------------------------------------------------ what the stages share
 
-    def call(self, role: str, method: str, batch: DataProto, **settings: Any) -> Any:
+    def call(
+        self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
+    ) -> Any:
         """The future of a role's method, which gets the columns that it reads.
 
-        `settings` travel in the batch's meta_info.
+        `settings` travel in the batch's meta_info; `more` batches go as they are.
         """
         sent = self.needed(batch, role, method)
         if settings:
             sent = sent.select()
             sent.meta_info = sent.meta_info | settings
-        return getattr(self.groups[role], method).remote(sent)
+        return getattr(self.groups[role], method).remote(sent, *more)
 
     def needed(self, batch: DataProto, role: str, method: str) -> DataProto:
         """The columns that the role's class says the method reads; all, if it says nothing."""

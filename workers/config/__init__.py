@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_like.config_key import key
-from workers.config.conditions import HAS_CRITIC, NO_REWARD_LIST
+from workers.config.conditions import HAS_CRITIC, HAS_PTX, NO_REWARD_LIST
 from workers.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
 from workers.config.model import (
     SAVE_CONTENTS,
@@ -33,6 +33,7 @@ from workers.config.policy import (
     RolloutCorrectionConfig,
     shuffle_seed,
 )
+from workers.config.ptx import PTXConfig
 from workers.config.reward_list import RewardConfig
 from workers.config.rewards import (
     OverlongBufferConfig,
@@ -60,6 +61,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "OverlongBufferConfig",
+    "PTXConfig",
     "PolicyLossConfig",
     "RefConfig",
     "RewardConfig",
@@ -95,6 +97,8 @@ class WorkersConfig:
     """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
     reward_model: RewardModelConfig = key(factory=RewardModelConfig)
     """Scores."""
+    ptx: PTXConfig = key(factory=PTXConfig, read_when=HAS_PTX)
+    """A language-model loss beside the policy's."""
     data: Any
     """Workers read `max_prompt_length` and `max_response_length`."""
     trainer: Any

@@ -122,6 +122,11 @@ UPDATES_REFERENCE = When(
     lambda ref, _: ref.update_every is not None,
     "ref.update_every is not set: the reference stands still",
 )
+HAS_PTX = When(
+    "there are `ptx.train_files`",
+    lambda _, run: bool(run.ptx.train_files),
+    "there are no ptx.train_files",
+)
 HAS_LORA = When("`lora_rank` > 0", lambda model, _: model.lora_rank > 0, "model.lora_rank is 0")
 
 WARMS_UP_BY_SHARE = When(

@@ -88,6 +88,8 @@ class ModelConfig:
     """auto: FlashAttention for packed rows on CUDA, else sdpa; eager where sdpa is not right."""
     use_remove_padding: bool = key(True, may_change_on_resume=True)
     """Run rows end to end without their padding, where the model computes that right."""
+    use_fused_kernels: bool = key(True, may_change_on_resume=True)
+    """Where the logits of a pass exceed 256 MiB, compute log-probs from hidden states in chunks."""
     dtype: str = key(
         "float32", allows="a torch type", verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
     )

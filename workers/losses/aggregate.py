@@ -105,6 +105,25 @@ def agg_policy_loss(
 
     metrics = {}
     for name, values in per_token.items():
-        as_numbers = values.detach().to(losses.dtype)
-        metrics[name] = agg_loss(as_numbers, response_mask, "token-mean", **denominators)
+        if values.dtype == torch.bool:
+            metrics[name] = share_of_tokens(values, response_mask, **denominators).to(losses.dtype)
+        else:
+            metrics[name] = agg_loss(values.detach(), response_mask, "token-mean", **denominators)
     return loss, metrics
+
+
+def share_of_tokens(
+    where: Tensor, response_mask: Tensor, **denominators: Unpack[Denominators]
+) -> Tensor:
+    """The share of tokens inside the mask for which `where` is true; counted, not summed."""
+    inside = response_mask.bool()
+    count = torch.count_nonzero(where & inside)
+    return count / _at_least_one(denominators.get("batch_num_tokens"), inside)
+
+
+def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
+    """`value`, with `slope` as its derivative by `variable`.
+
+    For a loss of many branches whose derivative is short: autograd would keep and undo each branch.
+    """
+    return torch.addcmul(value.detach(), slope.detach(), variable - variable.detach())

@@ -15,15 +15,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-BLOCK_TOKENS = 2**16
-"""Tokens of a block, at least one row: a column of them takes 256 KiB in float32."""
+BLOCK_TOKENS = 2**17
+"""Tokens of a block, at least one row: a column of them takes half a MiB in float32."""
 
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 Numbers = tuple[Tensor, ...]
 
 
 class _SumOverBlocks(torch.autograd.Function):
-    """The sums of what `compute(leaf, rows)` gives over blocks of rows; the first has a gradient."""
+    """The sums of what `compute(leaf, rows)` gives over blocks; the first has a gradient."""
 
     @staticmethod
     def forward(
@@ -65,8 +65,9 @@ def in_blocks(predicted: str) -> Callable[[Loss], Loss]:
         def whole(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             given = {**bound.arguments, **bound.arguments.pop("denominators", {})}
-            mask = given["response_mask"]
-            if mask.numel() <= BLOCK_TOKENS:
+            # a loss that has yet to choose among its tokens must see them all
+            chooses = "chosen_tokens" in signature.parameters and "chosen_tokens" not in given
+            if chooses or given["response_mask"].numel() <= BLOCK_TOKENS:
                 return loss(*args, **kwargs)
             return _by_blocks(loss, given, predicted)
 
@@ -77,6 +78,7 @@ def in_blocks(predicted: str) -> Callable[[Loss], Loss]:
 
 def _by_blocks(loss: Callable[..., Any], given: dict[str, Any], predicted: str) -> Any:
     mask = given["response_mask"]
+    given = {**given, "response_mask": mask.bool()}
     columns = {name: x for name, x in given.items() if _is_column(x, mask) and name != predicted}
     settings = {name: x for name, x in given.items() if name not in (*columns, predicted)}
     if settings.get("batch_num_tokens") is None:

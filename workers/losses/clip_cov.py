@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
 from workers.losses.covariance import token_covariance
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, clip_range, log_ratio
@@ -70,14 +70,15 @@ def compute_policy_loss_clip_cov(
     inside = response_mask.bool()
     advantages = torch.where(inside, advantages, 0)
     log_r = log_ratio(log_prob, old_log_prob, inside)
-    ratio = log_r.exp()
+    ratio = log_r.detach().exp()
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
 
     if chosen_tokens is None:
         chosen_tokens = choose_clip_cov_tokens(old_log_prob, advantages, response_mask)
     dropped = inside & chosen_tokens
-    losses = torch.where(dropped, 0, torch.maximum(free, clipped))
+    worse = torch.maximum(free, clipped).masked_fill_(dropped, 0)
+    losses = with_slope(worse, free * (worse == free), log_r)
 
     per_token = {"actor/ppo_kl": -log_r, "actor/pg_clipfrac": dropped}
     return agg_policy_loss(

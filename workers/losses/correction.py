@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from verl_like.tensor_ops import masked_mean, masked_sum
+from verl_like.tensor_ops import masked_mean
 from workers.losses.correction_bounds import SECTION, Bounds, weight_bounds
 from workers.losses.correction_gauge import CorrectionGauge, Values
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
-from workers.losses.rejection import Criterion, criteria_of
+from workers.losses.rejection import Criterion, criteria_of, lengths
 
 LEVELS = ("token", "sequence", "geometric")
 """What `rollout_is` may name."""
@@ -56,13 +56,13 @@ def importance_weights(
     IcePop, arXiv 2510.18855
     """
     if level == "sequence":
-        log_ratio = masked_sum(log_ratio, inside, axis=-1).unsqueeze(-1).expand_as(log_ratio)
+        log_ratio = log_ratio.sum(dim=-1, keepdim=True)
     elif level == "geometric":
-        log_ratio = masked_mean(log_ratio, inside, axis=-1).unsqueeze(-1).expand_as(log_ratio)
+        log_ratio = log_ratio.sum(dim=-1, keepdim=True) / lengths(inside)
     elif level != "token":
         raise ConfigError(f"{SECTION}.rollout_is={level}: choose one of {', '.join(LEVELS)}.")
     clamped = log_ratio.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
-    raw = torch.where(inside, clamped.exp(), 0)
+    raw = torch.where(inside, clamped.exp(), 0.0)
 
     if bounds.lower is None:
         return raw, raw.clamp(max=bounds.upper)
@@ -145,12 +145,15 @@ class RolloutCorrection:
         raw, weights = importance_weights(log_ratio, inside, self.level, self.bounds)
 
         filled = inside.any(dim=-1)
-        rows = masked_mean(weights, inside, axis=-1)[filled]
-        raw_rows = masked_mean(raw, inside, axis=-1)[filled]
+        rows, raw_rows = (
+            (values.sum(dim=-1, keepdim=True) / lengths(inside))[filled, 0]
+            for values in (weights, raw)
+        )
+        tokens = weights[inside]
         if self.level == "token":
-            values = Values(weights[inside], rows, weights[inside], raw[inside], raw_rows)
+            values = Values(tokens, rows, tokens, raw[inside], raw_rows)
         else:
-            values = Values(weights[inside], rows, raw_rows, raw_rows, raw_rows)
+            values = Values(tokens, rows, raw_rows, raw_rows, raw_rows)
         gauge.add("rollout_is", values)
         if self.bounds.lower is not None:
             gauge.add_fraction("rollout_is_oob_ratio", weights == 0, inside)
@@ -162,7 +165,7 @@ class RolloutCorrection:
         for criterion in self.criteria:
             figures = criterion.figures(log_ratio, inside)
             keeps = criterion.keeps(figures).expand_as(inside)
-            _measure(criterion, figures.expand_as(log_ratio), inside, gauge)
+            _measure(criterion, figures, inside, gauge)
             _count_rejected(f"rollout_rs_{criterion.name}", inside & keeps, inside, gauge)
             kept = kept & keeps
 
@@ -179,9 +182,13 @@ class RolloutCorrection:
 
 
 def _measure(criterion: Criterion, figures: Tensor, inside: Tensor, gauge: CorrectionGauge) -> None:
-    tokens = figures[inside]
-    rows = masked_mean(figures, inside, axis=-1)[inside.any(dim=-1)]
-    judged = tokens if criterion.judges_tokens else rows
+    filled = inside.any(dim=-1)
+    if criterion.judges_tokens:
+        judged = tokens = figures[inside]
+        rows = (figures.sum(dim=-1, keepdim=True) / lengths(inside))[filled, 0]
+    else:
+        judged = rows = figures[filled, 0]
+        tokens = rows.repeat_interleave(lengths(inside)[filled, 0])
     gauge.add(f"rollout_rs_{criterion.name}", Values(tokens, rows, judged, judged, rows))
 
 

@@ -58,9 +58,8 @@ class Spread:
         """Take in one part of a batch."""
         if not len(values.tokens):
             return
-        tokens, rows, extremes, judged, judged_rows = (
-            numbers.detach().cpu().double() for numbers in values
-        )
+        tokens, rows, extremes, judged, judged_rows = (numbers.detach().cpu() for numbers in values)
+        tokens, rows = tokens.double(), rows.double()
         clamped = tokens.clamp(self.floor, self.bounds.upper)
         own = (len(tokens), tokens.sum(), clamped.sum(), clamped.square().sum())
         compared = (len(judged), *self._outside(judged))
@@ -69,7 +68,7 @@ class Spread:
 
         deviation = (rows - self.ideal).abs().max()
         largest = (extremes.max(), -extremes.min(), rows.max(), -rows.min(), deviation)
-        self.maxima = torch.maximum(self.maxima, torch.stack(largest))
+        self.maxima = torch.maximum(self.maxima, torch.stack([x.double() for x in largest]))
 
     def _outside(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """(how many lie above the bounds, how many below)."""

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean
 
+BLOCK = 64
+"""Rows that are multiplied at once."""
+
 
 @torch.no_grad()
 def token_covariance(advantages: Tensor, log_prob: Tensor, inside: Tensor) -> Tensor:
@@ -15,5 +18,8 @@ def token_covariance(advantages: Tensor, log_prob: Tensor, inside: Tensor) -> Te
     Their mean is the covariance, which says how fast the entropy falls (arXiv 2505.22617).
     """
     product = advantages - masked_mean(advantages, inside)
-    product.mul_(log_prob - masked_mean(log_prob, inside))
+    mean = masked_mean(log_prob, inside)
+    # block by block, so that one column is all that it takes
+    for of_product, of_log_prob in zip(product.split(BLOCK), log_prob.split(BLOCK), strict=True):
+        of_product.mul_(of_log_prob - mean)
     return product.masked_fill_(~inside, -torch.inf)

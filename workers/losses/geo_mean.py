@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean
-from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, log_ratio, resolve_clip
 from workers.losses.registry import POLICY_LOSSES, reads
@@ -45,8 +45,11 @@ def compute_policy_loss_geo_mean(
     advantages = torch.where(inside, advantages, 0)
     log_r = log_ratio(log_prob, old_log_prob, inside)
 
-    limited = torch.where(advantages > 0, log_r.clamp(max=high), log_r.clamp(min=-low))
-    limited = torch.where(advantages == 0, 0, limited)
+    sign = advantages.sign()
+    limit = sign * ((high - low) / 2) + (high + low) / 2  # high where A > 0, low where A < 0
+    limited = torch.minimum(log_r.detach() * sign, limit) * sign
+    moves = (limited == log_r.detach()) & (sign != 0)
+    limited = with_slope(limited, moves.to(log_r.dtype), log_r)
     ratio = masked_mean(limited, inside, axis=-1).exp()
     of_sequence = -masked_mean(advantages, inside, axis=-1) * ratio
     losses = of_sequence.unsqueeze(-1).expand_as(inside)

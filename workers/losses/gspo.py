@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean
-from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import (
     LARGEST_LOG_RATIO,
@@ -16,7 +16,6 @@ from workers.losses.importance_ratio import (
     DefaultClip,
     clip_range,
     log_ratio,
-    one_with_gradient,
 )
 from workers.losses.registry import POLICY_LOSSES, reads
 
@@ -48,18 +47,20 @@ def compute_policy_loss_gspo(
     """
     config = config or DefaultClip()
     inside = response_mask.bool()
-    ratio = _sequence_ratio(log_prob, old_log_prob, inside) * one_with_gradient(log_prob, inside)
+    log_r = log_ratio(log_prob, old_log_prob, inside)
+    ratio = _sequence_ratio(log_prob, old_log_prob, inside)
 
     advantages = torch.where(inside, advantages, 0)
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
 
     per_token = {
-        "actor/ppo_kl": -log_ratio(log_prob, old_log_prob, inside),
+        "actor/ppo_kl": -log_r,
         "actor/pg_clipfrac": clipped > free,
         "actor/pg_clipfrac_lower": torch.zeros_like(inside),
     }
-    losses = torch.maximum(free, clipped)
+    worse = torch.maximum(free, clipped)
+    losses = with_slope(worse, free * (worse == free), torch.where(inside, log_prob, 0))
     return agg_policy_loss(
         losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
     )

@@ -39,11 +39,6 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
     return difference.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
 
 
-def one_with_gradient(log_prob: Tensor, inside: Tensor) -> Tensor:
-    """1 everywhere, with the gradient of `log_prob` inside the mask."""
-    return torch.where(inside, log_prob - log_prob.detach(), 0).exp()
-
-
 def clip_range(config: ClipSettings) -> tuple[float, float]:
     """(least, largest) ratio by the actor's clip settings."""
     low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)

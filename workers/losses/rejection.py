@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, nearest
-from verl_like.tensor_ops import masked_mean, masked_sum
 from workers.losses.correction_bounds import SECTION, Bounds, divergence_bound, ratio_bounds
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
 
@@ -45,21 +44,29 @@ class Criterion:
         return self.name.startswith("token")
 
     def figures(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
-        """[rows, R] of a criterion for tokens, [rows, 1] of one for sequences."""
+        """[rows, R] of a criterion for tokens, [rows, 1] of one for sequences.
+
+        `log_ratio` is zero outside the mask, and so are k1, k2 and k3.
+        """
         level, _, estimator = self.name.rpartition("_")
         of_tokens = _estimate(estimator, log_ratio)
         if level == "seq_sum":
-            return masked_sum(of_tokens, inside, axis=-1).unsqueeze(-1)
+            return of_tokens.sum(dim=-1, keepdim=True)
         if level == "seq_mean":
-            return masked_mean(of_tokens, inside, axis=-1).unsqueeze(-1)
+            return of_tokens.sum(dim=-1, keepdim=True) / lengths(inside)
         if level == "seq_max":  # k2 and k3 are never below zero
-            return of_tokens.masked_fill(~inside, 0).amax(dim=-1, keepdim=True)
+            return of_tokens.amax(dim=-1, keepdim=True)
         return of_tokens
 
     def keeps(self, figures: Tensor) -> Tensor:
         """Where a figure is within the range, ends included; NaN is not."""
         kept = figures <= self.bounds.upper
         return kept if self.bounds.lower is None else kept & (figures >= self.bounds.lower)
+
+
+def lengths(inside: Tensor) -> Tensor:
+    """[rows, 1]: the tokens of each row, 1 for a row that has none."""
+    return inside.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def criteria_of(names: str | None, thresholds: str | None) -> tuple[Criterion, ...]:

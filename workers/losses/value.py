@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from workers.losses.aggregate import Denominators, agg_loss
+from workers.losses.aggregate import Denominators, agg_loss, share_of_tokens, with_slope
 from workers.losses.blocks import in_blocks
 
 
@@ -36,14 +36,16 @@ def compute_value_loss(
     returns = torch.where(inside, returns, 0)
     values = torch.where(inside, values, 0)
 
-    near = torch.maximum(vpreds, values - cliprange_value)
+    near = torch.maximum(vpreds.detach(), values - cliprange_value)
     near = torch.minimum(near, values + cliprange_value)
-    free_error, clipped_error = (vpreds - returns).square(), (near - returns).square()
+    error = vpreds.detach() - returns
+    free_error, clipped_error = error.square(), (near - returns).square()
 
+    held = clipped_error > free_error
     worse = torch.maximum(free_error, clipped_error)
-    loss = 0.5 * agg_loss(worse, inside, loss_agg_mode, **denominators)
-    held = (clipped_error > free_error).to(loss.dtype)
-    return loss, agg_loss(held, inside, "token-mean", **denominators)
+    losses = with_slope(worse, 2.0 * error * ~held, vpreds)
+    loss = 0.5 * agg_loss(losses, inside, loss_agg_mode, **denominators)
+    return loss, share_of_tokens(held, inside, **denominators).to(loss.dtype)
 
 
 @in_blocks("vpreds")
@@ -67,11 +69,9 @@ def compute_huber_value_loss(
     """
     inside = response_mask.bool()
     error = torch.where(inside, vpreds - returns, 0)
-    size = error.abs()
-    losses = torch.where(
-        size <= huber_delta, 0.5 * error.square(), huber_delta * (size - 0.5 * huber_delta)
+    losses = torch.nn.functional.huber_loss(
+        error, torch.zeros_like(error), reduction="none", delta=huber_delta
     )
-
     loss = agg_loss(losses, inside, loss_agg_mode, **denominators)
-    linear = (size > huber_delta).to(loss.dtype)
-    return loss, agg_loss(linear, inside, "token-mean", **denominators)
+    linear = error.detach().abs() > huber_delta
+    return loss, share_of_tokens(linear, inside, **denominators).to(loss.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import (
     ClipSettings,
@@ -51,19 +51,20 @@ def compute_policy_loss_vanilla(
         )
     inside = response_mask.bool()
     log_r = log_ratio(log_prob, old_log_prob, inside)
-    ratio, advantages = log_r.exp(), torch.where(inside, advantages, 0)
+    ratio, advantages = log_r.detach().exp(), torch.where(inside, advantages, 0)
 
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
     worse = torch.maximum(free, clipped)
 
-    negative, bound = advantages < 0, -advantages * config.clip_ratio_c
-    losses = torch.where(negative, torch.minimum(worse, bound), worse)
+    bound = advantages.abs() * config.clip_ratio_c  # above any loss of A >= 0, which is negative
+    least = torch.minimum(worse, bound)
+    losses = with_slope(least, free * (least == free), log_r)
 
     per_token = {
         "actor/ppo_kl": -log_r,
         "actor/pg_clipfrac": clipped > free,
-        "actor/pg_clipfrac_lower": negative & (worse > bound),
+        "actor/pg_clipfrac_lower": worse > bound,
     }
     return agg_policy_loss(
         losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators

@@ -63,9 +63,35 @@ class ModelShapes:
         """Bytes of the head's output; its gradient is written over it."""
         return 4 * num_reads * self.outputs_per_read
 
+    def beside_chunks(self, num_reads: int, trains: bool) -> int:
+        """Bytes that a head in chunks takes beside a chunk's logits (`workers.training.lm_head`).
+
+        Hidden states of what is read and, where it `trains`, their gradient and the weight's.
+        """
+        states = num_reads * self.hidden_size * self.compute_bytes
+        if not trains:
+            return states
+        return 2 * states + 4 * self.hidden_size * self.outputs_per_read
+
+
+_known: dict[tuple[str, str, Head, torch.dtype], ModelShapes] = {}
+"""Settings, what config.json says, head and type of computation -> their shapes.
+
+Roles of one run have mostly the same ones, and a pass to count with takes a second.
+"""
+
 
 def model_shapes(config: ModelConfig, head: Head, compute: torch.dtype) -> ModelShapes:
     """Of the model that `config.path` describes, which computes in that type."""
+    described = model_folder(config.path, weights=False) / "config.json"
+    text = described.read_text(encoding="utf-8") if described.is_file() else ""
+    known = (repr(config), text, head, compute)
+    if known not in _known:
+        _known[known] = _counted(config, head, compute)
+    return _known[known]
+
+
+def _counted(config: ModelConfig, head: Head, compute: torch.dtype) -> ModelShapes:
     module = meta_model(config, head)
     trained = [weight for weight in module.parameters() if weight.requires_grad]
     body, text = body_of(module), module.config.get_text_config()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,6 +72,26 @@ PERIODS = (
     "num_kv_shared_layers num_dense_layers every_n_layers moe_layer_start_index block_types"
 ).split()
 """Parts of the names of fields that say which layers are of another kind."""
+
+
+@dataclass(frozen=True, eq=False)
+class ConfigByContent:
+    """A config that is found again by what is in it: what was proven of it once is kept."""
+
+    config: Any
+    text: str
+
+    @classmethod
+    def of(cls, config: Any) -> ConfigByContent:
+        """That of the model's text part."""
+        text = config.get_text_config()
+        return cls(text, text.to_json_string(use_diff=False))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConfigByContent) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
 
 def stand_in(config: Any, attention: str, longest: int | None = None) -> Any:

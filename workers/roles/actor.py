@@ -19,6 +19,7 @@ from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import RolloutCorrection
 from workers.losses.correction_gauge import CorrectionGauge
 from workers.losses.kl import kl_penalty
+from workers.losses.lm import compute_lm_loss
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import get_policy_loss, token_chooser
 from workers.models.memory import memory_in_use
@@ -69,6 +70,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         self.correction = RolloutCorrection.of(config.algorithm.rollout_correction)
         self.policy_loss = get_policy_loss(policy_loss_of(config))
         self.chooses_tokens = token_chooser(self.policy_loss) is not None
+        self.ptx_coef = config.ptx.coef
         self.budget = Budget.of(
             self.config.use_dynamic_bsz,
             self.config.ppo_micro_batch_size_per_gpu,
@@ -110,8 +112,11 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         return DataProto(batch=TensorDict(columns, batch_size=[len(data)])), mfu
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
-    def update_actor(self, data: DataProto) -> Metrics:
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> Metrics:
         """One PPO update over the batch; gives metrics that, but for perf/, every rank agrees on.
+
+        Every optimizer step has its share of the rows `ptx`, and trains their language-model loss
+        beside the policy's, `ptx.coef` times.
 
         With `meta_info["on_policy"]` the samples are of the policy as it is now, and the update's
         own forward pass gives the old log-probs: a batch then needs no `old_log_probs`. Nor does
@@ -139,6 +144,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
                 temperature=self.temperature,
                 want_entropy=self.config.entropy_coeff != 0,
                 shuffle_seed=shuffle_seed(self.config),
+                beside=[] if ptx is None else [(ptx, self.ptx_loss)],
             )
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
         if self.gauge is not None:
@@ -228,3 +234,11 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
             metrics["kl_loss"] = agg_loss(kl, mask, config.loss_agg_mode, **divisors)
             loss = loss + config.kl_loss_coef * metrics["kl_loss"]
         return loss, metrics
+
+    def ptx_loss(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's share of the language-model loss of PTX."""
+        mask = columns["response_mask"]
+        loss = compute_lm_loss(outputs["log_probs"], mask, **batch.denominators)
+        return self.ptx_coef * loss, {"ptx_loss": loss}

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ from workers.parallel.fsdp import (
     tensor_on_first,
 )
 from workers.training.attention import describe, packed_rows
+from workers.training.lm_head import token_columns
 from workers.training.microbatch import (
     Budget,
     Columns,
@@ -62,11 +63,11 @@ from workers.training.microbatch import (
 )
 from workers.training.moved import count_moved, moved_share, sample_weights
 from workers.training.nonfinite_guard import NonfiniteGuard
+from workers.training.on_cpu import cpu_kernels, prepare_cpu_process
 from workers.training.optim import Schedule, build_optimizer, guarded_step
 from workers.training.packing import check_rows, last_token_reads, read, response_reads
 from workers.training.row_proof import RowPasses, prove_rows
 from workers.training.shuffle import order_columns, passes_over
-from workers.training.token_columns import token_columns
 from workers.training.varlen import find_kernel
 from workers.weights.checksum import checksum_of
 
@@ -114,7 +115,7 @@ class TrainEngine:
         worker.open_process_group()
         self.device, self.world_size = worker.device, worker.world_size
         if self.device.type == "cpu":
-            _prepare_cpu_process()
+            prepare_cpu_process()
 
         self.group = dist.group.WORLD if self.world_size > 1 else None
         self.mesh = build_mesh(self.device, data_axes(self.world_size, self.sharding))
@@ -216,14 +217,17 @@ class TrainEngine:
         temperature: float = 1.0,
         want_entropy: bool = False,
         shuffle_seed: int | None = None,
+        beside: Sequence[tuple[DataProto, LossFn]] = (),
     ) -> dict[str, float]:
         """One optimizer step per mini-batch and epoch, the samples reshuffled if there is a seed.
 
-        The metrics are means over the steps that were not skipped.
+        The metrics are means over the steps that were not skipped. Of the rows `beside` every step
+        has its share, and adds the gradient of their loss to its own.
         """
         assert self.optimizer is not None, "a frozen engine was asked for an update"
         rows = self._take(data, (*INPUTS, *names, *order_columns(shuffle_seed)))
         count = count_mini_batches(rows.total, mini_batch_size)
+        others = [(self._take(more, INPUTS), its_loss) for more, its_loss in beside]
         to_training(self.module)
 
         is_first = self.scheduler.num_steps == 0
@@ -231,10 +235,16 @@ class TrainEngine:
         steps: list[dict[str, float]] = []
         with self.running(self.optimizer):
             orders = passes_over(rows, epochs, shuffle_seed, self.scheduler.num_steps)
-            for ordered, index in product(orders, range(count)):
+            for number, (ordered, index) in enumerate(product(orders, range(count))):
                 batch = mini_batch(ordered, index, count, self.group, self.device)
+                more = []
+                for own, its_loss in others:
+                    part = mini_batch(own, number, count * epochs, self.group, self.device)
+                    more.append((part, its_loss))
                 try:
-                    metrics = self.accumulate(batch, budget, loss_fn, temperature, want_entropy)
+                    metrics = self.accumulate(
+                        batch, budget, loss_fn, temperature, want_entropy, more
+                    )
                 except BaseException:
                     # a part of a mini-batch must not reach the next update
                     self.optimizer.zero_grad(set_to_none=True)
@@ -261,8 +271,29 @@ class TrainEngine:
         loss_fn: LossFn,
         temperature: float = 1.0,
         want_entropy: bool = False,
+        beside: Sequence[tuple[MiniBatch, LossFn]] = (),
     ) -> dict[str, float]:
-        """Add the gradients of one mini-batch; its metrics, added over micro-batches and ranks."""
+        """Add the gradients of one mini-batch, and of others with a loss of their own `beside` it.
+
+        Gives their metrics, added over micro-batches and ranks.
+        """
+        totals = self._run_passes(batch, budget, loss_fn, temperature, want_entropy)
+        for other, its_loss in beside:
+            totals |= self._run_passes(other, budget, its_loss)
+        if not self.is_sharded:
+            add_up_gradients(self.parameters(), self.group)
+        summed = all_reduce(torch.stack(list(totals.values())), self.group)
+        return dict(zip(totals, summed.tolist(), strict=True))
+
+    def _run_passes(
+        self,
+        batch: MiniBatch,
+        budget: Budget,
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        want_entropy: bool = False,
+    ) -> dict[str, Tensor]:
+        """Forward and backward passes over a mini-batch; this rank's shares of its metrics."""
         totals: dict[str, Tensor] = {}
         cuts = self._cut(batch.columns, budget, response_reads)
         for columns, num_real, last in passes(batch.columns, cuts, self.group, self.device):
@@ -280,11 +311,7 @@ class TrainEngine:
                 else:  # a dummy adds nothing
                     share = torch.zeros((), device=self.device)
                 totals[name] = totals[name] + share if name in totals else share
-
-        if not self.is_sharded:
-            add_up_gradients(self.parameters(), self.group)
-        summed = all_reduce(torch.stack(list(totals.values())), self.group)
-        return dict(zip(totals, summed.tolist(), strict=True))
+        return totals
 
     def outputs(
         self,
@@ -298,12 +325,19 @@ class TrainEngine:
         They are zero where the response mask is.
         """
         inside = columns["response_mask"] != 0
-        flat = self._read(columns, response_reads(columns))
+        reads = response_reads(columns)
         if self.head == "token":
-            labels = columns["responses"][inside].to(self.device)
-            found = token_columns(flat, labels, temperature, want_entropy, want_sum_pi_squared)
+            found = token_columns(
+                self.module,
+                self.row_passes.feed(columns, reads, self.device),
+                columns["responses"][inside].to(self.device),
+                temperature=temperature,
+                want_entropy=want_entropy,
+                want_sum_pi_squared=want_sum_pi_squared,
+                may_chunk=self.model_config.use_fused_kernels,
+            )
         else:
-            found = {"values": flat[:, 0].float()}
+            found = {"values": self._read(columns, reads)[:, 0].float()}
 
         inside = inside.to(self.device)
         zeros = next(iter(found.values())).new_zeros(inside.shape)
@@ -335,7 +369,7 @@ class TrainEngine:
             if self.is_sharded:
                 stack.callback(self.module.reshard)
             if self.device.type == "cpu" and fused:
-                stack.enter_context(_cpu_kernels(self.module))
+                stack.enter_context(cpu_kernels(self.module))
             if self.packs:
                 stack.enter_context(packed_rows(self.module, self.kernel))
             yield
@@ -367,21 +401,6 @@ class TrainEngine:
     def weights_checksum(self, dtype: torch.dtype | None = None) -> str:
         """A hash of the full weights, cast to `dtype`; equal at every sharding; collective."""
         return checksum_of(self.named_full_tensors(dtype=dtype))
-
-
-def _prepare_cpu_process() -> None:
-    """Settings of a process that trains on the CPU, where alone `workers.cpu` is imported."""
-    from workers.cpu.allocator import keep_freed_memory
-    from workers.cpu.onednn import limit_kernel_caches
-
-    keep_freed_memory()
-    limit_kernel_caches()
-
-
-def _cpu_kernels(module: nn.Module) -> AbstractContextManager[None]:
-    from workers.cpu.fused_ops import fused_ops
-
-    return fused_ops(module)
 
 
 def _mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:

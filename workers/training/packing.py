@@ -105,8 +105,8 @@ def padded_feed(
     return Feed(inputs, mask.to(device), first, packed=False)
 
 
-def read(module: Any, feed: Feed) -> Tensor:
-    """The head's output where it is read, row by row: [positions, vocabulary or 1]."""
+def model_inputs(module: Any, feed: Feed) -> dict[str, Any]:
+    """The keyword arguments that this module's `forward` takes of the feed's."""
     body = body_of(module)
     inputs = {**feed.inputs, "use_cache": False}
     attention = body.config.get_text_config()._attn_implementation
@@ -116,11 +116,16 @@ def read(module: Any, feed: Feed) -> Tensor:
         body.forward
     ).parameters.keys():
         inputs.pop(name, None)
+    return inputs
 
+
+def read(module: Any, feed: Feed) -> Tensor:
+    """The head's output where it is read, row by row: [positions, vocabulary or 1]."""
+    inputs = model_inputs(module, feed)
     if isinstance(module, ScalarHeadModel):
-        return _picked(module(**inputs), feed)
+        return picked(module(**inputs), feed)
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
-        return _picked(module(**inputs).logits, feed)
+        return picked(module(**inputs).logits, feed)
 
     kept: Tensor
     if feed.packed:
@@ -131,8 +136,8 @@ def read(module: Any, feed: Feed) -> Tensor:
     return kept
 
 
-def _picked(output: Tensor, feed: Feed) -> Tensor:
-    """The output of a head that was computed everywhere, where it is read."""
+def picked(output: Tensor, feed: Feed) -> Tensor:
+    """What was computed at every position, where it is read: [positions, size]."""
     return output[0].index_select(0, feed.reads) if feed.packed else output[feed.reads]
 
 

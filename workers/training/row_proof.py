@@ -23,7 +23,13 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
-from workers.models.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY, stand_in
+from workers.models.stand_in import (
+    MODEL_ERRORS,
+    POSITIONS,
+    VOCABULARY,
+    ConfigByContent,
+    stand_in,
+)
 from workers.training.attention import packed_rows
 from workers.training.microbatch import Budget, Columns, cut
 from workers.training.packing import Feed, needed_tokens, packed_feed, padded_feed, read
@@ -106,8 +112,7 @@ def prove_class(config: Any, attention: str, ways: Sequence[Kind]) -> tuple[Kind
 
     A ConfigError says so where none is.
     """
-    text = config.get_text_config()
-    key = _ByContent(text, text.to_json_string(use_diff=False))
+    key = ConfigByContent.of(config)
     kind, reasons = _proven(key, attention, tuple(ways))
     if kind is not None:
         return kind, reasons
@@ -123,23 +128,9 @@ def prove_class(config: Any, attention: str, ways: Sequence[Kind]) -> tuple[Kind
     )
 
 
-@dataclass(frozen=True)
-class _ByContent:
-    """A config that is found again by what is in it."""
-
-    config: Any
-    text: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByContent) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-
 @functools.lru_cache(maxsize=64)
 def _proven(
-    config: _ByContent, attention: str, ways: tuple[Kind, ...]
+    config: ConfigByContent, attention: str, ways: tuple[Kind, ...]
 ) -> tuple[Kind | None, dict[str, str]]:
     try:
         model = stand_in(config.config, attention)

@@ -1,4 +1,7 @@
-"""What a training engine says of every response token, from the logits that it was drawn by."""
+"""What a training engine says of every response token, from the logits that it was drawn by.
+
+`workers.training.lm_head` calls it, on the logits of a whole pass or of a chunk of it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from verl_like.tensor_ops import (
 )
 
 
-def token_columns(
+def columns_of_logits(
     logits: Tensor,
     labels: Tensor,
     temperature: float,

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_program
 from trainer import main_ppo
+from trainer.cli import main
 
 COMMAND = Path(sys.executable).parent / "verl-like"
 
@@ -36,6 +38,11 @@ def verl_like(
         text=True,
         check=False,
     )
+
+
+def forked(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command's `main`, where what it imports is not the question."""
+    return run_program(main.main, *arguments, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +81,14 @@ def test_a_command_with_the_wrong_number_of_arguments_shows_its_help(decoys: Pat
 
 
 def test_explain_starts_nothing(decoys: Path) -> None:
-    done = verl_like(decoys, "explain", "data.train_files=x", "actor_rollout_ref.model.path=y")
+    done = forked(decoys, "explain", "data.train_files=x", "actor_rollout_ref.model.path=y")
     assert done.returncode == 0, done.stderr
     assert "What a step does" in done.stdout
     assert sorted(path.name for path in decoys.iterdir()) == ["trainer.py", "workers"]
 
 
 def test_the_config_is_shown_with_the_rules_of_its_keys(decoys: Path) -> None:
-    done = verl_like(decoys, "ppo", "--cfg", "job", "data.train_batch_size=48")
+    done = forked(decoys, "ppo", "--cfg", "job", "data.train_batch_size=48")
     assert done.returncode == 0, done.stderr
     assert "train_batch_size: 48  # above 0" in done.stdout
     assert "adv_estimator: gae  # gae, " in done.stdout
@@ -89,7 +96,7 @@ def test_the_config_is_shown_with_the_rules_of_its_keys(decoys: Path) -> None:
 
 @pytest.mark.parametrize("flags", [[], ["--cfg", "job"]])
 def test_a_mistyped_key_ends_with_one_line(decoys: Path, flags: list[str]) -> None:
-    done = verl_like(decoys, "ppo", *flags, "+data.tran_files=x")
+    done = forked(decoys, "ppo", *flags, "+data.tran_files=x")
     assert done.returncode == 1
     assert done.stderr.startswith(
         "error: There is no key 'data.tran_files'. Did you mean 'data.train_files'"
@@ -98,7 +105,7 @@ def test_a_mistyped_key_ends_with_one_line(decoys: Path, flags: list[str]) -> No
 
 
 def test_a_config_that_cannot_work_ends_with_one_line(decoys: Path) -> None:
-    done = verl_like(decoys, "ppo", "data.train_files=x")
+    done = forked(decoys, "ppo", "data.train_files=x")
     assert done.returncode == 1
     assert done.stderr.startswith("error: actor_rollout_ref.model.path is empty")
 

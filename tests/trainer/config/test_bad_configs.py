@@ -189,6 +189,11 @@ SETTINGS = [
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
         ["is gspo", "loss_agg_mode=seq-mean-token-sum"],
     ),
+    (
+        "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov "
+        "actor_rollout_ref.actor.ppo_epochs=2 actor_rollout_ref.actor.shuffle=true",
+        ["actor.shuffle=true", "loss_mode=kl_cov", "in every pass"],
+    ),
     ("critic.huber_delta=2", ["critic.huber_delta is set", "critic.value_loss is not huber"]),
     (
         "critic.value_loss=huber critic.cliprange_value=0.2",

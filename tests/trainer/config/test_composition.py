@@ -4,16 +4,14 @@ several runs.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from trainer import load_config, run
+from tests.forked import run_program
+from trainer import load_config, main_ppo, run
 from trainer.config.placement import settle
 from trainer.launch import nominal_placement
 from trainer.ppo.recipe import PPO
@@ -278,21 +276,14 @@ def test_the_table_says_every_size_in_its_unit() -> None:
 
 
 def test_multirun_makes_a_plan_for_each(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "trainer.main_ppo",
-        "--multirun",
+    settings = [
         *NEEDED,
         "trainer.dry_run=true",
-    ]
-    command += [
         "trainer.n_gpus_per_node=2,4",
         "placement=colocate,split",
         f"trainer.default_local_dir={tmp_path}",
     ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ}, timeout=120
-    )
+    done = run_program(main_ppo.main, "--multirun", *settings, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("Batch sizes") == 4
     assert done.stdout.count("\ncritic_pool ") == 2

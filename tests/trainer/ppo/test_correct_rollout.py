@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from tests.integration.runs import calls, lines, overrides
-from tests.trainer.ppo.test_presets import settings_of
 from tests.workers.distributed import run as on_ranks
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from trainer import load_config, run
 from trainer.config.keys import read
 from trainer.config.unused_keys import why_unused
+from trainer.ppo.cards import preset_leaves
 from trainer.ppo.correct_rollout import correct_rollout
 from trainer.ppo.recipe import PPO
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.config import RolloutCorrectionConfig
+from workers.losses.vanilla import compute_policy_loss_vanilla
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 
@@ -84,6 +85,38 @@ def test_without_a_correction_or_under_a_bypass_the_batch_stays(settings: dict[s
     assert correct_rollout(batch, RolloutCorrectionConfig(**settings)) == (batch, {})
 
 
+def test_the_objective_of_three_policies_worked_by_hand() -> None:
+    """The weight is proximal over behaviour, the clipped ratio current over proximal."""
+    half, third = math.log(0.5), math.log(0.75)
+    columns = {
+        "rollout_log_probs": torch.tensor([[-1.0, -1.0, -1.0, 7.0], [-2.0, -2.0, -2.0, -2.0]]),
+        "old_log_probs": torch.tensor(
+            [[-1.0, -1.0 + half, -1.0 - half, 7.0], [-2.0, -2.0 - 2 * half, -2.0, -2.0 + third]]
+        ),
+        "response_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+    }
+    batch = DataProto.from_dict(columns)
+    settings = RolloutCorrectionConfig(
+        rollout_is="token",
+        rollout_is_threshold="2.0",
+        rollout_rs="token_k1",
+        rollout_rs_threshold="0.3_3.0",
+    )
+    corrected, _ = correct_rollout(batch, settings)
+    weights, mask = corrected.batch["rollout_is_weights"], corrected.batch["response_mask"]
+    torch.testing.assert_close(weights, torch.tensor([[1, 0.5, 2, 0], [1, 2, 1, 0.75]]))
+    assert mask.tolist() == [[1, 1, 1, 0], [1, 0, 1, 1]], "a ratio of 4: exp(k1) is 1/4"
+
+    current = columns["old_log_probs"] + torch.tensor(
+        [[0.0, -third, 0.0, 0.0], [0.0, 9.0, half, 0.0]]  # ratios 1, 4/3, 1 | 1, -, 1/2, 1
+    )
+    loss, _ = compute_policy_loss_vanilla(
+        columns["old_log_probs"], current, torch.ones(2, 4), mask, "token-mean", None, weights
+    )
+    # -A w min(r, clip(r)): 1, 0.5 x 1.2, 2 | 1, 1 x 0.5, 0.75; six tokens are left
+    assert loss.item() == pytest.approx(-(1 + 0.6 + 2 + 1 + 0.5 + 0.75) / 6)
+
+
 def learned_on_ranks(tiny_dir: Path, num_rows_a_pass: int) -> list[dict[str, float]]:
     """What actor and critic report of a corrected update, then the actor of a bypass."""
     found = []
@@ -113,7 +146,7 @@ def test_a_corrected_update_is_the_same_at_every_number_of_ranks_and_any_cut(
 ) -> None:
     whole = learned_on_ranks(tiny_dir, 8)
     assert whole[2]["rollout_corr/rollout_rs_masked_fraction"] > 0
-    for found in (learned_on_ranks(tiny_dir, 1), *on_ranks(2, learned_on_ranks, tiny_dir, 3)):
+    for found in on_ranks(2, learned_on_ranks, tiny_dir, 1):
         for ours, expected in zip(found, whole, strict=True):
             assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
@@ -136,7 +169,7 @@ def test_a_batch_that_is_rejected_whole_takes_a_step_of_zero(tiny_dir: Path) -> 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_all_that_a_preset_of_a_correction_sets_is_read(preset: str) -> None:
     config = load_config([*NEEDED, f"correction={preset}"])
-    for name, value in settings_of(preset, "correction").items():
+    for name, value in preset_leaves("correction", preset).items():
         assert read(config, f"{SECTION}.{name}") == value
         assert why_unused(config, f"{SECTION}.{name}") is None
 
@@ -216,3 +249,18 @@ def test_equal_policies_learn_the_same_corrected_bypassed_or_plainly(
     corrected = lines(tmp_path / "decoupled_seq_is_rs")[-1]
     assert corrected["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-4)
     assert corrected["rollout_corr/rollout_rs_masked_fraction"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_twenty_steps_under_a_correction_raise_the_reward(
+    preset: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = ["data.train_batch_size=16", "actor_rollout_ref.rollout.n=8"]
+    settings += ["actor_rollout_ref.actor.optim.lr=3e-3", "trainer.total_training_steps=20"]
+    scores = [
+        line["critic/score/mean"]
+        for line in trained(tiny_dir, tmp_path, f"correction={preset}", *settings)
+    ]
+    assert len(scores) == 20
+    assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.02, scores

@@ -10,10 +10,11 @@ import pytest
 from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
 from trainer.cli.explain import explain
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.memory import GIB, check_memory, pool_bytes, role_memories
+from trainer.ppo.memory import GIB, check_memory, pool_bytes, role_memories, tokens_at_once
 from trainer.ppo.preflight import preflight
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
+from workers.training.lm_head import CHUNK_BYTES
 
 SCRIPT = Path(__file__).parents[3] / "examples/split_placement/run_deepseek7b_llm.sh"
 CARD = 80 * GIB
@@ -65,6 +66,26 @@ def test_roles_of_one_pool_are_added_up_and_calls_take_turns(model: Path) -> Non
     roles = role_memories(config, "cuda", CARD)
     (total,) = pool_bytes(roles).values()
     assert total == sum(role.kept for role in roles) + max(role.call for role in roles)
+
+
+def test_logits_of_a_large_vocabulary_count_by_the_chunk(model: Path) -> None:
+    chunks, whole = (
+        {
+            role.role: role.activations or 0
+            for role in role_memories(script_config(model, *setting), "cuda", CARD)
+        }
+        for setting in ((), ("actor_rollout_ref.model.use_fused_kernels=false",))
+    )
+    _, reads = tokens_at_once(script_config(model), "ref")
+    states = 2 * 4096 * reads
+    num_rows = CHUNK_BYTES // (4 * 102400)
+    assert whole["ref"] == 4 * 102400 * reads
+    assert chunks["ref"] == 4 * 102400 * num_rows + states
+    logits, sum_of_gradients = 4 * 102400 * num_rows, 4 * 102400 * 4096
+    _, reads = tokens_at_once(script_config(model), "actor")
+    without = whole["actor"] - 4 * 102400 * reads
+    assert chunks["actor"] == without + logits + 2 * 2 * 4096 * reads + sum_of_gradients
+    assert chunks["critic"] == whole["critic"]
 
 
 def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:

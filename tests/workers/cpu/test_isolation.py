@@ -1,6 +1,6 @@
 """The CPU kernels change nothing of other packages, nor of the process, and only a CPU loads them.
 
-Each fact is looked at in a process of its own: this one has imported everything already.
+They are looked at in a process of their own: this one has imported everything already.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -39,15 +41,22 @@ def changed(before):
     return sorted(str(key) for key, value in before.items() if after.get(key) is not value)
 """
 
-IMPORT_EVERYTHING = """
+IMPORTS = """
 import importlib, pkgutil
 before, environment = snapshot(), dict(os.environ)
+import workers.roles.actor, workers.roles.critic, workers.roles.rollout
+import workers.rollout.native.engine, workers.training.engine
+from torch import nn
+from workers.rollout.native.linear import TorchLinear, build_linear
+assert type(build_linear(nn.Linear(2, 2, device="meta"))) is TorchLinear
+print("kernels", [name for name in sys.modules if name.startswith("workers.cpu")])
+
 for package in ("verl_like", "workers", "trainer"):
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
         if not module.name.endswith(("__main__", "main_ppo")):
             importlib.import_module(module.name)
 assert "workers.cpu.fused_ops" in sys.modules
-print(changed(before), dict(os.environ) == environment)
+print("imports", changed(before), dict(os.environ) == environment)
 """
 
 RUN_AN_ENGINE = """
@@ -74,34 +83,35 @@ engine = NativeEngine(actor.engine.module, EngineLimits(8, 4), owns_weights=Fals
 engine.commit(0)
 engine.generate([Request([1, 2, 3])], SamplingParams(max_tokens=4, stop_token_ids=(0,)))
 assert rotations
-print(inside, changed(before), vars(modeling_llama) == vars_before)
-"""
-
-LOADED_BY_ENGINES = """
-import sys
-import workers.roles.actor, workers.roles.critic, workers.roles.rollout
-import workers.rollout.native.engine, workers.training.engine
-from torch import nn
-from workers.rollout.native.linear import TorchLinear, build_linear
-assert type(build_linear(nn.Linear(2, 2, device="meta"))) is TorchLinear
-print([name for name in sys.modules if name.startswith("workers.cpu")])
+print("engine", inside, changed(before), vars(modeling_llama) == vars_before)
 """
 
 
-def output_of(program: str, *arguments: object) -> str:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+@pytest.fixture(scope="module")
+def seen(tiny_dir: Path) -> dict[str, str]:
+    """What a process prints that imports the engines, then all, then runs an engine."""
+    program = SNAPSHOT + IMPORTS + RUN_AN_ENGINE
+    command = [sys.executable, "-c", program, str(tiny_dir)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    words = ("kernels", "imports", "engine")
+    found = [line.partition(" ") for line in done.stdout.splitlines()]
+    return {word: said for word, _, said in found if word in words}
 
 
-def test_importing_every_module_changes_no_other_package_and_no_environment_variable() -> None:
-    assert output_of(SNAPSHOT + IMPORT_EVERYTHING) == "[] True"
+def test_engines_and_roles_import_the_cpu_kernels_only_when_they_run_on_one(
+    seen: dict[str, str],
+) -> None:
+    assert seen["kernels"] == "[]"
 
 
-def test_an_engine_that_trains_and_generates_changes_no_other_package(tiny_dir: Path) -> None:
-    assert output_of(SNAPSHOT + RUN_AN_ENGINE, tiny_dir) == "([], True) [] True"
+def test_importing_every_module_changes_no_other_package_and_no_environment_variable(
+    seen: dict[str, str],
+) -> None:
+    assert seen["imports"] == "[] True"
 
 
-def test_engines_and_roles_import_the_cpu_kernels_only_when_they_run_on_one() -> None:
-    assert output_of(LOADED_BY_ENGINES) == "[]"
+def test_an_engine_that_trains_and_generates_changes_no_other_package(
+    seen: dict[str, str],
+) -> None:
+    assert seen["engine"] == "([], True) [] True"

@@ -197,6 +197,9 @@ def test_a_token_whose_log_prob_is_nan_or_minus_infinity_is_rejected():
     weighed = {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}
     weights, _, _ = corrected(zeros, behaviour, mask, **weighed)
     assert weights.tolist() == [[1.0, 0.0, 0.0, 1.0]]
+    for level in LEVELS:
+        weights, _, _ = corrected(zeros, behaviour, mask * 0, rollout_is=level)
+        assert weights.sum() == 0, "what lies outside the mask reaches nothing"
     _, kept, _ = corrected(zeros, behaviour, mask, rollout_token_veto_threshold=0.1)
     assert kept.sum() == 0
 

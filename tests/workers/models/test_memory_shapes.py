@@ -56,7 +56,7 @@ def small(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def worker(small: Path, monkeypatch: pytest.MonkeyPatch) -> ActorWorker:
     """An actor that computes as on a GPU, without the CPU's fused functions."""
-    monkeypatch.setattr(engine_module, "_cpu_kernels", nullcontext)
+    monkeypatch.setattr(engine_module, "cpu_kernels", nullcontext)
     actor = ActorWorker(tiny_config(small))
     actor.init_model(1)
     return actor

@@ -297,7 +297,7 @@ def test_a_fused_function_that_fails_is_not_blamed_on_packing(
     def fails(*_: Any) -> None:
         raise RuntimeError("a fused function")
 
-    monkeypatch.setattr(training_engine, "_cpu_kernels", failing)
+    monkeypatch.setattr(training_engine, "cpu_kernels", failing)
     engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
     assert engine.packs
     with pytest.raises(RuntimeError, match="a fused function"):

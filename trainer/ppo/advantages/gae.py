@@ -42,15 +42,16 @@ def compute_gae_advantage_return(
     values = values * inside
     ordered_values = put_in_order(values, order)
 
-    errors = put_in_order(token_level_rewards * inside, order).sub_(ordered_values)
+    errors = put_in_order(inside.mul_(token_level_rewards), order).sub_(ordered_values)
     errors[:, :-1].add_(ordered_values[:, 1:], alpha=gamma)
     if truncated is not None:
-        lengths = torch.count_nonzero(inside, dim=-1)
+        lengths = torch.count_nonzero(response_mask, dim=-1)
         rows = (truncated & (lengths > 0)).nonzero().squeeze(-1)
         last = lengths[rows] - 1
         errors[rows, last] += gamma * ordered_values[rows, last]
 
     advantages = put_back(discounted_sum(errors, gamma * lam), order)
+    del errors, inside  # before whitening takes a column of its own
     returns = values.add_(advantages)
     if whiten:
         advantages = whiten_(advantages, response_mask)

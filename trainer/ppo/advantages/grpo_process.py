@@ -7,7 +7,12 @@ from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples
-from trainer.ppo.advantages.returns import returns_of
+from trainer.ppo.advantages.returns import (
+    discounted_sum,
+    order_inside_first,
+    put_back,
+    put_in_order,
+)
 
 
 @ADVANTAGE_ESTIMATORS.register("grpo_process")
@@ -39,10 +44,12 @@ def compute_grpo_process_advantage(
     steps = Groups(groups.of_row[rows], torch.bincount(groups.of_row[rows]).to(scores.dtype))
     centered = steps.centered(scores)
     if norm_adv_by_std_in_grpo:
-        normalised = centered / (steps.std(centered) + epsilon)
-        centered = torch.where(steps.size_of_row() > 1, normalised, centered)
+        scaled = centered / (steps.std(centered) + epsilon)
+        centered = torch.where(steps.size_of_row() > 1, scaled, centered)
 
-    normalised_scores = torch.zeros_like(token_level_scores)
-    normalised_scores[rows, places] = centered
-    advantages = returns_of(normalised_scores, response_mask, gamma=1.0)
+    normalised = torch.zeros_like(token_level_scores)
+    normalised[rows, places] = centered
+    order = order_inside_first(response_mask)
+    later = discounted_sum(put_in_order(normalised, order), 1.0)
+    advantages = put_back(later.mul_(put_in_order(response_mask.bool(), order)), order)
     return advantages, advantages

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.ppo.advantages.groups import Groups, Index, scores_of
+from trainer.ppo.advantages.groups import Groups, Index
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, compares_samples
 from trainer.ppo.advantages.returns import (
-    discounted_sum,
     order_inside_first,
     put_back,
     put_in_order,
+    returns_of,
 )
 
 
@@ -36,36 +36,38 @@ def compute_optimal_token_baseline_advantage(
 
     Source: arXiv 2602.07078
     """
-    inside = response_mask.to(token_level_rewards.dtype)
     order = order_inside_first(response_mask)
     groups = Groups.of(index, token_level_rewards[:, 0])
+    returns = put_in_order(returns_of(token_level_rewards, response_mask, 1.0), order)
+    inside = put_in_order(response_mask.bool(), order)
 
-    weights = torch.exp(old_log_probs).mul_(-2).add_(sum_pi_squared).add_(1).clamp_(min=0)
-    weights = put_in_order(weights.mul_(inside), order)
-    ordered_inside = put_in_order(inside, order)
-    torch.cumsum(weights, dim=-1, out=weights).mul_(ordered_inside)
+    weights = torch.exp(put_in_order(old_log_probs, order)).mul_(-2).add_(1)
+    weights.add_(put_in_order(sum_pi_squared, order)).clamp_(min=0).mul_(inside)
+    torch.cumsum(weights, dim=-1, out=weights).mul_(inside)
 
-    rewards = token_level_rewards * inside
-    returns = discounted_sum(put_in_order(rewards, order), 1.0)
-    advantages = returns - _lowest_score(rewards, groups).unsqueeze(-1)
-    advantages.sub_(_weighed_means(advantages, weights, groups)).mul_(ordered_inside)
+    advantages = returns - _lowest_score(returns, groups).unsqueeze(-1)
+    advantages.sub_(_weighed_means_(advantages, weights, groups)).mul_(inside)
     return put_back(advantages, order), put_back(returns, order)
 
 
-def _lowest_score(rewards: Tensor, groups: Groups) -> Tensor:
+def _lowest_score(ordered_returns: Tensor, groups: Groups) -> Tensor:
     """For each row, its group's lowest score, so that equal scores give exactly zero.
 
-    Zero in a group of one.
+    Zero in a group of one. A row's score is the return of its first token.
     """
     lowest = torch.zeros_like(groups.size)
-    lowest.scatter_reduce_(0, groups.of_row, scores_of(rewards), "amin", include_self=False)
+    scores = ordered_returns[:, 0]
+    lowest.scatter_reduce_(0, groups.of_row, scores, "amin", include_self=False)
     return torch.where(groups.size > 1, lowest, 0)[groups.of_row]
 
 
-def _weighed_means(values: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    """For each row, its group's weighed mean of every column; zero in a group of one."""
+def _weighed_means_(values: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    """For each row, its group's weighed mean of every column; zero in a group of one.
+
+    Written over `weights`.
+    """
     empty = values.new_zeros(len(groups.size), values.shape[1])
     total = empty.index_add(0, groups.of_row, weights)
-    means = empty.index_add(0, groups.of_row, values * weights)
+    means = empty.index_add_(0, groups.of_row, weights.mul_(values))
     means.div_(total.masked_fill_(total == 0, 1)).masked_fill_(groups.size[:, None] == 1, 0)
-    return means[groups.of_row]
+    return torch.index_select(means, 0, groups.of_row, out=weights)

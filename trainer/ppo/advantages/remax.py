@@ -21,6 +21,7 @@ def compute_remax_outcome_advantage(
 
     Source: arXiv 2310.10505
     """
-    rewards = token_level_rewards * response_mask
-    returns = rewards.flip(-1).cumsum(dim=-1).flip(-1) * response_mask
+    inside = response_mask.to(token_level_rewards.dtype)
+    later = (token_level_rewards * inside).flip(-1).cumsum(dim=-1)
+    returns = later.flip(-1).mul_(inside)
     return returns - on_tokens(reward_baselines, response_mask), returns

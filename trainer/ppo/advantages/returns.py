@@ -53,7 +53,7 @@ def discounted_sum(terms: Tensor, decay: float) -> Tensor:
 
 def returns_of(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
     """Every token's discounted return: its own and all later rewards of its row."""
-    inside = response_mask.to(token_level_rewards.dtype)
     order = order_inside_first(response_mask)
-    rewards = put_in_order(token_level_rewards * inside, order)
+    rewards = token_level_rewards * response_mask.to(token_level_rewards.dtype)
+    rewards = put_in_order(rewards, order)
     return put_back(discounted_sum(rewards, gamma), order)

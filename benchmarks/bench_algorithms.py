@@ -1,0 +1,159 @@
+"""Every advantage estimator and every loss on 4096 rows of 2048 tokens, on one thread.
+
+    python benchmarks/bench_algorithms.py           # --small: a few rows, to see that all run
+
+A line each: CPU seconds (the best of three calls; a loss with its backward pass) and extra copies:
+the most memory that a call holds at a time beside its inputs and results, in columns of the batch.
+Figures beyond 0.2 s or 2 copies are marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+
+import workers.losses  # noqa: F401
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from workers.losses.registry import POLICY_LOSSES, token_chooser
+from workers.losses.value import compute_huber_value_loss, compute_value_loss
+
+LIMITS = {"seconds": 0.2, "copies": 2.0}
+SAMPLES_OF_A_PROMPT = 8
+ROUNDS = 3
+
+
+def make_columns(rows: int, width: int) -> dict[str, Any]:
+    """What estimators and losses read: float32 columns, ragged responses."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal() -> Tensor:
+        return torch.randn(rows, width, generator=generator)
+
+    lengths = torch.randint(width // 4, width + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(width) < lengths).to(torch.int64)
+    chances = torch.rand(rows, width, generator=generator).mul_(0.8).add_(0.1)
+    rewards = torch.zeros(rows, width)
+    rewards[torch.arange(rows), lengths[:, 0] - 1] = torch.rand(rows, generator=generator)
+    old = chances.log()
+    return {
+        "response_mask": mask,
+        "token_level_rewards": rewards,
+        "token_level_scores": rewards,
+        "step_ends": rewards != 0,
+        "values": normal(),
+        "old_log_probs": old,
+        "sum_pi_squared": chances.square(),
+        "reward_baselines": torch.rand(rows, generator=generator),
+        "named_rewards": torch.rand(rows, 3, generator=generator),
+        "index": np.arange(rows) // SAMPLES_OF_A_PROMPT,
+        "gamma": 1.0,
+        "lam": 0.95,
+        "old_log_prob": old,
+        "log_prob": old + 0.1 * normal(),
+        "advantages": normal() * mask,
+        "vpreds": normal(),
+        "returns": normal(),
+        "cliprange_value": 0.5,
+        "huber_delta": 1.0,
+    }
+
+
+def arguments_of(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
+    """Its parameters that there are columns for."""
+    names = inspect.signature(function).parameters
+    return {name: columns[name] for name in names if name in columns}
+
+
+def calls_of(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Name -> a call that returns its results."""
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, estimator in ADVANTAGE_ESTIMATORS.items():
+        arguments = arguments_of(estimator, columns)
+        calls[f"estimator {name}"] = lambda f=estimator, given=arguments: f(**given)
+
+    values = {"clipped": compute_value_loss, "huber": compute_huber_value_loss}
+    for name, loss in POLICY_LOSSES.items():
+        arguments = arguments_of(loss, columns)
+        choose = token_chooser(loss)
+        if choose is not None:
+            wanted = arguments_of(choose, columns)
+            calls[f"choice {name}"] = lambda f=choose, given=wanted: f(**given)
+            arguments["chosen_tokens"] = choose(**wanted)
+        calls[f"loss {name}"] = lambda f=loss, given=arguments: gradient_of(f, given, "log_prob")
+    for name, value_loss in values.items():
+        arguments = arguments_of(value_loss, columns)
+        calls[f"value loss {name}"] = lambda f=value_loss, given=arguments: gradient_of(
+            f, given, "vpreds"
+        )
+    return calls
+
+
+def gradient_of(loss: Callable[..., Any], arguments: dict[str, Any], leaf: str) -> Any:
+    """The loss, what is beside it, and the gradient of its leaf."""
+    predicted = arguments[leaf].detach().requires_grad_()
+    total, beside = loss(**{**arguments, leaf: predicted})
+    total.backward()
+    return total.detach(), beside, predicted.grad
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """CPU seconds, the best of a few calls."""
+    found = []
+    for _ in range(ROUNDS):
+        began = time.process_time()
+        call()
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+def extra_bytes(call: Callable[[], Any]) -> int:
+    """The most bytes that a call holds at a time, less those of its results."""
+    with profile(profile_memory=True) as recorded:
+        results = call()
+    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most - sum(storage.nbytes() for storage in storages_of(results).values())
+
+
+def storages_of(results: Any) -> dict[int, Any]:
+    """The memory behind the tensors of a result, each once."""
+    if isinstance(results, Tensor):
+        storage = results.untyped_storage()
+        return {storage.data_ptr(): storage}
+    found: dict[int, Any] = {}
+    for part in results.values() if isinstance(results, dict) else results:
+        found |= storages_of(part)
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="16 rows of 256 tokens")
+    parser.add_argument("--only", default="", help="a part of the names to measure")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+
+    rows, width = (16, 256) if asked.small else (4096, 2048)
+    print(f"{rows} x {width} tokens, torch {torch.__version__}, one thread")
+    print(f"{'':44} {'CPU seconds':>12} {'extra copies':>13}")
+    for name, call in calls_of(make_columns(rows, width)).items():
+        if asked.only in name:
+            seconds, copies = seconds_of(call), extra_bytes(call) / (4 * rows * width)
+            missed = seconds > LIMITS["seconds"] or copies > LIMITS["copies"]
+            print(f"{name:44} {seconds:12.3f} {copies:13.2f} {'<- beyond' * missed}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

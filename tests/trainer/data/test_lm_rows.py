@@ -1,0 +1,198 @@
+"""Which tokens of a row a language-model loss trains, and the order in which rows are taken."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data.lm_rows import LMRowLoader, encode_lm_row, read_lm_rows
+from trainer.data.prompts import load_tokenizer
+from verl_like.errors import CheckpointError, ConfigError
+
+CHAT = [
+    {"role": "user", "content": "say a"},
+    {"role": "assistant", "content": "aaa"},
+    {"role": "user", "content": "again"},
+    {"role": "assistant", "content": "ab"},
+]
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' %}BEGIN{{ m.content }}!END{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PLAIN = TURNS.replace("BEGIN", "").replace("END", "")
+MARKED = TURNS.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+CUTS_EARLIER_TURNS = PLAIN.replace(
+    "{{ m.content }}!", "{{ m.content if loop.last else m.content[:1] }}!"
+)
+
+MARKED_AND_CUT = MARKED.replace(
+    "{{ m.content }}!", "{{ m.content if loop.last else m.content[:1] }}!"
+)
+
+
+@pytest.fixture
+def tokenizer(tiny_dir: Path) -> Any:
+    """One token a character, so that texts can be read off masks."""
+    return load_tokenizer(str(tiny_dir / "model"))
+
+
+def parts(row: dict[str, Any], tokenizer: Any) -> list[tuple[bool, str]]:
+    """The row's text in runs that are in the loss, or are not."""
+    encoded = encode_lm_row(row, tokenizer)
+    runs: list[tuple[bool, list[int]]] = []
+    for token, inside in zip(encoded.ids.tolist(), encoded.in_loss.tolist(), strict=True):
+        if not runs or runs[-1][0] != inside:
+            runs.append((inside, []))
+        runs[-1][1].append(token)
+    return [(inside, tokenizer.decode(ids)) for inside, ids in runs]
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+def test_every_token_of_a_text_and_its_end_are_in_the_loss(tokenizer: Any) -> None:
+    assert parts({"text": "abc d"}, tokenizer) == [(True, "abc d<eos>")]
+
+
+def test_of_a_prompt_with_its_response_the_response_is_in_the_loss(tokenizer: Any) -> None:
+    row = {"prompt": "say a", "response": "aaa"}
+    assert parts(row, tokenizer) == [(False, "say a"), (True, "aaa<eos>")]
+    chat = {"prompt": CHAT[:1], "response": "aaa<eos>"}
+    assert parts(chat, tokenizer) == [(False, "<bos><user>say a<assistant>"), (True, "aaa<eos>")]
+
+
+def test_the_template_of_the_model_keeps_what_others_said_out_of_the_loss(tokenizer: Any) -> None:
+    assert parts({"messages": CHAT}, tokenizer) == [
+        (False, "<bos><user>say a<assistant>"),
+        (True, "aaa"),
+        (False, "<user>again<assistant>"),
+        (True, "ab"),
+    ]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "with generation markers"])
+def test_every_turn_of_the_assistant_is_in_the_loss_with_its_end(
+    tokenizer: Any, template: str
+) -> None:
+    tokenizer.chat_template = template
+    assert [part for part in parts({"messages": CHAT}, tokenizer) if part[0]] == [
+        (True, "aaa!"),
+        (True, "ab!"),
+    ]
+    last_word = [*CHAT, {"role": "user", "content": "end"}]
+    assert parts({"messages": last_word}, tokenizer)[-1][0] is False
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_marks_them(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "chats.jsonl", {"messages": CHAT})
+    tokenizer.chat_template = CUTS_EARLIER_TURNS
+    with pytest.raises(ConfigError, match=r"chats.jsonl, line 1: .* message 1.*{% generation %}"):
+        read_lm_rows("ptx.train_files", file, tokenizer, 64)
+    tokenizer.chat_template = MARKED_AND_CUT
+    assert parts({"messages": CHAT}, tokenizer)[1] == (True, "a!")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"question": "a", "answer": "b"}, "nor 'text'; there is answer, question"),
+        ({"prompt": "a"}, "'prompt' and 'response'.*there is prompt"),
+        ({"text": " "}, "'text' is empty"),
+        ({"text": 3}, "'text' is a int, not a string"),
+        ({"prompt": "a", "response": ""}, "'response' is empty"),
+        ({"messages": CHAT[:1]}, "has none of the assistant's"),
+        ({"messages": [{"role": "user"}]}, "no list of messages with role and content"),
+        ([1], "it is a list, not an object"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_file_and_line(
+    tokenizer: Any, tmp_path: Path, row: Any, problem: str
+) -> None:
+    file = write(tmp_path / "rows.jsonl", {"text": "good"}, row)
+    with pytest.raises(ConfigError, match=f"rows.jsonl, line 2: .*{problem}"):
+        read_lm_rows("ptx.train_files", file, tokenizer, 64)
+
+
+def test_a_file_that_is_not_there_is_refused_with_its_key(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ptx.train_files: there is no file .*holds nothing"):
+        read_lm_rows("ptx.train_files", [str(tmp_path / "none.jsonl")], tokenizer, 64)
+
+
+def test_rows_of_parquet_are_read_too(tokenizer: Any, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([{"messages": CHAT}]), tmp_path / "chats.parquet")
+    (row,) = read_lm_rows("ptx.train_files", str(tmp_path / "chats.parquet"), tokenizer, 64)
+    assert row.ids.tolist() == encode_lm_row({"messages": CHAT}, tokenizer).ids.tolist()
+
+
+def test_long_rows_are_cut_and_those_without_a_loss_are_dropped_and_counted(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long_prompt = {"prompt": "p" * 9, "response": "a"}
+    file = write(tmp_path / "r.jsonl", {"text": "abc"}, {"text": "b" * 20}, long_prompt)
+    with caplog.at_level(logging.INFO):
+        rows = read_lm_rows("ptx.train_files", file, tokenizer, 6)
+    assert [len(row.ids) for row in rows] == [4, 6]
+    assert "holds 3 rows; 2 were cut to 6 tokens, and of these 1 dropped" in caplog.text
+    with pytest.raises(ConfigError, match="no row is left to train on"):
+        read_lm_rows("ptx.train_files", write(tmp_path / "p.jsonl", long_prompt), tokenizer, 6)
+
+
+@pytest.fixture
+def make_loader(tokenizer: Any, tmp_path: Path) -> Any:
+    texts = [{"text": "abcdefg"[: 2 + number % 5]} for number in range(7)]
+    rows = read_lm_rows("ptx.train_files", write(tmp_path / "t.jsonl", *texts), tokenizer, 64)
+    return lambda seed=1: LMRowLoader(rows, seed, tokenizer.pad_token_id)
+
+
+def uids(loader: LMRowLoader, *counts: int) -> list[str]:
+    return [uid for count in counts for uid in loader.take(count).non_tensor_batch["uid"]]
+
+
+def test_rows_are_padded_and_a_token_is_a_response_to_those_before_it(
+    tokenizer: Any, make_loader: Any
+) -> None:
+    batch = make_loader().take(3).batch
+    width = int(batch["attention_mask"].sum(1).max())
+    assert batch["input_ids"].shape == (3, width)
+    for row in range(3):
+        length = int(batch["attention_mask"][row].sum())
+        ids = batch["input_ids"][row].tolist()
+        assert ids[length - 1] == tokenizer.eos_token_id
+        assert set(ids[length:]) <= {tokenizer.pad_token_id}
+        assert batch["responses"][row].tolist() == ids[1:]
+        mask = [1] * (length - 1) + [0] * (width - length)
+        assert batch["response_mask"][row].tolist() == mask
+        assert batch["position_ids"][row, :length].tolist() == list(range(length))
+
+
+def test_every_epoch_takes_every_row_once_in_an_order_of_its_own(make_loader: Any) -> None:
+    taken = uids(make_loader(), 4, 4, 6)
+    first, second = taken[:7], taken[7:]
+    assert sorted(first) == [f"{row}-0" for row in range(7)]
+    assert sorted(second) == [f"{row}-1" for row in range(7)]
+    assert [uid[0] for uid in first] != [uid[0] for uid in second]
+    assert uids(make_loader(), 14) == taken
+    assert uids(make_loader(seed=2), 14) != taken
+
+
+def test_a_resumed_loader_goes_on_where_it_stopped(make_loader: Any, tokenizer: Any) -> None:
+    whole = uids(make_loader(), 15)
+    stopped, resumed = make_loader(), make_loader()
+    uids(stopped, 4)
+    resumed.load_state_dict(stopped.state_dict())
+    assert uids(resumed, 5, 6) == whole[4:]
+    other = LMRowLoader([encode_lm_row({"text": "a"}, tokenizer)], 1, 0)
+    with pytest.raises(CheckpointError, match="saved 7 of them, now 1"):
+        other.load_state_dict(stopped.state_dict())

@@ -1,0 +1,96 @@
+"""PTX in a run: rows of text that every update of the actor trains beside its policy loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import numbers, overrides
+from trainer import load_config, run
+from trainer.ppo.memory import tokens_at_once
+from trainer.ppo.ptx import longest_row, rows_per_update
+from verl_like.errors import ConfigError
+
+SETTINGS = (
+    "trainer.backend=local",
+    "trainer.n_gpus_per_node=1",
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "trainer.save_freq=2",
+    "ptx.coef=3",
+)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("ptx") / "texts.jsonl"
+    rows = [{"text": f"{letter} is a letter"} for letter in "abcdefg"]
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return file
+
+
+def settings_of(tiny_dir: Path, folder: Path, texts: Path, *more: str) -> list[str]:
+    # without the critic's keys: grpo has none
+    common = [key for key in overrides(tiny_dir, folder) if not key.startswith("critic.")]
+    return [*common, *SETTINGS, f"ptx.train_files={texts}", *more]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_dir: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of three steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(load_config(settings_of(tiny_dir, folder, texts)))
+    return folder
+
+
+def test_the_loss_of_the_texts_is_logged_and_falls(whole: Path) -> None:
+    losses = [line["actor/ptx_loss"] for line in numbers(whole)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.02
+
+
+def test_a_resumed_run_takes_the_rows_that_come_next(
+    whole: Path, tiny_dir: Path, texts: Path, tmp_path: Path
+) -> None:
+    start = f"trainer.resume_from_path={whole}/global_step_2"
+    path = ("trainer.resume_mode=resume_path", start)
+    run(load_config(settings_of(tiny_dir, tmp_path, texts, *path)))
+    assert numbers(tmp_path) == numbers(whole)[2:]
+
+
+def test_every_optimizer_step_has_as_many_rows_as_prompts_unless_told(
+    tiny_dir: Path, texts: Path, tmp_path: Path
+) -> None:
+    config = load_config(settings_of(tiny_dir, tmp_path, texts))
+    assert rows_per_update(config) == 2 * 4  # two steps of four prompts
+    more = ("actor_rollout_ref.actor.ppo_epochs=3", "ptx.batch_size=5")
+    config = load_config(settings_of(tiny_dir, tmp_path, texts, *more))
+    assert rows_per_update(config) == 2 * 3 * 5
+
+
+def test_the_memory_plan_counts_the_rows(tiny_dir: Path, texts: Path, tmp_path: Path) -> None:
+    config = load_config(settings_of(tiny_dir, tmp_path, texts))
+    assert longest_row(config) == 16 + 8
+    samples = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+    assert tokens_at_once(config, "actor") == (samples * 24, samples * 24)
+    config.ptx.max_length = 100
+    assert tokens_at_once(config, "actor") == (samples * 100, samples * 100)
+
+
+def test_a_row_that_fits_into_no_pass_is_refused(
+    tiny_dir: Path, texts: Path, tmp_path: Path
+) -> None:
+    more = (
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
+        "ptx.max_length=65",
+    )
+    with pytest.raises(ConfigError, match=r"ptx.max_length=65 .*ppo_max_token_len_per_gpu=64"):
+        load_config(settings_of(tiny_dir, tmp_path, texts, *more))
+
+
+def test_its_keys_are_read_only_where_there_are_files(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ptx.coef is set.* there are no ptx.train_files"):
+        load_config(overrides(tiny_dir, tmp_path, "ptx.coef=2"))

@@ -1,0 +1,141 @@
+"""PTX: the language-model loss beside the policy's, in one optimizer step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.distributed import run
+from tests.workers.gradients import Gradients, assert_equal_gradients
+from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from verl_like.batch.protocol import DataProto
+from workers.roles.actor import ActorWorker
+from workers.training.engine import INPUTS
+from workers.training.microbatch import Budget, MiniBatch, Rows, mini_batch
+
+COEF = 0.7
+POLICY, TEXT = 8, 6
+
+
+def actor_of(tiny_dir: Path, **actor: Any) -> ActorWorker:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=POLICY // 2, **actor)
+    config.ptx.coef = COEF
+    return started(ActorWorker, config, 10)
+
+
+def text_rows(num_rows: int = TEXT) -> DataProto:
+    """Rows in which every token but the first may be in the loss, some of another width."""
+    rows = make_batch(num_rows, seed=3).batch
+    ids, real = rows["input_ids"], rows["attention_mask"]
+    ids, real = ids.roll(2, dims=1), real.roll(2, dims=1)
+    order = real.argsort(dim=1, descending=True, stable=True)
+    ids, real = ids.gather(1, order), real.gather(1, order)
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": real,
+            "position_ids": (real.cumsum(1) - 1).clamp(min=0),
+            "responses": ids[:, 1:].clone(),
+            "response_mask": real[:, 1:].clone(),
+        }
+    )
+
+
+def whole(actor: ActorWorker, data: DataProto, *names: str) -> MiniBatch:
+    rows = Rows.take(data, (*INPUTS, *names), actor.world_size)
+    return mini_batch(rows, 0, 1, actor.engine.group)
+
+
+def gradients_of(actor: ActorWorker, parts: str, budget: Budget) -> Gradients:
+    """Of the policy's loss, of PTX, or of both in one step."""
+    engine = actor.engine
+    policy = own_piece(make_batch(POLICY), actor.rank, actor.world_size)
+    text = own_piece(text_rows(), actor.rank, actor.world_size)
+    beside = [(whole(actor, text), actor.ptx_loss)]
+    with engine.running(engine.optimizer):
+        if parts == "ptx":
+            engine.accumulate(*beside[0][:1], budget, actor.ptx_loss)
+        else:
+            batch = whole(actor, policy, "old_log_probs", "advantages")
+            more = beside if parts == "both" else []
+            engine.accumulate(batch, budget, actor.loss, beside=more)
+    found = {}
+    for name, weight in engine.module.named_parameters():
+        grad = weight.grad
+        found[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+    engine.optimizer.zero_grad()
+    return found
+
+
+def test_the_gradient_is_the_policy_s_plus_that_of_the_weighed_language_model_loss(
+    tiny_dir: Path,
+) -> None:
+    actor = actor_of(tiny_dir)
+    policy, ptx, both = (
+        gradients_of(actor, parts, Budget(rows=3)) for parts in ("policy", "ptx", "both")
+    )
+    assert_equal_gradients(both, {name: policy[name] + ptx[name] for name in policy})
+
+    rows = text_rows().batch
+    mask = rows["response_mask"].bool()
+    logits = actor.engine.module(rows["input_ids"], attention_mask=rows["attention_mask"]).logits
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].transpose(1, 2), rows["responses"], reduction="none"
+    )
+    actor.engine.optimizer.zero_grad()
+    (COEF * losses[mask].mean()).backward()
+    plain = {name: weight.grad for name, weight in actor.engine.module.named_parameters()}
+    for name, grad in plain.items():
+        assert (ptx[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@pytest.mark.parametrize("budget", [Budget(rows=1), Budget(tokens=25)])
+def test_the_cut_into_passes_does_not_show(tiny_dir: Path, budget: Budget) -> None:
+    actor = actor_of(tiny_dir)
+    expected = gradients_of(actor, "both", Budget(rows=POLICY))
+    assert_equal_gradients(gradients_of(actor, "both", budget), expected)
+
+
+def on_ranks(tiny_dir: Path, strategy: str) -> dict[str, Any]:
+    actor = actor_of(tiny_dir, strategy=strategy)
+    grads = gradients_of(actor, "both", Budget(rows=1))
+    policy = own_piece(make_batch(POLICY), actor.rank, actor.world_size)
+    text = own_piece(text_rows(), actor.rank, actor.world_size)
+    metrics = learned(actor.update_actor(policy, text))
+    return {"gradients": grads, "metrics": metrics, "weights": actor.weights_checksum()}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_two_ranks_train_as_one(tiny_dir: Path, strategy: str) -> None:
+    alone = on_ranks(tiny_dir, strategy)
+    ranks = run(2, on_ranks, tiny_dir, strategy)
+    assert_equal_gradients(ranks[0]["gradients"], alone["gradients"])
+    assert ranks[0]["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+
+
+def test_every_optimizer_step_has_its_share_of_the_rows(tiny_dir: Path) -> None:
+    actor = actor_of(tiny_dir, ppo_epochs=2)
+    seen: list[int] = []
+    ptx_loss = actor.ptx_loss
+
+    def counted(outputs: Any, columns: Any, batch: MiniBatch) -> Any:
+        seen.append(batch.num_rows)
+        return ptx_loss(outputs, columns, batch)
+
+    actor.ptx_loss = counted
+    metrics = actor.update_actor(make_batch(POLICY), text_rows(12))
+    assert seen == [3, 3, 3, 3]
+    assert 3 < metrics["actor/ptx_loss"] < 5
+
+
+def test_a_coefficient_of_zero_changes_nothing_but_the_metric(tiny_dir: Path) -> None:
+    with_text, without = actor_of(tiny_dir), actor_of(tiny_dir)
+    with_text.ptx_coef = 0.0
+    metrics = with_text.update_actor(make_batch(POLICY), text_rows())
+    assert metrics["actor/ptx_loss"] > 0
+    assert "actor/ptx_loss" not in without.update_actor(make_batch(POLICY))
+    assert with_text.weights_checksum() == without.weights_checksum()

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.workers.distributed import run
+from tests.workers.gradients import ACTOR_COLUMNS, Gradients, gradients
+from tests.workers.samples import RESPONSE, VOCAB, make_batch, own_piece, started, tiny_config
+from verl_like.batch.protocol import DataProto
+from workers.models.stand_in import stand_in
+from workers.roles.actor import ActorWorker
+from workers.training import lm_head
+from workers.training.lm_head import rows_per_chunk, why_not_chunked
+from workers.training.microbatch import Budget
+
+ROWS_OF_A_CHUNK = 3
+BATCH = 9
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+GATED = {"num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8}
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("LlamaConfig", GATED),
+    "tied": ("Qwen2Config", {**GATED, "tie_word_embeddings": True}),
+    "with a bias": ("GPTJConfig", {"rotary_dim": 4}),
+    "soft-capped": ("Gemma2Config", {**GATED, "final_logit_softcapping": 0.7}),
+    "multiplied": ("CohereConfig", {**GATED, "logit_scale": 3.0}),
+    "divided": ("GraniteConfig", {**GATED, "logits_scaling": 0.3}),
+    "tied, on rows alone": ("BloomConfig", {}),
+}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of three positions on models of VOCAB words."""
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", 4 * VOCAB * ROWS_OF_A_CHUNK)
+
+
+def save_model(head: str, folder: Path) -> Path:
+    """A model with that head below `folder`/model."""
+    name, sizes = HEADS[head]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**SIZES | sizes, pad_token_id=0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for weight in model.get_output_embeddings().parameters():
+        nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of each kind of head, made once."""
+    return functools.cache(lambda head: save_model(head, tmp_path_factory.mktemp("head")))
+
+
+def actor_of(folder: Path, **model: Any) -> ActorWorker:
+    config = tiny_config(folder, entropy_coeff=0.1, use_kl_loss=True)
+    for name, value in model.items():
+        setattr(config.actor_rollout_ref.model, name, value)
+    return started(ActorWorker, config, 1)
+
+
+def assert_equal(grads: Gradients, expected: Gradients) -> None:
+    """As large logits round: ten times more than in other tests of gradients."""
+    assert grads.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def expected_columns(folder: Path, data: DataProto, temperature: float) -> dict[str, Tensor]:
+    """Log-probs and entropies of each row by itself in float64, from transformers' logits."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").double().eval()
+    shape = (len(data), RESPONSE)
+    found = {name: torch.zeros(shape, dtype=torch.float64) for name in ("log_probs", "entropys")}
+    for row in range(len(data)):
+        tokens = data.batch["input_ids"][row][data.batch["attention_mask"][row].bool()]
+        length = int(data.batch["response_mask"][row].sum())
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, -length - 1 : -1]
+        log_probs = (logits / temperature).log_softmax(-1)
+        found["log_probs"][row, :length] = log_probs.gather(-1, tokens[-length:, None])[:, 0]
+        found["entropys"][row, :length] = -(log_probs.exp() * log_probs).sum(-1)
+    return found
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
+    folders: Callable[[str], Path], head: str, small_chunks: None
+) -> None:
+    data = make_batch(BATCH)
+    engine = actor_of(folders(head)).engine
+    assert why_not_chunked(engine.module.config) == ""
+    found = engine.forward_rows(data, Budget(rows=BATCH), temperature=0.7, want_entropy=True)
+    expected = expected_columns(folders(head), data, temperature=0.7)
+    for name, column in expected.items():
+        torch.testing.assert_close(found[name].double(), column, atol=2e-5, rtol=0)
+
+    whole = gradients(actor_of(folders(head), use_fused_kernels=False), data, ACTOR_COLUMNS)
+    for budget in (Budget(rows=BATCH), Budget(rows=2)):
+        own = gradients(actor_of(folders(head)), data, ACTOR_COLUMNS, budget)
+        assert_equal(own, whole)
+
+
+class LargestLogits(TorchDispatchMode):
+    """Positions of the largest tensor whose last dim is the vocabulary.
+
+    A gradient of the head's weight, transposed, is none.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.positions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor) or result.dim() < 2 or result.shape[-1] != VOCAB:
+            return result
+        if result.shape[-2] != self.hidden_size:
+            self.positions = max(self.positions, result.numel() // VOCAB)
+        return result
+
+
+@pytest.fixture
+def logits_of_an_update(tiny_dir: Path) -> Callable[..., int]:
+    """The most positions of which an update of some rows holds logits at once."""
+
+    def measured(**model: Any) -> int:
+        actor = actor_of(tiny_dir, **model)
+        with LargestLogits(actor.engine.module.config.hidden_size) as largest:
+            actor.compute_log_prob(make_batch(BATCH))
+            gradients(actor, make_batch(BATCH), ACTOR_COLUMNS, Budget(rows=BATCH))
+        return largest.positions
+
+    return measured
+
+
+def test_no_tensor_holds_the_logits_of_more_than_a_chunk(
+    logits_of_an_update: Callable[..., int], small_chunks: None
+) -> None:
+    assert logits_of_an_update() == ROWS_OF_A_CHUNK
+    num_tokens = int(make_batch(BATCH).batch["response_mask"].sum())
+    assert logits_of_an_update(use_fused_kernels=False) == num_tokens
+
+
+def test_small_logits_stand_whole(logits_of_an_update: Callable[..., int]) -> None:
+    num_tokens = int(make_batch(BATCH).batch["response_mask"].sum())
+    assert logits_of_an_update() == num_tokens
+
+
+def on_ranks(folder: Path, num_rows_of_chunk: int) -> dict[str, Any]:
+    """Gradients and log-probs, a row a pass on several ranks: some passes have one chunk."""
+    lm_head.CHUNK_BYTES = 4 * VOCAB * num_rows_of_chunk
+    actor = actor_of(folder)
+    data = own_piece(make_batch(7), actor.rank, actor.world_size)
+    columns = actor.compute_log_prob(data)[0].batch
+    return {
+        "gradients": gradients(actor, data, ACTOR_COLUMNS, Budget(rows=1)),
+        "log_probs": columns["old_log_probs"][: data.num_real_rows],
+        "entropys": columns["entropys"][: data.num_real_rows],
+    }
+
+
+def test_two_ranks_compute_in_chunks_what_one_computes_whole(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders("tied")
+    parts = run(2, on_ranks, folder, 2)
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", lm_head.CHUNK_BYTES)
+    alone = on_ranks(folder, 10_000)
+    assert_equal(parts[0]["gradients"], alone["gradients"])
+    for name in ("log_probs", "entropys"):
+        joined = torch.cat([part[name] for part in parts])
+        torch.testing.assert_close(joined, alone[name], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["q_proj", "lm_head"]])
+def test_adapters_get_the_same_gradients_at_the_head_too(
+    folders: Callable[[str], Path], target: Any, small_chunks: None
+) -> None:
+    pytest.importorskip("peft")
+    settings = {"lora_rank": 2, "target_modules": target}
+    found = []
+    for chunks in (True, False):
+        actor = actor_of(folders("plain"), use_fused_kernels=chunks, **settings)
+        trained = dict(actor.engine.module.named_parameters())
+        with torch.no_grad():
+            for name, weight in trained.items():
+                if ".lora_B." in name:  # zero at first, and so would be the gradients of A
+                    weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).view_as(weight))
+                elif not weight.requires_grad:
+                    weight.grad = torch.zeros_like(weight)
+        found.append(gradients(actor, make_batch(4), ACTOR_COLUMNS))
+    assert any(name.startswith("lm_head.lora") for name in found[0]) == ("lm_head" in target)
+    assert_equal(*found)
+
+
+def test_gradients_in_bfloat16_are_those_of_float32_but_for_rounding(
+    folders: Callable[[str], Path], small_chunks: None
+) -> None:
+    exact, rounded = (
+        gradients(actor_of(folders("plain"), compute_dtype=name), make_batch(8), ACTOR_COLUMNS)
+        for name in ("float32", "bfloat16")
+    )
+    for name, gradient in exact.items():
+        assert rounded[name].dtype == torch.float32
+        assert (rounded[name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+@pytest.fixture
+def forgotten_proofs() -> Iterator[None]:
+    """What was proven before is proven anew, and so is what this test proves."""
+    lm_head._why_not_chunked.cache_clear()
+    yield
+    lm_head._why_not_chunked.cache_clear()
+
+
+def test_a_model_that_computes_otherwise_in_chunks_keeps_whole_logits(
+    logits_of_an_update: Callable[..., int],
+    small_chunks: None,
+    forgotten_proofs: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def looks_at_neighbours(*args: Any) -> Any:
+        model = stand_in(*args)
+        layer = model.lm_head.forward
+        model.lm_head.forward = lambda states: layer(states - states.mean(dim=1, keepdim=True))
+        return model
+
+    monkeypatch.setattr(lm_head, "stand_in", looks_at_neighbours)
+    with caplog.at_level(logging.WARNING):
+        assert logits_of_an_update() > ROWS_OF_A_CHUNK
+    assert "does not compute its head in chunks (in a small model of its class" in caplog.text
+
+
+def test_a_model_that_goes_around_its_base_model_keeps_whole_logits(
+    forgotten_proofs: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "does not call its base model" in why_not_chunked(transformers.OPTConfig())
+    assert "the logits of a pass stand whole" in caplog.text
+
+
+def test_a_chunk_of_150k_words_takes_a_quarter_gib() -> None:
+    rows = rows_per_chunk(transformers.Qwen2Config(vocab_size=151_936))
+    assert rows == 441
+    assert 4 * 151_936 * rows <= lm_head.CHUNK_BYTES

@@ -1,0 +1,260 @@
+"""Rows that a language-model loss trains on: plain text, prompts with responses, chats.
+
+    rows = read_lm_rows("ptx.train_files", files, tokenizer, max_length=512)
+    loader = LMRowLoader(rows, seed, tokenizer.pad_token_id)
+    batch = loader.take(64)                     # what `TrainEngine.update` reads
+
+What is in the loss follows from a row's columns:
+
+- `text`: every token, and the end of the text;
+- `prompt` and `response`: the response and its end. A prompt is tokenized as PPO's are;
+- `messages`: what the assistant says, in every turn. Where the chat template marks that by
+  `{% generation %}`, as it is marked; otherwise what the template adds for a message of the
+  assistant's after the generation prompt, its end-of-turn tokens included.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer.data.files import Row, rows_of_files
+from trainer.data.prompts import as_objects, encode_prompts
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class LMRow:
+    """One row's tokens, and which of them the loss is of."""
+
+    ids: NDArray[np.int64]
+    in_loss: NDArray[np.bool_]
+
+
+def read_lm_rows(key: str, files: Any, tokenizer: Any, max_length: int) -> list[LMRow]:
+    """The rows of the files that the configuration's `key` names, in order.
+
+    Rows of more than `max_length` tokens are cut at their end; one that has no token of the loss
+    left is dropped. Both are counted in a line of the log.
+    """
+    names = [files] if isinstance(files, str) else list(files)
+    rows: list[LMRow] = []
+    num_read = num_cut = num_dropped = 0
+    for where, row in rows_of_files(names, key):
+        try:
+            encoded = encode_lm_row(row, tokenizer)
+        except ValueError as problem:
+            raise ConfigError(f"{where}: {problem}.") from problem
+        num_read += 1
+        if len(encoded.ids) > max_length:
+            num_cut += 1
+            encoded = LMRow(encoded.ids[:max_length], encoded.in_loss[:max_length])
+        if encoded.in_loss[1:].any():
+            rows.append(encoded)
+        else:
+            num_dropped += 1
+
+    story = (
+        f"{key} holds {num_read} rows; {num_cut} were cut to {max_length} tokens, and of these "
+        f"{num_dropped} dropped, since nothing of their loss was left"
+    )
+    if not rows:
+        raise ConfigError(f"{story}: no row is left to train on.")
+    logger.info("%s", story)
+    return rows
+
+
+def encode_lm_row(row: Any, tokenizer: Any) -> LMRow:
+    """Tokens and loss mask of one row; a ValueError says what is wrong with it."""
+    if isinstance(row, ValueError):
+        raise row
+    if not isinstance(row, dict):
+        raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
+    for columns, encode in ENCODERS.items():
+        if all(row.get(column) is not None for column in columns):
+            encoded = encode(row, tokenizer)
+            if not encoded.in_loss[1:].any():
+                raise ValueError("no token of it is in the loss")
+            return encoded
+
+    filled = ", ".join(sorted(name for name, value in row.items() if value is not None))
+    raise ValueError(
+        "it has neither 'messages', nor 'prompt' and 'response', nor 'text'; there is "
+        f"{filled or 'nothing'}"
+    )
+
+
+def _encode_text(row: Row, tokenizer: Any) -> LMRow:
+    text = _filled_string(row, "text")
+    ids = _with_end(tokenizer(text)["input_ids"], tokenizer)
+    return LMRow(ids, np.ones(len(ids), dtype=np.bool_))
+
+
+def _encode_response(row: Row, tokenizer: Any) -> LMRow:
+    if not row["prompt"]:
+        raise ValueError("'prompt' is empty")
+    if not isinstance(row["prompt"], str):
+        _check_messages("prompt", row["prompt"])
+    (prompt,) = encode_prompts([row["prompt"]], tokenizer)
+    response = tokenizer(_filled_string(row, "response"), add_special_tokens=False)["input_ids"]
+    ids = np.concatenate([prompt, _with_end(response, tokenizer)])
+    return LMRow(ids, np.arange(len(ids)) >= len(prompt))
+
+
+def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
+    from jinja2 import TemplateError
+
+    messages = row["messages"]
+    _check_messages("messages", messages)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("'messages' has none of the assistant's")
+    template = tokenizer.chat_template
+    if template is None:
+        raise ValueError(
+            f"it is a chat, and the tokenizer of {tokenizer.name_or_path} has no chat template; "
+            "add chat_template.jinja to the model folder"
+        )
+
+    try:
+        if isinstance(template, str) and GENERATION_MARKER.search(template):
+            return _encode_marked(messages, tokenizer)
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        spans = _assistant_spans(messages, tokenizer, text)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses it: {error}") from error
+
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = np.array([start for start, _ in encoded["offset_mapping"]])
+    in_loss = np.zeros(len(starts), dtype=np.bool_)
+    for first, end in spans:
+        in_loss |= (starts >= first) & (starts < end)
+    return LMRow(np.array(encoded["input_ids"], dtype=np.int64), in_loss)
+
+
+def _encode_marked(messages: list[Row], tokenizer: Any) -> LMRow:
+    encoded = tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return LMRow(
+        np.array(encoded["input_ids"], dtype=np.int64),
+        np.array(encoded["assistant_masks"], dtype=np.bool_),
+    )
+
+
+def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    """Where in the chat's text each message of the assistant's begins and ends."""
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(
+            messages[:number], tokenize=False, add_generation_prompt=True
+        )
+        after = tokenizer.apply_chat_template(messages[: number + 1], tokenize=False)
+        if not (text.startswith(after) and after.startswith(before)):
+            raise ValueError(
+                f"the chat template writes message {number}, the assistant's, otherwise where "
+                "others follow it, so its tokens cannot be told apart; put {% generation %} and "
+                "{% endgeneration %} around them in the template"
+            )
+        spans.append((len(before), len(after)))
+    return spans
+
+
+def _filled_string(row: Row, column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise ValueError(f"{column!r} is a {type(value).__name__}, not a string")
+    if not value.strip():
+        raise ValueError(f"{column!r} is empty")
+    return value
+
+
+def _check_messages(column: str, messages: Any) -> None:
+    is_list = isinstance(messages, list) and messages
+    if not is_list or not all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+    ):
+        raise ValueError(
+            f"{column!r} is no list of messages with role and content: {messages!r:.80}"
+        )
+
+
+def _with_end(ids: list[int], tokenizer: Any) -> NDArray[np.int64]:
+    """The tokens with eos after them, once."""
+    end = tokenizer.eos_token_id
+    ended = end is None or (ids and ids[-1] == end)
+    return np.array(ids if ended else [*ids, end], dtype=np.int64)
+
+
+ENCODERS: dict[tuple[str, ...], Callable[[Row, Any], LMRow]] = {
+    ("messages",): _encode_chat,
+    ("prompt", "response"): _encode_response,
+    ("text",): _encode_text,
+}
+"""Columns -> what makes tokens of a row that has them; the first that fit."""
+
+
+class LMRowLoader:
+    """Endless rows, epoch after epoch in an order from the seed; a resumed one goes on in place."""
+
+    def __init__(self, rows: Sequence[LMRow], seed: int, pad_token_id: int) -> None:
+        self._rows, self._seed, self._pad = rows, seed, pad_token_id
+        self._num_taken = 0
+
+    def take(self, count: int) -> DataProto:
+        """The next rows, padded on the right, with the columns that `TrainEngine.update` reads.
+
+        Every token but the first of a row is a response; the mask says which are in the loss.
+        """
+        places = [divmod(self._num_taken + number, len(self._rows)) for number in range(count)]
+        orders = {epoch: self._order(epoch) for epoch, _ in places}
+        chosen = [(int(orders[epoch][place]), epoch) for epoch, place in places]
+        self._num_taken += count
+
+        rows = [self._rows[number] for number, _ in chosen]
+        width = max(len(row.ids) for row in rows)
+        ids = torch.full((count, width), self._pad)
+        mask, in_loss = torch.zeros_like(ids), torch.zeros_like(ids)
+        for slot, row in enumerate(rows):
+            length = len(row.ids)
+            ids[slot, :length] = torch.from_numpy(row.ids)
+            mask[slot, :length] = 1
+            in_loss[slot, :length] = torch.from_numpy(row.in_loss)
+        return DataProto.from_dict(
+            tensors={
+                "input_ids": ids,
+                "attention_mask": mask,
+                "position_ids": (mask.cumsum(-1) - 1).clamp(min=0) * mask,
+                "responses": ids[:, 1:].clone(),
+                "response_mask": in_loss[:, 1:].clone(),
+            },
+            non_tensors={"uid": as_objects([f"{number}-{epoch}" for number, epoch in chosen])},
+        )
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loader stands; with the seed in the config, all that a resume needs."""
+        return {"num_taken": self._num_taken, "num_rows": len(self._rows)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to where `state` was taken; other rows are refused."""
+        if state["num_rows"] != len(self._rows):
+            raise CheckpointError(
+                "The saved position is one among other rows for the language-model loss (saved "
+                f"{state['num_rows']} of them, now {len(self._rows)})."
+            )
+        self._num_taken = state["num_taken"]

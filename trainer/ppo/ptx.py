@@ -1,0 +1,32 @@
+"""PTX in PPO: the rows whose language-model loss every optimizer step trains beside the policy's.
+
+`PPOTrainer.prepare` makes the loader, `PPOTrainer.update` takes from it; the loss is the actor's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.data.lm_rows import LMRowLoader, read_lm_rows
+from trainer.ppo.config import PPOConfig
+
+
+def make_ptx_loader(config: PPOConfig, tokenizer: Any) -> LMRowLoader | None:
+    """The loader of `ptx.train_files`, if there are any."""
+    if not config.ptx.train_files:
+        return None
+    rows = read_lm_rows("ptx.train_files", config.ptx.train_files, tokenizer, longest_row(config))
+    return LMRowLoader(rows, config.trainer.seed, tokenizer.pad_token_id)
+
+
+def longest_row(config: PPOConfig) -> int:
+    """Tokens of the longest row: by default those of a prompt with its response."""
+    sample = config.data.max_prompt_length + config.data.max_response_length
+    return config.ptx.max_length or sample
+
+
+def rows_per_update(config: PPOConfig) -> int:
+    """Rows of all optimizer steps of one `update_actor`."""
+    actor = config.actor_rollout_ref.actor
+    num_steps = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    return num_steps * (config.ptx.batch_size or actor.ppo_mini_batch_size)

@@ -1,0 +1,333 @@
+"""Log-probs and entropies from the token head, whose logits never stand whole where they are large.
+
+`TrainEngine.outputs` calls `token_columns`, for every role with a token head. Where the logits of a
+pass take more than CHUNK_BYTES, the head runs over a chunk of positions at a time: forwards, and
+again in the backward pass, which adds up the chunks' gradients. What stands whole are the hidden
+states, and the gradient of the head's weights.
+
+A chunk goes through the model's own `forward`, with its hidden states in the place of the body. So
+a bias, a scale, soft-capping, tied embeddings or an adapter at the head are computed by the model's
+own code. That this is right for a class of models is proven on a small stand-in, values and
+gradients, before its first large pass; for a class where it is not, logits stand whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.models.causal_lm import body_of
+from workers.models.stand_in import MODEL_ERRORS, VOCABULARY, ConfigByContent, stand_in
+from workers.training.microbatch import Columns
+from workers.training.packing import Feed, model_inputs, padded_feed, picked, read
+from workers.training.token_columns import columns_of_logits
+
+logger = logging.getLogger(__name__)
+CHUNK_BYTES = 256 * 2**20
+"""Bytes that a chunk's logits take in float32."""
+GRADIENT_ROWS = 16384
+"""Rows of the gradient of a weight that is not float32 that are added up at a time."""
+LARGEST_ERROR = 1e-5
+"""Relative error up to which chunks and whole logits agree in float32."""
+
+
+def token_columns(
+    module: Any,
+    feed: Feed,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    want_entropy: bool = False,
+    want_sum_pi_squared: bool = False,
+    may_chunk: bool = True,
+) -> Columns:
+    """`log_probs` of the labels, and what else is wanted, at the positions that `feed` reads."""
+    compute = functools.partial(
+        columns_of_logits,
+        temperature=temperature,
+        want_entropy=want_entropy,
+        want_sum_pi_squared=want_sum_pi_squared,
+    )
+    num_rows = positions_at_once(module.config, len(labels), may_chunk)
+    if num_rows < len(labels):
+        return _in_chunks(module, feed, labels, compute, num_rows)
+    return compute(read(module, feed), labels)
+
+
+def positions_at_once(config: Any, num_positions: int, may_chunk: bool = True) -> int:
+    """Of how many positions a pass that reads so many holds logits at the same time."""
+    num_rows = rows_per_chunk(config)
+    if may_chunk and num_positions > num_rows and not why_not_chunked(config):
+        return num_rows
+    return num_positions
+
+
+def rows_per_chunk(config: Any) -> int:
+    """Positions whose logits take CHUNK_BYTES."""
+    vocabulary: int = config.get_text_config().vocab_size
+    return max(1, CHUNK_BYTES // (4 * vocabulary))
+
+
+def _in_chunks(
+    module: Any, feed: Feed, labels: Tensor, compute: Callable[..., Columns], num_rows: int
+) -> Columns:
+    """All in one call of the module, whose hooks (FSDP's) see an ordinary forward pass."""
+    model_forward = module.forward
+    names: list[str] = []
+
+    def forward(**inputs: Any) -> tuple[Tensor, ...]:
+        head = _Head(module, model_forward, inputs)
+        states = picked(head.run_body(), feed)
+        columns: Any = _Chunks.apply(head, compute, names, labels, num_rows, states, *head.weights)
+        return tuple(columns)
+
+    with _replaced(module, forward):
+        found = module(**model_inputs(module, feed))
+    return dict(zip(names, found, strict=True))
+
+
+class _Head:
+    """What a model computes after its body, as a function of hidden states."""
+
+    def __init__(self, module: Any, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
+        self.forward, self.inputs = forward, inputs
+        self.body, self.layer = body_of(module), module.get_output_embeddings()
+        self.make_output: Callable[..., Any] | None = None
+
+        own = dict(self.layer.named_parameters())
+        outside = {id(weight): weight for weight in own.values()}
+        inside = {id(weight) for weight in self.body.parameters()}
+        for weight in module.parameters():
+            if id(weight) not in inside:
+                outside[id(weight)] = weight
+        self.weights = [weight for weight in outside.values() if weight.requires_grad]
+        """The weights that are trained; first those of the output layer, tied ones included."""
+        self.linear_names: list[str] = []
+        """Names of the first of them, where the output layer is a plain linear one."""
+        if type(self.layer) is nn.Linear:
+            self.linear_names = [name for name, weight in own.items() if weight.requires_grad]
+
+    def run_body(self) -> Tensor:
+        """The body's hidden states, [rows, width, size]; the model makes the body's inputs."""
+        outputs: list[Any] = []
+        body_forward = self.body.forward
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(body_forward(*args, **kwargs))
+            return outputs[-1]
+
+        with _replaced(self.body, recorded):
+            self.forward(**self.inputs, logits_to_keep=1)  # one position's logits, which are unused
+        if not outputs:
+            raise ValueError("its forward pass does not call its base model")
+        self.make_output = type(outputs[0])
+        states: Tensor = outputs[0].last_hidden_state
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[positions, size] -> [positions, vocabulary]."""
+        assert self.make_output is not None, "the body runs first"
+        output = self.make_output(last_hidden_state=states[None])
+        with _replaced(self.body, lambda *_, **__: output):
+            logits: Tensor = self.forward(**self.inputs).logits[0]
+        return logits
+
+
+class _Chunks(torch.autograd.Function):
+    """`compute(logits, labels)`, some positions at a time, without a graph of the whole.
+
+    `names` gets those of the columns that come back.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: _Head,
+        compute: Callable[[Tensor, Tensor], Columns],
+        names: list[str],
+        labels: Tensor,
+        num_rows: int,
+        states: Tensor,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        # One column for all chunks: small tensors that outlive a chunk's logits would stand in the
+        # place that the next chunk's need, and the process would grow by a chunk each time.
+        columns: list[Tensor] = []
+        for start in range(0, len(states), num_rows):
+            chunk = slice(start, start + num_rows)
+            found = compute(head.logits(states[chunk]), labels[chunk])
+            columns = columns or [part.new_empty(len(states)) for part in found.values()]
+            for column, part in zip(columns, found.values(), strict=True):
+                column[chunk] = part
+            names[:] = found
+
+        ctx.save_for_backward(states, labels, *weights)
+        ctx.head, ctx.compute, ctx.num_rows = head, compute, num_rows
+        ctx.set_materialize_grads(False)
+        return tuple(columns)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        states, labels, *weights = ctx.saved_tensors
+        sums = [torch.zeros_like(weight, dtype=_sum_dtype(weight)) for weight in weights]
+        names = ctx.head.linear_names
+        others, other_sums = weights[len(names) :], sums[len(names) :]
+        grad_states = torch.empty_like(states)
+
+        for start in range(0, len(states), ctx.num_rows):
+            chunk = slice(start, start + ctx.num_rows)
+            some = states[chunk].detach().requires_grad_()
+            linear_sums = dict(zip(names, sums, strict=False))
+            with torch.enable_grad(), _adding_up(ctx.head.layer, linear_sums):
+                found = [*ctx.compute(ctx.head.logits(some), labels[chunk]).values()]
+            asked = [number for number, grad in enumerate(grads) if grad is not None]
+            own, *of_others = torch.autograd.grad(
+                [found[number] for number in asked],
+                [some, *others],
+                [grad[chunk] for grad in grads if grad is not None],
+            )
+            grad_states[chunk] = own
+            for total, grad in zip(other_sums, of_others, strict=True):
+                total += grad
+
+        results = [total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)]
+        return None, None, None, None, None, grad_states, *results
+
+
+class _AddingLinear(torch.autograd.Function):
+    """A linear layer that adds its weights' gradients to sums of its caller's.
+
+    As results they would take as much memory again for every chunk.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        multiply: Callable[[Tensor], Tensor],
+        sums: dict[str, Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(states, weight)
+        ctx.sums = sums
+        return multiply(states)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        states, weight = ctx.saved_tensors
+        flat, grad_flat = states.flatten(0, -2), grad.flatten(0, -2)
+        if "weight" in ctx.sums:
+            _add_product(ctx.sums["weight"], grad_flat, flat)
+        if "bias" in ctx.sums:
+            ctx.sums["bias"] += grad_flat.sum(dim=0, dtype=ctx.sums["bias"].dtype)
+        return grad @ weight, None, None, None
+
+
+def _add_product(total: Tensor, grad: Tensor, states: Tensor) -> None:
+    """total += grad.t() @ states."""
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), states)
+        return
+    for some, own_grad in zip(
+        total.split(GRADIENT_ROWS), grad.split(GRADIENT_ROWS, dim=1), strict=True
+    ):
+        some += own_grad.t() @ states
+
+
+def _sum_dtype(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+@contextmanager
+def _adding_up(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
+    """Within, the gradients of this linear layer's weights go to `sums`; nothing without sums."""
+    if not sums:
+        yield
+        return
+
+    weight, multiply = layer.weight.detach(), layer.forward
+
+    def forward(states: Tensor) -> Tensor:
+        result: Tensor = _AddingLinear.apply(states, weight, multiply, sums)
+        return result
+
+    with _replaced(layer, forward):
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within, the module computes by `forward`, inside its hooks."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def why_not_chunked(config: Any) -> str:
+    """Why the head of such a model does not run in chunks; an empty text where it does."""
+    return _why_not_chunked(ConfigByContent.of(config))
+
+
+@functools.lru_cache(maxsize=64)
+def _why_not_chunked(config: ConfigByContent) -> str:
+    reason = ""
+    try:
+        error = _error_of_chunks(stand_in(config.config, "eager"))
+        if not error <= LARGEST_ERROR:
+            reason = f"in a small model of its class they are off by {error:.0e}"
+    except MODEL_ERRORS as failure:
+        reason = f"{type(failure).__name__}: {failure}"
+
+    if reason:
+        logger.warning(
+            "model type %s does not compute its head in chunks (%s): the logits of a pass stand "
+            "whole, 4 bytes for each position and word. Smaller passes take less.",
+            config.config.model_type,
+            reason,
+        )
+    return reason
+
+
+def _error_of_chunks(model: Any) -> float:
+    """The largest relative error of values and gradients, beside logits that stand whole."""
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ValueError("its head computes every position")
+    tokens = 3 + torch.arange(24).view(2, 12) * 7 % (VOCABULARY - 3)
+    columns = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "position_ids": torch.arange(12).expand(2, 12),
+    }
+    feed = padded_feed(columns, torch.arange(12).expand(2, 12) > 2, torch.device("cpu"))
+    labels = tokens.roll(-1, dims=1)[feed.reads]
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+
+    compute = functools.partial(columns_of_logits, temperature=0.7, want_entropy=True)
+    numbers: list[list[Tensor]] = []
+    with torch.enable_grad():
+        for whole in (True, False):
+            if whole:
+                found = compute(read(model, feed), labels)
+            else:
+                found = _in_chunks(model, feed, labels, compute, 5)
+            loss = (found["log_probs"] * labels.float().sin()).sum() + found["entropys"].cos().sum()
+            grads = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+            numbers.append([*(column.detach() for column in found.values()), *grads])
+
+    errors = []
+    for expected, own in zip(*numbers, strict=True):
+        size = expected.norm().clamp(min=torch.finfo(expected.dtype).tiny)
+        errors.append(float((own - expected).norm() / size))
+    return max(errors)

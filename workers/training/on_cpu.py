@@ -1,0 +1,23 @@
+"""What a training engine does on a CPU alone: only there is `workers.cpu` imported."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch import nn
+
+
+def prepare_cpu_process() -> None:
+    """Settings of a process that trains on the CPU, before it computes anything."""
+    from workers.cpu.allocator import keep_freed_memory
+    from workers.cpu.onednn import limit_kernel_caches
+
+    keep_freed_memory()
+    limit_kernel_caches()
+
+
+def cpu_kernels(module: nn.Module) -> AbstractContextManager[None]:
+    """Within, the parts of the module that `fused_ops` knows run as written there."""
+    from workers.cpu.fused_ops import fused_ops
+
+    return fused_ops(module)
