@@ -63,7 +63,7 @@ def runs() -> dict[tuple[str, str], list[str]]:
     PPO.load_registries()
     found: dict[tuple[str, str], list[str]] = {}
     for preset in PPO.preset_names("algorithm"):
-        own = preset_leaves(preset)
+        own = preset_leaves("algorithm", preset)
         settings = [f"algorithm={preset}"]
         if MINI_BATCH in own:
             settings.append(f"{MINI_BATCH}={own[MINI_BATCH]}")

@@ -192,9 +192,9 @@ def preset_card_list() -> str:
     """A card for each preset: every key that it sets, and where its paper says so."""
     parts = []
     for preset in PPO.preset_names("algorithm"):
-        sources = preset_sources(preset)
+        sources = preset_sources("algorithm", preset)
         rows = []
-        for key, value in preset_leaves(preset).items():
+        for key, value in preset_leaves("algorithm", preset).items():
             rows.append([_code([key]), _show(value), sources[key]])
         table = _table(["key", "value", "where"], rows)
         about = [_about_preset("algorithm", preset), _command([f"algorithm={preset}"]), table]

@@ -28,6 +28,7 @@ COLUMNS_OF_LOSSES = {
     "old_log_prob": "old_log_probs",
     "advantages": "advantages",
     "response_mask": "response_mask",
+    "chosen_tokens": "chosen_tokens",
 }
 """Parameter of a policy loss -> the batch's column that it is filled from."""
 
@@ -85,7 +86,7 @@ def _example_of_loss(name: str) -> tuple[str, ...]:
         return tuple(settings)
 
     for preset in PPO.preset_names("algorithm"):
-        leaves = preset_leaves(preset)
+        leaves = preset_leaves("algorithm", preset)
         if leaves.get(LOSS_MODE) == name:
             settings += [f"{key}={leaves[key]}" for key in leaves if key.startswith(OF_THE_LOSS)]
             break
@@ -112,15 +113,15 @@ def names_by_entry(registry: Mapping[str, Callable[..., Any]]) -> dict[tuple[str
     return {tuple(of_entry): entry for entry, of_entry in names.items()}
 
 
-def preset_text(preset: str) -> str:
-    """The file of a preset of `algorithm`."""
-    return (PPO.config_dir / "algorithm" / f"{preset}.yaml").read_text(encoding="utf-8")
+def preset_text(group: str, preset: str) -> str:
+    """The file of a preset, such as `algorithm=grpo`."""
+    return (PPO.config_dir / group / f"{preset}.yaml").read_text(encoding="utf-8")
 
 
-def preset_leaves(preset: str) -> dict[str, Any]:
+def preset_leaves(group: str, preset: str) -> dict[str, Any]:
     """The dotted keys that a preset sets, with their values, in the order of its lines."""
-    tree = OmegaConf.to_container(OmegaConf.create(preset_text(preset)))
-    assert isinstance(tree, dict), f"{preset}.yaml is no mapping"
+    tree = OmegaConf.to_container(OmegaConf.create(preset_text(group, preset)))
+    assert isinstance(tree, dict), f"{group}/{preset}.yaml is no mapping"
     return dict(_leaves(tree, ""))
 
 
@@ -132,14 +133,14 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def preset_sources(preset: str) -> dict[str, str]:
+def preset_sources(group: str, preset: str) -> dict[str, str]:
     """The dotted keys that a preset sets -> the comment beside each: where its paper says so.
 
     A line of its file sets one key, or opens a section.
     """
     comments = []
-    for line in preset_text(preset).splitlines():
+    for line in preset_text(group, preset).splitlines():
         setting, _, comment = line.partition("  # ")
         if setting and not setting.startswith("#") and not setting.endswith(":"):
             comments.append(comment)
-    return dict(zip(preset_leaves(preset), comments, strict=True))
+    return dict(zip(preset_leaves(group, preset), comments, strict=True))

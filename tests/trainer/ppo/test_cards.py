@@ -111,7 +111,7 @@ def test_all_curves_are_in_one_picture_and_none_is_of_another_name() -> None:
 
 @pytest.mark.parametrize("preset", PPO.preset_names("algorithm"))
 def test_a_preset_says_of_every_key_where_it_is_from(preset: str) -> None:
-    assert [key for key, source in preset_sources(preset).items() if not source] == []
+    assert [key for key, source in preset_sources("algorithm", preset).items() if not source] == []
 
 
 def test_a_docstring_is_taken_apart() -> None:

@@ -18,7 +18,7 @@ PRESETS = PPO.preset_names("algorithm")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_all_that_a_preset_sets_is_read(preset: str) -> None:
     config = load_config([*NEEDED, f"algorithm={preset}"])
-    leaves = preset_leaves(preset)
+    leaves = preset_leaves("algorithm", preset)
     for key, value in leaves.items():
         if not str(value).startswith("${"):
             assert read(config, key) == value, key
