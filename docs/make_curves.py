@@ -55,33 +55,25 @@ TINY = {
 The task wants responses of full length, so that none of them is punished as overlong.
 """
 KINDS = {"algorithm": "Preset", "estimator": "Estimator", "policy_loss": "Policy loss"}
-"""Kind of an algorithm -> its word in headings; a further group of presets has its own name."""
+"""Kind of an algorithm -> its word in the pictures."""
 
 
 def runs() -> dict[tuple[str, str], list[str]]:
     """(kind, name) -> the settings that choose it."""
     PPO.load_registries()
     found: dict[tuple[str, str], list[str]] = {}
-    for group in preset_groups():
-        under = [] if group == "algorithm" else ["algorithm=grpo"]
-        for preset in PPO.preset_names(group):
-            own = preset_leaves(group, preset)
-            settings = [f"{group}={preset}", *under]
-            if MINI_BATCH in own:
-                settings.append(f"{MINI_BATCH}={own[MINI_BATCH]}")
-            if KL_COEF in own:
-                settings.append(f"{KL_COEF}={TINY_KL_COEF}")
-            found[group, preset] = settings
+    for preset in PPO.preset_names("algorithm"):
+        own = preset_leaves("algorithm", preset)
+        settings = [f"algorithm={preset}"]
+        if MINI_BATCH in own:
+            settings.append(f"{MINI_BATCH}={own[MINI_BATCH]}")
+        if KL_COEF in own:
+            settings.append(f"{KL_COEF}={TINY_KL_COEF}")
+        found["algorithm", preset] = settings
     for kind, cards in (("estimator", estimator_cards()), ("policy_loss", policy_loss_cards())):
         for card in sorted(cards, key=lambda card: card.names):
             found[kind, card.names[0]] = list(card.settings)
     return found
-
-
-def preset_groups() -> list[str]:
-    """The groups of presets of PPO but for placement."""
-    folders = {path.parent.name for path in PPO.config_dir.glob("*/*.yaml")}
-    return sorted(folders - {"placement"})
 
 
 def train(settings: list[str], tiny: Path, folder: Path) -> list[float]:
@@ -153,8 +145,7 @@ def draw_all(names: list[tuple[str, str]], scores: dict[str, list[float]]) -> No
         for panel, (kind, name) in zip(panels, names, strict=False):
             panel.set_axis_on()
             _curve(panel, scores[id_of(kind, name)], scores)
-            word = KINDS.get(kind, kind).lower()
-            panel.set_title(f"{name}\n{word}", fontsize=6, pad=2)
+            panel.set_title(f"{name}\n{KINDS[kind].lower()}", fontsize=6, pad=2)
 
 
 def _curve(axes: Any, own: list[float], scores: dict[str, list[float]]) -> None:
@@ -223,7 +214,7 @@ def main() -> None:
             scores[id_of(kind, name)] = curve
             write_scores(scores)
             first, last = first_and_last(curve)
-            print(f"{KINDS.get(kind, kind)} {name}: {first:.3f} -> {last:.3f}", flush=True)
+            print(f"{KINDS[kind]} {name}: {first:.3f} -> {last:.3f}", flush=True)
 
     drawn = [which for which in every if id_of(*which) in scores]
     for picture in set(SMALL.glob("*.png")) - {picture_of(*which) for which in drawn}:

@@ -23,10 +23,12 @@ LOSS_MODE = f"{ACTOR}policy_loss.loss_mode"
 OF_THE_LOSS = tuple(f"{ACTOR}{name}" for name in ("clip_ratio", "loss_agg_mode", "ppo_mini_batch"))
 """What keys begin with that a preset sets for its policy loss, besides its name."""
 GROUP_OF_EIGHT = "actor_rollout_ref.rollout.n=8"
+ONE_NAMED_REWARD = "algorithm.gdpo_reward_keys=[seq_reward]"
 COLUMNS_OF_LOSSES = {
     "old_log_prob": "old_log_probs",
     "advantages": "advantages",
     "response_mask": "response_mask",
+    "chosen_tokens": "chosen_tokens",
 }
 """Parameter of a policy loss -> the batch's column that it is filled from."""
 
@@ -55,10 +57,12 @@ def estimator_cards() -> list[Card]:
     cards = []
     for names, estimator in names_by_entry(ADVANTAGE_ESTIMATORS).items():
         parameters = inspect.signature(estimator).parameters
-        keys = tuple(f"algorithm.{name}" for name in parameters if name in SETTINGS)
+        keys = tuple(f"algorithm.{SETTINGS[name]}" for name in parameters if name in SETTINGS)
         example = [f"algorithm.adv_estimator={names[0]}"]
         if needs_groups(estimator):
             example.append(GROUP_OF_EIGHT)
+        if "named_rewards" in parameters:
+            example.append(ONE_NAMED_REWARD)
         cards.append(Card(names, *said_of(estimator), columns_read(names[0]), keys, tuple(example)))
     return cards
 

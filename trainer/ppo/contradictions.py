@@ -139,12 +139,12 @@ def _warnings_of_the_clip(config: PPOConfig) -> Iterator[tuple[str, str]]:
 
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-    if loss == "gspo" and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
+    if loss in ("gspo", "luspo") and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
         yield (
             "clip-of-sequences",
             f"a clip range of {low} below and {high} above is one of token ratios: those of "
-            f"sequences, which {ACTOR}.policy_loss.loss_mode=gspo clips, hardly ever leave it. The "
-            f"paper's is {ACTOR}.clip_ratio_low=3e-4 and {ACTOR}.clip_ratio_high=4e-4.",
+            f"sequences, which {ACTOR}.policy_loss.loss_mode={loss} clips, hardly ever leave it. "
+            f"The paper's is {ACTOR}.clip_ratio_low=3e-4 and {ACTOR}.clip_ratio_high=4e-4.",
         )
     if loss != "cispo" and low > high:
         yield (

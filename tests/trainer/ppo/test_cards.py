@@ -31,7 +31,8 @@ def names_of(cards: list[Card]) -> set[str]:
 
 
 def in_backticks(text: str) -> list[str]:
-    return re.findall(r"`([^`<]+)`", text)
+    """What is between backticks, but for names with a place for the user's own, `<name>`."""
+    return [word for word in re.findall(r"`([^`]+)`", text) if "<" not in word]
 
 
 @pytest.fixture(scope="module")

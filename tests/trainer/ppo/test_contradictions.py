@@ -42,8 +42,8 @@ ERRORS = [
     ),
     ("actor_rollout_ref.actor.entropy_coeff=-0.1", ["entropy_coeff=-0.1", "0 or above"]),
     (f"{KL_IN_REWARD} algorithm.kl_ctrl.kl_coef=-1", ["kl_coef=-1", "0 or above"]),
-    ("actor_rollout_ref.actor.clip_ratio_low=-0.2", ["clip_ratio_low=-0.2", "above 0"]),
-    ("actor_rollout_ref.actor.clip_ratio_high=0", ["clip_ratio_high=0", "above 0"]),
+    ("actor_rollout_ref.actor.clip_ratio_low=-0.2", ["clip_ratio_low=-0.2", "0 or more"]),
+    ("actor_rollout_ref.actor.clip_ratio_high=-1", ["clip_ratio_high=-1", "0 or more"]),
 ]
 
 WARNINGS = [
