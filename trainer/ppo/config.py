@@ -108,7 +108,7 @@ class AlgorithmConfig:
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")
     """Scores are clamped to -score_clip ... score_clip before anything else; null leaves them."""
     rollout_correction: RolloutCorrectionConfig = key(factory=RolloutCorrectionConfig)
-    """Importance weights of the policy loss."""
+    """Weights and rejection of samples that another policy drew."""
     use_kl_in_reward: bool = key(False)
     """Subtract the KL to the reference from the reward; starts the reference role."""
     kl_penalty: str = key("kl", choices=KL_ESTIMATORS, read_when=KL_IN_REWARD)
