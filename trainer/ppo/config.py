@@ -153,7 +153,7 @@ class AlgorithmConfig:
     critic, and their denominators. Their scores still count in their groups.
     """
     rollout_correction: RolloutCorrectionConfig = key(factory=RolloutCorrectionConfig)
-    """Importance weights of the policy loss."""
+    """Weights and rejection of samples that another policy drew."""
     use_kl_in_reward: bool = key(False)
     """Subtract the KL to the reference from the reward; starts the reference role."""
     kl_penalty: str = key("kl", choices=KL_ESTIMATORS, read_when=KL_IN_REWARD)

@@ -79,7 +79,7 @@ class RolloutCorrectionConfig:
     )
     """Criteria by which tokens or sequences are rejected, parted by commas; null rejects none.
 
-    What is rejected leaves the mask, before the denominators of the loss are counted.
+    What is rejected leaves the mask; unless bypassing, before the loss's denominators are counted.
     """
     rollout_rs_threshold: str | None = key(
         None, allows="a number, or lower_upper for k1; one for all, or one each", read_when=REJECTS

@@ -36,7 +36,6 @@ class CorrectionSettings(Protocol):
 
     rollout_is: str | None
     rollout_is_threshold: str
-    rollout_is_batch_normalize: bool
     rollout_rs: str | None
     rollout_rs_threshold: str | None
     rollout_token_veto_threshold: float | None
@@ -89,6 +88,7 @@ class RolloutCorrection:
     level: str | None
     """Which weights there are, if any: one of `LEVELS`."""
     bounds: Bounds
+    """Of the weights."""
     criteria: tuple[Criterion, ...]
     veto: float | None
     """The least ratio of a token; a sequence with a smaller one is rejected."""
@@ -96,16 +96,14 @@ class RolloutCorrection:
     @classmethod
     def of(cls, settings: CorrectionSettings) -> RolloutCorrection:
         """The correction that the section describes; what it cannot be is an error."""
-        bounds, veto = (
-            weight_bounds(str(settings.rollout_is_threshold)),
-            settings.rollout_token_veto_threshold,
-        )
-        least = bounds.lower if settings.rollout_is and bounds.lower is not None else 1.0
+        bounds = weight_bounds(str(settings.rollout_is_threshold))
+        veto, least, is_what = settings.rollout_token_veto_threshold, 1.0, "that of equal policies"
+        if settings.rollout_is is not None and bounds.lower is not None:
+            least, is_what = bounds.lower, "the lower rollout_is_threshold"
         if veto is not None and not 0 < veto < least:
             raise ConfigError(
-                f"{SECTION}.rollout_token_veto_threshold={veto:g}: it must lie between 0 and "
-                f"{least:g}, {'the lower rollout_is_threshold' if least < 1 else 'equal policies'};"
-                " such as 1e-4."
+                f"{SECTION}.rollout_token_veto_threshold={veto:g}: it is a ratio between 0 and "
+                f"{least:g}, {is_what}; such as 1e-4."
             )
         thresholds = settings.rollout_rs_threshold
         criteria = criteria_of(settings.rollout_rs, None if thresholds is None else str(thresholds))

@@ -260,7 +260,7 @@ def test_correction_has_no_gradient(batch):
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1.1_2"}, "from 1.1 to 2"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "token_k2 is never below"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0"}, "token_k3 is never below"),
-        ({"rollout_token_veto_threshold": 1.0}, "between 0 and 1, equal policies"),
+        ({"rollout_token_veto_threshold": 1.0}, "between 0 and 1, that of equal policies"),
         (
             {
                 "rollout_is": "token",
