@@ -30,6 +30,8 @@ PRELOADED = [
     "workers.roles.reference",
     "workers.roles.reward_model",
     "workers.roles.rollout",
+    "pytest",
+    "tests.frozen",
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import PRELOADED
+from tests.forked import run_program
 
 
 @pytest.mark.parametrize("name", PRELOADED)
 def test_a_preloaded_module_can_be_imported(name: str) -> None:
     importlib.import_module(name)
+
+
+def print_loaded() -> None:
+    """What runs in the process of the test below."""
+    print(*(name for name in PRELOADED if name in sys.modules))
+    sys.exit(f"in {Path.cwd()} with {sys.argv[1:]}")
+
+
+def test_a_forked_program_has_them_and_its_output_status_and_arguments_are_its_own(
+    tmp_path: Path,
+) -> None:
+    done = run_program(print_loaded, "one", folder=tmp_path)
+    assert done.stdout.split() == PRELOADED
+    assert (done.returncode, done.stderr) == (1, f"in {tmp_path} with ['one']\n")

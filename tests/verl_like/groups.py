@@ -13,7 +13,7 @@ BACKENDS = ("inline", "child", "ray")
 @contextmanager
 def start(backend, roles, process_on_nodes=(2,), **options):
     """A group of one role, or of several fused; it ends with the block."""
-    options.setdefault("deadlines", Deadlines(start_s=60, call_s=60))
+    options.setdefault("deadlines", Deadlines(start_s=180, call_s=60))
     made = {role: ClassWithInitArgs(cls, *args) for role, (cls, args) in roles.items()}
     (name, one), *others = made.items()
     recipe = create_colocated_worker_cls(made) if others else one

@@ -27,7 +27,7 @@ from verl_like.backends.ray import cluster_nodes, connect
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import PlacementError, WorkerDiedError
 
-QUICK = Deadlines(start_s=60, call_s=60, grace_s=2)
+QUICK = Deadlines(start_s=180, call_s=60, grace_s=2)
 
 
 def take_all_memory(cluster: Cluster, log_dir: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
 
 ROOT = Path(__file__).resolve().parents[3]
-QUICK = Deadlines(start_s=60, rendezvous_s=2, call_s=60, warn_s=0.2, grace_s=2)
+QUICK = Deadlines(start_s=180, rendezvous_s=2, call_s=60, warn_s=0.2, grace_s=2)
 BACKENDS = ["child", pytest.param("ray", marks=pytest.mark.ray)]
 
 

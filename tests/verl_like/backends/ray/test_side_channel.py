@@ -102,7 +102,7 @@ class Witness(Worker):
 
 @pytest.fixture(scope="module")
 def group():
-    deadlines = Deadlines(start_s=60, call_s=2, grace_s=2)
+    deadlines = Deadlines(start_s=180, call_s=2, grace_s=2)
     with start("ray", {"witness": (Witness, ())}, [2], deadlines=deadlines) as group:
         yield group
 
@@ -210,7 +210,7 @@ def test_the_stacks_of_a_call_that_runs_are_told(group) -> None:
 
 @pytest.mark.parametrize("method", ["die", "die_past_queue"])
 def test_a_death_in_a_call_is_told_with_its_cause(method: str) -> None:
-    deadlines = Deadlines(start_s=60, call_s=60, grace_s=2)
+    deadlines = Deadlines(start_s=180, call_s=60, grace_s=2)
     with start("ray", {"witness": (Witness, ())}, [2], deadlines=deadlines) as group:
         cause = "killed by SIGKILL" if method == "die" else "broke off while it made the call"
         began = time.monotonic()
