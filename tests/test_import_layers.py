@@ -60,7 +60,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("data", "groups", "run_folder"),
         ("loop",),
         ("launch",),
-        ("ppo",),
+        ("ppo", "sft"),
         ("main_ppo",),
         ("__init__",),
         ("cli",),

@@ -78,6 +78,24 @@ def make_batch(num_rows: int, seed: int = 0) -> DataProto:
     return DataProto(batch=TensorDict(columns, batch_size=[num_rows]))
 
 
+def text_rows(num_rows: int) -> DataProto:
+    """Ragged rows of text, padded on the right: every token but the first is in the loss."""
+    rows = make_batch(num_rows, seed=3).batch
+    ids, real = rows["input_ids"], rows["attention_mask"]
+    ids, real = ids.roll(2, dims=1), real.roll(2, dims=1)
+    order = real.argsort(dim=1, descending=True, stable=True)
+    ids, real = ids.gather(1, order), real.gather(1, order)
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": real,
+            "position_ids": (real.cumsum(1) - 1).clamp(min=0),
+            "responses": ids[:, 1:].clone(),
+            "response_mask": real[:, 1:].clone(),
+        }
+    )
+
+
 def own_piece(batch: DataProto, rank: int, world_size: int) -> DataProto:
     """What a group's dispatch hands to a rank."""
     return split_rows(batch, world_size)[rank]

@@ -11,6 +11,7 @@ USAGE = """usage: verl-like COMMAND ...
 
   ppo [key=value ...]      train; `verl-like ppo --help` shows the main keys,
                            `verl-like ppo --cfg job` every key
+  sft [key=value ...]      supervised fine-tuning; `verl-like sft --cfg job` shows every key
   explain [key=value ...]  say in words what a step of this configuration will do; starts nothing
   doctor [--model PATH]    check what a run needs: packages, a remote call, an all-reduce,
                            a weight sync, the machine; or say how a run treats one model
@@ -21,6 +22,15 @@ USAGE = """usage: verl-like COMMAND ...
   --version                print the version
 """
 HELP = {
+    "sft": """usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
+
+Trains a model on chats (loss on what the assistant says), prompts with responses, or plain text.
+Placement, run folder, checkpoints and resume are those of `verl-like ppo`.
+
+  verl-like sft --cfg job           every key with its meaning
+  trainer.dry_run=true              check everything, and stop before a process starts
+  checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
+""",
     "explain": """usage: verl-like explain [--card-gb=GIB] [key=value ...]
 
 Takes the same key=value settings as `verl-like ppo` and prints, without starting a process: the
@@ -104,7 +114,11 @@ def _plain_command(command: str, arguments: list[str]) -> None:
     if not wanted[0] <= len(arguments) <= wanted[1] or is_doctor_wrong or arguments == ["--model"]:
         sys.exit(HELP[command])
     try:
-        if command == "doctor":
+        if command == "sft":
+            from trainer.cli import sft
+
+            sft.main(arguments)
+        elif command == "doctor":
             _doctor(*arguments[1:])
         elif command == "report":
             from trainer.report.page import write_report

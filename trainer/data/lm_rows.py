@@ -206,42 +206,56 @@ ENCODERS: dict[tuple[str, ...], Callable[[Row, Any], LMRow]] = {
 """Columns -> what makes tokens of a row that has them; the first that fit."""
 
 
+def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
+    """Rows padded on the right, with the columns that `TrainEngine.update` reads.
+
+    Every token but the first of a row is a response; the mask says which are in the loss.
+    """
+    width = max(len(row.ids) for row in rows)
+    ids = torch.full((len(rows), width), pad_token_id)
+    mask, in_loss = torch.zeros_like(ids), torch.zeros_like(ids)
+    for slot, row in enumerate(rows):
+        length = len(row.ids)
+        ids[slot, :length] = torch.from_numpy(row.ids)
+        mask[slot, :length] = 1
+        in_loss[slot, :length] = torch.from_numpy(row.in_loss)
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1) * mask,
+            "responses": ids[:, 1:].clone(),
+            "response_mask": in_loss[:, 1:].clone(),
+        },
+        non_tensors={"uid": as_objects(uids)},
+    )
+
+
 class LMRowLoader:
     """Endless rows, epoch after epoch in an order from the seed; a resumed one goes on in place."""
 
     def __init__(self, rows: Sequence[LMRow], seed: int, pad_token_id: int) -> None:
-        self._rows, self._seed, self._pad = rows, seed, pad_token_id
+        self._rows, self._seed, self.pad_token_id = rows, seed, pad_token_id
         self._num_taken = 0
 
     def take(self, count: int) -> DataProto:
-        """The next rows, padded on the right, with the columns that `TrainEngine.update` reads.
-
-        Every token but the first of a row is a response; the mask says which are in the loss.
-        """
+        """The next rows as a batch, with uids of their epochs."""
         places = [divmod(self._num_taken + number, len(self._rows)) for number in range(count)]
         orders = {epoch: self._order(epoch) for epoch, _ in places}
         chosen = [(int(orders[epoch][place]), epoch) for epoch, place in places]
         self._num_taken += count
 
-        rows = [self._rows[number] for number, _ in chosen]
-        width = max(len(row.ids) for row in rows)
-        ids = torch.full((count, width), self._pad)
-        mask, in_loss = torch.zeros_like(ids), torch.zeros_like(ids)
-        for slot, row in enumerate(rows):
-            length = len(row.ids)
-            ids[slot, :length] = torch.from_numpy(row.ids)
-            mask[slot, :length] = 1
-            in_loss[slot, :length] = torch.from_numpy(row.in_loss)
-        return DataProto.from_dict(
-            tensors={
-                "input_ids": ids,
-                "attention_mask": mask,
-                "position_ids": (mask.cumsum(-1) - 1).clamp(min=0) * mask,
-                "responses": ids[:, 1:].clone(),
-                "response_mask": in_loss[:, 1:].clone(),
-            },
-            non_tensors={"uid": as_objects([f"{number}-{epoch}" for number, epoch in chosen])},
-        )
+        names = [f"{number}-{epoch}" for number, epoch in chosen]
+        return lm_batch([self._rows[number] for number, _ in chosen], names, self.pad_token_id)
+
+    def __len__(self) -> int:
+        """Rows in an epoch."""
+        return len(self._rows)
+
+    @property
+    def epoch(self) -> int:
+        """That of the row which was taken last, the first being 0."""
+        return max(self._num_taken - 1, 0) // len(self._rows)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))

@@ -10,7 +10,7 @@ import torch
 
 from tests.workers.distributed import run
 from tests.workers.gradients import Gradients, assert_equal_gradients
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import learned, make_batch, own_piece, started, text_rows, tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.roles.actor import ActorWorker
 from workers.training.engine import INPUTS
@@ -26,24 +26,6 @@ def actor_of(tiny_dir: Path, **actor: Any) -> ActorWorker:
     return started(ActorWorker, config, 10)
 
 
-def text_rows(num_rows: int = TEXT) -> DataProto:
-    """Rows in which every token but the first may be in the loss, some of another width."""
-    rows = make_batch(num_rows, seed=3).batch
-    ids, real = rows["input_ids"], rows["attention_mask"]
-    ids, real = ids.roll(2, dims=1), real.roll(2, dims=1)
-    order = real.argsort(dim=1, descending=True, stable=True)
-    ids, real = ids.gather(1, order), real.gather(1, order)
-    return DataProto.from_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": real,
-            "position_ids": (real.cumsum(1) - 1).clamp(min=0),
-            "responses": ids[:, 1:].clone(),
-            "response_mask": real[:, 1:].clone(),
-        }
-    )
-
-
 def whole(actor: ActorWorker, data: DataProto, *names: str) -> MiniBatch:
     rows = Rows.take(data, (*INPUTS, *names), actor.world_size)
     return mini_batch(rows, 0, 1, actor.engine.group)
@@ -53,7 +35,7 @@ def gradients_of(actor: ActorWorker, parts: str, budget: Budget) -> Gradients:
     """Of the policy's loss, of PTX, or of both in one step."""
     engine = actor.engine
     policy = own_piece(make_batch(POLICY), actor.rank, actor.world_size)
-    text = own_piece(text_rows(), actor.rank, actor.world_size)
+    text = own_piece(text_rows(TEXT), actor.rank, actor.world_size)
     beside = [(whole(actor, text), actor.ptx_loss)]
     with engine.running(engine.optimizer):
         if parts == "ptx":
@@ -79,7 +61,7 @@ def test_the_gradient_is_the_policy_s_plus_that_of_the_weighed_language_model_lo
     )
     assert_equal_gradients(both, {name: policy[name] + ptx[name] for name in policy})
 
-    rows = text_rows().batch
+    rows = text_rows(TEXT).batch
     mask = rows["response_mask"].bool()
     logits = actor.engine.module(rows["input_ids"], attention_mask=rows["attention_mask"]).logits
     losses = torch.nn.functional.cross_entropy(
@@ -103,7 +85,7 @@ def on_ranks(tiny_dir: Path, strategy: str) -> dict[str, Any]:
     actor = actor_of(tiny_dir, strategy=strategy)
     grads = gradients_of(actor, "both", Budget(rows=1))
     policy = own_piece(make_batch(POLICY), actor.rank, actor.world_size)
-    text = own_piece(text_rows(), actor.rank, actor.world_size)
+    text = own_piece(text_rows(TEXT), actor.rank, actor.world_size)
     metrics = learned(actor.update_actor(policy, text))
     return {"gradients": grads, "metrics": metrics, "weights": actor.weights_checksum()}
 
@@ -135,7 +117,7 @@ def test_every_optimizer_step_has_its_share_of_the_rows(tiny_dir: Path) -> None:
 def test_a_coefficient_of_zero_changes_nothing_but_the_metric(tiny_dir: Path) -> None:
     with_text, without = actor_of(tiny_dir), actor_of(tiny_dir)
     with_text.ptx_coef = 0.0
-    metrics = with_text.update_actor(make_batch(POLICY), text_rows())
+    metrics = with_text.update_actor(make_batch(POLICY), text_rows(TEXT))
     assert metrics["actor/ptx_loss"] > 0
     assert "actor/ptx_loss" not in without.update_actor(make_batch(POLICY))
     assert with_text.weights_checksum() == without.weights_checksum()

@@ -1,0 +1,139 @@
+"""Supervised fine-tuning of the tiny model: what is learned, saved, resumed and refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.runs import numbers
+from trainer import run
+from trainer.cli.main import main
+from trainer.config.compose import load_config
+from trainer.data.lm_rows import encode_lm_row
+from trainer.data.prompts import load_tokenizer
+from trainer.sft.recipe import SFT
+from verl_like.errors import ConfigError
+
+ROWS = [{"prompt": f"say {letter}", "response": letter * 3} for letter in "abcdefghij"]
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": "say b"},
+            {"role": "assistant", "content": "bbb"},
+            {"role": "user", "content": "say c"},
+            {"role": "assistant", "content": "ccc"},
+        ]
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("rows")
+    found = {}
+    for name, rows in (("train", ROWS), ("val", CHATS)):
+        found[name] = folder / f"{name}.jsonl"
+        found[name].write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return found
+
+
+def settings_of(tiny_dir: Path, files: dict[str, Path], folder: Path, *more: str) -> list[str]:
+    return [
+        f"model.path={tiny_dir}/model",
+        f"data.train_files={files['train']}",
+        f"data.val_files={files['val']}",
+        f"trainer.default_local_dir={folder}",
+        "data.train_batch_size=4",
+        "data.max_length=32",
+        "optim.lr=1e-3",
+        "trainer.total_epochs=2",
+        "trainer.test_freq=5",
+        "trainer.save_freq=3",
+        "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "trainer.backend=local",
+        "trainer.logger=[]",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of two epochs of ten rows, four a step."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(load_config(settings_of(tiny_dir, files, folder), SFT))
+    return folder
+
+
+def loss_by_hand(model_folder: Path, rows: list[dict[str, object]], tokenizer_of: Path) -> float:
+    """The mean of -log_prob over what is in the loss, each row by itself, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = load_tokenizer(str(tokenizer_of))
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    losses: list[float] = []
+    for row in rows:
+        encoded = encode_lm_row(row, tokenizer)
+        ids = torch.from_numpy(encoded.ids)
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        own = -log_probs.gather(-1, ids[1:, None])[:, 0]
+        losses += own[torch.from_numpy(encoded.in_loss[1:])].tolist()
+    return math.fsum(losses) / len(losses)
+
+
+def test_the_loss_falls_and_every_row_is_trained(whole: Path) -> None:
+    steps = [line for line in numbers(whole) if "train/loss" in line]
+    assert len(steps) == 5
+    assert [line["train/num_tokens"] for line in steps] == [16.0] * 5
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"] - 0.1
+    assert [line["training/epoch"] for line in steps] == [0, 0, 1, 1, 1]
+
+
+def test_the_validation_loss_is_that_of_the_exported_model(whole: Path, tiny_dir: Path) -> None:
+    losses = [line["val/loss"] for line in numbers(whole) if "val/loss" in line]
+    before = loss_by_hand(tiny_dir / "model", CHATS, tiny_dir / "model")
+    exported = whole / "global_step_5" / "sft" / "huggingface"
+    after = loss_by_hand(exported, CHATS, tiny_dir / "model")
+    assert losses == pytest.approx([before, after], abs=1e-5)
+
+
+def test_a_resumed_run_writes_the_same_numbers(
+    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    start = f"trainer.resume_from_path={whole}/global_step_3"
+    more = ("trainer.resume_mode=resume_path", start, "trainer.save_freq=-1")
+    again = [key for key in settings_of(tiny_dir, files, tmp_path) if "save_" not in key]
+    run(load_config([*again, *more], SFT))
+    assert numbers(tmp_path) == [line for line in numbers(whole) if line["step"] > 3]
+
+
+def test_the_last_step_trains_the_rows_that_are_left(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    dropped = ("data.val_files", "trainer.test_freq", "trainer.save_freq", "checkpoint.")
+    settings = settings_of(tiny_dir, files, tmp_path, "trainer.total_epochs=1")
+    run(load_config([key for key in settings if not key.startswith(dropped)], SFT))
+    assert [line["train/num_tokens"] for line in numbers(tmp_path)] == [16.0, 16.0, 8.0]
+
+
+def test_a_row_that_fits_into_no_pass_is_refused(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = settings_of(tiny_dir, files, tmp_path, "data.max_token_len_per_gpu=31")
+    with pytest.raises(ConfigError, match=r"max_length=32 .*max_token_len_per_gpu=31"):
+        load_config(settings, SFT)
+
+
+def test_the_command_shows_its_keys_and_names_a_wrong_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["verl-like", "sft", "--cfg", "job"])
+    main()
+    assert "train_batch_size: 64" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["verl-like", "sft", "data.max_lenght=3"])
+    with pytest.raises(SystemExit, match=r"no key 'data.max_lenght'.*data.max_length"):
+        main()

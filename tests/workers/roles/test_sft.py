@@ -1,0 +1,54 @@
+"""The worker of supervised fine-tuning, on one rank and on two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.distributed import run
+from tests.workers.samples import learned, own_piece, started, text_rows
+from workers.config import OptimConfig
+from workers.config.sft import SFTDataConfig, SFTModelConfig, SFTWorkerConfig
+from workers.roles.sft import SFTWorker
+
+ROWS = 7
+
+
+def worker_of(tiny_dir: Path, **data: Any) -> SFTWorker:
+    config = SFTWorkerConfig(
+        model=SFTModelConfig(path=str(tiny_dir / "model")),
+        optim=OptimConfig(lr=1e-3),
+        data=SFTDataConfig(**data),
+    )
+    return started(SFTWorker, config, 10)
+
+
+def trained(tiny_dir: Path, **data: Any) -> dict[str, Any]:
+    worker = worker_of(tiny_dir, **data)
+    rows = own_piece(text_rows(ROWS), worker.rank, worker.world_size)
+    metrics = [learned(worker.update_model(rows)) for _ in range(2)]
+    log_probs = worker.compute_log_prob(rows).batch["log_probs"][: rows.num_real_rows]
+    return {"metrics": metrics, "log_probs": log_probs}
+
+
+def test_two_ranks_and_any_cut_train_as_one(tiny_dir: Path) -> None:
+    alone = trained(tiny_dir)
+    one_by_one = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+    ranks = run(2, trained, tiny_dir)
+    joined = torch.cat([rank["log_probs"] for rank in ranks])
+    for other, log_probs in (
+        (ranks[0], joined),
+        (cut := trained(tiny_dir, **one_by_one), cut["log_probs"]),
+    ):
+        for own, expected in zip(other["metrics"], alone["metrics"], strict=True):
+            assert own == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        torch.testing.assert_close(log_probs, alone["log_probs"], atol=1e-3, rtol=0)
+
+
+def test_an_update_makes_the_rows_more_likely(tiny_dir: Path) -> None:
+    first, second = trained(tiny_dir)["metrics"]
+    assert 3 < first["train/loss"] < 5
+    assert second["train/loss"] < first["train/loss"]

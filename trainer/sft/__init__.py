@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: a language-model loss on texts, responses or chats."""

@@ -1,0 +1,27 @@
+"""The whole configuration tree of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.config.schema import RunConfig, TrainerConfig
+from verl_like.config_key import key
+from workers.config.sft import SFTWorkerConfig
+
+
+@dataclass(kw_only=True)
+class SFTTrainerConfig(TrainerConfig):
+    """The run: length, devices, folder."""
+
+    cls: str = key("trainer.sft.step.SFTTrainer", allows="a dotted path")
+    """Dotted path of the trainer: SFTTrainer, or a subclass that overrides its step or hooks."""
+    experiment_name: str = key("sft", allows="a name", may_change_on_resume=True)
+    """Second part of the run folder's name."""
+
+
+@dataclass(kw_only=True)
+class SFTConfig(RunConfig, SFTWorkerConfig):
+    """A run of supervised fine-tuning."""
+
+    trainer: SFTTrainerConfig = key(factory=SFTTrainerConfig)
+    """The run."""

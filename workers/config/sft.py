@@ -1,0 +1,83 @@
+"""What the worker of supervised fine-tuning reads: model, optimizer, rows, checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.config_key import When, key
+from workers.config.model import (
+    STRATEGIES,
+    CheckpointConfig,
+    FSDPConfig,
+    ModelConfig,
+    OptimConfig,
+)
+
+CUT_BY_TOKENS = When(
+    "`use_dynamic_bsz`", lambda data, _: data.use_dynamic_bsz, "data.use_dynamic_bsz is false"
+)
+CUT_BY_ROWS = When(
+    "not `use_dynamic_bsz`",
+    lambda data, _: not data.use_dynamic_bsz,
+    "data.use_dynamic_bsz cuts batches by data.max_token_len_per_gpu",
+)
+HAS_VALIDATION = When(
+    "the run validates",
+    lambda _, run: run.trainer.val_before_train or run.trainer.test_freq > 0,
+    "this run never validates: set trainer.test_freq or trainer.val_before_train",
+)
+
+
+@dataclass(kw_only=True)
+class SFTDataConfig:
+    """Rows: files, sizes, how long they may be."""
+
+    train_files: Any = key(
+        "", allows="a file, or a list", required="give a parquet or JSONL file, or a list of them"
+    )
+    """Parquet or JSONL files of chats, of prompts with responses, or of text."""
+    val_files: Any = key(
+        "", allows="a file, or a list", read_when=HAS_VALIDATION, may_change_on_resume=True
+    )
+    """The same for validation; empty: no validation."""
+    train_batch_size: int = key(64, above=0)
+    """Rows per optimizer step, over all ranks; the last step may have fewer."""
+    max_length: int = key(1024, above=1)
+    """Tokens that a row is cut to."""
+    use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
+    """Cut passes by tokens, not by rows."""
+    max_token_len_per_gpu: int = key(
+        16384, allows="max_length, or more", read_when=CUT_BY_TOKENS, may_change_on_resume=True
+    )
+    """Real tokens per forward and backward pass on one rank."""
+    micro_batch_size_per_gpu: int = key(
+        8, above=0, read_when=CUT_BY_ROWS, may_change_on_resume=True
+    )
+    """Rows per forward and backward pass on one rank; no effect on the result."""
+
+
+@dataclass(kw_only=True)
+class SFTModelConfig(ModelConfig):
+    """The model that is trained, and how it lies over the ranks."""
+
+    strategy: str = key("fsdp", choices=STRATEGIES, may_change_on_resume=True)
+    """How the model lies over the ranks."""
+    fsdp_config: FSDPConfig = key(factory=FSDPConfig)
+    """Sharding."""
+
+
+@dataclass(kw_only=True)
+class SFTWorkerConfig:
+    """The part of the tree that the worker reads."""
+
+    model: SFTModelConfig = key(factory=SFTModelConfig)
+    """Model."""
+    optim: OptimConfig = key(factory=lambda: OptimConfig(lr=1e-5))
+    """Optimizer."""
+    grad_clip: float = key(1.0, above=0)
+    """Largest gradient norm."""
+    data: SFTDataConfig = key(factory=SFTDataConfig)
+    """Rows."""
+    checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
+    """What is saved."""
