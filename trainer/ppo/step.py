@@ -5,25 +5,21 @@
 
 Every `‖` joins futures: roles on different pools run at the same time, roles on one pool take
 turns. Which is the case is a matter of configuration, and this file does not know it. The loop
-around a step is `trainer.loop.Trainer`; `trainer.ppo.dataflow` prints the graph of a configuration.
+around a step is `trainer.loop.Trainer`, what a run has beside its step is `trainer.ppo.run.PPORun`;
+`trainer.ppo.dataflow` prints the graph of a configuration.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 
-from trainer.data.lm_rows import LMRowLoader
-from trainer.data.prompts import PromptLoader, load_tokenizer
-from trainer.groups.worker_groups import WorkerGroups
-from trainer.loop import Metrics, Trainer
+from trainer.loop import Metrics
 from trainer.ppo.averaging import averaged_weights
 from trainer.ppo.balance import balance_ranks
 from trainer.ppo.call_results import join_results, numbers_of
@@ -31,72 +27,33 @@ from trainer.ppo.compute_advantage import columns_read, compute_advantage, setti
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
 from trainer.ppo.dynamic_sampling import collect_groups
-from trainer.ppo.entropy import get_entropy_controller
-from trainer.ppo.kl import apply_kl_penalty, clamp_scores, get_kl_controller
+from trainer.ppo.kl import apply_kl_penalty, clamp_scores
 from trainer.ppo.memory import plan_text
-from trainer.ppo.metrics import (
-    compute_data_metrics,
-    compute_throughout_metrics,
-    compute_timing_metrics,
-)
 from trainer.ppo.mismatch import mismatch_metrics
-from trainer.ppo.preflight import preflight
-from trainer.ppo.ptx import make_ptx_loader, rows_per_update
+from trainer.ppo.ptx import rows_per_update
 from trainer.ppo.reference import update_reference
-from trainer.ppo.running_norm import RunningNorm
-from trainer.ppo.sample_source import SampleSource, SynchronousSource
-from trainer.ppo.samples import write_samples
+from trainer.ppo.run import PPORun
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.update_samples import samples_of_update
 from trainer.ppo.validation import name_metrics, sample_all
-from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
-from workers.columns import has_column, read_columns, select_reads, write_columns
-from workers.config import model_rewards, rewards_of
-from workers.rewards.weighted import Rewards, WeightedScores, make_rewards
+from workers.columns import has_column, read_columns, write_columns
+from workers.config import model_rewards
+from workers.rewards.weighted import WeightedScores
 from workers.roles.rollout import generate
 from workers.weights.sync import sync_weights
 
 PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
 
 
-class PPOTrainer(Trainer):
+class PPOTrainer(PPORun):
     """Drives the roles in `groups` through PPO steps.
 
     To change it, override a stage or a hook in a subclass, and name that by
     `trainer.cls=my_module.MyTrainer`. The stages are the methods that `step` calls; `trainer.hooks`
     lists the hooks, in their order.
     """
-
-    config: PPOConfig
-    concurrent_stages = ("score", "update")
-    call_labels = {
-        "compute_log_prob": "old_log_prob",
-        "compute_ref_log_prob": "ref",
-        "compute_values": "values",
-    }
-
-    def __init__(
-        self,
-        config: PPOConfig,
-        groups: WorkerGroups,
-        tokenizer: Any,
-        loader: PromptLoader,
-        rewards: Rewards,
-        ptx: LMRowLoader | None = None,
-    ) -> None:
-        """Nothing is computed yet; `fit` does it all."""
-        super().__init__(config, groups)
-        self.tokenizer = tokenizer
-        self.loader = loader
-        self.rewards = rewards
-        self.ptx = ptx
-        self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
-        self.entropy_ctrl = get_entropy_controller(config.actor_rollout_ref.actor)
-        self.running_norm = RunningNorm(config.algorithm.running_norm)
-        self.source: SampleSource = SynchronousSource(loader, self.make_samples)
-        self.weight_version = 0
 
     def step(self) -> Metrics:
         """One PPO step: the dataflow of this module's first lines."""
@@ -270,58 +227,15 @@ class PPOTrainer(Trainer):
     # ---------------------------------------------------------------------- what the loop asks for
 
     @classmethod
-    def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """Tokenizer, prompts, rewards and PTX rows, once models and pools have been looked at."""
-        preflight(config)
-        # workers inherit it: one bar a weight file and rank would come on top of our own
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-        tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-        loader = PromptLoader(config, tokenizer)
-        overlong = config.reward_model.overlong_buffer
-        rewards = make_rewards(rewards_of(config), tokenizer, loader.data_sources, overlong)
-        at_end.enter_context(closing(rewards))
-        return tokenizer, loader, rewards, make_ptx_loader(config, tokenizer)
-
-    @classmethod
-    def worker_code(cls, config: PPOConfig) -> list[str]:
-        """Worker classes, the policy loss, the optimizer and its schedule."""
-        actor = config.actor_rollout_ref.actor
-        return [
-            *super().worker_code(config),
-            actor.policy_loss.loss_mode,
-            actor.optim.optimizer,
-            actor.optim.lr_scheduler_type,
-        ]
-
-    @classmethod
     def describe(cls, config: PPOConfig, max_columns: int | None = None) -> list[str]:
         """Batch sizes, memory, and the graph of a step as this class runs it."""
         graph = describe(config, max_columns, own_stages(cls, PPOTrainer))
         return [batch_table(config, max_columns), plan_text(config, max_columns), graph]
 
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run, by the number of prompts or as configured."""
-        return self.loader.total_steps
-
-    def init_arguments(self, role: str) -> dict[str, Any]:
-        """The length of the learning-rate schedules of actor and critic."""
-        if role == "critic":
-            return {"total_steps": self.total_steps}
-        if role == "actor":
-            return {"total_steps": max(self.total_steps - self.config.trainer.critic_warmup, 1)}
-        return {}
-
     def init_models(self) -> None:
         """Build every role's model; the rollout gets its weights before the first prompt."""
         super().init_models()
         self.sync()
-
-    @property
-    def has_validation(self) -> bool:
-        """Whether there are `data.val_files`."""
-        return bool(self.config.data.val_files)
 
     def validation_metrics(self) -> Metrics:
         """Metrics of the whole validation set; its samples go to the run folder."""
@@ -335,52 +249,7 @@ class PPOTrainer(Trainer):
         self.write_samples("validation", samples)
         return name_metrics(samples)
 
-    def close(self) -> None:
-        """End the making of samples."""
-        self.source.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the driver itself needs to go on, as JSON has it."""
-        return {
-            **super().state_dict(),
-            "weight_version": self.weight_version,
-            "kl_coef": self.kl_ctrl.value,
-            **(self.entropy_ctrl.state_dict() if self.entropy_ctrl else {}),
-            "running_norm": self.running_norm.state_dict(),
-            "loader": self.loader.state_dict(),
-            "ptx": None if self.ptx is None else self.ptx.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; the next sync makes its weight version again."""
-        super().load_state_dict(state)
-        self.weight_version = state["weight_version"] - 1
-        self.kl_ctrl.value = state["kl_coef"]
-        if self.entropy_ctrl:
-            self.entropy_ctrl.load_state_dict(state)
-        self.running_norm.load_state_dict(state["running_norm"])
-        self.loader.load_state_dict(state["loader"])
-        if self.ptx is not None and state["ptx"] is not None:
-            self.ptx.load_state_dict(state["ptx"])
-
     # ------------------------------------------------------------------ what the stages share
-
-    def call(
-        self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
-    ) -> Any:
-        """The future of a role's method, which gets the columns that it reads.
-
-        `settings` travel in the batch's meta_info; `more` batches go as they are.
-        """
-        sent = self.needed(batch, role, method)
-        if settings:
-            sent = sent.select()
-            sent.meta_info = sent.meta_info | settings
-        return getattr(self.groups[role], method).remote(sent, *more)
-
-    def needed(self, batch: DataProto, role: str, method: str) -> DataProto:
-        """The columns that the role's class says the method reads; all, if it says nothing."""
-        return select_reads(batch, self.groups[role].roles[role], method)
 
     def policy_is_current(self, batch: DataProto) -> bool:
         """Whether the update's own forward pass is the old log-probs, so that no pass is needed.
@@ -391,20 +260,3 @@ class PPOTrainer(Trainer):
             return False
         versions = read_columns(batch, "policy_version")["policy_version"]
         return bool((versions == self.weight_version).all())
-
-    def write_samples(self, name: str, batch: DataProto) -> None:
-        """The samples of this step as text, in a folder of that name."""
-        write_samples(self.folder / name, self.global_step, batch, self.tokenizer)
-
-    def batch_metrics(self, batch: DataProto) -> Metrics:
-        """What the step's samples look like, and how fast they were made."""
-        num_devices = sum(plan.world_size for plan in self.groups.placement.pools.values())
-        seconds = {"step": sum(self.timing.values())}
-        timings = call_seconds(self.calls, self.call_labels) | self.timing
-        return {
-            **compute_data_metrics(batch, use_critic="critic" in self.groups),
-            **compute_throughout_metrics(batch, seconds, num_devices),
-            "training/global_step": self.global_step,
-            "training/epoch": self.loader.epoch,
-            **compute_timing_metrics(batch, timings),
-        }

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +57,6 @@ from workers.training.microbatch import (
     Rows,
     all_reduce,
     count_mini_batches,
-    mini_batch,
     passes,
 )
 from workers.training.moved import count_moved, moved_share, sample_weights
@@ -67,7 +65,7 @@ from workers.training.on_cpu import cpu_kernels, prepare_cpu_process
 from workers.training.optim import Schedule, build_optimizer, guarded_step
 from workers.training.packing import check_rows, last_token_reads, read, response_reads
 from workers.training.row_proof import RowPasses, prove_rows
-from workers.training.shuffle import order_columns, passes_over
+from workers.training.shuffle import order_columns, passes_over, steps_over
 from workers.training.varlen import find_kernel
 from workers.weights.checksum import checksum_of
 
@@ -233,14 +231,9 @@ class TrainEngine:
         is_first = self.scheduler.num_steps == 0
         before = sample_weights(self.parameters()) if is_first else []
         steps: list[dict[str, float]] = []
+        orders = passes_over(rows, epochs, shuffle_seed, self.scheduler.num_steps)
         with self.running(self.optimizer):
-            orders = passes_over(rows, epochs, shuffle_seed, self.scheduler.num_steps)
-            for number, (ordered, index) in enumerate(product(orders, range(count))):
-                batch = mini_batch(ordered, index, count, self.group, self.device)
-                more = []
-                for own, its_loss in others:
-                    part = mini_batch(own, number, count * epochs, self.group, self.device)
-                    more.append((part, its_loss))
+            for batch, more in steps_over(orders, count, others, self.group, self.device):
                 try:
                     metrics = self.accumulate(
                         batch, budget, loss_fn, temperature, want_entropy, more
