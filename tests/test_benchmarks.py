@@ -65,3 +65,16 @@ def test_the_benchmark_of_the_head_finds_like_numbers_on_both_sides(
     for name in ("log_prob_sum", "entropy", "grad_norm"):
         assert chunks[name] == pytest.approx(whole[name], rel=1e-5)
     assert chunks["grad_norm"] > 0
+
+
+def test_the_gain_of_bfloat16_is_judged_by_what_the_processor_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = load("benchmarks/bench_precision.py")
+    monkeypatch.setattr(bench, "CPU_INFO", tmp_path / "cpuinfo")
+    assert bench.bfloat16_products() == []
+    (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t: sse2 avx512_bf16 avx512_bf16x\n")
+    assert bench.bfloat16_products() == ["avx512_bf16"]
+    assert "has no bfloat16 products" in bench.verdict(0.4, [])
+    assert bench.verdict(1.79, ["amx_bf16"]).endswith("with amx_bf16: the goal of 1.5 is reached")
+    assert bench.verdict(1.2, ["amx_bf16"]).endswith("is not reached")

@@ -127,7 +127,9 @@ def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
     """The config of the tiny model; without `with_widths` only what is not a layer's width."""
     fields = copy.deepcopy(config.to_dict())
     count_name = next((name for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
-    if count_name:
+    if fields.get("num_layers_per_stack"):
+        _keep_first_of_stacks(fields)
+    elif count_name:
         _keep_first_layers(fields, count_name)
 
     for name, value in fields.items():
@@ -153,6 +155,13 @@ def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
     for name in ("dtype", "torch_dtype", "architectures", "quantization_config"):
         fields.pop(name, None)
     return type(config).from_dict(fields)
+
+
+def _keep_first_of_stacks(fields: dict[str, Any]) -> None:
+    """hrm_text counts a layer each time it is passed: every pass has a cache of its own."""
+    passes = fields["num_hidden_layers"] // fields["num_layers_per_stack"]
+    fields["num_layers_per_stack"] = min(fields["num_layers_per_stack"], 2)
+    fields["num_hidden_layers"] = fields["num_layers_per_stack"] * passes
 
 
 def _keep_first_layers(fields: dict[str, Any], count_name: str) -> None:

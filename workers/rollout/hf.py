@@ -1,12 +1,14 @@
 """The reference engine: transformers' own `generate`, one sample at a time.
 
-It is there to compare with, not for speed. Nothing of the native engine's loop, cache or attention
-is used here; only the choice of a token is (`rollout.sampling`), as a logits processor, so that one
-seed draws the same noise.
+It is there to compare with, not for speed. Where a class's cache is not proven right
+(`workers.rollout.hf_proof`) each token is computed from its whole row. Nothing of the native
+engine's loop, cache or attention is used here; only the choice of a token is (`rollout.sampling`),
+as a logits processor, so that one seed draws the same noise.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_like.errors import ConfigError
+from workers.models.rotary import factor_border
 from workers.models.state import named_state
 from workers.rollout.base import (
     EngineLimits,
@@ -23,8 +27,11 @@ from workers.rollout.base import (
     ends_with_stop_string,
     output_of,
 )
+from workers.rollout.hf_proof import why_no_cache
 from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.sampling import choose_tokens, uniforms
+
+logger = logging.getLogger(__name__)
 
 
 class HFEngine(ModuleEngine):
@@ -33,7 +40,22 @@ class HFEngine(ModuleEngine):
     def __init__(
         self, module: Any, limits: EngineLimits, *, decode: Callable[[list[int]], str] | None = None
     ) -> None:
+        from transformers import GenerationConfig
+
         super().__init__(module, limits, decode)
+        # the model's own would change scores: penalties, forced tokens, n-grams not to be repeated
+        module.generation_config = GenerationConfig()
+        width = limits.prompt_width + limits.response_width
+        _check_rotary(module.config, width)
+        reason = why_no_cache(module.config, width)
+        self.uses_cache = not reason
+        if reason:
+            logger.warning(
+                "rollout.name=hf decodes model type %s without a cache, by a pass over the whole "
+                "row for each token, which is slow: with its cache %s.",
+                module.config.model_type,
+                reason,
+            )
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """The module's parameters and persistent buffers."""
@@ -46,6 +68,18 @@ class HFEngine(ModuleEngine):
             return [_Sample(self, request, sampling).run() for request in requests]
         finally:
             self.module.train(was_training)
+
+
+def _check_rotary(config: Any, width: int) -> None:
+    """Refuse rows that pass, as they grow, to other rotary factors than they began with."""
+    border = factor_border(config)
+    if border is not None and width > border:
+        raise ConfigError(
+            f"rollout.name=hf draws the first {border} tokens of a row of model type "
+            f"{config.model_type!r} with other rotary factors (longrope) than the trainer's pass "
+            f"over a longer row has: keep data.max_prompt_length + data.max_response_length, now "
+            f"{width}, at {border} or less, or choose actor_rollout_ref.rollout.name=vllm."
+        )
 
 
 class _Sample:
@@ -77,6 +111,7 @@ class _Sample:
                 stopping_criteria=[self._finished],
                 eos_token_id=None,
                 pad_token_id=0,
+                use_cache=self.engine.uses_cache,
             )
 
         tokens = torch.tensor(self.tokens, dtype=torch.long)

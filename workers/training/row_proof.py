@@ -23,6 +23,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
+from workers.models.rotary import factor_border
 from workers.models.stand_in import (
     MODEL_ERRORS,
     POSITIONS,
@@ -145,17 +146,6 @@ def _proven(
             return way, reasons
         reasons[way] = reason
     return None, reasons
-
-
-def factor_border(config: Any) -> int | None:
-    """The original length of a model whose rotary factors are others beyond it (longrope)."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    for part in (rope, *rope.values()):
-        if isinstance(part, dict) and part.get("rope_type") == "longrope":
-            original = part.get("original_max_position_embeddings")
-            return original or getattr(text, "original_max_position_embeddings", None)
-    return None
 
 
 def _probe() -> tuple[Columns, Tensor]:

@@ -17,6 +17,7 @@ from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import to_training
+from workers.models.rotary import factor_border
 from workers.models.stand_in import stand_in
 from workers.roles.actor import ActorWorker
 from workers.training import engine as training_engine
@@ -24,7 +25,7 @@ from workers.training import row_proof
 from workers.training.engine import INPUTS, TrainEngine
 from workers.training.microbatch import Budget, Rows, mini_batch
 from workers.training.packing import response_reads
-from workers.training.row_proof import factor_border, prove_class
+from workers.training.row_proof import prove_class
 
 VOCAB, PROMPT, RESPONSE = 64, 60, 100
 LENGTHS = ((60, 100), (50, 95), (60, 30), (20, 20), (8, 9), (6, 7), (9, 1))

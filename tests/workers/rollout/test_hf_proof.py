@@ -1,0 +1,53 @@
+"""The hf engine decodes from a cache only where that computes what the row itself computes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.models.architectures import build_tiny, tiny_model_config
+from verl_like.errors import ConfigError
+from workers.rollout.base import EngineLimits, Request, SamplingParams
+from workers.rollout.hf import HFEngine
+from workers.rollout.hf_proof import why_no_cache
+
+
+def largest_gap(engine: HFEngine, module: Any) -> float:
+    """Between the log-probs of greedy tokens and those of transformers' pass over the row."""
+    engine.commit(0)
+    prompt = list(range(6, 24))
+    sampling = SamplingParams(max_tokens=12, stop_token_ids=(), do_sample=False)
+    (output,) = engine.generate([Request(prompt, 0)], sampling)
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *output.tokens]])
+        steps = module(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return float((output.log_probs - steps.amax(-1)).abs().max())
+
+
+@pytest.mark.parametrize(("case", "has_cache"), [("gemma2", True), ("minimax", False)])
+def test_a_class_whose_cache_is_wrong_is_decoded_without_it_and_that_is_said(
+    case: str, has_cache: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = build_tiny(tiny_model_config(case))
+    with caplog.at_level(logging.WARNING):
+        engine = HFEngine(module, EngineLimits(32, 64))
+    assert (why_no_cache(module.config, 96) == "") == engine.uses_cache == has_cache
+    assert ("decodes model type minimax without a cache" in caplog.text) == (not has_cache)
+    assert largest_gap(engine, module) < 1e-4
+
+
+def test_scores_are_not_changed_by_the_models_own_generation_config() -> None:
+    module = build_tiny(tiny_model_config("llama"))
+    module.generation_config.repetition_penalty = 3.0
+    module.generation_config.no_repeat_ngram_size = 1
+    assert largest_gap(HFEngine(module, EngineLimits(32, 64)), module) < 1e-4
+
+
+def test_rows_that_grow_beyond_a_change_of_rotary_factors_are_refused() -> None:
+    module = build_tiny(tiny_model_config("phi3+longrope"))
+    with pytest.raises(ConfigError, match=r"first 16 tokens .* 'phi3' .* now 17, at 16 or less"):
+        HFEngine(module, EngineLimits(8, 9))
+    HFEngine(module, EngineLimits(8, 8))

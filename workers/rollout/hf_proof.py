@@ -1,0 +1,81 @@
+"""The proof that transformers' `generate` computes the same with a cache as without.
+
+    reason = why_no_cache(config, longest)      # empty: the cache is right for rows so long
+
+Caches are the classes' own, and some are wrong: a linear attention's state is another than that of
+the whole row (minimax), or positions are counted anew. So a tiny stand-in of the class decodes a
+few rows greedily, longer than every limit that this run's rows can pass, with and without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.models.stand_in import MODEL_ERRORS, VOCABULARY, stand_in
+
+PROMPTS, NUM_STEPS = (24, 3), 32
+"""Tokens of the prompts that prove, and of their responses."""
+LARGEST_ERROR = 2e-5
+"""Relative error of logits up to which it is rounding; beyond, the slower way is taken."""
+
+
+def why_no_cache(config: Any, longest: int) -> str:
+    """What is wrong with decoding such a model from a cache; nothing is an empty text."""
+    attention = "eager" if config._attn_implementation == "eager" else "sdpa"
+    return _why_not(_Key(config.to_json_string(use_diff=False), attention, longest, config))
+
+
+@dataclass(frozen=True)
+class _Key:
+    text: str
+    attention: str
+    longest: int
+    config: Any = field(compare=False)
+
+
+@functools.lru_cache(maxsize=64)
+def _why_not(key: _Key) -> str:
+    try:
+        model = stand_in(key.config, key.attention, key.longest)
+    except MODEL_ERRORS as error:
+        return f"there is no small model of its class to prove it on ({_first_line(error)})"
+    try:
+        worst = max(_error(model, length) for length in PROMPTS)
+    except MODEL_ERRORS as error:
+        return f"a small model of its class fails ({type(error).__name__}: {_first_line(error)})"
+    return "" if worst <= LARGEST_ERROR else f"a small model of its class is off by {worst:.0e}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _error(model: Any, length: int) -> float:
+    """Of the logits of every step with a cache, relative to those without; inf for a NaN."""
+    found, plain = (_greedy_logits(model, length, use_cache) for use_cache in (True, False))
+    error = float((found - plain).norm() / plain.norm())
+    return error if error == error else torch.inf
+
+
+def _greedy_logits(model: Any, length: int, use_cache: bool) -> Tensor:
+    """[steps, vocabulary] of a response to a prompt of so many tokens."""
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig()
+    prompt = 3 + torch.arange(length)[None] * 7 % (VOCABULARY - 3)
+    made = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=NUM_STEPS,
+        do_sample=False,
+        pad_token_id=0,
+        use_cache=use_cache,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.cat(made.logits).float()
