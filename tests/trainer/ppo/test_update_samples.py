@@ -18,6 +18,7 @@ from workers.losses.clip_cov import choose_clip_cov_tokens
 from workers.losses.kl_cov import choose_kl_cov_tokens
 
 ROWS, WIDTH = 12, 6
+NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local")
 
 
 @pytest.fixture
@@ -132,18 +133,8 @@ def test_a_loss_that_treats_all_tokens_alike_gets_no_column(batch: DataProto) ->
 
 
 def test_a_bypass_chooses_by_the_log_probs_that_it_has(batch: DataProto) -> None:
-    given = {
-        "data.train_files": "x",
-        "actor_rollout_ref.model.path": "y",
-        "trainer.backend": "local",
-    }
-    loss = {"actor_rollout_ref.actor.policy_loss.loss_mode": "kl_cov"}
-    config = load_config(
-        [
-            *(f"{name}={value}" for name, value in (given | loss).items()),
-            "correction=bypass_ppo_clip",
-        ]
-    )
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"
+    config = load_config([*NEEDED, loss, "correction=bypass_ppo_clip"])
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     expected = choose_tokens(batch, "kl_cov", size, config.trainer.seed, 1)
     batch.rename("old_log_probs", "rollout_log_probs")
