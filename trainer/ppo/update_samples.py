@@ -20,7 +20,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.correct_rollout import correct_rollout
 from trainer.ppo.left_out import without_skipped, without_truncated
 from trainer.ppo.policy_filtration import in_order_of_names, resample_by_score
-from workers.columns import read_columns, write_columns
+from workers.columns import drawn_from, read_columns, write_columns
 from workers.losses.registry import get_policy_loss, token_chooser
 
 if TYPE_CHECKING:
@@ -45,28 +45,36 @@ def samples_of_update(
         batch, _ = balance(batch)
         metrics |= drawn
 
+    bypasses = algorithm.rollout_correction.bypass_mode
+    assert batch.batch is not None, "samples have columns"
     return choose_tokens(
         batch,
         policy.actor.policy_loss.loss_mode,
         policy.actor.ppo_mini_batch_size * policy.rollout.n,
         config.trainer.seed,
         step,
+        old_log_probs=drawn_from(batch.batch) if bypasses else "old_log_probs",
     ), metrics
 
 
 def choose_tokens(
-    batch: DataProto, loss_mode: str, mini_batch_size: int, seed: int, step: int
+    batch: DataProto,
+    loss_mode: str,
+    mini_batch_size: int,
+    seed: int,
+    step: int,
+    old_log_probs: str = "old_log_probs",
 ) -> DataProto:
     """The same batch, with the column `chosen_tokens` if the policy loss asks for it.
 
     Mini-batch k of K are the rows whose number leaves k when divided by K; `mini_batch_size` counts
-    samples.
+    samples. `old_log_probs` names the column of the old policy's.
     """
     choose = token_chooser(get_policy_loss(loss_mode))
     if choose is None:
         return batch
 
-    columns = read_columns(batch, "old_log_probs", "advantages", "response_mask")
+    columns = read_columns(batch, old_log_probs, "advantages", "response_mask")
     chosen = torch.zeros(columns["response_mask"].shape, dtype=torch.bool)
     count = max(len(batch) // mini_batch_size, 1)
     order = in_order_of_names(batch)

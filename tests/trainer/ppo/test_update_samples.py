@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from trainer import load_config
 from trainer.ppo.config import PolicyFiltrationConfig
 from trainer.ppo.policy_filtration import draw_rows, filtration_weights, resample_by_score
-from trainer.ppo.update_samples import choose_tokens
+from trainer.ppo.update_samples import choose_tokens, samples_of_update
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import MissingColumnError
 from workers.losses.clip_cov import choose_clip_cov_tokens
 from workers.losses.kl_cov import choose_kl_cov_tokens
 
 ROWS, WIDTH = 12, 6
+NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local")
 
 
 @pytest.fixture
@@ -128,6 +130,16 @@ def test_clip_cov_draws_anew_at_every_step(batch: DataProto) -> None:
 
 def test_a_loss_that_treats_all_tokens_alike_gets_no_column(batch: DataProto) -> None:
     assert "chosen_tokens" not in choose_tokens(batch, "vanilla", ROWS, 1, 1).batch
+
+
+def test_a_bypass_chooses_by_the_log_probs_that_it_has(batch: DataProto) -> None:
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"
+    config = load_config([*NEEDED, loss, "correction=bypass_ppo_clip"])
+    size = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    expected = choose_tokens(batch, "kl_cov", size, config.trainer.seed, 1)
+    batch.rename("old_log_probs", "rollout_log_probs")
+    found, _ = samples_of_update(batch, config, 1, balance=lambda batch: (batch, {}))
+    assert torch.equal(found.batch["chosen_tokens"], expected.batch["chosen_tokens"])
 
 
 def test_a_choice_without_old_log_probs_names_their_writer(batch: DataProto) -> None:
