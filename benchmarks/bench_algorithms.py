@@ -2,9 +2,9 @@
 
     python benchmarks/bench_algorithms.py           # --small: a few rows, to see that all run
 
-A line each: CPU seconds (the best of three calls; a loss with its backward pass) and extra copies:
-the most memory that a call holds at a time beside its inputs and results, in columns of the batch.
-Figures beyond 0.2 s or 2 copies are marked.
+A line each: CPU seconds (the best of three calls), and extra copies: the most memory that a call
+holds at a time beside its inputs and results, in columns of the batch. Figures beyond 0.2 s or 2
+copies are marked.
 """
 
 from __future__ import annotations
@@ -87,11 +87,15 @@ def calls_of(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]:
             wanted = arguments_of(choose, columns)
             calls[f"choice {name}"] = lambda f=choose, given=wanted: f(**given)
             arguments["chosen_tokens"] = choose(**wanted)
-        calls[f"loss {name}"] = lambda f=loss, given=arguments: gradient_of(f, given, "log_prob")
+        calls[f"loss {name}"] = lambda f=loss, given=arguments: f(**given)
+        calls[f"loss {name}, with gradient"] = lambda f=loss, given=arguments: gradient_of(
+            f, given, "log_prob"
+        )
     for name, value_loss in values.items():
         arguments = arguments_of(value_loss, columns)
-        calls[f"value loss {name}"] = lambda f=value_loss, given=arguments: gradient_of(
-            f, given, "vpreds"
+        calls[f"value loss {name}"] = lambda f=value_loss, given=arguments: f(**given)
+        calls[f"value loss {name}, with gradient"] = lambda f=value_loss, given=arguments: (
+            gradient_of(f, given, "vpreds")
         )
     return calls
 

@@ -59,21 +59,21 @@ def in_blocks(predicted: str) -> Callable[[Loss], Loss]:
     """
 
     def decorate(loss: Loss) -> Loss:
-        signature = inspect.signature(loss)
-
-        @functools.wraps(loss)
-        def whole(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            given = {**bound.arguments, **bound.arguments.pop("denominators", {})}
-            # a loss that has yet to choose among its tokens must see them all
-            chooses = "chosen_tokens" in signature.parameters and "chosen_tokens" not in given
-            if chooses or given["response_mask"].numel() <= BLOCK_TOKENS:
-                return loss(*args, **kwargs)
-            return _by_blocks(loss, given, predicted)
-
-        return cast(Loss, whole)
+        called = functools.partial(_whole_or_by_blocks, loss, predicted)
+        return cast(Loss, functools.update_wrapper(called, loss))
 
     return decorate
+
+
+def _whole_or_by_blocks(loss: Callable[..., Any], predicted: str, *args: Any, **kwargs: Any) -> Any:
+    signature = inspect.signature(loss)
+    bound = signature.bind(*args, **kwargs)
+    given = {**bound.arguments, **bound.arguments.pop("denominators", {})}
+    # a loss that has yet to choose among its tokens must see them all
+    chooses = "chosen_tokens" in signature.parameters and "chosen_tokens" not in given
+    if chooses or given["response_mask"].numel() <= BLOCK_TOKENS:
+        return loss(*args, **kwargs)
+    return _by_blocks(loss, given, predicted)
 
 
 def _by_blocks(loss: Callable[..., Any], given: dict[str, Any], predicted: str) -> Any:

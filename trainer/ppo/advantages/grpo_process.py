@@ -51,5 +51,5 @@ def compute_grpo_process_advantage(
     normalised[rows, places] = centered
     order = order_inside_first(response_mask)
     later = discounted_sum(put_in_order(normalised, order), 1.0)
-    advantages = put_back(later.mul_(put_in_order(response_mask.bool(), order)), order)
+    advantages = put_back(later, order).masked_fill_(response_mask == 0, 0)
     return advantages, advantages

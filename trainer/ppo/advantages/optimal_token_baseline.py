@@ -39,14 +39,17 @@ def compute_optimal_token_baseline_advantage(
     order = order_inside_first(response_mask)
     groups = Groups.of(index, token_level_rewards[:, 0])
     returns = put_in_order(returns_of(token_level_rewards, response_mask, 1.0), order)
-    inside = put_in_order(response_mask.bool(), order)
+    outside = put_in_order(response_mask == 0, order)
 
-    weights = torch.exp(put_in_order(old_log_probs, order)).mul_(-2).add_(1)
-    weights.add_(put_in_order(sum_pi_squared, order)).clamp_(min=0).mul_(inside)
-    torch.cumsum(weights, dim=-1, out=weights).mul_(inside)
+    chances = torch.exp(put_in_order(old_log_probs, order))
+    weights = torch.sub(put_in_order(sum_pi_squared, order), chances, alpha=2)
+    del chances
+    weights.add_(1).clamp_(min=0)
+    # what lies outside comes after a row's tokens, so no sum of theirs has it
+    weights.cumsum_(dim=-1).masked_fill_(outside, 0)
 
     advantages = returns - _lowest_score(returns, groups).unsqueeze(-1)
-    advantages.sub_(_weighed_means_(advantages, weights, groups)).mul_(inside)
+    advantages.sub_(_weighed_means_(advantages, weights, groups)).masked_fill_(outside, 0)
     return put_back(advantages, order), put_back(returns, order)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trainer.ppo.advantages.groups import on_tokens
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from trainer.ppo.advantages.returns import returns_of
 
 
 @ADVANTAGE_ESTIMATORS.register("remax")
@@ -21,7 +22,5 @@ def compute_remax_outcome_advantage(
 
     Source: arXiv 2310.10505
     """
-    inside = response_mask.to(token_level_rewards.dtype)
-    later = (token_level_rewards * inside).flip(-1).cumsum(dim=-1)
-    returns = later.flip(-1).mul_(inside)
+    returns = returns_of(token_level_rewards, response_mask, gamma=1.0)
     return returns - on_tokens(reward_baselines, response_mask), returns
