@@ -15,6 +15,7 @@ import pytest
 
 from trainer import load_config
 from trainer.config.schema import TRACKERS
+from workers.training.schedules import LR_SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
@@ -73,7 +74,8 @@ def test_the_python_blocks_run(
         request.getfixturevalue("ray_session")
     (tmp_path / "tiny").symlink_to(tiny_dir)  # what `python examples/tiny/make.py tiny` makes
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(TRACKERS, "_entries", dict(TRACKERS))  # a page registers one of its own
+    for registry in (TRACKERS, LR_SCHEDULES):  # a page registers one of its own
+        monkeypatch.setattr(registry, "_entries", dict(registry))
     text = path.read_text(encoding="utf-8")
     space: dict[str, object] = {"__name__": "docs"}
     for match in BLOCK.finditer(text):

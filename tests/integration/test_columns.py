@@ -16,8 +16,8 @@ import torch
 from tests.integration.runs import overrides
 from trainer import load_config, run
 from trainer.ppo import step
-from trainer.ppo.correct_rollout import correct_rollout
 from trainer.ppo.step import PPOTrainer
+from trainer.ppo.update_samples import samples_of_update
 from verl_like.batch.protocol import DataProto
 from workers.columns import COLUMNS
 from workers.roles.actor import ActorWorker
@@ -54,7 +54,7 @@ class Recorder:
             method = name.partition(".")[2]
             patch.setattr(cls, method, self.noting_result(name, getattr(cls, method)))
         patch.setattr(PPOTrainer, "generate", self.noting_argument(PPOTrainer.generate))
-        patch.setattr(step, "correct_rollout", self.noting_corrected)
+        patch.setattr(step, "samples_of_update", self.noting_samples)
 
     def noting_result(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -73,8 +73,8 @@ class Recorder:
 
         return noted
 
-    def noting_corrected(self, *args: Any) -> tuple[DataProto, dict[str, float]]:
-        batch, metrics = correct_rollout(*args)
+    def noting_samples(self, *args: Any) -> tuple[DataProto, dict[str, float]]:
+        batch, metrics = samples_of_update(*args)
         self.given["update_actor"] = columns_of(batch)
         return batch, metrics
 

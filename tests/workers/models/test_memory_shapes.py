@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import tiny_config
 from workers.config import ModelConfig
+from workers.models import memory_shapes
 from workers.models.memory_shapes import ModelShapes, cached_widths, model_shapes
 from workers.roles.actor import ActorWorker
 from workers.training import engine as engine_module
@@ -150,3 +151,17 @@ def test_adapters_alone_are_trained(small: Path) -> None:
     config = ModelConfig(path=str(small / "model"), lora_rank=2)
     shapes = model_shapes(config, "token", torch.float32)
     assert 0 < shapes.num_trained < shapes.num_weights / 20
+
+
+def test_shapes_are_counted_once_until_the_folder_describes_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DEEPSEEK_7B.save_pretrained(tmp_path)
+    before = shapes_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_shapes, "meta_model", None)
+        assert shapes_of(tmp_path) == before
+
+    LlamaConfig(**DEEPSEEK_7B.to_dict() | {"num_hidden_layers": 2}).save_pretrained(tmp_path)
+    assert shapes_of(tmp_path).num_layers == 2
+    assert shapes_of(tmp_path, torch.bfloat16).compute_bytes == 2
