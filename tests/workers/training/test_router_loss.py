@@ -15,7 +15,8 @@ from verl_like.errors import ConfigError
 from workers.models.load import load_model
 from workers.parallel import fsdp
 from workers.roles.actor import ActorWorker
-from workers.training.microbatch import Budget
+from workers.training.engine import INPUTS
+from workers.training.microbatch import Budget, Columns, MiniBatch, Rows, mini_batch
 from workers.training.router_loss import check_routers, load_balancing_loss
 
 NUM_EXPERTS, NUM_CHOSEN = 4, 2
@@ -124,6 +125,26 @@ def test_neither_the_cut_nor_the_way_of_the_rows_changes_the_gradient(
         found = router_gradients(actor, rows)
         for name, gradient in whole.items():
             assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def log_likelihood(outputs: Columns, columns: Columns, batch: MiniBatch) -> Any:
+    loss = -outputs["log_probs"].sum() / batch.num_tokens
+    return loss, {"likelihood": loss}
+
+
+def test_rows_with_a_loss_of_their_own_beside_it_are_not_counted(experts_dir: Path) -> None:
+    actor = actor_of(experts_dir)
+    engine, names = actor.engine, (*INPUTS, *ACTOR_COLUMNS)
+    ours, others = (
+        mini_batch(Rows.take(make_batch(6, seed), names), 0, 1, None) for seed in (0, 1)
+    )
+    found = []
+    for beside in ([], [(others, log_likelihood)]):
+        with engine.running(engine.optimizer):
+            found.append(engine.accumulate(ours, Budget(rows=2), actor.loss, beside=beside))
+    alone, both = found
+    assert both.keys() - alone.keys() == {"likelihood"}
+    assert both["router_aux_loss"] == pytest.approx(alone["router_aux_loss"], rel=1e-6)
 
 
 def test_the_weight_scales_what_it_adds_to_the_gradient(experts_dir: Path) -> None:
