@@ -18,6 +18,8 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.run_folder.metrics import reduce_metrics
 from trainer.sft.config import SFTConfig
+from verl_like.batch.protocol import DataProto
+from workers.columns import read_columns
 
 
 class SFTTrainer(Trainer):
@@ -44,7 +46,7 @@ class SFTTrainer(Trainer):
         with self.clock("update"):
             metrics = reduce_metrics(self.groups["sft"].update_model(batch))
         return metrics | {
-            "train/num_tokens": float(batch.batch["response_mask"].sum()),
+            "train/num_tokens": num_tokens_in_loss(batch),
             "training/global_step": self.global_step,
             "training/epoch": self.loader.epoch,
         }
@@ -102,8 +104,8 @@ class SFTTrainer(Trainer):
             names = [f"val-{start + number}" for number in range(len(rows))]
             batch = lm_batch(rows, names, self.loader.pad_token_id)
             found = self.groups["sft"].compute_log_prob(batch)
-            total -= float(found.batch["log_probs"].double().sum())
-            num_tokens += float(batch.batch["response_mask"].sum())
+            total -= float(read_columns(found, "log_probs")["log_probs"].double().sum())
+            num_tokens += num_tokens_in_loss(batch)
         return {"val/loss": total / num_tokens}
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,3 +116,8 @@ class SFTTrainer(Trainer):
         """Take over what `state_dict` gave."""
         super().load_state_dict(state)
         self.loader.load_state_dict(state["loader"])
+
+
+def num_tokens_in_loss(batch: DataProto) -> float:
+    """Of all rows of a batch."""
+    return float(read_columns(batch, "response_mask")["response_mask"].sum())
