@@ -73,3 +73,9 @@ def test_a_class_without_a_small_model_is_not_believed() -> None:
     config = tiny_model_config("llama")
     config.num_hidden_layers, config.hidden_size = 0, -1
     assert "no small model" in proof.why_not_native(config, longest=20)
+
+
+def test_layers_that_are_passed_several_times_have_a_cache_for_each_pass() -> None:
+    config = build_tiny(tiny_model_config("hrm_text")).config
+    assert config.num_hidden_layers == 8 * config.num_layers_per_stack
+    assert proof.why_not_native(config, 96) == ""
