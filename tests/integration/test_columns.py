@@ -16,6 +16,7 @@ import torch
 from tests.integration.runs import overrides
 from trainer import load_config, run
 from trainer.ppo import step
+from trainer.ppo.samples import EXTRA
 from trainer.ppo.step import PPOTrainer
 from trainer.ppo.update_samples import samples_of_update
 from verl_like.batch.protocol import DataProto
@@ -83,7 +84,7 @@ class Recorder:
 def recorders(
     tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Recorder]:
-    """One of a step with every role and option that adds a column, one of a step of ReMax."""
+    """Of a step with every role and option that adds a column, and of two whose algorithms do."""
     folder = tmp_path_factory.mktemp("columns")
     every_role = [
         "reward_model.enable=true",
@@ -94,8 +95,14 @@ def recorders(
         "actor_rollout_ref.actor.shuffle=true",
         "correction=decoupled_token_is",
     ]
+    own_columns = [
+        "algorithm.adv_estimator=optimal_token_baseline",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+        "algorithm.use_kl_in_reward=false",
+    ]
+    runs = {"all": every_role, "own": own_columns, "remax": ["algorithm.adv_estimator=remax"]}
     made = []
-    for name, changes in (("all", every_role), ("remax", ["algorithm.adv_estimator=remax"])):
+    for name, changes in runs.items():
         with pytest.MonkeyPatch.context() as patch:
             made.append(Recorder(patch))
             changes = [*changes, "trainer.backend=local", "trainer.total_training_steps=1"]
@@ -115,14 +122,19 @@ def test_a_step_s_columns_have_the_table_s_shapes_and_dtypes(recorders: list[Rec
     for recorder in recorders:
         for columns in (recorder.given["update_actor"], *recorder.written.values()):
             found |= {name: as_table_row(values) for name, values in columns.items()}
+    of_the_user = [name for name in found if name.startswith(EXTRA)]
+    assert of_the_user == ["reward_extra/rule_score", "reward_extra/model_score"]
+    for name in of_the_user:
+        del found[name]
     assert found == {name: (column.shape, column.dtype) for name, column in COLUMNS.items()}
 
 
 def test_a_worker_s_columns_name_the_method_that_writes_them(recorders: list[Recorder]) -> None:
     writers: dict[str, set[str]] = {name: set() for name in COLUMNS}
-    for method, columns in recorders[0].written.items():
-        for name in columns:
-            writers[name].add(method)
+    for recorder in recorders:
+        for method, columns in recorder.written.items():
+            for name in columns:
+                writers[name].add(method)
     named = {
         name: set(re.findall(r"\b[a-z_]+\.[a-z_]+\b", column.written_by)) - {"rollout.n"}
         for name, column in COLUMNS.items()

@@ -125,6 +125,8 @@ def test_empty_responses_and_rows_without_eos_train(
     rigged = f"+role_workers.rollout={RIGGED}.TruncatingRollout"
     least = 2 if needs_groups(ADVANTAGE_ESTIMATORS[estimator]) else 1
     settings = (f"actor_rollout_ref.rollout.n={least}", f"algorithm.adv_estimator={estimator}")
+    if estimator == "gdpo":
+        settings += ("algorithm.gdpo_reward_keys=[seq_reward]",)
     last = train(tiny_dir, tmp_path, *GRPO, rigged, *settings)
     assert last["response/aborted_ratio"] == pytest.approx(3 / 8)
     assert last["response_length_non_aborted/clip_ratio"] == 1.0
@@ -155,7 +157,7 @@ def test_remax_compares_with_the_score_of_the_greedy_answer(tiny_dir: Path, tmp_
         tmp_path,
         *GRPO,
         "algorithm.adv_estimator=remax",
-        "actor_rollout_ref.rollout.do_sample=false",
+        "actor_rollout_ref.rollout.top_k=1",
     )
     batch = NotedTrainer.batch.batch
     assert torch.equal(
@@ -170,7 +172,7 @@ def test_remax_clips_baselines_as_the_scores_they_are_compared_with(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     clipped = ("algorithm.adv_estimator=remax", "algorithm.score_clip=0.05")
-    train(tiny_dir, tmp_path, *GRPO, *clipped, "actor_rollout_ref.rollout.do_sample=false")
+    train(tiny_dir, tmp_path, *GRPO, *clipped, "actor_rollout_ref.rollout.top_k=1")
     batch = NotedTrainer.batch.batch
     assert batch["token_level_scores"].abs().max() == pytest.approx(0.05)
     assert torch.equal(batch["reward_baselines"], batch["token_level_scores"].sum(-1))
