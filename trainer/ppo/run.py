@@ -139,10 +139,10 @@ class PPORun(Trainer):
         self.kl_ctrl.value = state["kl_coef"]
         if self.entropy_ctrl:
             self.entropy_ctrl.load_state_dict(state)
-        self.running_norm.load_state_dict(state["running_norm"])
+        self.running_norm.load_state_dict(state.get("running_norm", {}))
         self.loader.load_state_dict(state["loader"])
-        if self.ptx is not None and state["ptx"] is not None:
-            self.ptx.load_state_dict(state["ptx"])
+        if self.ptx is not None and (rows := state.get("ptx")) is not None:
+            self.ptx.load_state_dict(rows)
 
     # ------------------------------------------------------------------ what the stages share
 

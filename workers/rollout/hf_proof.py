@@ -9,14 +9,13 @@ few rows greedily, longer than every limit that this run's rows can pass, with a
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.models.stand_in import MODEL_ERRORS, VOCABULARY, stand_in
+from workers.models.stand_in import VOCABULARY
+from workers.rollout.decoding_proof import DecodingProof
 
 PROMPTS, NUM_STEPS = (24, 3), 32
 """Tokens of the prompts that prove, and of their responses."""
@@ -26,33 +25,15 @@ LARGEST_ERROR = 2e-5
 
 def why_no_cache(config: Any, longest: int) -> str:
     """What is wrong with decoding such a model from a cache; nothing is an empty text."""
-    attention = "eager" if config._attn_implementation == "eager" else "sdpa"
-    return _why_not(_Key(config.to_json_string(use_diff=False), attention, longest, config))
+    return _PROOF.what_is_wrong(config, longest)
 
 
-@dataclass(frozen=True)
-class _Key:
-    text: str
-    attention: str
-    longest: int
-    config: Any = field(compare=False)
-
-
-@functools.lru_cache(maxsize=64)
-def _why_not(key: _Key) -> str:
-    try:
-        model = stand_in(key.config, key.attention, key.longest)
-    except MODEL_ERRORS as error:
-        return f"there is no small model of its class to prove it on ({_first_line(error)})"
-    try:
-        worst = max(_error(model, length) for length in PROMPTS)
-    except MODEL_ERRORS as error:
-        return f"a small model of its class fails ({type(error).__name__}: {_first_line(error)})"
+def _judge(model: Any, longest: int) -> str:
+    worst = max(_error(model, length) for length in PROMPTS)
     return "" if worst <= LARGEST_ERROR else f"a small model of its class is off by {worst:.0e}"
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+_PROOF = DecodingProof(_judge, "with or without a cache")
 
 
 def _error(model: Any, length: int) -> float:

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,23 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from workers.models.attention import warn_once, why_no_flash, why_no_kernel
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int, float], Tensor]
-"""(query, key, value, bounds, longest, scale, tokens seen to the left or -1, cap or 0) -> output.
+
+class RowsAttended(NamedTuple):
+    """What a kernel is told of the rows, and of how they attend."""
+
+    bounds: Tensor
+    """Where rows begin, and where the last one ends."""
+    longest: int
+    """Tokens of the longest row."""
+    scale: float
+    left: int
+    """Tokens seen to the left of a token; -1: all of its row."""
+    cap: float
+    """Soft cap of scores; 0: none."""
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, RowsAttended], Tensor]
+"""(query, key, value, rows) -> output.
 
 States are [tokens, heads, size]; there may be fewer heads of keys than of queries.
 """
@@ -70,7 +85,8 @@ class VarlenKernel:
             pad(part.to(self.dtype), (0, size - part.shape[-1])) for part in (query, key, value)
         )
         left = -1 if window is None or window >= longest else window - 1
-        output = self.attend(*states, bounds, longest, scale, left, softcap or 0.0)
+        rows = RowsAttended(bounds, longest, scale, left, softcap or 0.0)
+        output = self.attend(*states, rows)
         return output[..., : value.shape[-1]].to(value.dtype)
 
 
@@ -80,21 +96,13 @@ def through_flash_attn(function: Callable[..., Any]) -> Attend:
 
 
 def _by_flash_attn(
-    function: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scale: float,
-    left: int,
-    cap: float,
+    function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, rows: RowsAttended
 ) -> Tensor:
-    settings: dict[str, Any] = {"softmax_scale": scale, "window_size": (left, 0)}
-    if cap:
-        settings["softcap"] = cap
-    rows = bounds, bounds, longest, longest
-    output: Tensor = function(query, key, value, *rows, causal=True, **settings)
+    settings: dict[str, Any] = {"softmax_scale": rows.scale, "window_size": (rows.left, 0)}
+    if rows.cap:
+        settings["softcap"] = rows.cap
+    where = rows.bounds, rows.bounds, rows.longest, rows.longest
+    output: Tensor = function(query, key, value, *where, causal=True, **settings)
     return output
 
 
@@ -110,20 +118,16 @@ def _by_torch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scale: float,
-    left: int,
-    cap: float,
+    rows: RowsAttended,
 ) -> Tensor:
-    settings: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
+    settings: dict[str, Any] = {"scale": rows.scale, "window_size": (rows.left, 0)}
     if is_grouped:
         settings["enable_gqa"] = True
     else:
         groups = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-    rows = bounds, bounds, longest, longest
-    output: Tensor = function(query, key, value, *rows, **settings)
+    where = rows.bounds, rows.bounds, rows.longest, rows.longest
+    output: Tensor = function(query, key, value, *where, **settings)
     return output
 
 

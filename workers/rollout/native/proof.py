@@ -12,15 +12,14 @@ longest row of a pass (longrope) leave keys of other factors in the cache.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.models.stand_in import LIMIT, MODEL_ERRORS, VOCABULARY, stand_in
+from workers.models.stand_in import LIMIT, VOCABULARY
+from workers.rollout.decoding_proof import DecodingProof
 from workers.rollout.native.grouped_attention import grouped_decoding
 from workers.rollout.native.kv_cache import (
     SlotCache,
@@ -51,45 +50,24 @@ def check_decoding(config: Any, longest: int) -> None:
 
 def why_not_native(config: Any, longest: int) -> str:
     """What is wrong with this engine's decoding of such a model; nothing is an empty text."""
-    attention = "eager" if config._attn_implementation == "eager" else "sdpa"
-    return _why_not(_Key(config.to_json_string(use_diff=False), attention, longest, config))
+    return _PROOF.what_is_wrong(config, longest)
 
 
-@dataclass(frozen=True)
-class _Key:
-    text: str
-    attention: str
-    longest: int
-    config: Any = field(compare=False)
-
-
-@functools.lru_cache(maxsize=64)
-def _why_not(key: _Key) -> str:
-    try:
-        model = stand_in(key.config, key.attention, key.longest)
-    except MODEL_ERRORS as error:
-        return f"there is no small model of its class to prove it on ({_first_line(error)})"
-    try:
-        decoded = [row for lengths in PROMPTS for row in _decoded(model, lengths)]
-    except MODEL_ERRORS as error:
-        return (
-            "a small model of its class fails with a cache of keys and values alone "
-            f"({type(error).__name__}: {_first_line(error)})"
-        )
-
+def _judge(model: Any, longest: int) -> str:
+    decoded = [row for lengths in PROMPTS for row in _decoded(model, lengths)]
     worst = max(_error_of_row(model, row, logits) for row, logits in decoded)
     if worst <= LARGEST_ERROR:
         return ""
+
     size = f"off by {worst:.0e}" if worst < torch.inf else "not finite"
     return (
         f"logits of a small model of its class are {size} (its windows, chunks and original "
-        f"lengths are {LIMIT} tokens where this run's rows, of up to {key.longest} tokens, are "
-        "longer than the model's)"
+        f"lengths are {LIMIT} tokens where this run's rows, of up to {longest} tokens, are longer "
+        "than the model's)"
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+_PROOF = DecodingProof(_judge, "with a cache of keys and values alone")
 
 
 @torch.no_grad()
