@@ -29,7 +29,7 @@ def choose_clip_cov_tokens(
     covariance = token_covariance(advantages, old_log_prob, inside)
     candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
 
-    count = max(int(clip_cov_ratio * inside.sum()), 1)
+    count = max(int(clip_cov_ratio * torch.count_nonzero(inside)), 1)
     places = candidates.flatten().nonzero().squeeze(-1)
     order = torch.randperm(len(places), generator=generator).to(places.device)
     chosen = torch.zeros_like(candidates.flatten())
@@ -57,9 +57,6 @@ def compute_policy_loss_clip_cov(
     They are drawn from those whose covariance under the old policy is between 1 and 5: 2 in 10000
     tokens of the mini-batch, at least one. They are chosen before the update, for the mini-batch as
     a whole, so neither ranks nor micro-batches change them.
-
-    Watch: `actor/entropy`, which should level off; if it still falls, the share of tokens in
-    `actor/pg_clipfrac` is too small beside the number of updates.
 
     Watch: `actor/entropy`, which it is to hold up: where it falls as with `vanilla` and
     `actor/pg_clipfrac` is 0, no token has a covariance in its range. Take `kl_cov`.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_like.tensor_ops import masked_mean
-
 BLOCK = 64
 """Rows that are multiplied at once."""
 
@@ -17,9 +15,17 @@ def token_covariance(advantages: Tensor, log_prob: Tensor, inside: Tensor) -> Te
 
     Their mean is the covariance, which says how fast the entropy falls (arXiv 2505.22617).
     """
-    product = advantages - masked_mean(advantages, inside)
-    mean = masked_mean(log_prob, inside)
-    # block by block, so that one column is all that it takes
-    for of_product, of_log_prob in zip(product.split(BLOCK), log_prob.split(BLOCK), strict=True):
-        of_product.mul_(of_log_prob - mean)
-    return product.masked_fill_(~inside, -torch.inf)
+    mean = _mean_inside(log_prob, inside)
+    product = advantages - _mean_inside(advantages, inside)
+    parts = (column.split(BLOCK) for column in (product, log_prob, inside))
+    for of_product, of_log_prob, of_mask in zip(*parts, strict=True):
+        of_product.mul_(of_log_prob - mean).masked_fill_(~of_mask, -torch.inf)
+    return product
+
+
+def _mean_inside(values: Tensor, inside: Tensor) -> Tensor:
+    """The mean inside the mask, without a copy of the column: block by block."""
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for of_values, of_mask in zip(values.split(BLOCK), inside.split(BLOCK), strict=True):
+        total += torch.where(of_mask, of_values, 0).sum()
+    return (total / torch.count_nonzero(inside).clamp(min=1)).to(values.dtype)

@@ -61,7 +61,8 @@ def compute_policy_loss_dppo_kl(
 
 def _binary_kl(old_log_prob: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:
     """The divergence, and how far the log-prob rose."""
-    old, new = old_log_prob.exp(), log_prob.exp()
     rose = log_prob - old_log_prob
-    others = ((1 - old).clamp(min=SMALLEST) / (1 - new).clamp(min=SMALLEST)).log()
-    return (1 - old) * others - old * rose, rose
+    old = old_log_prob.exp()
+    old_others, new_others = 1 - old, (1 - log_prob.exp()).clamp_(min=SMALLEST)
+    of_others = old_others.clamp(min=SMALLEST).div_(new_others).log_().mul_(old_others)
+    return of_others.sub_(old.mul_(rose)), rose

@@ -27,7 +27,7 @@ def choose_kl_cov_tokens(
     covariance = token_covariance(advantages, old_log_prob, inside)
 
     flat = covariance.flatten()
-    count = max(int(kl_cov_ratio * inside.sum()), 1)
+    count = max(int(kl_cov_ratio * torch.count_nonzero(inside)), 1)
     chosen = torch.zeros_like(flat, dtype=torch.bool)
     chosen[flat.topk(min(count, len(flat))).indices] = True
     return chosen.view_as(inside) & inside
@@ -57,10 +57,6 @@ def compute_policy_loss_kl_cov(
 
     Watch: `actor/entropy`, which should level off, and `actor/ppo_kl`, which nothing clips: where
     it grows over the mini-batches of a step, make fewer of them.
-
-    Watch: `actor/entropy`, which it is to hold up, and `actor/kl_cov_frac`: above 2e-4
-    micro-batches are below 5000 tokens, and the one token that each must choose makes the penalty
-    stronger.
 
     Source: arXiv 2505.22617
     """

@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, log_ratio
 from workers.losses.registry import POLICY_LOSSES, reads
@@ -42,11 +42,15 @@ def compute_policy_loss_sapo(
     inside = response_mask.bool()
     advantages = torch.where(inside, advantages, 0)
     log_r = log_ratio(log_prob, old_log_prob, inside)
+    ratio = log_r.detach().exp()
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(log_r.dtype)
-    gate = torch.sigmoid(tau * (log_r.exp() - 1.0)) * (4.0 / tau)
+    gate = torch.sigmoid((ratio - 1.0).mul_(tau))
+    losses = with_slope(
+        advantages * gate * (-4.0 / tau), gate * (gate - 1.0) * ratio.mul_(advantages * 4.0), log_r
+    )
 
     return agg_policy_loss(
-        -advantages * gate,
+        losses,
         {"actor/ppo_kl": -log_r},
         response_mask,
         loss_agg_mode,

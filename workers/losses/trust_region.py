@@ -30,12 +30,12 @@ def trust_region_loss(
     """
     inside = response_mask.bool()
     advantages = torch.where(inside, advantages, 0)
-    log_r = log_ratio(log_prob, old_log_prob, inside)
-    ratio = log_r.detach().exp()
+    log_r = log_ratio(log_prob.detach(), old_log_prob, inside)
+    ratio = log_r.exp()
 
     dropped = torch.where(advantages > 0, too_far_up, too_far_down) & inside
-    weight = torch.where(dropped, 0, ratio.clamp(max=largest_ratio))
-    losses = -advantages * weight * torch.where(inside, log_prob, 0)
+    weight = ratio.clamp(max=largest_ratio).masked_fill_(dropped, 0).mul_(advantages).neg_()
+    losses = weight * torch.where(inside, log_prob, 0)
 
     per_token = {
         "actor/ppo_kl": -log_r,

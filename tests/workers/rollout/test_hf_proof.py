@@ -39,6 +39,21 @@ def test_a_class_whose_cache_is_wrong_is_decoded_without_it_and_that_is_said(
     assert largest_gap(engine, module) < 1e-4
 
 
+def test_a_class_that_carries_its_state_from_row_to_row_is_decoded_without_a_cache() -> None:
+    module = build_tiny(tiny_model_config("recurrent_gemma"))
+    with torch.no_grad():
+        module(torch.arange(6, 30)[None])  # leaves its state in the modules
+    engine = HFEngine(module, EngineLimits(32, 64))
+    assert not engine.uses_cache
+    sampling = SamplingParams(max_tokens=8, stop_token_ids=(), do_sample=False)
+    engine.commit(0)
+    (output,) = engine.generate([Request([7], 0)], sampling)
+    with torch.no_grad():
+        ids = torch.tensor([[7, *output.tokens]])
+        steps = module(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+    assert float((output.log_probs - steps.amax(-1)).abs().max()) < 1e-4
+
+
 def test_scores_are_not_changed_by_the_models_own_generation_config() -> None:
     module = build_tiny(tiny_model_config("llama"))
     module.generation_config.repetition_penalty = 3.0
