@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -126,4 +126,17 @@ def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
 
     For a loss of many branches whose derivative is short: autograd would keep and undo each branch.
     """
-    return torch.addcmul(value.detach(), slope.detach(), variable - variable.detach())
+    result: Tensor = _WithSlope.apply(value.detach(), slope.detach(), variable)
+    return result
+
+
+class _WithSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        (slope,) = ctx.saved_tensors
+        return None, None, gradient * slope

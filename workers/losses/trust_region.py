@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from workers.losses.aggregate import Denominators, agg_policy_loss
+from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.importance_ratio import log_ratio
 
 
@@ -35,7 +35,7 @@ def trust_region_loss(
 
     dropped = torch.where(advantages > 0, too_far_up, too_far_down) & inside
     weight = ratio.clamp(max=largest_ratio).masked_fill_(dropped, 0).mul_(advantages).neg_()
-    losses = weight * torch.where(inside, log_prob, 0)
+    losses = with_slope(weight * torch.where(inside, log_prob.detach(), 0), weight, log_prob)
 
     per_token = {
         "actor/ppo_kl": -log_r,
