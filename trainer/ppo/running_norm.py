@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from verl_like.tensor_ops import last_places
 from workers.columns import read_columns, write_columns
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class RunningNorm:
         moments.add(len(of_samples), mean, (of_samples - mean).square().sum().item())
 
         normalised = scores / moments.std
-        last = (inside * torch.arange(inside.shape[1])).amax(dim=-1)
+        last = last_places(inside)
         normalised[answered.nonzero().squeeze(-1), last[answered]] -= moments.mean / moments.std
         return normalised, self._metrics("rewards")
 

@@ -11,6 +11,7 @@ from verl_like.tensor_ops.logprobs import (
     sum_pi_squared_from_logits,
 )
 from verl_like.tensor_ops.masked import (
+    last_places,
     masked_mean,
     masked_sum,
     masked_var,
@@ -29,6 +30,7 @@ __all__ = [
     "get_seqlen_balanced_partitions",
     "logprobs_and_entropy_from_logits",
     "logprobs_from_logits",
+    "last_places",
     "masked_mean",
     "masked_sum",
     "masked_var",

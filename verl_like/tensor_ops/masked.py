@@ -41,3 +41,11 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     var = torch.linalg.vector_norm(centered).square() / num_others
     whitened = centered * torch.rsqrt(var + 1e-8)
     return whitened if shift_mean else torch.where(inside, whitened + mean, 0)
+
+
+def last_places(mask: Tensor) -> Tensor:
+    """The place of each row's last true entry: [rows]; 0 in a row that has none.
+
+    A mask may have holes, so that is not its count less one.
+    """
+    return (mask * torch.arange(mask.shape[-1], device=mask.device)).amax(dim=-1)

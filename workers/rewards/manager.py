@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
+from verl_like.tensor_ops import last_places
 from workers.columns import read_columns
 from workers.rewards.call import Sample
 from workers.rewards.process import LATE, STEPS, VOTE, Outcome
@@ -138,8 +139,7 @@ def _on_tokens(values: Tensor, outcomes: list[Outcome], mask: Tensor) -> tuple[T
 
     A score of zero beside those of steps is no step of its own.
     """
-    # The mask may have holes, where a tool's answer stands: its last token, not its count.
-    last = (mask * torch.arange(mask.shape[-1])).amax(dim=-1)
+    last = last_places(mask)
     rows = torch.arange(len(values))
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     scores[rows, last] = values

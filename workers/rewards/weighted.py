@@ -19,6 +19,7 @@ from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError
+from verl_like.tensor_ops import last_places
 from workers.columns import read_columns
 from workers.config import OverlongBufferConfig, RewardConfig
 from workers.rewards.functions import check_rules
@@ -245,10 +246,9 @@ def without_influence(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) 
 
 
 def at_last_token(values: Tensor, mask: Tensor) -> Tensor:
-    """[rows] numbers at each row's last token; the mask may have holes, so it is not its count."""
+    """[rows] numbers at each row's last token."""
     placed = torch.zeros(mask.shape, dtype=values.dtype)
-    places = torch.arange(mask.shape[-1])
-    placed[torch.arange(len(values)), (mask * places).amax(dim=-1)] = values
+    placed[torch.arange(len(values)), last_places(mask)] = values
     return placed
 
 

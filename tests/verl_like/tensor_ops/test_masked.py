@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from verl_like.tensor_ops import (
+    last_places,
     masked_mean,
     masked_sum,
     masked_var,
@@ -75,3 +76,9 @@ def test_masked_mean_has_no_gradient_outside_the_mask():
     values = torch.tensor([1.0, torch.nan, 3.0], requires_grad=True)
     masked_mean(values, torch.tensor([1, 0, 1])).backward()
     assert values.grad.tolist() == [0.5, 0.0, 0.5]
+
+
+def test_the_last_place_is_that_of_a_mask_with_holes() -> None:
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    assert last_places(mask).tolist() == [2, 0, 3]
+    assert last_places(mask.bool()).tolist() == [2, 0, 3]
