@@ -60,6 +60,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("data", "groups", "run_folder"),
         ("loop",),
         ("launch",),
+        ("rows",),
         ("ppo", "sft"),
         ("main_ppo",),
         ("__init__",),

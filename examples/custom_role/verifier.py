@@ -17,18 +17,18 @@ from trainer.ppo.step import PPOTrainer
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like import DataProto, Dispatch, Worker, register
 from workers.config import critic_model, critic_optim
-from workers.training.engine import TrainEngine
 from workers.training.microbatch import Budget
+from workers.training.score_engine import ScoreEngine
 
 
 class VerifierWorker(Worker):
-    """A scalar head on the critic's model: at every response token the log-odds of a good score."""
+    """A scalar head on the critic's model: at a row's last token the log-odds of a good score."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         model, optim = critic_model(config), critic_optim(config)
         self.budget = Budget(rows=config.critic.ppo_micro_batch_size_per_gpu)
-        self.engine = TrainEngine(
+        self.engine = ScoreEngine(
             model, config.critic.model.fsdp_config, head="scalar", optim_config=optim
         )
 
@@ -56,16 +56,14 @@ class VerifierWorker(Worker):
     def loss(self, outputs: Any, columns: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the loss.
 
-        Shares add up, so the divisor is the whole mini-batch's number of tokens.
+        Shares add up, so the divisor is the whole mini-batch's number of rows.
         """
-        inside = columns["response_mask"] != 0
-        is_good = columns["token_level_scores"].sum(dim=1, keepdim=True) >= 0.5
-        target = is_good.float().expand(inside.shape)
-
+        inside = columns["response_mask"].any(dim=1)
+        is_good = columns["token_level_scores"].sum(dim=1) >= 0.5
         total = binary_cross_entropy_with_logits(
-            outputs["values"][inside], target[inside], reduction="sum"
+            outputs["scores"][inside], is_good[inside].float(), reduction="sum"
         )
-        share = total / max(batch.num_tokens, 1)
+        share = total / max(batch.num_rows, 1)
         return share, {"loss": share}
 
 

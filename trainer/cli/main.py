@@ -21,6 +21,8 @@ USAGE = """usage: verl-like COMMAND ...
   -sc install=bash         print tab completion; use it with: eval "$(verl-like -sc install=bash)"
   --version                print the version
 """
+RECIPES = {"sft": "trainer.sft.recipe.SFT"}
+"""Commands that train, but for `ppo`, which is Hydra's."""
 HELP = {
     "sft": """usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
 
@@ -108,16 +110,17 @@ def _show(text: str) -> None:
 def _plain_command(command: str, arguments: list[str]) -> None:
     """Any command but ppo; an error of ours ends with its one line."""
     from verl_like.errors import VerlLikeError
+    from verl_like.registry import load_object
 
     wanted = {"doctor": (0, 2), "report": (1, 1)}.get(command, (0, len(arguments)))
     is_doctor_wrong = command == "doctor" and arguments[:1] != ["--model"][: len(arguments)]
     if not wanted[0] <= len(arguments) <= wanted[1] or is_doctor_wrong or arguments == ["--model"]:
         sys.exit(HELP[command])
     try:
-        if command == "sft":
-            from trainer.cli import sft
+        if command in RECIPES:
+            from trainer.cli import train
 
-            sft.main(arguments)
+            train.main(load_object(RECIPES[command], command), arguments)
         elif command == "doctor":
             _doctor(*arguments[1:])
         elif command == "report":

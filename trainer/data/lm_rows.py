@@ -1,7 +1,7 @@
 """Rows that a language-model loss trains on: plain text, prompts with responses, chats.
 
     rows = read_lm_rows("ptx.train_files", files, tokenizer, max_length=512)
-    loader = LMRowLoader(rows, seed, tokenizer.pad_token_id)
+    loader = RowLoader(rows, seed, partial(lm_batch, pad_token_id=tokenizer.pad_token_id))
     batch = loader.take(64)                     # what `TrainEngine.update` reads
 
 What is in the loss follows from a row's columns:
@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from trainer.data.files import Row, rows_of_files
 from trainer.data.prompts import as_objects, encode_prompts
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import CheckpointError, ConfigError
+from verl_like.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -88,11 +89,16 @@ def encode_lm_row(row: Any, tokenizer: Any) -> LMRow:
                 raise ValueError("no token of it is in the loss")
             return encoded
 
-    filled = ", ".join(sorted(name for name, value in row.items() if value is not None))
     raise ValueError(
         "it has neither 'messages', nor 'prompt' and 'response', nor 'text'; there is "
-        f"{filled or 'nothing'}"
+        f"{filled_columns(row)}"
     )
+
+
+def filled_columns(row: Row) -> str:
+    """The names of a row's columns that have a value, for a message."""
+    filled = sorted(name for name, value in row.items() if value is not None)
+    return ", ".join(filled) or "nothing"
 
 
 def _encode_text(row: Row, tokenizer: Any) -> LMRow:
@@ -207,7 +213,14 @@ ENCODERS: dict[tuple[str, ...], Callable[[Row, Any], LMRow]] = {
 
 
 def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
-    """Rows padded on the right, with the columns that `TrainEngine.update` reads.
+    """Rows padded on the right, with the columns that `TrainEngine.update` reads."""
+    return DataProto.from_dict(
+        tensors=lm_columns(rows, pad_token_id), non_tensors={"uid": as_objects(uids)}
+    )
+
+
+def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, Tensor]:
+    """These columns.
 
     Every token but the first of a row is a response; the mask says which are in the loss.
     """
@@ -219,56 +232,10 @@ def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> D
         ids[slot, :length] = torch.from_numpy(row.ids)
         mask[slot, :length] = 1
         in_loss[slot, :length] = torch.from_numpy(row.in_loss)
-    return DataProto.from_dict(
-        tensors={
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(-1) - 1) * mask,
-            "responses": ids[:, 1:].clone(),
-            "response_mask": in_loss[:, 1:].clone(),
-        },
-        non_tensors={"uid": as_objects(uids)},
-    )
-
-
-class LMRowLoader:
-    """Endless rows, epoch after epoch in an order from the seed; a resumed one goes on in place."""
-
-    def __init__(self, rows: Sequence[LMRow], seed: int, pad_token_id: int) -> None:
-        self._rows, self._seed, self.pad_token_id = rows, seed, pad_token_id
-        self._num_taken = 0
-
-    def take(self, count: int) -> DataProto:
-        """The next rows as a batch, with uids of their epochs."""
-        places = [divmod(self._num_taken + number, len(self._rows)) for number in range(count)]
-        orders = {epoch: self._order(epoch) for epoch, _ in places}
-        chosen = [(int(orders[epoch][place]), epoch) for epoch, place in places]
-        self._num_taken += count
-
-        names = [f"{number}-{epoch}" for number, epoch in chosen]
-        return lm_batch([self._rows[number] for number, _ in chosen], names, self.pad_token_id)
-
-    def __len__(self) -> int:
-        """Rows in an epoch."""
-        return len(self._rows)
-
-    @property
-    def epoch(self) -> int:
-        """That of the row which was taken last, the first being 0."""
-        return max(self._num_taken - 1, 0) // len(self._rows)
-
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
-
-    def state_dict(self) -> dict[str, int]:
-        """Where the loader stands; with the seed in the config, all that a resume needs."""
-        return {"num_taken": self._num_taken, "num_rows": len(self._rows)}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to where `state` was taken; other rows are refused."""
-        if state["num_rows"] != len(self._rows):
-            raise CheckpointError(
-                "The saved position is one among other rows for the language-model loss (saved "
-                f"{state['num_rows']} of them, now {len(self._rows)})."
-            )
-        self._num_taken = state["num_taken"]
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1) * mask,
+        "responses": ids[:, 1:].clone(),
+        "response_mask": in_loss[:, 1:].clone(),
+    }

@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from trainer.data.lm_rows import LMRowLoader, read_lm_rows
+from trainer.data.lm_rows import LMRow, lm_batch, read_lm_rows
+from trainer.data.row_loader import RowLoader
 from trainer.ppo.config import PPOConfig
 
 
-def make_ptx_loader(config: PPOConfig, tokenizer: Any) -> LMRowLoader | None:
+def make_ptx_loader(config: PPOConfig, tokenizer: Any) -> RowLoader[LMRow] | None:
     """The loader of `ptx.train_files`, if there are any."""
     if not config.ptx.train_files:
         return None
     rows = read_lm_rows("ptx.train_files", config.ptx.train_files, tokenizer, longest_row(config))
-    return LMRowLoader(rows, config.trainer.seed, tokenizer.pad_token_id)
+    make_batch = partial(lm_batch, pad_token_id=tokenizer.pad_token_id)
+    return RowLoader(rows, config.trainer.seed, make_batch)
 
 
 def longest_row(config: PPOConfig) -> int:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
-from trainer.data.lm_rows import LMRowLoader
+from trainer.data.lm_rows import LMRow
 from trainer.data.prompts import PromptLoader, load_tokenizer
+from trainer.data.row_loader import RowLoader
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.ppo.config import PPOConfig
@@ -53,7 +54,7 @@ class PPORun(Trainer):
         tokenizer: Any,
         loader: PromptLoader,
         rewards: Rewards,
-        ptx: LMRowLoader | None = None,
+        ptx: RowLoader[LMRow] | None = None,
     ) -> None:
         """Nothing is computed yet; `fit` does it all."""
         super().__init__(config, groups)

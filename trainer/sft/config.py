@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config.schema import RunConfig, TrainerConfig
+from trainer.config.schema import TrainerConfig
+from trainer.rows.config import RowConfig
 from verl_like.config_key import key
-from workers.config.sft import SFTWorkerConfig
 
 
 @dataclass(kw_only=True)
@@ -20,7 +20,7 @@ class SFTTrainerConfig(TrainerConfig):
 
 
 @dataclass(kw_only=True)
-class SFTConfig(RunConfig, SFTWorkerConfig):
+class SFTConfig(RowConfig):
     """A run of supervised fine-tuning."""
 
     trainer: SFTTrainerConfig = key(factory=SFTTrainerConfig)

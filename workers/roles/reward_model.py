@@ -14,10 +14,11 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import ConfigError
 from verl_like.process.worker import Worker
+from verl_like.tensor_ops.masked import last_places
 from workers.config import FSDPConfig, ModelConfig, model_rewards
 from workers.models.folder import model_folder
-from workers.training.engine import TrainEngine
 from workers.training.microbatch import Budget
+from workers.training.score_engine import ScoreEngine
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
@@ -39,7 +40,7 @@ class RewardModelWorker(Worker):
             path=self.config.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
         )
         self.budget = Budget(rows=self.config.micro_batch_size_per_gpu)
-        self.engine = TrainEngine(model, FSDPConfig(), head="score")
+        self.engine = ScoreEngine(model, FSDPConfig(), head="score")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -55,8 +56,7 @@ class RewardModelWorker(Worker):
         """
         scores = self.engine.score_rows(data, self.budget)
         mask = data.batch["response_mask"] != 0
-        places = torch.arange(1, mask.shape[1] + 1)
-        last = mask & (places == (mask * places).amax(dim=1, keepdim=True))
+        last = mask & (torch.arange(mask.shape[1]) == last_places(mask)[:, None])
         return DataProto(
             batch=TensorDict({"rm_scores": scores[:, None] * last}, batch_size=[len(data)])
         )

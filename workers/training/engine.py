@@ -18,6 +18,8 @@ rounding.
 Rows run without their padding where that is proven right (`workers.training.row_proof`). The
 strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp, the
 module is a plain one, so that a rollout engine in the same process can read it by reference.
+
+Engines for other rows extend it: one number a row (`score_engine`), pairs of rows (`pairs`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -63,7 +65,7 @@ from workers.training.moved import count_moved, moved_share, sample_weights
 from workers.training.nonfinite_guard import NonfiniteGuard
 from workers.training.on_cpu import cpu_kernels, prepare_cpu_process
 from workers.training.optim import Schedule, build_optimizer, guarded_step
-from workers.training.packing import check_rows, last_token_reads, read, response_reads
+from workers.training.packing import Feed, check_rows, read, response_reads
 from workers.training.row_proof import RowPasses, prove_rows
 from workers.training.shuffle import order_columns, passes_over, steps_over
 from workers.training.varlen import find_kernel
@@ -76,9 +78,6 @@ if TYPE_CHECKING:
 
 LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model outputs, columns, mini-batch counts) -> (share of the loss, shares of the metrics)."""
-Reads = Callable[[Columns], Tensor]
-"""Columns -> [rows, T] mask of the positions that get a head."""
-
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 INPUTS = (*TOKENS, "responses", "response_mask")
 """Columns that every pass over responses reads."""
@@ -86,6 +85,9 @@ INPUTS = (*TOKENS, "responses", "response_mask")
 
 class TrainEngine:
     """One model of one role on this rank; without an optimizer config it is frozen."""
+
+    forward_inputs: ClassVar[Sequence[str]] = INPUTS
+    """Columns that a forward pass reads."""
 
     def __init__(
         self,
@@ -170,36 +172,14 @@ class TrainEngine:
 
         Each is [rows, R], zero outside the response mask.
         """
-        rows = self._take(data, INPUTS)
-        return self._each_pass(
-            rows,
-            budget,
-            response_reads,
-            lambda c: self.outputs(c, temperature, want_entropy, want_sum_pi_squared),
-        )
-
-    def score_rows(self, data: DataProto, budget: Budget) -> Tensor:
-        """The scalar head's number at the last real token of every row: [rows].
-
-        It is zero for a row without tokens.
-        """
-        rows = self._take(data, TOKENS)
-        found = self._each_pass(
-            rows, budget, last_token_reads, lambda c: {"scores": self._read(c, last_token_reads(c))}
-        )
-        return found["scores"][:, 0]
-
-    @torch.no_grad()
-    def _each_pass(
-        self, rows: Rows, budget: Budget, reads: Reads, compute: Callable[[Columns], Columns]
-    ) -> Columns:
-        """Run `compute` over micro-batches of these rows; its columns in the rows' own order."""
-        cuts = self._cut(rows.columns, budget, reads)
+        rows = self._take(data, self.forward_inputs)
+        cuts = self._cut(rows.columns, budget)
         pieces: dict[str, list[Tensor]] = {}
         self.module.eval()
-        with self.running(), computing_in(self.module, self.cast):
+        with torch.no_grad(), self.running(), computing_in(self.module, self.cast):
             for columns, real, _ in passes(rows.columns, cuts, self.group, self.device):
-                for name, column in compute(columns).items():
+                found = self.outputs(columns, temperature, want_entropy, want_sum_pi_squared)
+                for name, column in found.items():
                     pieces.setdefault(name, []).append(column[:real])
         return {name: rows.restore(columns, cuts) for name, columns in pieces.items()}
 
@@ -288,7 +268,7 @@ class TrainEngine:
     ) -> dict[str, Tensor]:
         """Forward and backward passes over a mini-batch; this rank's shares of its metrics."""
         totals: dict[str, Tensor] = {}
-        cuts = self._cut(batch.columns, budget, response_reads)
+        cuts = self._cut(batch.columns, budget)
         for columns, num_real, last in passes(batch.columns, cuts, self.group, self.device):
             if self.is_sharded:
                 begin_pass(self.module, self.is_one_unit, last)
@@ -318,11 +298,11 @@ class TrainEngine:
         They are zero where the response mask is.
         """
         inside = columns["response_mask"] != 0
-        reads = response_reads(columns)
+        feed = self.feed(columns)
         if self.head == "token":
             found = token_columns(
                 self.module,
-                self.row_passes.feed(columns, reads, self.device),
+                feed,
                 columns["responses"][inside].to(self.device),
                 temperature=temperature,
                 want_entropy=want_entropy,
@@ -330,23 +310,28 @@ class TrainEngine:
                 may_chunk=self.model_config.use_fused_kernels,
             )
         else:
-            found = {"values": self._read(columns, reads)[:, 0].float()}
+            found = {"values": read(self.module, feed)[:, 0].float()}
 
         inside = inside.to(self.device)
         zeros = next(iter(found.values())).new_zeros(inside.shape)
         return {name: zeros.masked_scatter(inside, column) for name, column in found.items()}
+
+    def reads(self, columns: Columns) -> Tensor:
+        """[rows, T]: the positions that get a head."""
+        return response_reads(columns)
+
+    def feed(self, columns: Columns) -> Feed:
+        """The arguments of one pass over these rows."""
+        return self.row_passes.feed(columns, self.reads(columns), self.device)
 
     def _take(self, data: DataProto, names: Sequence[str]) -> Rows:
         rows = Rows.take(data, names, self.world_size)
         check_rows(self.module, rows.columns, rows.names)
         return rows
 
-    def _cut(self, columns: Columns, budget: Budget, reads: Reads) -> list[list[int]]:
-        return self.row_passes.cut(columns, reads(columns), budget)
-
-    def _read(self, columns: Columns, reads: Tensor) -> Tensor:
-        """The head's output at the positions `reads`, row by row."""
-        return read(self.module, self.row_passes.feed(columns, reads, self.device))
+    def _cut(self, columns: Columns, budget: Budget) -> list[list[int]]:
+        """The rows of every pass."""
+        return self.row_passes.cut(columns, self.reads(columns), budget)
 
     @contextmanager
     def running(

@@ -24,7 +24,7 @@ from torch import nn
 
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.training.microbatch import Rows, all_reduce
-from workers.training.packing import needed_tokens, response_reads
+from workers.training.packing import needed_tokens
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -91,8 +91,9 @@ def utilization(
 def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     """Operations of one pass over this rank's real rows, with the gradients where it `trains`."""
     names = ("input_ids", "attention_mask", "response_mask")
-    columns = Rows.take(data, names, engine.world_size).columns
-    reads = response_reads(columns)
+    taken = Rows.take(data, names, engine.world_size).columns
+    columns = {name: column.flatten(0, -2) for name, column in taken.items()}  # pairs are two rows
+    reads = engine.reads(columns)
     lengths = needed_tokens(columns, reads).sum(dim=1).double()
 
     body, head = body_of(engine.module), _head(engine.module)

@@ -225,7 +225,7 @@ def passes(
 
     for number in range(len(cuts) + 1, count + 1):
         dummy = {name: column.new_zeros((1, *column.shape[1:])) for name, column in columns.items()}
-        dummy["attention_mask"][:, 0] = 1
+        dummy["attention_mask"][..., 0] = 1
         yield dummy, 0, number == count
 
 

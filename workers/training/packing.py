@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
+from verl_like.tensor_ops.masked import last_places
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.training.attention import RowLayout
 from workers.training.microbatch import Columns
@@ -40,8 +41,7 @@ def response_reads(columns: Columns) -> Tensor:
 def last_token_reads(columns: Columns) -> Tensor:
     """[rows, T]: the last real token of each row; none in a row without tokens."""
     mask = columns["attention_mask"] != 0
-    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return mask & (places == (mask * places).amax(dim=1, keepdim=True))
+    return mask & (torch.arange(mask.shape[1]) == last_places(mask)[:, None])
 
 
 def needed_tokens(columns: Columns, reads: Tensor, *, whole: bool = False) -> Tensor:

@@ -22,7 +22,7 @@ from workers.models.folder import model_folder
 from workers.models.precision import computing_in
 from workers.training.engine import LossFn, TrainEngine
 from workers.training.microbatch import Budget, Columns, MiniBatch, all_reduce, passes
-from workers.training.packing import response_reads
+from workers.training.packing import Feed
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker
@@ -36,6 +36,8 @@ class BalancedEngine(TrainEngine):
         self.router_aux_loss_coef = router_aux_loss_coef
         self.router_logits: list[Tensor] = []
         """[tokens, experts] of every layer, of the pass that was run last."""
+        self.is_real: Tensor | None = None
+        """Which tokens of that pass are no padding; None is all of them."""
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Load the model, and listen to its routers."""
@@ -57,11 +59,15 @@ class BalancedEngine(TrainEngine):
         """One forward pass, whose router logits are kept, those of real tokens alone."""
         self.router_logits.clear()
         found = super().outputs(columns, *args, **wanted)
-        feed = self.row_passes.feed(columns, response_reads(columns), self.device)
-        if not feed.packed:
-            real = feed.inputs["attention_mask"].flatten() != 0
-            self.router_logits = [logits[real] for logits in self.router_logits]
+        if self.is_real is not None:
+            self.router_logits = [logits[self.is_real] for logits in self.router_logits]
         return found
+
+    def feed(self, columns: Columns) -> Feed:
+        """The arguments of one pass, of which is noted which tokens are padding."""
+        feed = super().feed(columns)
+        self.is_real = None if feed.packed else feed.inputs["attention_mask"].flatten() != 0
+        return feed
 
     def accumulate(
         self,
@@ -104,7 +110,7 @@ class BalancedEngine(TrainEngine):
         A token counts once for every expert that it chose.
         """
         total: Tensor | None = None
-        cuts = self._cut(batch.columns, budget, response_reads)
+        cuts = self._cut(batch.columns, budget)
         for columns, num_real, _ in passes(batch.columns, cuts, self.group, self.device):
             with computing_in(self.module, self.cast):
                 self.outputs(columns)

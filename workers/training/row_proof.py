@@ -57,11 +57,21 @@ class RowPasses:
     border: int | None = None
     """Longer rows have rotary factors of their own, which a pass has one set of (longrope)."""
 
+    @property
+    def apart(self) -> bool:
+        """Whether rows of any lengths may not share a pass."""
+        return self.kind == "single" or self.border is not None
+
+    def lengths(self, columns: Columns, reads: Tensor) -> list[int]:
+        """The tokens of every row that its pass computes."""
+        needed = needed_tokens(columns, reads, whole=self.border is not None)
+        lengths: list[int] = needed.sum(dim=1).tolist()
+        return lengths
+
     def cut(self, columns: Columns, reads: Tensor, budget: Budget) -> list[list[int]]:
         """Row numbers of every micro-batch."""
-        needed = needed_tokens(columns, reads, whole=self.border is not None)
         return cut(
-            needed.sum(dim=1).tolist(),
+            self.lengths(columns, reads),
             budget,
             rectangles=self.kind == "padded",
             border=self.border,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer.data.lm_rows import LMRowLoader, encode_lm_row, read_lm_rows
+from trainer.data.lm_rows import LMRow, encode_lm_row, lm_batch, read_lm_rows
 from trainer.data.prompts import load_tokenizer
+from trainer.data.row_loader import RowLoader
 from verl_like.errors import CheckpointError, ConfigError
 
 CHAT = [
@@ -153,10 +155,12 @@ def test_long_rows_are_cut_and_those_without_a_loss_are_dropped_and_counted(
 def make_loader(tokenizer: Any, tmp_path: Path) -> Any:
     texts = [{"text": "abcdefg"[: 2 + number % 5]} for number in range(7)]
     rows = read_lm_rows("ptx.train_files", write(tmp_path / "t.jsonl", *texts), tokenizer, 64)
-    return lambda seed=1: LMRowLoader(rows, seed, tokenizer.pad_token_id)
+    return lambda seed=1: RowLoader(
+        rows, seed, partial(lm_batch, pad_token_id=tokenizer.pad_token_id)
+    )
 
 
-def uids(loader: LMRowLoader, *counts: int) -> list[str]:
+def uids(loader: RowLoader[LMRow], *counts: int) -> list[str]:
     return [uid for count in counts for uid in loader.take(count).non_tensor_batch["uid"]]
 
 
@@ -193,6 +197,8 @@ def test_a_resumed_loader_goes_on_where_it_stopped(make_loader: Any, tokenizer: 
     uids(stopped, 4)
     resumed.load_state_dict(stopped.state_dict())
     assert uids(resumed, 5, 6) == whole[4:]
-    other = LMRowLoader([encode_lm_row({"text": "a"}, tokenizer)], 1, 0)
+    other = RowLoader(
+        [encode_lm_row({"text": "a"}, tokenizer)], 1, partial(lm_batch, pad_token_id=0)
+    )
     with pytest.raises(CheckpointError, match="saved 7 of them, now 1"):
         other.load_state_dict(stopped.state_dict())

@@ -11,17 +11,17 @@ import torch
 from tests.workers.distributed import run
 from tests.workers.samples import learned, own_piece, started, text_rows
 from workers.config import OptimConfig
-from workers.config.sft import SFTDataConfig, SFTModelConfig, SFTWorkerConfig
+from workers.config.rows import RowDataConfig, RowWorkerConfig, TrainedModelConfig
 from workers.roles.sft import SFTWorker
 
 ROWS = 7
 
 
 def worker_of(tiny_dir: Path, **data: Any) -> SFTWorker:
-    config = SFTWorkerConfig(
-        model=SFTModelConfig(path=str(tiny_dir / "model")),
+    config = RowWorkerConfig(
+        model=TrainedModelConfig(path=str(tiny_dir / "model")),
         optim=OptimConfig(lr=1e-3),
-        data=SFTDataConfig(**data),
+        data=RowDataConfig(**data),
     )
     return started(SFTWorker, config, 10)
 

@@ -24,7 +24,6 @@ from workers.training import engine as training_engine
 from workers.training import row_proof
 from workers.training.engine import INPUTS, TrainEngine
 from workers.training.microbatch import Budget, Rows, mini_batch
-from workers.training.packing import response_reads
 from workers.training.row_proof import prove_class
 
 VOCAB, PROMPT, RESPONSE = 64, 60, 100
@@ -239,7 +238,7 @@ def test_rows_on_both_sides_of_longrope_s_original_length_never_share_a_pass(
 ) -> None:
     folder, data = saved_model(tmp_path, "phi3", LONGROPE), ragged_rows()
     engine = started(ActorWorker, tiny_config(folder), 1).engine
-    cuts = engine._cut(dict(data.batch.items()), Budget(tokens=10_000), response_reads)
+    cuts = engine._cut(dict(data.batch.items()), Budget(tokens=10_000))
     assert cuts == [[0, 1, 2, 3, 4], [5, 6]]  # 17 tokens are above 16, and 13 below
 
 
@@ -282,7 +281,7 @@ def test_a_model_that_only_single_rows_suit_gets_one_row_a_pass(
     engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
     row_proof._proven.cache_clear()
     data = make_batch(4)
-    cuts = engine._cut(dict(data.batch.items()), Budget(rows=4), response_reads)
+    cuts = engine._cut(dict(data.batch.items()), Budget(rows=4))
     assert engine.row_passes.kind == "single"
     assert sorted(cuts) == [[0], [1], [2], [3]]
 

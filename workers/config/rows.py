@@ -1,4 +1,4 @@
-"""What the worker of supervised fine-tuning reads: model, optimizer, rows, checkpoint."""
+"""What the worker of a recipe on rows reads: model, optimizer, rows, checkpoint."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ HAS_VALIDATION = When(
 
 
 @dataclass(kw_only=True)
-class SFTDataConfig:
+class RowDataConfig:
     """Rows: files, sizes, how long they may be."""
 
     train_files: Any = key(
         "", allows="a file, or a list", required="give a parquet or JSONL file, or a list of them"
     )
-    """Parquet or JSONL files of chats, of prompts with responses, or of text."""
+    """Parquet or JSONL files of the recipe's rows."""
     val_files: Any = key(
         "", allows="a file, or a list", read_when=HAS_VALIDATION, may_change_on_resume=True
     )
@@ -58,7 +58,7 @@ class SFTDataConfig:
 
 
 @dataclass(kw_only=True)
-class SFTModelConfig(ModelConfig):
+class TrainedModelConfig(ModelConfig):
     """The model that is trained, and how it lies over the ranks."""
 
     strategy: str = key("fsdp", choices=STRATEGIES, may_change_on_resume=True)
@@ -68,16 +68,16 @@ class SFTModelConfig(ModelConfig):
 
 
 @dataclass(kw_only=True)
-class SFTWorkerConfig:
+class RowWorkerConfig:
     """The part of the tree that the worker reads."""
 
-    model: SFTModelConfig = key(factory=SFTModelConfig)
+    model: TrainedModelConfig = key(factory=TrainedModelConfig)
     """Model."""
     optim: OptimConfig = key(factory=lambda: OptimConfig(lr=1e-5))
     """Optimizer."""
     grad_clip: float = key(1.0, above=0)
     """Largest gradient norm."""
-    data: SFTDataConfig = key(factory=SFTDataConfig)
+    data: RowDataConfig = key(factory=RowDataConfig)
     """Rows."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """What is saved."""

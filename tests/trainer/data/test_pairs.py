@@ -1,0 +1,112 @@
+"""Pairs: what is in the loss of either side, what is refused, what a batch of them looks like."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data.pairs import PairRow, encode_pair, pair_batch, read_pairs
+from trainer.data.prompts import load_tokenizer
+from verl_like.errors import ConfigError
+
+STATIC = {"prompt": "say a", "chosen": "aa", "rejected": "bbb"}
+DIALOGUES = {
+    "chosen": "\n\nHuman: say a\n\nAssistant: aa",
+    "rejected": "\n\nHuman: say a\n\nAssistant: bb",
+}
+ASKED = [{"role": "user", "content": "say a"}]
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir: Path) -> Any:
+    return load_tokenizer(str(tiny_dir / "model"))
+
+
+def in_loss(pair: PairRow, tokenizer: Any) -> list[str]:
+    return [tokenizer.decode(side.ids[side.in_loss]) for side in (pair.chosen, pair.rejected)]
+
+
+def test_a_response_to_a_prompt_is_in_the_loss_with_its_end(tokenizer: Any) -> None:
+    end = tokenizer.eos_token
+    pair = encode_pair(STATIC, tokenizer)
+    assert in_loss(pair, tokenizer) == ["aa" + end, "bbb" + end]
+    assert encode_pair(STATIC | {"margin": 2}, tokenizer).margin == 2.0
+
+
+def test_of_dialogues_what_comes_after_their_common_beginning_is_in_the_loss(
+    tokenizer: Any,
+) -> None:
+    end = tokenizer.eos_token
+    pair = encode_pair(DIALOGUES, tokenizer)
+    assert in_loss(pair, tokenizer) == ["aa" + end, "bb" + end]
+    longer = DIALOGUES | {"rejected": DIALOGUES["chosen"] + "a"}
+    assert in_loss(encode_pair(longer, tokenizer), tokenizer) == [end, "a" + end]
+
+
+def test_chats_are_alike_with_the_prompt_in_front_or_in_a_column(tokenizer: Any) -> None:
+    whole = {"chosen": ASKED + said("aa"), "rejected": ASKED + said("bb")}
+    beside = {"prompt": ASKED, "chosen": said("aa"), "rejected": said("bb")}
+    first, second = encode_pair(whole, tokenizer), encode_pair(beside, tokenizer)
+    assert first.chosen.ids.tolist() == second.chosen.ids.tolist()
+    chosen, rejected = in_loss(second, tokenizer)
+    assert chosen.startswith("aa")
+    assert rejected.startswith("bb")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"chosen": None}, "it has no 'chosen'; there is prompt, rejected"),
+        ({"rejected": "aa"}, "'chosen' and 'rejected' are equal: 'aa'"),
+        ({"rejected": " "}, "'rejected': 'response' is empty"),
+        ({"prompt": ""}, "'chosen': 'prompt' is empty"),
+        ({"margin": "much"}, "'margin' is 'much', not a number"),
+        ({"margin": float("nan")}, "'margin' is nan, not a number"),
+        ({"chosen": said("aa")}, "messages stand beside a prompt that is no list of messages"),
+        ({"chosen": 7}, "messages stand beside a prompt that is no list of messages"),
+    ],
+)
+def test_a_bad_pair_is_refused(change: dict[str, Any], problem: str, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        encode_pair(STATIC | change, tokenizer)
+
+
+def test_files_name_the_row_and_count_what_the_limit_cuts(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = STATIC | {"chosen": "a" * 9 + "b", "rejected": "a" * 9 + "c"}
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, [STATIC, late])), encoding="utf-8")
+    with caplog.at_level(logging.INFO, logger="trainer"):
+        rows = read_pairs("data.train_files", str(file), tokenizer, 12)
+    assert len(rows) == 1
+    assert "holds 2 pairs; 1 were cut to 12 tokens, and of these 1 dropped" in caplog.text
+
+    file.write_text(json.dumps(STATIC) + "\n" + json.dumps({"prompt": "a"}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl.*2.*no 'chosen' and no 'rejected'"):
+        read_pairs("data.train_files", str(file), tokenizer, 12)
+
+
+def test_a_batch_holds_both_sides_of_a_pair_in_one_row(tokenizer: Any) -> None:
+    rows = [encode_pair(STATIC | {"margin": 0.5}, tokenizer), encode_pair(DIALOGUES, tokenizer)]
+    batch = pair_batch(rows, ["p", "q"], tokenizer.pad_token_id)
+    assert list(batch.non_tensor_batch["uid"]) == ["p", "q"]
+    assert batch.batch["margin"].tolist() == [0.5, 0.0]
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        assert batch.batch[name].shape[:2] == (2, 2)
+    for number, row in enumerate(rows):
+        for side, expected in enumerate((row.chosen, row.rejected)):
+            length = int(batch.batch["attention_mask"][number, side].sum())
+            assert length == len(expected.ids)
+            assert batch.batch["input_ids"][number, side, :length].tolist() == list(expected.ids)
+            loss = batch.batch["response_mask"][number, side, : length - 1] != 0
+            assert loss.tolist() == expected.in_loss[1:].tolist()

@@ -1,0 +1,155 @@
+"""Pairs of responses, one chosen over the other: what reward models and preference losses learn.
+
+    rows = read_pairs("data.train_files", files, tokenizer, max_length=1024)
+    loader = RowLoader(rows, seed, partial(pair_batch, pad_token_id=tokenizer.pad_token_id))
+    batch = loader.take(64)                 # [64, 2, T] columns, as `workers.training.pairs` has it
+
+What a row may have, beside a `margin`, by which the chosen one is better:
+
+- `prompt`, `chosen` and `rejected`: a prompt with two responses (rm-static's columns);
+- `chosen` and `rejected` as chats, with the prompt's messages in front of both or in `prompt`;
+- `chosen` and `rejected` as texts: whole dialogues with a beginning in common (Anthropic-HH's).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.data.files import Row, rows_of_files
+from trainer.data.lm_rows import LMRow, encode_lm_row, filled_columns, lm_columns
+from trainer.data.prompts import as_objects
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """The tokens of both sides; a side's loss is of what it says after what both begin with."""
+
+    chosen: LMRow
+    rejected: LMRow
+    margin: float = 0.0
+
+
+def read_pairs(key: str, files: Any, tokenizer: Any, max_length: int) -> list[PairRow]:
+    """The pairs of the files that the configuration's `key` names, in order.
+
+    Sides of more than `max_length` tokens are cut at their end; a pair whose response is cut away
+    on either side, or which then is equal, is dropped. Both are counted in a line of the log.
+    """
+    names = [files] if isinstance(files, str) else list(files)
+    rows: list[PairRow] = []
+    num_read = num_cut = num_dropped = 0
+    for where, row in rows_of_files(names, key):
+        try:
+            pair = encode_pair(row, tokenizer)
+        except ValueError as problem:
+            raise ConfigError(f"{where}: {problem}.") from problem
+        num_read += 1
+        sides = (pair.chosen, pair.rejected)
+        if max(len(side.ids) for side in sides) > max_length:
+            num_cut += 1
+            chosen, rejected = (_cut_side(side, max_length) for side in sides)
+            pair = PairRow(chosen, rejected, pair.margin)
+        if _differ(pair):
+            rows.append(pair)
+        else:
+            num_dropped += 1
+
+    story = (
+        f"{key} holds {num_read} pairs; {num_cut} were cut to {max_length} tokens, and of these "
+        f"{num_dropped} dropped, since nothing was left of a response or of the difference"
+    )
+    if not rows:
+        raise ConfigError(f"{story}: no pair is left to train on.")
+    logger.info("%s", story)
+    return rows
+
+
+def encode_pair(row: Any, tokenizer: Any) -> PairRow:
+    """Tokens of both sides of one row; a ValueError says what is wrong with it."""
+    if isinstance(row, ValueError):
+        raise row
+    if not isinstance(row, dict):
+        raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
+    missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"it has no {' and no '.join(map(repr, missing))}; there is {filled_columns(row)}"
+        )
+    if row["chosen"] == row["rejected"]:
+        raise ValueError(f"'chosen' and 'rejected' are equal: {str(row['chosen'])!r:.80}")
+
+    chosen, rejected = (_encode_side(row, side, tokenizer) for side in ("chosen", "rejected"))
+    if row.get("prompt") is None:
+        chosen, rejected = _after_common_beginning(chosen, rejected)
+    pair = PairRow(chosen, rejected, _margin(row))
+    if not _differ(pair):
+        raise ValueError("'chosen' and 'rejected' are equal once they are tokens")
+    return pair
+
+
+def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:
+    """A whole side; with a prompt, the loss is of what comes after that."""
+    said, prompt = row[side], row.get("prompt")
+    try:
+        if isinstance(said, str):
+            if prompt is None:
+                return encode_lm_row({"text": said}, tokenizer)
+            return encode_lm_row({"prompt": prompt, "response": said}, tokenizer)
+        if prompt is None:
+            return encode_lm_row({"messages": said}, tokenizer)
+        if not isinstance(prompt, list) or not isinstance(said, list):
+            raise ValueError("messages stand beside a prompt that is no list of messages")
+        return encode_lm_row({"messages": [*prompt, *said]}, tokenizer)
+    except ValueError as problem:
+        raise ValueError(f"{side!r}: {problem}") from problem
+
+
+def _after_common_beginning(chosen: LMRow, rejected: LMRow) -> tuple[LMRow, LMRow]:
+    """Both, with what they have in common at their beginning out of the loss."""
+    shortest = min(len(chosen.ids), len(rejected.ids))
+    differs = (chosen.ids[:shortest] != rejected.ids[:shortest]).nonzero()[0]
+    common = int(differs[0]) if len(differs) else shortest - 1
+    sides = []
+    for side in (chosen, rejected):
+        sides.append(LMRow(side.ids, side.in_loss & (np.arange(len(side.ids)) >= common)))
+    return sides[0], sides[1]
+
+
+def _cut_side(side: LMRow, max_length: int) -> LMRow:
+    return LMRow(side.ids[:max_length], side.in_loss[:max_length])
+
+
+def _differ(pair: PairRow) -> bool:
+    """Whether both sides have a response left, and not the same one."""
+    if not (pair.chosen.in_loss[1:].any() and pair.rejected.in_loss[1:].any()):
+        return False
+    return not np.array_equal(pair.chosen.ids, pair.rejected.ids)
+
+
+def _margin(row: Row) -> float:
+    margin = row.get("margin")
+    if margin is None:
+        return 0.0
+    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+    if not is_number or not np.isfinite(margin):
+        raise ValueError(f"'margin' is {margin!r}, not a number")
+    return float(margin)
+
+
+def pair_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
+    """[pairs, 2, T] columns of both sides, padded on the right, and each pair's `margin`."""
+    sides = [side for row in rows for side in (row.chosen, row.rejected)]
+    columns = lm_columns(sides, pad_token_id)
+    tensors = {name: column.unflatten(0, (-1, 2)) for name, column in columns.items()}
+    tensors["margin"] = torch.tensor([row.margin for row in rows])
+    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": as_objects(uids)})

@@ -1,0 +1,25 @@
+"""What checking the configuration of a recipe on rows needs to know."""
+
+from __future__ import annotations
+
+from trainer.rows.config import RowConfig
+from verl_like.errors import ConfigError
+
+
+def load_registries() -> None:
+    """Import what registers optimizers; it imports torch."""
+    import workers.training.optim  # noqa: F401
+
+
+def check_rows_config(config: RowConfig) -> None:
+    """The rules between fields that all of them have."""
+    from workers.parallel.fsdp import settle
+
+    settle(config.model.strategy, config.model.fsdp_config, "model.fsdp_config")
+    data = config.data
+    if data.use_dynamic_bsz and data.max_length > data.max_token_len_per_gpu:
+        raise ConfigError(
+            f"data.max_length={data.max_length} tokens does not fit into a pass of "
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} tokens; lower the one, or "
+            "raise the other."
+        )

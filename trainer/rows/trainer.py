@@ -1,0 +1,144 @@
+"""Training one role on rows of files: the next rows, one optimizer step on them.
+
+    rows ─> update ─> next rows
+
+A recipe's trainer says which role it is, how its rows are read and padded, and what it validates.
+The loop around a step is `trainer.loop.Trainer`; a last step of fewer rows is trained.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
+
+from trainer.data.prompts import load_tokenizer
+from trainer.data.row_loader import RowLoader
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.loop import Metrics, Trainer
+from trainer.rows.config import RowConfig
+from trainer.run_folder.metrics import reduce_metrics
+from verl_like.batch.protocol import DataProto
+from workers.columns import read_columns
+
+R = TypeVar("R")
+
+
+class RowTrainer(Trainer, Generic[R]):
+    """Drives a role that has `update_model` through its steps."""
+
+    config: RowConfig
+    role: ClassVar[str]
+
+    def __init__(
+        self,
+        config: RowConfig,
+        groups: WorkerGroups,
+        loader: RowLoader[R],
+        validation: Sequence[R] = (),
+    ) -> None:
+        """Nothing is computed yet; `fit` does it all."""
+        super().__init__(config, groups)
+        self.loader = loader
+        self.validation = validation
+
+    # --------------------------------------------------------------------- what a recipe's rows are
+
+    @classmethod
+    @abstractmethod
+    def read_rows(cls, config: Any, key: str, files: Any, tokenizer: Any) -> list[R]:
+        """The rows of the files that the configuration's `key` names."""
+
+    @staticmethod
+    @abstractmethod
+    def make_batch(rows: Sequence[R], uids: Sequence[str], pad_token_id: int) -> DataProto:
+        """Rows padded to one batch."""
+
+    # --------------------------------------------------------------------------------------- a step
+
+    def step(self) -> Metrics:
+        """One optimizer step."""
+        with self.clock("data"):
+            batch = self.next_batch()
+        with self.clock("update"):
+            metrics = reduce_metrics(self.groups[self.role].update_model(batch))
+        return metrics | {
+            "train/num_tokens": num_tokens_in_loss(batch),
+            "training/global_step": self.global_step,
+            "training/epoch": self.loader.epoch,
+        }
+
+    def next_batch(self) -> DataProto:
+        """The rows of this step."""
+        return self.loader.take(self.num_rows_of_step)
+
+    @property
+    def num_rows_of_step(self) -> int:
+        """`data.train_batch_size`, or what the last epoch has left."""
+        size = self.config.data.train_batch_size
+        if self.config.trainer.total_training_steps is not None:
+            return size
+        return min(size, self.num_rows_of_run - (self.global_step - 1) * size)
+
+    @property
+    def num_rows_of_run(self) -> int:
+        """Rows of all epochs."""
+        return self.config.trainer.total_epochs * len(self.loader)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, by the number of rows or as configured."""
+        by_rows = -(-self.num_rows_of_run // self.config.data.train_batch_size)
+        return self.config.trainer.total_training_steps or by_rows
+
+    # ----------------------------------------------------------------------- what the loop asks for
+
+    @classmethod
+    def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
+        """The rows to train and to validate on."""
+        tokenizer = load_tokenizer(config.model.path)
+        data = config.data
+        rows = cls.read_rows(config, "data.train_files", data.train_files, tokenizer)
+        make_batch = partial(cls.make_batch, pad_token_id=tokenizer.pad_token_id)
+        loader = RowLoader(rows, config.trainer.seed, make_batch)
+        if not data.val_files:
+            return (loader,)
+        return loader, cls.read_rows(config, "data.val_files", data.val_files, tokenizer)
+
+    @classmethod
+    def worker_code(cls, config: Any) -> list[str]:
+        """The worker's class and the optimizer."""
+        return [*super().worker_code(config), config.optim.optimizer]
+
+    def init_arguments(self, role: str) -> dict[str, Any]:
+        """The length of the learning-rate schedule."""
+        return {"total_steps": self.total_steps} if role == self.role else {}
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are `data.val_files`."""
+        return bool(self.validation)
+
+    def validation_batches(self) -> Iterator[DataProto]:
+        """All validation rows in order, as many at a time as a step has."""
+        size = self.config.data.train_batch_size
+        for start in range(0, len(self.validation), size):
+            rows = self.validation[start : start + size]
+            names = [f"val-{start + number}" for number in range(len(rows))]
+            yield self.loader.make_batch(rows, names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver itself needs to go on, as JSON has it."""
+        return {**super().state_dict(), "loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        super().load_state_dict(state)
+        self.loader.load_state_dict(state["loader"])
+
+
+def num_tokens_in_loss(batch: DataProto) -> float:
+    """Tokens whose prediction is trained."""
+    return float(read_columns(batch, "response_mask")["response_mask"].sum())

@@ -1,0 +1,85 @@
+"""The model of a recipe on rows: `trainer.rows.RowTrainer` gives it the rows of each step.
+
+A recipe's worker says which engine it has, which columns its loss reads, and the loss.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.process.worker import Worker
+from workers.config.rows import RowWorkerConfig
+from workers.models.causal_lm import Head
+from workers.models.memory import memory_in_use
+from workers.training.checkpoint import Checkpointed
+from workers.training.engine import TrainEngine
+from workers.training.mfu import utilization
+from workers.training.microbatch import Budget, Columns, MiniBatch
+
+
+class RowWorker(Checkpointed, Worker):
+    """Takes one optimizer step on the rows of each call."""
+
+    engine_class: ClassVar[type[TrainEngine]] = TrainEngine
+    head: ClassVar[Head] = "token"
+    loss_columns: ClassVar[Sequence[str]] = ()
+    """Columns that the loss reads beside those of every pass."""
+
+    def __init__(self, config: RowWorkerConfig) -> None:
+        super().__init__()
+        self.config = config
+        data = config.data
+        self.budget = Budget.of(
+            data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu
+        )
+        self.engine = self.engine_class(
+            config.model,
+            config.model.fsdp_config,
+            strategy=config.model.strategy,
+            head=self.head,
+            optim_config=config.optim,
+            grad_clip=config.grad_clip,
+            **self.engine_settings(),
+        )
+
+    def engine_settings(self) -> dict[str, Any]:
+        """What the engine of this worker takes beside that."""
+        return {}
+
+    @abstractmethod
+    def loss(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's share of the loss, and of the metrics."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, total_steps: int) -> None:
+        """Load the model; the schedule spans `total_steps` calls of `update_model`."""
+        self.engine.build(self, total_steps)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def update_model(self, data: DataProto) -> dict[str, Any]:
+        """One optimizer step on all of these rows; gives its metrics."""
+        num_rows = len(data) if data.shard is None else data.shard.total
+        with utilization("model", self.engine, data) as mfu:
+            metrics = self.engine.update(
+                data,
+                self.loss_columns,
+                mini_batch_size=num_rows,
+                budget=self.budget,
+                epochs=1,
+                loss_fn=self.loss,
+            )
+        named = {f"train/{name}": value for name, value in metrics.items()}
+        return named | mfu | memory_in_use(self.engine.device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Hash of the full weights."""
+        return self.engine.weights_checksum()
