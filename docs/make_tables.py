@@ -18,6 +18,7 @@ from typing import Any
 
 from trainer.cli.explain import field_docs
 from trainer.config.keys import Key, config_keys, leaf_keys, read
+from trainer.migrate.openrlhf.flags import ABSENT, ALWAYS, IF_ONE, NEW_NAMES, RENAMED
 from trainer.ppo.cards import (
     Card,
     estimator_cards,
@@ -287,6 +288,23 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def openrlhf_table() -> str:
+    """What becomes of every flag of OpenRLHF's that stands alone; others are read together."""
+    newer = {old: new for new, old in NEW_NAMES.items()}
+    rows = []
+    for name in sorted({*newer, *RENAMED, *ALWAYS, *ABSENT, *IF_ONE}):
+        spelled = " ".join(f"`--{flag}`" for flag in (name, newer.get(name, "")) if flag)
+        if name in RENAMED:
+            here = f"`{RENAMED[name]}`"
+        elif name in ALWAYS:
+            here = f"always: {ALWAYS[name]}"
+        else:
+            absent = (ABSENT | IF_ONE).get(name)
+            here = f"not here: {absent}" if absent else "translated together with others"
+        rows.append(f"| {spelled} | {here} |")
+    return "\n".join(["| there | here |", "|---|---|", *rows])
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "keys": ("configuration.md", key_table),
     "rewards": ("rewards.md", reward_key_table),
@@ -298,6 +316,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "value-loss": ("algorithms.md", value_loss_table),
     "kl": ("algorithms.md", kl_table),
     "lr-schedules": ("updates.md", lr_schedule_table),
+    "openrlhf": ("coming_from_openrlhf.md", openrlhf_table),
     "corrections": ("algorithms.md", correction_table),
     "preset-cards": ("cards.md", preset_card_list),
     "estimator-cards": ("cards.md", estimator_card_list),

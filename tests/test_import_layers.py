@@ -62,6 +62,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("launch",),
         ("rows",),
         ("ppo", "sft"),
+        ("migrate",),
         ("main_ppo",),
         ("__init__",),
         ("cli",),

@@ -17,6 +17,8 @@ USAGE = """usage: verl-like COMMAND ...
                            a weight sync, the machine; or say how a run treats one model
   serve-reward [--function FILE.py:NAME] [--port N]
                            answer reward requests over HTTP with a reward function
+  migrate openrlhf COMMAND-OR-FILE
+                           translate a command line of OpenRLHF's
   report RUN_DIR           write RUN_DIR/report.html anew from what is in the run folder
   -sc install=bash         print tab completion; use it with: eval "$(verl-like -sc install=bash)"
   --version                print the version
@@ -66,6 +68,15 @@ Loads a reward function, prints the address, and answers until it gets SIGINT or
 with the same numbers as the function in process. It listens on this machine alone (port 8000; 0
 takes a free one), unless --host and a secret in the environment variable --token-env are given.
 """,
+    "migrate": """usage: verl-like migrate openrlhf COMMAND-OR-FILE
+
+Reads a command line of OpenRLHF's train_ppo_ray, or a shell script that has one, in either
+generation of its flags, and prints the same run as a `verl-like ppo` command. Below it stands what
+became of every flag: renamed, always so here, or not here and what to do instead; and those of its
+defaults that differ from ours, which the command sets.
+
+  verl-like migrate openrlhf train_ppo_llama_ray.sh
+""",
     "report": """usage: verl-like report RUN_DIR
 
 Writes RUN_DIR/report.html: one file that opens in any browser without a network. A run writes its
@@ -112,7 +123,9 @@ def _plain_command(command: str, arguments: list[str]) -> None:
     from verl_like.errors import VerlLikeError
     from verl_like.registry import load_object
 
-    wanted = {"doctor": (0, 2), "report": (1, 1)}.get(command, (0, len(arguments)))
+    wanted = {"doctor": (0, 2), "report": (1, 1), "migrate": (2, 2)}.get(
+        command, (0, len(arguments))
+    )
     is_doctor_wrong = command == "doctor" and arguments[:1] != ["--model"][: len(arguments)]
     if not wanted[0] <= len(arguments) <= wanted[1] or is_doctor_wrong or arguments == ["--model"]:
         sys.exit(HELP[command])
@@ -127,6 +140,10 @@ def _plain_command(command: str, arguments: list[str]) -> None:
             from trainer.report.page import write_report
 
             print(write_report(arguments[0]))
+        elif command == "migrate":
+            from trainer.cli import migrate
+
+            migrate.main(*arguments)
         elif command == "serve-reward":
             from trainer.cli import serve_reward
 

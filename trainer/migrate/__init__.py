@@ -1,0 +1,1 @@
+"""Command lines of other frameworks, translated into ours: `verl-like migrate`."""

@@ -1,0 +1,86 @@
+"""A command line or a shell script, read into the flags that a program gets.
+
+    flags = read_flags(Path("train.sh").read_text(), program="train_ppo_ray")
+    flags["gamma"]                                   # ["1.0"]; [] where a flag stands alone
+
+Variables of the shell stay as they are written (`$MODEL`), so that the translation can stand in the
+same script.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from verl_like.errors import ConfigError
+
+Flags = dict[str, list[str]]
+"""Flag without its dashes -> its values."""
+NUMBER = re.compile(r"-\.?\d")
+ENDS = {";", "&&", "||", "|", "&", ">", ">>", "<", "2>", "2>&1"}
+"""Words after which a command is over."""
+
+
+def read_flags(text: str, program: str) -> Flags:
+    """The flags of the first command in which `program` runs."""
+    for words in _commands(text):
+        places = [place for place, word in enumerate(words) if _runs(word, program)]
+        if places:
+            return _flags(words[places[0] + 1 :])
+    if text.lstrip().startswith("--"):  # the flags alone
+        (words,) = _commands(text)[:1]
+        return _flags(words)
+    raise ConfigError(
+        f"no command that runs {program} is in the text; give a script or a command line with "
+        f"`python -m openrlhf.cli.{program} --flag value ...`, or its flags alone."
+    )
+
+
+def _runs(word: str, program: str) -> bool:
+    return re.split(r"[./]", word.removesuffix(".py"))[-1] == program
+
+
+def _commands(text: str) -> list[list[str]]:
+    """The words of every command; a line that ends with a backslash goes on in the next."""
+    joined = re.sub(r"\\[ \t]*\n", " ", text)
+    commands = []
+    for line in _lines(joined):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ConfigError(f"the shell could not read {line.strip()!r:.80}: {error}.") from error
+        current: list[str] = []
+        for word in words:
+            if word in ENDS or word.endswith(";"):
+                current.append(word.rstrip(";"))
+                commands.append([word for word in current if word and word not in ENDS])
+                current = []
+            else:
+                current.append(word)
+        commands.append(current)
+    return [words for words in commands if words]
+
+
+def _lines(text: str) -> list[str]:
+    """Lines, but for those inside quotes: `read -r -d '' cmd <<EOF` and the like hold commands."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if lines and lines[-1].count('"') % 2:
+            lines[-1] += " " + line
+        else:
+            lines.append(line)
+    return lines
+
+
+def _flags(words: list[str]) -> Flags:
+    flags: Flags = {}
+    current: list[str] | None = None
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, has_value, value = word[2:].partition("=")
+            current = flags[name] = [value] if has_value else []
+        elif word.startswith("-") and not NUMBER.match(word):
+            current = None  # an option of the launcher
+        elif current is not None:
+            current.append(word)
+    return flags

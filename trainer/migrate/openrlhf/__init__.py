@@ -1,0 +1,1 @@
+"""OpenRLHF's `train_ppo_ray`, translated into `verl-like ppo`."""
