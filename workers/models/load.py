@@ -75,6 +75,8 @@ def load_weights(
             else:
                 _copy(weight, stored, shard)
 
+    if isinstance(module, ScalarHeadModel) and source.has_scalar_head(module.score.weight.shape):
+        source.refuse_other_head(config.path)
     if head == "score" and SCORE in missing:
         raise ConfigError(
             f"model.path={config.path!r} has no score.weight of [1, hidden]: it is no reward "
@@ -140,6 +142,15 @@ class Folder:
     def has_scalar_head(self, shape: torch.Size) -> bool:
         """Whether the folder is a sequence classifier's with one label."""
         return SCORE in self.files and list(self.find(SCORE).get_shape()) == list(shape)
+
+    def refuse_other_head(self, path: str) -> None:
+        """Refuse parts of a head beside its weight, such as a bias: scores would lack them."""
+        others = [name for name in self.files if name.startswith("score.") and name != SCORE]
+        if others:
+            raise ConfigError(
+                f"model.path={path!r}: its head has {', '.join(others)} beside {SCORE}, and a "
+                "score is computed by that alone; save it without."
+            )
 
     def unknown_to(self, module: Any, converted: set[str]) -> list[str]:
         """The entries that are no weight or buffer of `module`, under any of its names.

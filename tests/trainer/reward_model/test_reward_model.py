@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.runs import numbers
+from tests.integration.runs import numbers, overrides
 from trainer import run
 from trainer.cli.main import main
 from trainer.config.compose import load_config
 from trainer.data.pairs import read_pairs
 from trainer.data.prompts import load_tokenizer
+from trainer.ppo.recipe import PPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from verl_like.errors import ConfigError
 from workers.losses.pairwise import PAIRWISE_LOSSES, compute_reward_loss
@@ -116,6 +117,27 @@ def test_a_resumed_run_writes_the_same_numbers(
     again = [key for key in settings_of(tiny_dir, files, tmp_path) if "save_" not in key]
     run(load_config([*again, *more], REWARD_MODEL))
     assert numbers(tmp_path) == [line for line in numbers(whole) if line["step"] > 3]
+
+
+def test_ppo_takes_the_folder_as_reward_model_and_as_critic(
+    whole: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    folder = whole / "global_step_5" / "reward_model" / "huggingface"
+    more = [
+        "reward_model.enable=true",
+        f"reward_model.model.path={folder}",
+        "reward_model.rule_weight=0",
+        f"critic.model.path={folder}",
+        "placement=split",
+        "trainer.n_gpus_per_node=2",
+        "trainer.backend=local",
+        "trainer.total_training_steps=1",
+        "algorithm.use_kl_in_reward=false",
+    ]
+    run(load_config(overrides(tiny_dir, tmp_path, *more), PPO))
+    step = numbers(tmp_path)[0]
+    assert step["critic/score/max"] != step["critic/score/min"]
+    assert step["critic/values/max"] != step["critic/values/min"]  # of zeros they would be equal
 
 
 def test_the_command_learns_what_can_be_told_apart(

@@ -187,6 +187,47 @@ def test_a_model_with_adapters_learns_and_is_exported_merged(
     torch.testing.assert_close(scored_in_ppo(tiny_dir, folder), scores, atol=1e-5, rtol=0)
 
 
+def test_the_adapter_and_the_head_load_by_peft(tiny_dir: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    worker = worker_of(tiny_dir / "model", {"lora_rank": 4})
+    for _ in range(3):
+        worker.update_model(pairs())
+    worker.save_checkpoint(str(tmp_path / "step"))
+    base = AutoModelForSequenceClassification.from_pretrained(tiny_dir / "model", num_labels=1)
+    model = PeftModel.from_pretrained(base, tmp_path / "step" / "lora_adapter").eval()
+
+    scores = worker.compute_scores(pairs()).batch["scores"]
+    for pair, ids in enumerate(pairs().batch["input_ids"][:, 0]):
+        length = int(pairs().batch["attention_mask"][pair, 0].sum())
+        with torch.no_grad():
+            expected = float(model(input_ids=ids[None, :length]).logits)
+        assert float(scores[pair, 0]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"model.norm.weight": None}, "lacks 1 weights: model.norm.weight"),
+        ({"model.extra.weight": torch.ones(2)}, "nothing in the model takes: model.extra.weight"),
+        ({"score.bias": torch.ones(1)}, "its head has score.bias beside score.weight"),
+        ({"score.weight": None}, "it is no reward model with one output"),
+    ],
+)
+def test_a_damaged_folder_is_refused_with_the_names(
+    change: dict[str, torch.Tensor | None], problem: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = exported(worker_of(tiny_dir / "model"), tmp_path / "step")
+    tensors = load_file(folder / "model.safetensors") | change
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=problem):
+        scored_in_ppo(tiny_dir, folder)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "qwen2"])
 def test_every_family_of_models_learns_and_transformers_gives_its_scores(
     family: str, tmp_path: Path
