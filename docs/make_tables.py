@@ -1,9 +1,8 @@
 """Write what the docs say about keys, columns and algorithms: `python docs/make_tables.py`.
 
-The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configuration.md`,
-`rewards.md`, `dataflow.md`, `algorithms.md`, `updates.md` and `cards.md`; a test checks that they
-are current. An algorithm's row and card are what its file says of itself (`trainer.ppo.cards`), its
-curve is what `docs/make_curves.py` has measured.
+The tables stand between `<!-- begin … -->` and `<!-- end … -->` in the pages that `TABLES` names; a
+test checks that they are current. An algorithm's row and card are what its file says of itself
+(`trainer.ppo.cards`), its curve is what `docs/make_curves.py` has measured.
 """
 
 from __future__ import annotations
@@ -13,11 +12,14 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.cli.explain import field_docs
 from trainer.config.keys import Key, config_keys, leaf_keys, read
+from trainer.config.recipe import Recipe
+from trainer.config.schema import RunConfig
 from trainer.migrate.openrlhf.flags import ABSENT, ALWAYS, IF_ONE, NEW_NAMES, RENAMED
 from trainer.ppo.cards import (
     Card,
@@ -31,6 +33,8 @@ from trainer.ppo.cards import (
 )
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
+from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.sft.recipe import SFT
 from workers.columns import COLUMNS
 from workers.config import RewardConfig
 from workers.losses.aggregate import AGGREGATIONS
@@ -58,6 +62,15 @@ def key_table() -> str:
         intro = _section_intro(keys[section], docs[section]) if section else "## Top level\n"
         parts.append("\n".join([intro, *HEAD_OF_KEYS, *lines]))
     return "\n\n".join(parts)
+
+
+def recipe_key_table(recipe: Recipe[Any]) -> str:
+    """The keys that a recipe has beside those of every run."""
+    recipe.load_registries()
+    docs, default = field_docs(recipe.schema), recipe.schema()
+    shared = {key.name for key in leaf_keys(RunConfig)}
+    own = [key for key in leaf_keys(recipe.schema) if key.name not in shared]
+    return "\n".join([*HEAD_OF_KEYS, *(_key_row(key.name, key, default, docs) for key in own)])
 
 
 HEAD_OF_KEYS = (
@@ -308,6 +321,8 @@ def openrlhf_table() -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "keys": ("configuration.md", key_table),
     "rewards": ("rewards.md", reward_key_table),
+    "sft-keys": ("sft.md", partial(recipe_key_table, SFT)),
+    "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL)),
     "columns": ("dataflow.md", column_table),
     "presets": ("algorithms.md", preset_table),
     "estimators": ("algorithms.md", estimator_table),

@@ -43,9 +43,12 @@ class LMRow:
     in_loss: NDArray[np.bool_]
 
 
-def read_lm_rows(key: str, files: Any, tokenizer: Any, max_length: int) -> list[LMRow]:
+def read_lm_rows(
+    key: str, files: Any, tokenizer: Any, max_length: int, loss_on_all: bool = False
+) -> list[LMRow]:
     """The rows of the files that the configuration's `key` names, in order.
 
+    With `loss_on_all` every token is in the loss, whatever the columns.
     Rows of more than `max_length` tokens are cut at their end; one that has no token of the loss
     left is dropped. Both are counted in a line of the log.
     """
@@ -58,6 +61,8 @@ def read_lm_rows(key: str, files: Any, tokenizer: Any, max_length: int) -> list[
         except ValueError as problem:
             raise ConfigError(f"{where}: {problem}.") from problem
         num_read += 1
+        if loss_on_all:
+            encoded = LMRow(encoded.ids, np.ones_like(encoded.in_loss))
         if len(encoded.ids) > max_length:
             num_cut += 1
             encoded = LMRow(encoded.ids[:max_length], encoded.in_loss[:max_length])

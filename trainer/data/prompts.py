@@ -28,8 +28,8 @@ from workers.models.folder import model_folder
 logger = logging.getLogger(__name__)
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model folder; without a pad token, eos pads."""
+def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
+    """The tokenizer of the model folder that the key names; without a pad token, eos pads."""
     from transformers import AutoTokenizer
 
     folder = model_folder(path, weights=False)
@@ -37,9 +37,7 @@ def load_tokenizer(path: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as err:
         there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"
-        raise ConfigError(
-            f"No tokenizer loads from actor_rollout_ref.model.path={path}: {there}.\n{err}"
-        ) from err
+        raise ConfigError(f"No tokenizer loads from {key}={path}: {there}.\n{err}") from err
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-from trainer.data.files import listing
+from trainer.data.model_config import read_model_config
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, device_type_of, memory_of_this_gpu
-from verl_like.errors import ConfigError, nearest
+from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
-from workers.models.folder import model_folder
 from workers.training.router_loss import check_routers
 
 
@@ -50,28 +46,6 @@ def _check_offload(config: PPOConfig) -> None:
                 "can be moved out of it. Leave it out (strategy: fsdp), or take "
                 "trainer.device=cuda."
             )
-
-
-def read_model_config(key: str, path: str) -> dict[str, Any]:
-    """`config.json` of a model folder."""
-    folder = model_folder(path, weights=False)
-    file = folder / "config.json"
-    if not file.is_file():
-        parent = folder.parent
-        near = (
-            nearest(folder.name, [entry.name for entry in parent.iterdir()])
-            if parent.is_dir()
-            else ""
-        )
-        there = (
-            f"it holds {listing(folder)}" if folder.is_dir() else f"there is no such folder.{near}"
-        )
-        raise ConfigError(
-            f"{key}={path} is not a Hugging Face model folder (no config.json): {there} "
-            "`python examples/tiny/make.py DIR` makes a tiny one in DIR/model."
-        )
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
 
 
 def _check_model(config: PPOConfig, key: str, path: str) -> None:

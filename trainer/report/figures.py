@@ -113,7 +113,8 @@ def panels_of(data: RunData) -> list[Panel]:
     if not learned or any(fnmatchcase(name, pattern) for name in learned for pattern in wanted):
         return list(PANELS)
 
-    own = [Panel(name, "", (name,)) for name in learned[:MOST_OWN_PANELS]]
+    validated = [name for name in known if name.startswith("val-core/")]
+    own = [Panel(name, "", (name,)) for name in [*learned[:MOST_OWN_PANELS], *validated]]
     shared = [panel for panel in PANELS if panel.title == "Overlap"]
     return own + shared
 

@@ -19,6 +19,7 @@ from trainer.data.row_loader import RowLoader
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.rows.config import RowConfig
+from trainer.rows.preflight import preflight
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
@@ -97,8 +98,9 @@ class RowTrainer(Trainer, Generic[R]):
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
-        """The rows to train and to validate on."""
-        tokenizer = load_tokenizer(config.model.path)
+        """The rows to train and to validate on, once the model has been looked at."""
+        preflight(config)
+        tokenizer = load_tokenizer(config.model.path, "model.path")
         data = config.data
         rows = cls.read_rows(config, "data.train_files", data.train_files, tokenizer)
         make_batch = partial(cls.make_batch, pad_token_id=tokenizer.pad_token_id)
@@ -109,8 +111,22 @@ class RowTrainer(Trainer, Generic[R]):
 
     @classmethod
     def worker_code(cls, config: Any) -> list[str]:
-        """The worker's class and the optimizer."""
-        return [*super().worker_code(config), config.optim.optimizer]
+        """The worker's class, the optimizer and its schedule."""
+        optim = config.optim
+        return [*super().worker_code(config), optim.optimizer, optim.lr_scheduler_type]
+
+    @classmethod
+    def describe(cls, config: Any, max_columns: int | None = None) -> list[str]:
+        """The sizes of a step; a dry run reads the rows for it, and so finds what is wrong."""
+        sizes = f"A step: {step_sizes(config)}"
+        if not config.trainer.dry_run:
+            return [sizes]
+        with ExitStack() as at_end:
+            loader, *validation = cls.prepare(config, at_end)
+        return [
+            sizes,
+            f"{len(loader)} rows to train on, {sum(map(len, validation))} to validate on",
+        ]
 
     def init_arguments(self, role: str) -> dict[str, Any]:
         """The length of the learning-rate schedule."""
@@ -137,6 +153,18 @@ class RowTrainer(Trainer, Generic[R]):
         """Take over what `state_dict` gave."""
         super().load_state_dict(state)
         self.loader.load_state_dict(state["loader"])
+
+
+def step_sizes(config: RowConfig) -> str:
+    """Rows of a step, and what a rank computes at once."""
+    data = config.data
+    pass_of = f"{data.micro_batch_size_per_gpu} rows"
+    if data.use_dynamic_bsz:
+        pass_of = f"{data.max_token_len_per_gpu:,} tokens"
+    return (
+        f"{data.train_batch_size} rows of at most {data.max_length:,} tokens over all ranks, "
+        f"in passes of at most {pass_of} on each"
+    )
 
 
 def num_tokens_in_loss(batch: DataProto) -> float:

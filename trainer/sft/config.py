@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from trainer.config.schema import TrainerConfig
 from trainer.rows.config import RowConfig
 from verl_like.config_key import key
+from workers.config.rows import RowDataConfig
+
+
+@dataclass(kw_only=True)
+class SFTDataConfig(RowDataConfig):
+    """Texts, responses and chats: files, sizes, how long they may be."""
+
+    loss_on: str = key("response", choices=("response", "all"))
+    """response: what a row's columns put into the loss. all: prompts and others' turns, too."""
 
 
 @dataclass(kw_only=True)
@@ -25,3 +34,5 @@ class SFTConfig(RowConfig):
 
     trainer: SFTTrainerConfig = key(factory=SFTTrainerConfig)
     """The run."""
+    data: SFTDataConfig = key(factory=SFTDataConfig)
+    """Rows."""

@@ -27,7 +27,8 @@ class SFTTrainer(RowTrainer[LMRow]):
         cls, config: SFTConfig, key: str, files: object, tokenizer: object
     ) -> list[LMRow]:
         """Texts, responses or chats."""
-        return read_lm_rows(key, files, tokenizer, config.data.max_length)
+        data = config.data
+        return read_lm_rows(key, files, tokenizer, data.max_length, data.loss_on == "all")
 
     @staticmethod
     def make_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:

@@ -141,11 +141,15 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
 def save_adapter(
     folder: Path, module: Any, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """The adapter alone, in the form that `PeftModel.from_pretrained(base, folder)` loads."""
+    """What is trained, in the form that `PeftModel.from_pretrained(base, folder)` loads.
+
+    With a scalar head that is a sequence classifier with one label, whose head comes along.
+    """
     from peft import LoraConfig
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
+    has_scalar_head = isinstance(module, ScalarHeadModel)
     stored = {}
     for name, tensor in tensors:
         peft_name = f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
@@ -154,7 +158,8 @@ def save_adapter(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=list(adapted_layers(module)),
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if has_scalar_head else "CAUSAL_LM",
+        modules_to_save=["score"] if has_scalar_head else None,
         base_model_name_or_path=config.path,
         inference_mode=True,
     )

@@ -30,7 +30,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint, put_in_place, write_whole
 from verl_like.process.random_state import load_random_state, save_random_state
-from workers.models.lora import is_adapter, save_adapter
+from workers.models.lora import save_adapter
 from workers.models.state import persistent_buffers
 from workers.parallel.collectives import Ranks
 from workers.parallel.fsdp import full_tensor
@@ -130,11 +130,11 @@ def _write(
 
 
 def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:
-    """The adapter's weights, whole; collective."""
+    """The weights of the adapter, and of a scalar head beside it, whole; collective."""
     found = []
     with engine.running():
         for name, parameter in engine.module.named_parameters():
-            if is_adapter(name):
+            if parameter.requires_grad:
                 found.append((name, full_tensor(parameter)))
     return found
 

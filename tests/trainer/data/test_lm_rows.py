@@ -151,6 +151,17 @@ def test_long_rows_are_cut_and_those_without_a_loss_are_dropped_and_counted(
         read_lm_rows("ptx.train_files", write(tmp_path / "p.jsonl", long_prompt), tokenizer, 6)
 
 
+def test_every_token_is_in_the_loss_where_that_is_asked_for(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "r.jsonl", {"prompt": "say a", "response": "aa"})
+    response, whole = (
+        read_lm_rows("data.train_files", file, tokenizer, 64, loss_on_all=loss_on_all)[0]
+        for loss_on_all in (False, True)
+    )
+    assert tokenizer.decode(response.ids[response.in_loss]) == "aa<eos>"
+    assert whole.ids.tolist() == response.ids.tolist()
+    assert whole.in_loss.all()
+
+
 @pytest.fixture
 def make_loader(tokenizer: Any, tmp_path: Path) -> Any:
     texts = [{"text": "abcdefg"[: 2 + number % 5]} for number in range(7)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.report.report_runs import make_run
-from trainer.report.figures import PANELS
+from trainer.report.figures import PANELS, panels_of
 from trainer.report.page import close_run, write_report
 from trainer.report.read import last_steps, overlap_share, phase_shares, pools_at_work, read_run
 from verl_like.errors import ConfigError
@@ -93,6 +94,16 @@ def test_a_thousand_steps_take_seconds_and_few_megabytes(tmp_path: Path) -> None
     path = write_report(folder)
     assert time.perf_counter() - began < 5
     assert path.stat().st_size < 5e6
+
+
+def test_another_recipe_s_numbers_have_a_figure_each_those_of_validation_too(
+    tmp_path: Path,
+) -> None:
+    step = {"step": 1, "train/loss": 0.7, "train/accuracy": 0.5, "timing_s/step": 0.1}
+    lines = [step, {"step": 1, "val-core/rm/accuracy": 0.6, "val-aux/rm/margin": 0.1}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    titles = [panel.title for panel in panels_of(read_run(tmp_path))]
+    assert titles == ["train/loss", "train/accuracy", "val-core/rm/accuracy", "Overlap"]
 
 
 def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> None:

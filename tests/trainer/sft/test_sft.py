@@ -60,6 +60,10 @@ def settings_of(tiny_dir: Path, files: dict[str, Path], folder: Path, *more: str
     ]
 
 
+def kept_settings(settings: list[str], *dropped: str) -> list[str]:
+    return [key for key in settings if not key.startswith(dropped)]
+
+
 @pytest.fixture(scope="module")
 def whole(tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of two epochs of ten rows, four a step."""
@@ -106,7 +110,7 @@ def test_a_resumed_run_writes_the_same_numbers(
 ) -> None:
     start = f"trainer.resume_from_path={whole}/global_step_3"
     more = ("trainer.resume_mode=resume_path", start, "trainer.save_freq=-1")
-    again = [key for key in settings_of(tiny_dir, files, tmp_path) if "save_" not in key]
+    again = kept_settings(settings_of(tiny_dir, files, tmp_path), "trainer.save_", "checkpoint.")
     run(load_config([*again, *more], SFT))
     assert numbers(tmp_path) == [line for line in numbers(whole) if line["step"] > 3]
 
@@ -116,7 +120,7 @@ def test_the_last_step_trains_the_rows_that_are_left(
 ) -> None:
     dropped = ("data.val_files", "trainer.test_freq", "trainer.save_freq", "checkpoint.")
     settings = settings_of(tiny_dir, files, tmp_path, "trainer.total_epochs=1")
-    run(load_config([key for key in settings if not key.startswith(dropped)], SFT))
+    run(load_config(kept_settings(settings, *dropped), SFT))
     assert [line["train/num_tokens"] for line in numbers(tmp_path)] == [16.0, 16.0, 8.0]
 
 
@@ -126,6 +130,73 @@ def test_a_row_that_fits_into_no_pass_is_refused(
     settings = settings_of(tiny_dir, files, tmp_path, "data.max_token_len_per_gpu=31")
     with pytest.raises(ConfigError, match=r"max_length=32 .*max_token_len_per_gpu=31"):
         load_config(settings, SFT)
+
+
+def test_adapters_learn_are_exported_merged_and_go_on(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    lora = ("model.lora_rank=4", "optim.lr=1e-2")
+    run(load_config(settings_of(tiny_dir, files, tmp_path / "whole", *lora), SFT))
+    lines = numbers(tmp_path / "whole")
+    before, after = [line["val/loss"] for line in lines if "val/loss" in line]
+    exported = tmp_path / "whole" / "global_step_5" / "sft" / "huggingface"
+    assert loss_by_hand(exported, CHATS, tiny_dir / "model") == pytest.approx(after, abs=1e-4)
+    assert after < before - 0.05
+
+    start = f"trainer.resume_from_path={tmp_path}/whole/global_step_3"
+    again = settings_of(tiny_dir, files, tmp_path / "again")
+    settings = kept_settings(again, "trainer.save_", "checkpoint.")
+    more = ("trainer.resume_mode=resume_path", start, "trainer.save_freq=-1", *lora)
+    run(load_config([*settings, *more], SFT))
+    assert numbers(tmp_path / "again") == [line for line in lines if line["step"] > 3]
+
+
+def test_loss_on_all_counts_the_prompt_s_tokens(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    dropped = ("data.val_files", "trainer.test_freq", "trainer.save_freq", "checkpoint.")
+    settings = kept_settings(settings_of(tiny_dir, files, tmp_path), *dropped)
+    more = ("data.loss_on=all", "trainer.total_training_steps=1")
+    run(load_config([*kept_settings(settings, "trainer.total_epochs"), *more], SFT))
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    row = encode_lm_row(ROWS[0], tokenizer)  # all have as many tokens
+    assert numbers(tmp_path)[0]["train/num_tokens"] == 4 * (len(row.ids) - 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("data.max_length=513", r"data\.max_length=513 .* has 512 positions\. Lower it by 1\."),
+        ("model.path=nowhere", r"model\.path=nowhere is not a Hugging Face model folder"),
+        ("data.train_files={bad}", r"bad\.jsonl, line 1: 'response' is empty"),
+        ("data.train_files={chat}", r"chat\.jsonl, line 1: 'messages' has none of the assistant's"),
+        ("data.train_files={other}", r"line 1: it has neither 'messages', .* there is words"),
+    ],
+)
+def test_a_dry_run_says_what_is_wrong_with_model_and_rows(
+    key: str, problem: str, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    rows = {
+        "bad": {"prompt": "say a", "response": ""},
+        "chat": {"messages": [{"role": "user", "content": "say a"}]},
+        "other": {"words": "abc"},
+    }
+    paths = {name: tmp_path / f"{name}.jsonl" for name in rows}
+    for name, row in rows.items():
+        paths[name].write_text(json.dumps(row), encoding="utf-8")
+    settings = settings_of(tiny_dir, files, tmp_path / "run", "trainer.dry_run=true")
+    with pytest.raises(ConfigError, match=problem):
+        run(load_config([*settings, key.format(**paths)], SFT))
+
+
+def test_a_dry_run_counts_rows_and_starts_nothing(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(load_config(settings_of(tiny_dir, files, tmp_path / "run", "trainer.dry_run=true"), SFT))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "A step: 4 rows of at most 32 tokens over all ranks" in said
+    assert "10 rows to train on, 1 to validate on" in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_command_shows_its_keys_and_names_a_wrong_one(

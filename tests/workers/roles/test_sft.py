@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,29 @@ from workers.config.rows import RowDataConfig, RowWorkerConfig, TrainedModelConf
 from workers.roles.sft import SFTWorker
 
 ROWS = 7
+NONE: Mapping[str, Any] = {}
 
 
-def worker_of(tiny_dir: Path, **data: Any) -> SFTWorker:
+def worker_of(tiny_dir: Path, model: Mapping[str, Any], **data: Any) -> SFTWorker:
     config = RowWorkerConfig(
-        model=TrainedModelConfig(path=str(tiny_dir / "model")),
+        model=TrainedModelConfig(path=str(tiny_dir / "model"), **model),
         optim=OptimConfig(lr=1e-3),
         data=RowDataConfig(**data),
     )
     return started(SFTWorker, config, 10)
 
 
-def trained(tiny_dir: Path, **data: Any) -> dict[str, Any]:
-    worker = worker_of(tiny_dir, **data)
+def trained(tiny_dir: Path, model: Mapping[str, Any] = NONE, **data: Any) -> dict[str, Any]:
+    worker = worker_of(tiny_dir, model, **data)
     rows = own_piece(text_rows(ROWS), worker.rank, worker.world_size)
     metrics = [learned(worker.update_model(rows)) for _ in range(2)]
     log_probs = worker.compute_log_prob(rows).batch["log_probs"][: rows.num_real_rows]
     return {"metrics": metrics, "log_probs": log_probs}
 
 
-def test_two_ranks_and_any_cut_train_as_one(tiny_dir: Path) -> None:
+def test_ranks_cut_padding_and_gradient_checkpointing_do_not_change_an_update(
+    tiny_dir: Path,
+) -> None:
     alone = trained(tiny_dir)
     one_by_one = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
     ranks = run(2, trained, tiny_dir)
@@ -42,6 +46,8 @@ def test_two_ranks_and_any_cut_train_as_one(tiny_dir: Path) -> None:
     for other, log_probs in (
         (ranks[0], joined),
         (cut := trained(tiny_dir, **one_by_one), cut["log_probs"]),
+        (padded := trained(tiny_dir, {"use_remove_padding": False}), padded["log_probs"]),
+        (less := trained(tiny_dir, {"enable_gradient_checkpointing": True}), less["log_probs"]),
     ):
         for own, expected in zip(other["metrics"], alone["metrics"], strict=True):
             assert own == pytest.approx(expected, rel=1e-4, abs=1e-6)

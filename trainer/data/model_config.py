@@ -1,0 +1,32 @@
+"""`config.json` of the models that a run names, read before a process starts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trainer.data.files import listing
+from verl_like.errors import ConfigError, nearest
+from workers.models.folder import model_folder
+
+
+def read_model_config(key: str, path: str) -> dict[str, Any]:
+    """`config.json` of a model folder."""
+    folder = model_folder(path, weights=False)
+    file = folder / "config.json"
+    if not file.is_file():
+        parent = folder.parent
+        near = (
+            nearest(folder.name, [entry.name for entry in parent.iterdir()])
+            if parent.is_dir()
+            else ""
+        )
+        there = (
+            f"it holds {listing(folder)}" if folder.is_dir() else f"there is no such folder.{near}"
+        )
+        raise ConfigError(
+            f"{key}={path} is not a Hugging Face model folder (no config.json): {there} "
+            "`python examples/tiny/make.py DIR` makes a tiny one in DIR/model."
+        )
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,18 @@
+"""What a recipe on rows looks at before a process starts, beyond the configuration alone."""
+
+from __future__ import annotations
+
+from trainer.data.model_config import read_model_config
+from trainer.rows.config import RowConfig
+from verl_like.errors import ConfigError
+
+
+def preflight(config: RowConfig) -> None:
+    """Refuse a model that is not there, or too short for the rows."""
+    path, longest = config.model.path, config.data.max_length
+    limit = read_model_config("model.path", path).get("max_position_embeddings")
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"data.max_length={longest} tokens, but model.path={path} has {limit} positions. "
+            f"Lower it by {longest - limit}."
+        )
