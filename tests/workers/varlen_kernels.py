@@ -80,20 +80,10 @@ def varlen_attn(
 
 
 def varlen_attn_without_groups(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    *rows: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)
 ) -> Tensor:
     """torch's, before."""
-    rows = cu_seq_q, cu_seq_k, max_q, max_k
-    return varlen_attn(query, key, value, *rows, scale=scale, window_size=window_size)
+    return varlen_attn(*rows, scale=scale, window_size=window_size)
 
 
 def flash_attn_package(function: Any = flash_attn_varlen_func) -> ModuleType:

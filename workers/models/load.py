@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
-from workers.models.checkpoint_format import checkpoint_format
+from workers.models.checkpoint_format import Group, checkpoint_format
 from workers.models.folder import model_folder
 from workers.models.lora import initial_value, is_adapter
 from workers.models.state import named_state
@@ -202,12 +202,17 @@ def _load_converted(
             shapes = group.stored.items()
             found = [_other_shape(piece, source.find(piece), shape) for piece, shape in shapes]
             _refuse_unfit(config, [wrong for wrong in found if wrong])
-            with torch.no_grad():
-                for one, value in group.read(lambda piece: source.find(piece)[:]).items():
-                    _copy(targets[one], value, shard)
+            _fill(targets, group, source, shard)
             filled |= set(group.names)
             taken |= set(group.stored)
     return taken, left
+
+
+def _fill(targets: dict[str, Tensor], group: Group, source: Folder, shard: int) -> None:
+    """The weights of one group; what was read for them goes before the next group is read."""
+    with torch.no_grad():
+        for name, value in group.read(lambda piece: source.find(piece)[:]).items():
+            _copy(targets[name], value, shard)
 
 
 def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:

@@ -161,7 +161,9 @@ def _attend(
     width = rectangle.width
     is_local = min(local.window or width, local.chunk or width) < width
     q, k, v = (_to_rectangle(states, rectangle) for states in (query, key, value))
-    is_float32 = query.dtype == value.dtype == torch.float32  # softmax never in a narrower type
+    if query.device.type == "cpu" and value.dtype == torch.bfloat16:
+        q, k, v = q.float(), k.float(), v.float()  # bfloat16 kernels are the slower ones there
+    is_float32 = q.dtype == v.dtype == torch.float32  # softmax never in a narrower type
     if softcap is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         output = capped_attention(q, k, v, _causal_mask(width, local, query.device), scale, softcap)
@@ -180,7 +182,7 @@ def _attend(
             enable_gqa=q.shape[1] != k.shape[1],
         )
 
-    flat = output.transpose(1, 2).reshape(-1, *output.shape[1::2])
+    flat = output.transpose(1, 2).to(value.dtype).reshape(-1, *output.shape[1::2])
     return flat if rectangle.scatter is None else flat.index_select(0, rectangle.scatter)
 
 

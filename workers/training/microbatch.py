@@ -216,8 +216,10 @@ def passes(
     `group`, by way of `device`. A dummy is one row of one token, which no loss counts: its response
     mask is zero.
     """
-    own_count = torch.tensor([max(1, len(cuts))], device=device)
-    count = int(all_reduce(own_count, group, dist.ReduceOp.MAX))
+    count = max(1, len(cuts))
+    if group is not None:
+        own_count = torch.tensor([count], device=device)
+        count = int(all_reduce(own_count, group, dist.ReduceOp.MAX))
     for number, rows in enumerate(cuts, 1):
         index = torch.tensor(rows)
         picked = {name: column[index] for name, column in columns.items()}

@@ -81,13 +81,17 @@ class VarlenKernel:
         """
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
-        states = (
-            pad(part.to(self.dtype), (0, size - part.shape[-1])) for part in (query, key, value)
-        )
+        states = (_padded(part.to(self.dtype), size) for part in (query, key, value))
         left = -1 if window is None or window >= longest else window - 1
         rows = RowsAttended(bounds, longest, scale, left, softcap or 0.0)
         output = self.attend(*states, rows)
         return output[..., : value.shape[-1]].to(value.dtype)
+
+
+def _padded(states: Tensor, size: int) -> Tensor:
+    """Heads of this size; `pad` would copy what has it already."""
+    missing = size - states.shape[-1]
+    return pad(states, (0, missing)) if missing else states
 
 
 def through_flash_attn(function: Callable[..., Any]) -> Attend:

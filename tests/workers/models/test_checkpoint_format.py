@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import started, tiny_config
 from verl_like.errors import ConfigError
-from workers.models.checkpoint_format import checkpoint_format
+from workers.models.checkpoint_format import Group, checkpoint_format
 from workers.models.load import load_model
 from workers.models.state import named_state
 from workers.roles.critic import CriticWorker
@@ -102,6 +103,29 @@ def test_a_folder_is_loaded_without_the_whole_model(
     found = dict(named_state(loaded))
     assert found.keys() == expected.keys()
     assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_what_was_read_for_one_group_is_gone_before_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So loading takes the module's weights and one group beside them, however many layers."""
+    saved(tmp_path, "mixtral")
+    read, held, calls = Group.read, list[weakref.ref[Tensor]](), []
+
+    def watched(group: Group, read_piece: Any) -> dict[str, Tensor]:
+        alive = [tensor for tensor in held if tensor() is not None]
+        calls.append(len(alive))
+        found = read(group, lambda name: remembered(read_piece(name)))
+        return {name: remembered(tensor) for name, tensor in found.items()}
+
+    def remembered(tensor: Tensor) -> Tensor:
+        held.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(Group, "read", watched)
+    load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token")
+    assert len(calls) > 1
+    assert not any(calls)
 
 
 def edited(folder: Path, name: str, tensor: Tensor | None) -> None:

@@ -175,6 +175,22 @@ def test_packed_attention_is_attention_of_each_row_alone(
         start += length
 
 
+@pytest.mark.parametrize("lengths", [[100, 95, 40, 2], [9, 8, 3]])
+def test_bfloat16_states_attend_in_float32_on_a_cpu(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    layout, found = RowLayout(lengths, CPU), []
+    states = [torch.randn(1, heads, sum(lengths), 8).bfloat16() for heads in (4, 2, 2)]
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [part.to(dtype).requires_grad_() for part in states]
+        query, key, value = leaves
+        output, _ = packed_attention(None, query, key, value, None, row_layout=layout)
+        gradients = torch.autograd.grad(output.float().square().sum(), leaves)
+        found.append([output, gradients[2]])  # a value's gradient is of one rounded output
+    (ours, ours_grad), (theirs, theirs_grad) = found
+    assert torch.equal(ours, theirs.bfloat16())
+    torch.testing.assert_close(ours_grad.float(), theirs_grad, rtol=1e-2, atol=1e-2)
+
+
 def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir: Path) -> None:
     actor, batch = started(ActorWorker, tiny_config(tiny_dir), 1), make_batch(2)
     batch.batch["input_ids"][0, 5] = 10_000

@@ -96,6 +96,18 @@ def test_states_wider_than_the_kernel_s_type_are_cast_and_the_output_is_of_the_v
     assert (seen, output.dtype) == ([BFLOAT16], FLOAT32)
 
 
+def test_states_that_a_kernel_takes_are_not_copied_for_it() -> None:
+    states = [torch.randn(1, 2, 4, 8) for _ in range(3)]
+    seen: list[int] = []
+
+    def function(*given: torch.Tensor, **settings: Any) -> torch.Tensor:
+        seen.extend(part.data_ptr() for part in given[:3])
+        return flash_attn_varlen_func(*given, **settings)
+
+    attended(states, RowLayout([4], CPU), VarlenKernel("", through_flash_attn(function), FLOAT32))
+    assert seen == [part.data_ptr() for part in states]
+
+
 def test_heads_too_large_for_a_kernel_go_by_rectangles() -> None:
     states = [torch.randn(1, 1, 4, 512) for _ in range(3)]
     layout = RowLayout([3, 1], CPU)

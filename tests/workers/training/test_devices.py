@@ -1,0 +1,80 @@
+"""A pass computes on the model's device alone.
+
+torch's meta device stands for a GPU: it computes shapes, and refuses tensors of other devices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.samples import make_batch, started, tiny_config
+from verl_like.batch.protocol import DataProto
+from workers.losses.registry import POLICY_LOSSES, get_policy_loss
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.training.engine import INPUTS
+from workers.training.microbatch import Budget, Rows, mini_batch
+
+META = torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers looks whether position ids say that rows are packed; meta tensors have none."""
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
+
+
+def on_meta(worker: Any) -> Any:
+    worker.engine.device = META
+    worker.engine.module.to(META)
+    worker.engine.cast = torch.bfloat16
+    return worker
+
+
+def batch_with_more() -> DataProto:
+    """With the columns that some losses read, too."""
+    batch = make_batch(6)
+    batch.batch["rollout_is_weights"] = torch.ones_like(batch.batch["advantages"])
+    batch.batch["chosen_tokens"] = batch.batch["response_mask"].bool()
+    return batch
+
+
+def run_passes(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
+    rows = Rows.take(batch_with_more(), (*INPUTS, *names))
+    with worker.engine.running(worker.engine.optimizer):
+        totals: dict[str, torch.Tensor] = worker.engine._run_passes(
+            mini_batch(rows, 0, 1, None), Budget(rows=3), worker.loss, 1.0, True
+        )
+    return totals
+
+
+@pytest.fixture(scope="module")
+def actor(tiny_dir: Path) -> ActorWorker:
+    config = tiny_config(tiny_dir, entropy_coeff=0.01, use_kl_loss=True, target_entropy=0.5)
+    made: ActorWorker = on_meta(started(ActorWorker, config, 10))
+    return made
+
+
+def test_the_stand_in_refuses_tensors_of_another_device() -> None:
+    with pytest.raises(RuntimeError, match="not on the expected device"):
+        torch.ones(3, device=META) * torch.ones(3)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_a_policy_loss_is_of_the_model_s_device(actor: ActorWorker, name: str) -> None:
+    actor.policy_loss = get_policy_loss(name)
+    actor.chooses_tokens = name in ("clip_cov", "kl_cov")
+    names = actor.columns_of_update(batch_with_more(), False)
+    totals = run_passes(actor, [*names, "rollout_is_weights"])
+    assert {total.device for total in totals.values()} == {META}
+    assert {weight.grad.device for weight in actor.engine.parameters()} == {META}
+
+
+def test_a_value_loss_is_of_the_model_s_device(tiny_dir: Path) -> None:
+    critic = on_meta(started(CriticWorker, tiny_config(tiny_dir), 10))
+    totals = run_passes(critic, ["values", "returns"])
+    assert {total.device for total in totals.values()} == {META}
