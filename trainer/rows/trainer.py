@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
+from trainer.config.offload import check_offload
 from trainer.data.prompts import load_tokenizer
 from trainer.data.row_loader import RowLoader
 from trainer.groups.worker_groups import WorkerGroups
@@ -98,6 +99,8 @@ class RowTrainer(Trainer, Generic[R]):
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """The rows to train and to validate on."""
+        model = config.model
+        check_offload(config.trainer, {"model": (model.strategy, model.fsdp_config)})
         tokenizer = load_tokenizer(config.model.path)
         data = config.data
         rows = cls.read_rows(config, "data.train_files", data.train_files, tokenizer)
