@@ -38,7 +38,7 @@ def num_processes() -> int:
     if not is_under_torchrun():
         raise ConfigError(
             "trainer.backend=torchrun, but torchrun did not start this process. Start it by: "
-            "torchrun --standalone --nproc-per-node N -m trainer.cli.main sft key=value ..."
+            "torchrun --standalone --nproc-per-node N --no-python verl-like sft key=value ..."
         )
     total, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if total != here:
