@@ -17,6 +17,7 @@ from trainer.loop import Trainer
 from trainer.report.page import close_run
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import open_run_folder
+from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.placement.plan import Placement
@@ -37,6 +38,9 @@ def run(config: RunConfig, trainer_cls: type[Trainer] | None = None) -> None:
 
         keep_freed_memory()
 
+    if config.trainer.backend == "torchrun" and is_serving(config):
+        return
+
     trainer_cls = trainer_cls or trainer_class(config)
     if config.trainer.dry_run:
         show_plan(nominal_placement(config), config, trainer_cls)
@@ -54,6 +58,17 @@ def run(config: RunConfig, trainer_cls: type[Trainer] | None = None) -> None:
                 trainer_cls(config, groups, *inputs).fit()
         finally:
             close_run(folder, sys.exception())
+
+
+def is_serving(config: RunConfig) -> bool:
+    """Whether this process of torchrun's is no driver; does what such a rank does, if so."""
+    from verl_like.backends.torchrun import ranks
+
+    if ranks.is_driver():
+        return False
+    if not config.trainer.dry_run:
+        ranks.serve(Deadlines.of(config.watch).call_s)
+    return True
 
 
 def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:

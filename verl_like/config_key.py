@@ -13,7 +13,7 @@ imports torch: schemas are read on the way to `--help`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any
 
@@ -42,6 +42,8 @@ class KeyRules:
     """A value outside the range that has a meaning of its own, such as -1."""
     choices: tuple[str, ...] = ()
     """The values that there are; of a list, those of each item."""
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Words of other systems for a choice -> that choice: a refusal of the word names it."""
     registry: str = ""
     """The kind of the registry that the value, or each item of a list, is looked up in.
 

@@ -182,3 +182,7 @@ def _doctor(model: str = "") -> None:
     from trainer.cli.doctor_model import model_findings
 
     doctor.main(lambda: model_findings(model), passed="found on a small model of its class")
+
+
+if __name__ == "__main__":
+    main()

@@ -76,9 +76,10 @@ def _check_choices(key: Key, value: Any) -> None:
 
     if value not in choices:
         words = " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
-        raise ConfigError(
-            f"{key.name}={value}: choose {_with_hint(key, words)}{nearest(value, choices)}"
-        )
+        hint = nearest(value, choices)
+        if value in key.rules.elsewhere:
+            hint = f" What others call {value} is {key.rules.elsewhere[value]} here."
+        raise ConfigError(f"{key.name}={value}: choose {_with_hint(key, words)}{hint}")
 
 
 def _check_range(key: Key, value: Any) -> None:

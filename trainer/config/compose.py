@@ -7,6 +7,7 @@ itself, calls `register`, `prepare_overrides` and `from_composed`.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.tree import compose_tree_of, parse
 from trainer.config.unused_keys import check_unused
 from verl_like.errors import ConfigError, nearest
+from verl_like.process.environment import is_under_torchrun
 
 C = TypeVar("C", bound=RunConfig)
 _registered: dict[str, Recipe[Any]] = {}
@@ -85,13 +87,30 @@ def compose_tree(overrides: Sequence[str], recipe: Recipe[Any]) -> DictConfig:
 
 def prepare_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> list[str]:
     """What Hydra gets: keys are known, shorthands written out, own names take no `+`."""
-    overrides = expand_shorthands(recipe, overrides)
+    overrides = add_torchrun(expand_shorthands(recipe, overrides))
     check_overrides(overrides, recipe)
     _check_presets(overrides, recipe)
 
     takes_any = [key.name for key in config_keys(recipe.schema) if key.takes_any]
     own_names = tuple(section + sign for section in takes_any for sign in ".=")
     return [f"++{o}" if o.startswith(own_names) else o for o in overrides]
+
+
+def add_torchrun(overrides: Sequence[str]) -> list[str]:
+    """In a process that torchrun started, its backend and its number of processes.
+
+    What the user set stays; with another backend so does all else.
+    """
+    keys = override_keys(overrides)
+    others = [o for o in overrides if o.startswith("trainer.backend=") and "torchrun" not in o]
+    if not is_under_torchrun() or others:
+        return list(overrides)
+    decided = {
+        "trainer.backend": "torchrun",
+        "trainer.n_gpus_per_node": os.environ["LOCAL_WORLD_SIZE"],
+    }
+    more = [f"{name}={value}" for name, value in decided.items() if name not in keys]
+    return [*overrides, *more]
 
 
 def check_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> None:

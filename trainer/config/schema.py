@@ -60,8 +60,8 @@ class TrainerConfig:
     """Machines."""
     n_gpus_per_node: int = key(1, above=0, may_change_on_resume=True)
     """Devices per machine; where there is no GPU, process slots."""
-    backend: str = key("ray", choices=("ray", "local"), may_change_on_resume=True)
-    """local runs the same workers without a cluster."""
+    backend: str = key("ray", choices=("ray", "local", "torchrun"), may_change_on_resume=True)
+    """local runs the same workers without a cluster; torchrun in the processes that it started."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"), may_change_on_resume=True)
     """auto takes GPUs where there are any."""
     seed: int = key(1, allows="a number")

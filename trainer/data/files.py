@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.config import DataConfig
+from trainer.data.hub import hub_files, is_hub_name
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import load_from
 
@@ -65,15 +67,17 @@ def rows_of_files(
 ) -> Iterator[tuple[str, Any]]:
     """(where it stands, row) for every row of the files that the configuration's `key` names.
 
-    A parquet file without one of the `columns` is refused at once, as is one that is not there.
+    A name of a data set of the hub stands for its files (`trainer.data.hub`). A parquet file
+    without one of the `columns` is refused at once, as is one that is not there.
     """
     for name in files:
-        path = Path(name)
-        if not path.is_file():
-            raise ConfigError(
-                f"{key}: there is no file {path}; {path.parent} holds {listing(path.parent)}."
-            )
-        yield from _parquet_rows(path, columns) if path.suffix == ".parquet" else _json_rows(path)
+        for path in hub_files(name, key) if is_hub_name(name) else [Path(name)]:
+            if not path.is_file():
+                raise ConfigError(
+                    f"{key}: there is no file {path}; {path.parent} holds {listing(path.parent)}."
+                )
+            is_parquet = path.suffix == ".parquet"
+            yield from _parquet_rows(path, columns) if is_parquet else _json_rows(path)
 
 
 def _custom_rows(
@@ -114,7 +118,8 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -28,6 +28,7 @@ from verl_like.process.worker import Worker
 from verl_like.registry import load_object
 
 if TYPE_CHECKING:
+    from verl_like.backends.local.children import StartRank
     from verl_like.backends.ray import RayResourcePool
 
 ROLE_WORKERS = {
@@ -94,7 +95,7 @@ class WorkerGroups:
             starts.append(partial(self._start, plan, {role: classes[role] for role in roles[name]}))
 
         try:
-            if self.config.trainer.backend == "local":
+            if self.config.trainer.backend != "ray":
                 for start in starts:
                     start()
             else:
@@ -157,7 +158,7 @@ class WorkerGroups:
 
     def _connect(self) -> list[Node]:
         trainer, settings = self.config.trainer, self.config.ray
-        if trainer.backend == "local":
+        if trainer.backend != "ray":
             self._device_kind = local_device(trainer.device)
             return [Node("this machine", trainer.n_gpus_per_node, float(os.cpu_count() or 1))]
         from verl_like.backends import ray as ray_backend
@@ -192,10 +193,12 @@ class WorkerGroups:
         options: dict[str, Any] = {"seed": trainer.seed, "deadlines": limits}
         options["log_dir"] = str(Path(trainer.default_local_dir).resolve() / "logs")
         group: WorkerGroup
-        if trainer.backend == "local":
+        if trainer.backend != "ray":
             from verl_like.backends.local.group import LocalWorkerGroup
 
             options.update(device_kind=self._device_kind, neighbours=self._neighbours)
+            if trainer.backend == "torchrun":
+                options["start_rank"] = start_by_torchrun(self.placement, limits)
             group = LocalWorkerGroup(ResourcePool(plan.process_on_nodes), recipe, **options)
         else:
             from verl_like.backends.ray import RayResourcePool, RayWorkerGroup
@@ -215,6 +218,21 @@ class WorkerGroups:
                 self._fused[plan.name] = group
                 return
         group.shutdown()  # the start was interrupted while this pool was on its way
+
+
+def start_by_torchrun(placement: Placement, limits: Deadlines) -> StartRank:
+    """What finds torchrun's processes; they are the ranks of one pool."""
+    from verl_like.backends.torchrun.ranks import ServingRanks, num_processes
+
+    sizes = {name: plan.world_size for name, plan in placement.pools.items()}
+    if list(sizes.values()) != [num_processes()]:
+        pools = ", ".join(f"{name} of {size}" for name, size in sizes.items())
+        raise PlacementError(
+            f"torchrun started {num_processes()} processes, which are the ranks of one pool; this "
+            f"run has {pools}. Leave trainer.n_gpus_per_node and resource_pool_spec out, take "
+            "placement=colocate, or trainer.backend=ray."
+        )
+    return ServingRanks(limits.start_s).start
 
 
 def side_by_side(calls: Sequence[Callable[[], None]]) -> None:

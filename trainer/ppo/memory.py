@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.config.offload import device_type_of
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.ptx import longest_row
 from trainer.ppo.sizes import rows_of
@@ -152,7 +153,7 @@ def _engine(
         weights=weights,
         gradients=trained,
         moments=moments,
-        whole=_whole(shapes, shards, kept != compute, trains),
+        whole=_whole(shapes, shards, kept != compute, trains, sharding.strategy),
         activations=activations,
         host=host,
     )
@@ -169,16 +170,19 @@ def _averages(config: PPOConfig, role: str, shapes: ModelShapes, compute: torch.
     return 0
 
 
-def _whole(shapes: ModelShapes, shards: int, casts: bool, trains: bool) -> float:
+def _whole(
+    shapes: ModelShapes, shards: int, casts: bool, trains: bool, strategy: str = "fsdp"
+) -> float:
     """Weights that a pass holds beside its shards: gathered ones, or a copy in the compute type.
 
-    FSDP holds what is outside the layers, and two layers of which one is on its way; with a
-    gradient of each in a backward pass.
+    FSDP holds what is outside the layers, and two layers of which one is on its way (all of them
+    under shard_grad_op); with a gradient of each in a backward pass, but for layers that wait.
     """
     if shards > 1:
         layer = (shapes.num_weights - shapes.num_outside_layers) / shapes.num_layers
-        gathered = shapes.num_outside_layers + 2 * layer
-        return (1 + trains) * gathered * shapes.compute_bytes
+        in_use = shapes.num_outside_layers + 2 * layer
+        gathered = shapes.num_weights if strategy == "shard_grad_op" else in_use
+        return (gathered + trains * in_use) * shapes.compute_bytes
     return shapes.num_weights * shapes.compute_bytes if casts else 0
 
 
@@ -305,13 +309,6 @@ def _story(role: RoleMemory) -> str:
     return f"{role.role}: {_gib(role.kept)} kept, {_gib(role.call)} in a call"
 
 
-def device_type_of(config: PPOConfig) -> str:
-    """cuda or cpu: `trainer.device`, of which auto is what this machine has."""
-    if config.trainer.device != "auto":
-        return config.trainer.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def memory_of_this_gpu(device_type: str) -> int | None:
     """Bytes of the first GPU that this process sees; None where it sees none."""
     if device_type != "cuda" or not torch.cuda.is_available():
@@ -327,7 +324,7 @@ def plan_text(
 ) -> str:
     """The table for the plan, or why there is none; of this machine's devices if none are told."""
     if device_type is None:
-        device_type = device_type_of(config)
+        device_type = device_type_of(config.trainer)
         device_bytes = memory_of_this_gpu(device_type)
     try:
         return memory_table(config, device_type, device_bytes, max_columns)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from trainer.config.offload import check_offload, device_type_of
 from trainer.data.model_config import read_model_config
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.memory import check_memory, device_type_of, memory_of_this_gpu
+from trainer.ppo.memory import check_memory, memory_of_this_gpu
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.training.router_loss import check_routers
@@ -19,33 +22,19 @@ def preflight(config: PPOConfig) -> None:
         check_routers(config.actor_rollout_ref.model.path)
     _check_tensor_parallel(config)
     _check_offload(config)
-    device_type = device_type_of(config)
+    device_type = device_type_of(config.trainer)
     check_memory(config, device_type, memory_of_this_gpu(device_type))
 
 
 def _check_offload(config: PPOConfig) -> None:
-    """On CPUs there is one memory: what the user wants moved out of it stays, so it is refused."""
-    if device_type_of(config) != "cpu" or config.trainer.nnodes > 1:
-        return  # the driver's machine says nothing about those of a cluster
     policy, critic = config.actor_rollout_ref, config.critic
-    sections = {
+    sections: dict[str, tuple[str, Any]] = {
         "actor_rollout_ref.actor": (policy.actor.strategy, policy.actor.fsdp_config),
         "actor_rollout_ref.ref": ("", policy.ref.fsdp_config),
     }
     if "critic" in config.role_mapping:
         sections["critic"] = (critic.strategy, critic.model.fsdp_config)
-    for section, (strategy, fsdp) in sections.items():
-        name = "critic.model" if section == "critic" else section
-        keys = [key for key in ("param_offload", "optimizer_offload") if getattr(fsdp, key, None)]
-        wanted = [f"{name}.fsdp_config.{key}=true" for key in keys]
-        if strategy == "fsdp_offload":
-            wanted.append(f"{section}.strategy=fsdp_offload")
-        if wanted:
-            raise ConfigError(
-                f"{wanted[0]}: this run is on CPUs, whose only memory is the host's, so nothing "
-                "can be moved out of it. Leave it out (strategy: fsdp), or take "
-                "trainer.device=cuda."
-            )
+    check_offload(config.trainer, sections)
 
 
 def _check_model(config: PPOConfig, key: str, path: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from trainer.config.offload import check_offload
 from trainer.data.model_config import read_model_config
 from trainer.rows.config import RowConfig
 from verl_like.errors import ConfigError
 
 
 def preflight(config: RowConfig) -> None:
-    """Refuse a model that is not there, or too short for the rows."""
+    """Refuse a model that is not there, or too short for the rows, and offloading on CPUs."""
+    model = config.model
+    check_offload(config.trainer, {"model": (model.strategy, model.fsdp_config)})
     path, longest = config.model.path, config.data.max_length
     limit = read_model_config("model.path", path).get("max_position_embeddings")
     if limit is not None and longest > limit:

@@ -13,7 +13,12 @@ from workers.config.conditions import (
     VALUE_IS_HUBER,
     WARMS_UP_BY_SHARE,
 )
-from workers.config.model import STRATEGIES, CheckpointConfig, FSDPConfig
+from workers.config.model import (
+    STRATEGIES,
+    STRATEGIES_ELSEWHERE,
+    CheckpointConfig,
+    FSDPConfig,
+)
 from workers.config.policy import LOSS_AGG_MODES
 
 
@@ -47,7 +52,9 @@ class CriticOptimConfig:
 class CriticConfig:
     """The value model and its update."""
 
-    strategy: str = key("fsdp", choices=STRATEGIES, may_change_on_resume=True)
+    strategy: str = key(
+        "fsdp", choices=STRATEGIES, elsewhere=STRATEGIES_ELSEWHERE, may_change_on_resume=True
+    )
     """How the model lies over the ranks."""
     model: CriticModelConfig = key(factory=CriticModelConfig)
     """Value model: its head is that of a reward model's folder, and starts at zero otherwise."""

@@ -14,8 +14,29 @@ from workers.config.conditions import (
     schedule_takes,
 )
 
-STRATEGIES = ("single", "ddp", "fsdp", "fsdp_offload")
-"""How a model may lie over the ranks."""
+STRATEGIES = (
+    "single",
+    "ddp",
+    "fsdp",
+    "fsdp+offload",
+    "shard_grad_op",
+    "shard_grad_op+offload",
+    "fsdp_offload",
+)
+"""How a model may lie over the ranks; fsdp_offload is fsdp+offload."""
+STRATEGIES_ELSEWHERE = {
+    "naive": "single",
+    "no_shard": "ddp",
+    "fsdp2": "fsdp",
+    "full_shard": "fsdp",
+    "zero3": "fsdp",
+    "zero2": "shard_grad_op",
+    "colossalai_zero2": "shard_grad_op",
+    "colossalai_zero2_cpu": "shard_grad_op+offload",
+    "colossalai_gemini": "fsdp",
+    "colossalai_gemini_cpu": "fsdp+offload",
+}
+"""Other systems' words for the same."""
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """What `checkpoint.save_contents` may name."""
 

@@ -27,6 +27,7 @@ from workers.config.conditions import (
 )
 from workers.config.model import (
     STRATEGIES,
+    STRATEGIES_ELSEWHERE,
     CheckpointConfig,
     FrozenFSDPConfig,
     FSDPConfig,
@@ -100,7 +101,9 @@ class RolloutCorrectionConfig:
 class ActorConfig:
     """The policy's update."""
 
-    strategy: str = key("fsdp", choices=STRATEGIES, may_change_on_resume=True)
+    strategy: str = key(
+        "fsdp", choices=STRATEGIES, elsewhere=STRATEGIES_ELSEWHERE, may_change_on_resume=True
+    )
     """How the model lies over the ranks."""
     ppo_mini_batch_size: int = key(64, above=0)
     """Prompts per optimizer step, over all ranks; divides `data.train_batch_size`."""

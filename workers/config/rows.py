@@ -8,6 +8,7 @@ from typing import Any
 from verl_like.config_key import When, key
 from workers.config.model import (
     STRATEGIES,
+    STRATEGIES_ELSEWHERE,
     CheckpointConfig,
     FSDPConfig,
     ModelConfig,
@@ -61,7 +62,9 @@ class RowDataConfig:
 class TrainedModelConfig(ModelConfig):
     """The model that is trained, and how it lies over the ranks."""
 
-    strategy: str = key("fsdp", choices=STRATEGIES, may_change_on_resume=True)
+    strategy: str = key(
+        "fsdp", choices=STRATEGIES, elsewhere=STRATEGIES_ELSEWHERE, may_change_on_resume=True
+    )
     """How the model lies over the ranks."""
     fsdp_config: FSDPConfig = key(factory=FSDPConfig)
     """Sharding."""

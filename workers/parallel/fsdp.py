@@ -23,7 +23,22 @@ from verl_like.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from workers.config import FrozenFSDPConfig, FSDPConfig
 
-STRATEGIES = ("single", "ddp", "fsdp", "fsdp_offload")
+STRATEGIES: dict[str, tuple[str, bool]] = {
+    "single": ("single", False),
+    "ddp": ("ddp", False),
+    "fsdp": ("fsdp", False),
+    "fsdp+offload": ("fsdp", True),
+    "fsdp_offload": ("fsdp", True),
+    "shard_grad_op": ("shard_grad_op", False),
+    "shard_grad_op+offload": ("shard_grad_op", True),
+}
+"""Name -> how the model is sharded, and whether shards and moments rest in host memory.
+
+fsdp shards weights, gradients and optimizer state, and gathers the weights of a layer for its
+forward pass and again for its backward pass (ZeRO-3). shard_grad_op gathers them once a mini-batch
+and keeps them whole until its last backward pass; gradients and optimizer state are sharded all the
+same (ZeRO-2). Between calls both hold their shards alone.
+"""
 DATA_AXES = ("replicate", "shard")
 MODEL_AXES = ("tensor", "sequence", "pipe")
 """Axes that have a name and no implementation: a request is refused."""
@@ -37,6 +52,7 @@ class Sharding:
     """What a strategy and an `fsdp_config` come to."""
 
     strategy: str
+    """single, ddp, fsdp or shard_grad_op."""
     fsdp_size: int
     param_offload: bool
     optimizer_offload: bool
@@ -52,7 +68,8 @@ def settle(
             f"strategy={strategy!r} is unknown; valid: {', '.join(STRATEGIES)}.{hint}"
         )
 
-    whole = strategy in ("single", "ddp")
+    base, offloads = STRATEGIES[strategy]
+    whole = base in ("single", "ddp")
     if whole and config.fsdp_size not in (-1, 1):
         raise ConfigError(
             f"strategy={strategy} keeps the whole model on every rank, "
@@ -63,12 +80,12 @@ def settle(
     offload = {}
     for name in ("param_offload", "optimizer_offload"):
         wanted = getattr(config, name, None)  # a frozen module has no optimizer
-        if strategy == "fsdp_offload" and wanted is False:
+        if offloads and wanted is False:
             raise ConfigError(
-                f"strategy=fsdp_offload and {section}.{name}=False contradict each other; drop one."
+                f"strategy={strategy} and {section}.{name}=False contradict each other; drop one."
             )
-        offload[name] = strategy == "fsdp_offload" or bool(wanted)
-    return Sharding(strategy, 1 if whole else config.fsdp_size, **offload)
+        offload[name] = offloads or bool(wanted)
+    return Sharding(base, 1 if whole else config.fsdp_size, **offload)
 
 
 def data_axes(world_size: int, sharding: Sharding) -> dict[str, int]:
@@ -106,8 +123,12 @@ def build_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(axes[name] for name in names), mesh_dim_names=names)
 
 
-def shard(module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> bool:
+def shard(
+    module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None, strategy: str = "fsdp"
+) -> bool:
     """FSDP2 with one unit per decoder layer and one for the rest, or one for all.
+
+    Under shard_grad_op layers stay whole from one pass to the next, as the rest does.
 
     Returns whether it is one for all: so in a small model, where a collective's latency is what it
     costs. The unit that is not a layer holds what a pass begins and ends with: it is whole
@@ -127,7 +148,9 @@ def shard(module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> b
 
     for child in module.modules():
         if type(child).__name__ in layers:
-            fully_shard(child, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+            fully_shard(
+                child, mesh=mesh, reshard_after_forward=strategy == "fsdp", mp_policy=policy
+            )
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -138,16 +161,24 @@ def shard(module: Any, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> b
     return one_unit
 
 
-def begin_pass(module: Any, one_unit: bool, last: bool) -> None:
+def begin_pass(module: Any, one_unit: bool, last: bool, strategy: str = "fsdp") -> None:
     """Before each forward pass of a mini-batch: what stays whole after its backward pass.
 
-    Nothing does after the last one. Weights that are whole throughout a pass are gathered once a
-    mini-batch. One unit's gradients are added up over the passes first, then over the ranks, once;
-    larger models reduce layer by layer, since no rank may hold all gradients.
+    Nothing does after the last one. Weights that are whole throughout a pass (under shard_grad_op
+    all of them) are gathered once a mini-batch. One unit's gradients are added up over the passes
+    first, then over the ranks, once; larger models reduce layer by layer, since no rank may hold
+    all gradients.
     """
-    module.set_reshard_after_backward(last, recurse=False)
+    module.set_reshard_after_backward(last, recurse=strategy == "shard_grad_op")
     if one_unit:
         module.set_requires_gradient_sync(last, recurse=False)
+
+
+def reshard(module: Any) -> None:
+    """What forward passes left whole is a shard again."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
 
 
 def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:

@@ -46,6 +46,7 @@ from workers.parallel.fsdp import (
     build_mesh,
     data_axes,
     full_tensor,
+    reshard,
     resident,
     settle,
     shard,
@@ -134,7 +135,7 @@ class TrainEngine:
         if trained and self.model_config.lora_rank > 0:
             add_adapter(self.module, self.model_config)
         if self.is_sharded:
-            self.is_one_unit = shard(self.module, self.mesh, precision.cast)
+            self.is_one_unit = shard(self.module, self.mesh, precision.cast, self.sharding.strategy)
         self.cast = None if self.is_sharded else precision.cast  # FSDP casts what it gathers
         load_weights(
             self.module,
@@ -274,7 +275,7 @@ class TrainEngine:
         cuts = self._cut(batch.columns, budget)
         for columns, num_real, last in passes(batch.columns, cuts, self.group, self.device):
             if self.is_sharded:
-                begin_pass(self.module, self.is_one_unit, last)
+                begin_pass(self.module, self.is_one_unit, last, self.sharding.strategy)
             with computing_in(self.module, self.cast):
                 outputs = self.outputs(columns, temperature, want_entropy)
                 moved = {name: c.to(self.device, non_blocking=True) for name, c in columns.items()}
@@ -348,7 +349,7 @@ class TrainEngine:
         with ExitStack() as stack:
             stack.enter_context(resident(self.module, optimizer, self.sharding, self.device))
             if self.is_sharded:
-                stack.callback(self.module.reshard)
+                stack.callback(reshard, self.module)
             if self.device.type == "cpu" and fused:
                 stack.enter_context(cpu_kernels(self.module))
             if self.packs:

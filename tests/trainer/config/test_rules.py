@@ -20,6 +20,7 @@ from trainer.ppo.recipe import KEYS_OF_VERLS_COMMAND, PPO
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
 from workers.config import ENGINES, KL_ESTIMATORS, LOSS_AGG_MODES, STRATEGIES
+from workers.config.model import STRATEGIES_ELSEWHERE
 
 PPO.load_registries()
 KEYS = {key.name: key for key in leaf_keys(PPOConfig)}
@@ -91,6 +92,14 @@ def test_a_misspelt_name_is_answered_with_the_nearest_and_all(key: Key) -> None:
     assert misspelt in text
     assert [name for name in names if name not in text] == []
     assert repr(longest) in hint
+
+
+def test_a_strategy_of_another_system_is_answered_with_ours() -> None:
+    for word, ours in STRATEGIES_ELSEWHERE.items():
+        assert ours in STRATEGIES
+        answer = f"What others call {word} is {ours} here."
+        with pytest.raises(ConfigError, match=rf"critic\.strategy.*{re.escape(answer)}"):
+            check_fields(config_with("critic.strategy", word))
 
 
 def test_a_value_with_a_meaning_of_its_own_is_let_through() -> None:

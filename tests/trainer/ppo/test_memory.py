@@ -72,6 +72,23 @@ def test_roles_are_sharded_over_their_own_pool(model: Path) -> None:
     assert roles["critic"].pool != roles["actor"].pool
 
 
+def test_shard_grad_op_holds_all_weights_in_a_call_and_shards_between_calls(model: Path) -> None:
+    fully, by_gradient = (
+        {
+            role.role: role
+            for role in role_memories(
+                script_config(model, f"actor_rollout_ref.actor.strategy={name}"), "cuda", CARD
+            )
+        }["actor"]
+        for name in ("fsdp", "shard_grad_op")
+    )
+    assert by_gradient.kept == fully.kept
+    num_layers, num_weights = 30, 6_910_365_696
+    outside = 2 * 102400 * 4096 + 4096
+    layer = (num_weights - outside) / num_layers
+    assert by_gradient.whole - fully.whole == pytest.approx(2 * (num_layers - 2) * layer)
+
+
 def test_roles_of_one_pool_are_added_up_and_calls_take_turns(model: Path) -> None:
     config = script_config(model, "placement=colocate")
     roles = role_memories(config, "cuda", CARD)
@@ -113,6 +130,7 @@ def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
         ("actor_rollout_ref.ref.fsdp_config.param_offload=true", "ref.fsdp_config.param_offload"),
         ("critic.model.fsdp_config.optimizer_offload=true", "critic.model.fsdp_config.optimizer"),
         ("actor_rollout_ref.actor.strategy=fsdp_offload", "actor.strategy=fsdp_offload"),
+        ("critic.strategy=shard_grad_op+offload", r"critic.strategy=shard_grad_op\+offload"),
     ],
 )
 def test_offloading_is_refused_on_cpus(model: Path, setting: str, named: str) -> None:

@@ -199,6 +199,14 @@ def test_a_dry_run_counts_rows_and_starts_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_offloading_is_refused_on_cpus(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    more = ("model.strategy=shard_grad_op+offload", "trainer.device=cpu")
+    with pytest.raises(ConfigError, match=r"model.strategy=shard_grad_op\+offload.*on CPUs"):
+        run(load_config(settings_of(tiny_dir, files, tmp_path, *more), SFT))
+
+
 def test_the_command_shows_its_keys_and_names_a_wrong_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

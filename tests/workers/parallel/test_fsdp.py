@@ -53,7 +53,7 @@ def under(tiny_dir: Path, strategy: str, **model: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp_offload"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_offload", "shard_grad_op"])
 def test_a_strategy_changes_where_weights_lie_and_nothing_else(
     tiny_dir: Path, strategy: str
 ) -> None:
@@ -130,6 +130,7 @@ def test_a_folder_whose_weights_do_not_fit_its_config_names_them(
         ("single", FSDPConfig(fsdp_size=2), "keeps the whole model on every rank"),
         ("ddp", FSDPConfig(fsdp_size=4), "set strategy=fsdp"),
         ("fsdp_offload", FSDPConfig(param_offload=False), "contradict each other"),
+        ("shard_grad_op+offload", FSDPConfig(optimizer_offload=False), "contradict each other"),
         ("fdsp", FSDPConfig(), "Did you mean 'fsdp'"),
     ],
 )

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
 import cloudpickle
 
@@ -33,16 +34,43 @@ from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import Recipes
 
 
+class ChildProcess(Protocol):
+    """What is used of a `subprocess.Popen`."""
+
+    pid: int
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def kill(self) -> None:
+        """End it."""
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Its exit status once it has ended; None where another process waits for it."""
+
+
+StartRank = Callable[[ProcessFacts, Mapping[str, str]], tuple[ChildProcess, Connection]]
+"""(facts of a rank, variables of its environment) -> its process, which runs `child.main`, and the
+pipe to it.
+"""
+
+
+def start_child_rank(
+    facts: ProcessFacts, env: Mapping[str, str]
+) -> tuple[ChildProcess, Connection]:
+    """A new process."""
+    return start_child("verl_like.backends.local.child", env={**ONE_THREAD, **env})
+
+
 class _Child:
-    """One child process, with a thread that sends to it and one that receives from it.
+    """The process of one rank, with a thread that sends to it and one that receives from it.
 
     The sending thread waits for what a message refers to.
     """
 
-    def __init__(self, name: str, env: Mapping[str, str]):
-        program = "verl_like.backends.local.child"
+    def __init__(self, name: str, process: ChildProcess, connection: Connection):
         self.name = name
-        self.process, self.connection = start_child(program, env={**ONE_THREAD, **env})
+        self.process, self.connection = process, connection
         self.lock, self.sending = threading.Lock(), threading.Lock()
         self.answers: dict[int, tuple[Future[Any], ...]] = {}
         self.outgoing: queue.Queue[tuple[int, str, tuple[Any, ...]] | None] = queue.Queue()
@@ -114,8 +142,10 @@ class _Child:
                 future.set_exception(error)
 
 
-def _how_it_ended(code: int) -> str:
+def _how_it_ended(code: int | None) -> str:
     """A process's exit code in words."""
+    if code is None:
+        return "has ended; torchrun, which started it, says how"
     if code >= 0:
         return f"exited with status {code}"
     how = f"was killed by {signal.Signals(-code).name}"
@@ -146,11 +176,12 @@ class ChildTransport(Transport):
         deadlines: Deadlines,
         env: Mapping[str, str],
         master_port: int,
+        start_rank: StartRank = start_child_rank,
     ):
         """Starts the processes, lets rank 0 bind the rendezvous, constructs the roles."""
         super().__init__(facts, deadlines)
         pickled = cloudpickle.dumps(recipes)
-        self.children = [_Child(f"{f.name} rank {f.rank}", env) for f in facts]
+        self.children = [_Child(f"{f.name} rank {f.rank}", *start_rank(f, env)) for f in facts]
         try:
             for child, fact in zip(self.children, facts, strict=True):
                 child.request("host", pickled, fact)

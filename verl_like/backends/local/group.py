@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from verl_like.backends.local.children import ChildTransport
+from verl_like.backends.local.children import ChildTransport, StartRank, start_child_rank
 from verl_like.backends.local.inline import InlineTransport
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, method_table
 from verl_like.calls.transport import Transport
@@ -37,10 +37,12 @@ class LocalWorkerGroup(WorkerGroup):
         master_port: int = 0,
         device_kind: str = "cpu",
         neighbours: dict[str, Worker] | None = None,
+        start_rank: StartRank | None = None,
     ) -> None:
         """Arguments as for `RayWorkerGroup`.
 
-        Groups that are given the same `neighbours` are siblings when they run inline.
+        Groups that are given the same `neighbours` are siblings when they run inline. Processes of
+        a larger pool are those that `start_rank` gives, by default new ones.
         """
         roles = ray_cls_with_init.roles(name_prefix)
         classes = {role: made.cls for role, made in roles.items()}
@@ -65,11 +67,12 @@ class LocalWorkerGroup(WorkerGroup):
             transport = InlineTransport(
                 recipes, facts[0], limits, {} if neighbours is None else neighbours
             )
-        elif device_kind != "cpu":
+        elif device_kind != "cpu" and start_rank is None:
             raise WorkerError(
                 "backend=local runs several processes on CPUs only; use backend=ray for several "
                 "GPUs."
             )
         else:
-            transport = ChildTransport(recipes, facts, limits, env, master_port)
+            start_rank = start_rank or start_child_rank
+            transport = ChildTransport(recipes, facts, limits, env, master_port, start_rank)
         super().__init__(transport, classes, prefixed=ray_cls_with_init.fused)

@@ -1,0 +1,136 @@
+"""What of a model each strategy holds on a rank, and when; their numbers are in `test_fsdp`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers.distributed import run
+from tests.workers.gradients import ACTOR_COLUMNS, gradients
+from tests.workers.parallel.test_fsdp import Collectives
+from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from workers.config import FSDPConfig
+from workers.parallel import fsdp
+from workers.parallel.fsdp import Sharding, settle
+from workers.roles.actor import ActorWorker
+from workers.training.microbatch import Budget
+
+NUM_LAYERS, NUM_PASSES = 2, 3
+
+
+@dataclass
+class Held:
+    """Shares of a model that a rank held."""
+
+    weights_at_loss: list[float] = field(default_factory=list)
+    """Between each forward pass and its backward pass."""
+    weights_after: list[float] = field(default_factory=list)
+    """After an update, and after a call that computes log-probs."""
+    gradients: float = 0.0
+    moments: float = 0.0
+    gathers: int = 0
+    scatters: int = 0
+
+
+def held_by_layers(tiny_dir: Path, strategy: str) -> Held:
+    """Of a model whose layers are FSDP units, as those of a large one are."""
+    fsdp.SMALL_ELEMENTS = 0
+    config = tiny_config(tiny_dir, strategy=strategy, ppo_mini_batch_size=2 * NUM_PASSES)
+    actor = started(ActorWorker, config, 10)
+    data = own_piece(make_batch(2 * NUM_PASSES), actor.rank, actor.world_size)
+    module, its_loss, held = actor.engine.module, actor.loss, Held()
+    total = sum(parameter.numel() for parameter in module.parameters())
+
+    def share(tensors: Any) -> float:
+        return sum(getattr(t, "_local_tensor", t).numel() for t in tensors) / total
+
+    def loss(*args: Any) -> Any:
+        held.weights_at_loss.append(share(module.parameters()))
+        return its_loss(*args)
+
+    actor.loss = loss
+    with Collectives() as collectives:
+        gradients(actor, data, ACTOR_COLUMNS, Budget(rows=1))
+    held.gathers = collectives.counts["_allgather_base_"]
+    held.scatters = collectives.counts["_reduce_scatter_base_"]
+
+    step = actor.engine.optimizer.step
+    actor.engine.optimizer.step = partial(note_gradients, held, step, module, share)
+    actor.update_actor(data)
+    held.weights_after.append(share(module.parameters()))
+    states = actor.engine.optimizer.state.values()
+    held.moments = share(state["exp_avg"] for state in states)
+    actor.compute_log_prob(data)
+    held.weights_after.append(share(module.parameters()))
+    return held
+
+
+def note_gradients(held: Held, step: Callable[[], Any], module: Any, share: Any) -> None:
+    held.gradients = share(p.grad for p in module.parameters())
+    step()
+
+
+def test_shard_grad_op_gathers_weights_once_a_mini_batch_and_fsdp_in_every_pass(
+    tiny_dir: Path,
+) -> None:
+    fully = run(2, held_by_layers, tiny_dir, "fsdp")
+    by_gradient = run(2, held_by_layers, tiny_dir, "shard_grad_op")
+    for rank in range(2):
+        assert max(fully[rank].weights_at_loss) < 0.9
+        assert set(by_gradient[rank].weights_at_loss) == {1.0}
+        assert by_gradient[rank].gathers == 1 + NUM_LAYERS
+        assert fully[rank].gathers > NUM_PASSES * NUM_LAYERS
+        assert by_gradient[rank].scatters == fully[rank].scatters == NUM_PASSES * (1 + NUM_LAYERS)
+        for held in (fully[rank], by_gradient[rank]):
+            assert max(*held.weights_after, held.gradients, held.moments) < 0.6
+
+
+def trained(tiny_dir: Path, strategy: str, start: Path | None, end: Path) -> list[dict[str, float]]:
+    """Two updates, from a checkpoint if there is one to start from; a checkpoint at their end."""
+    actor = started(
+        ActorWorker, tiny_config(tiny_dir, strategy=strategy, ppo_mini_batch_size=4), 10
+    )
+    if start is not None:
+        actor.load_checkpoint(str(start))
+    seeds = (0, 1) if start is None else (2, 3)
+    found = []
+    for seed in seeds:
+        batch = own_piece(make_batch(4, seed), actor.rank, actor.world_size)
+        found.append(learned(actor.update_actor(batch)))
+    actor.save_checkpoint(str(end), len(found))
+    return found
+
+
+def chain(tiny_dir: Path, folder: Path) -> list[list[dict[str, float]]]:
+    """Two ranks' checkpoints that another strategy goes on from, and what that then computes."""
+    strategies = ["ddp", "fsdp", "shard_grad_op"]
+    for number, name in enumerate(strategies):
+        trained(tiny_dir, name, None, folder / f"of {number}")
+    found = []
+    for number, name in enumerate(strategies):
+        start = folder / f"of {(number + 1) % len(strategies)}"
+        found.append(trained(tiny_dir, name, start, folder / f"after {number}"))
+    return found
+
+
+def test_a_checkpoint_of_any_strategy_is_one_for_all(tiny_dir: Path, tmp_path: Path) -> None:
+    trained(tiny_dir, "single", None, tmp_path / "single")
+    alone = trained(tiny_dir, "single", tmp_path / "single", tmp_path / "after")
+    for found in run(2, chain, tiny_dir, tmp_path)[0]:
+        for ours, theirs in zip(found, alone, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    from_two = trained(tiny_dir, "single", tmp_path / "of 2", tmp_path / "again")
+    for ours, theirs in zip(from_two, alone, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def test_offload_is_a_word_behind_a_strategy() -> None:
+    config = FSDPConfig()
+    assert settle("shard_grad_op+offload", config) == Sharding("shard_grad_op", -1, True, True)
+    assert settle("fsdp+offload", config) == settle("fsdp_offload", config)
+    assert settle("shard_grad_op", config) == Sharding("shard_grad_op", -1, False, False)

@@ -1,0 +1,155 @@
+"""Processes of torchrun as the ranks of a pool, on one machine.
+
+    if not is_driver():             # torchrun runs one program in every process
+        serve(limit_s)              # ranks 1, 2, ...: answer the driver's calls until it ends
+    ranks = ServingRanks(limit_s)   # rank 0, the driver; its own rank is a child process of it
+    group = LocalWorkerGroup(..., start_rank=ranks.start)
+
+The others come to a socket in a folder that only this user can open: what travels is pickled, and
+no stranger can send it. Then they are what child processes of the local backend are. Several
+machines are for Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+
+from verl_like.backends.local import child
+from verl_like.backends.local.children import ChildProcess, start_child_rank
+from verl_like.errors import ConfigError, PlacementError, WorkerDiedError, WorkerError
+from verl_like.process.environment import is_under_torchrun
+from verl_like.process.facts import ProcessFacts
+
+RETRY_S = 0.05
+
+
+def num_processes() -> int:
+    """How many torchrun started, all of them on this machine."""
+    if not is_under_torchrun():
+        raise ConfigError(
+            "trainer.backend=torchrun, but torchrun did not start this process. Start it by: "
+            "torchrun --standalone --nproc-per-node N --no-python verl-like sft key=value ..."
+        )
+    total, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if total != here:
+        raise PlacementError(
+            f"trainer.backend=torchrun runs on one machine, and torchrun started {here} of "
+            f"{total} processes on this one; trainer.backend=ray runs on several."
+        )
+    return total
+
+
+def is_driver() -> bool:
+    """Whether this process is rank 0, which runs the driver."""
+    num_processes()
+    return os.environ["RANK"] == "0"
+
+
+class ServingRanks:
+    """The other processes, at the driver; `start` finds them as their group asks for them."""
+
+    def __init__(self, limit_s: float) -> None:
+        """Each has to connect within the limit once it is asked for."""
+        self._limit_s = limit_s
+        self._arrived: dict[int, _ServingProcess] = {}
+        self._socket, self._path = socket.socket(socket.AF_UNIX), _socket_path()
+        signal.signal(signal.SIGTERM, _end_with_the_others)
+
+    def start(self, facts: ProcessFacts, env: Mapping[str, str]) -> tuple[ChildProcess, Connection]:
+        """The process of one rank, and the pipe to it."""
+        if facts.rank == 0:
+            self._path.unlink(missing_ok=True)  # a run that was killed may have left it
+            self._socket.bind(str(self._path))
+            self._socket.listen(facts.world_size)
+            return start_child_rank(facts, env)
+
+        deadline = time.monotonic() + self._limit_s
+        while facts.rank not in self._arrived:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                process = _ServingProcess(self._socket.accept()[0])
+            except TimeoutError as error:
+                raise WorkerError(
+                    f"{facts.name} rank {facts.rank}: torchrun's process of that rank did not "
+                    f"come within {self._limit_s:.0f} s (watch.start_s)."
+                ) from error
+            self._arrived[process.rank] = process
+            if len(self._arrived) == facts.world_size - 1:
+                self._socket.close()
+                self._path.unlink()
+        process = self._arrived[facts.rank]
+        return process, process.connection
+
+
+class _ServingProcess:
+    """A process that torchrun started and will wait for."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self.connection = Connection(os.dup(connected.fileno()))
+        self.rank, self.pid = self.connection.recv()
+
+    def terminate(self) -> None:
+        """Hang up: it ends then, in the middle of a call too."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    kill = terminate
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Its status is torchrun's to ask for."""
+
+
+def serve(limit_s: float) -> None:
+    """Be the rank that torchrun's variables say, until the driver ends. Ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    path, deadline = _socket_path(), time.monotonic() + limit_s
+    connected = socket.socket(socket.AF_UNIX)
+    while True:
+        try:
+            connected.connect(str(path))
+            break
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            if time.monotonic() > deadline:
+                raise WorkerError(
+                    f"rank {os.environ['RANK']}: the driver did not open {path} within "
+                    f"{limit_s:.0f} s (watch.call_s)."
+                ) from error
+            time.sleep(RETRY_S)
+    connection = Connection(connected.detach())
+    connection.send((int(os.environ["RANK"]), os.getpid()))
+    child.main(connection)
+
+
+def _socket_path() -> Path:
+    """Where the processes of one start of torchrun meet: its port is no other start's."""
+    folder = Path(tempfile.gettempdir()) / f"verl-like-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if not is_private or status.st_uid != os.getuid():
+        raise WorkerError(
+            f"{folder} is not a folder of this user alone (mode 700), so another could send "
+            "calls to the ranks. Remove it, or set TMPDIR to a folder of your own."
+        )
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return folder / f"{os.environ['MASTER_PORT']}-{restarts}.socket"
+
+
+def _end_with_the_others(_number: int, _frame: FrameType | None) -> None:
+    """torchrun ends all processes when one has: this one leaves its report and its words."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise WorkerDiedError(
+        "torchrun ends this run: the process of another rank has ended, or torchrun was stopped. "
+        "Its last lines say which one, and how it ended."
+    )
