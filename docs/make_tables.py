@@ -33,12 +33,17 @@ from trainer.ppo.cards import (
 )
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
+from trainer.preference.config import PreferenceConfig
+from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.rows.config import RowConfig
 from trainer.sft.recipe import SFT
 from workers.columns import COLUMNS
 from workers.config import RewardConfig
 from workers.losses.aggregate import AGGREGATIONS
 from workers.losses.kl import KL_ESTIMATORS
+from workers.losses.preference.registry import COLUMNS as LOSS_COLUMNS
+from workers.losses.preference.registry import PREFERENCE_LOSSES, parameters_of
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.training.schedules import LR_SCHEDULES
 
@@ -83,6 +88,18 @@ def reward_key_table() -> str:
     """The keys of one item of the list `rewards`."""
     docs, default = field_docs(RewardConfig), RewardConfig()
     rows = [_key_row(key.name, key, default, docs) for key in leaf_keys(RewardConfig)]
+    return "\n".join([*HEAD_OF_KEYS, *rows])
+
+
+def preference_key_table() -> str:
+    """The keys that preference training has beside those of every recipe on rows."""
+    DPO.load_registries()
+    docs, default = field_docs(PreferenceConfig), PreferenceConfig()
+    shared = {key.name for key in config_keys(RowConfig)}
+    rows = []
+    for key in config_keys(PreferenceConfig):
+        if not key.is_section and key.name not in shared:
+            rows.append(_key_row(key.name, key, default, docs))
     return "\n".join([*HEAD_OF_KEYS, *rows])
 
 
@@ -150,6 +167,15 @@ def value_loss_table() -> str:
     for name, (loss, key) in losses.items():
         rows.append([_code([name]), *_formula_and_source(loss), _code([key])])
     return _table(["name", "formula", "source", "keys it reads"], rows)
+
+
+def preference_loss_table() -> str:
+    """The losses of preference training."""
+    rows = []
+    for name, loss in PREFERENCE_LOSSES.items():
+        keys = [parameter for parameter in parameters_of(loss) if parameter not in LOSS_COLUMNS]
+        rows.append([_code([name]), *_formula_and_source(loss), _code(keys)])
+    return _table(["`loss=`", "formula", "source", "keys it reads"], rows)
 
 
 def kl_table() -> str:
@@ -330,6 +356,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "aggregations": ("algorithms.md", aggregation_table),
     "value-loss": ("algorithms.md", value_loss_table),
     "kl": ("algorithms.md", kl_table),
+    "preference-losses": ("preference.md", preference_loss_table),
+    "preference-keys": ("preference.md", preference_key_table),
     "lr-schedules": ("updates.md", lr_schedule_table),
     "openrlhf": ("coming_from_openrlhf.md", openrlhf_table),
     "corrections": ("algorithms.md", correction_table),
