@@ -24,6 +24,7 @@ from trainer.migrate.openrlhf.flags import ABSENT, ALWAYS, IF_ONE, NEW_NAMES, RE
 from trainer.ppo.cards import (
     Card,
     estimator_cards,
+    left_to_the_user,
     names_by_entry,
     policy_loss_cards,
     preset_leaves,
@@ -237,7 +238,9 @@ def preset_card_list() -> str:
         for key, value in preset_leaves("algorithm", preset).items():
             rows.append([_code([key]), _show(value), sources[key]])
         table = _table(["key", "value", "where"], rows)
-        about = [_about_preset("algorithm", preset), _command([f"algorithm={preset}"]), table]
+        required = [f"{key}=FOLDER" for key in left_to_the_user("algorithm", preset)]
+        command = _command([f"algorithm={preset}", *required])
+        about = [_about_preset("algorithm", preset), command, table]
         parts.append(_card("algorithm", preset, about))
     return "\n\n".join(parts)
 
@@ -295,6 +298,8 @@ def _score_in_short(kind: str, name: str) -> str:
 
 
 def _curve(kind: str, name: str) -> str:
+    if kind == "algorithm" and left_to_the_user(kind, name):
+        return "No curve: the tiny task has no such model."
     if _scores(kind, name) is None:
         return f"No curve yet: `python docs/make_curves.py --only {name}`."
     words = f"The mean score of the tiny task over 20 steps, {_score_in_short(kind, name)}"

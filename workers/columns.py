@@ -57,6 +57,7 @@ COLUMNS: dict[str, Column] = {
             "sum_pi_squared", "[rows, R]", "float32", "actor.compute_log_prob, for an estimator"
         ),
         Column("ref_log_prob", "[rows, R]", "float32", "ref.compute_ref_log_prob"),
+        Column("teacher_log_prob", "[rows, R]", "float32", "teacher.compute_teacher_log_prob"),
         Column("values", "[rows, R]", "float32", "critic.compute_values"),
         Column("rm_scores", "[rows, R]", "float32", "reward_model.compute_rm_score"),
         Column("token_level_scores", "[rows, R]", "float32", "the reward"),
@@ -88,6 +89,7 @@ READS: dict[str, tuple[str, ...]] = {
     "generate_sequences": ("input_ids", "attention_mask", "position_ids", *_NAMED),
     "compute_log_prob": _SEQUENCES,
     "compute_ref_log_prob": _SEQUENCES,
+    "compute_teacher_log_prob": _SEQUENCES,
     "compute_values": _SEQUENCES,
     "compute_rm_score": _SEQUENCES,
     "update_critic": (*_SEQUENCES, "sample_number", "values", "returns"),

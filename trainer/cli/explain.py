@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainer.config.keys import config_keys, leaf_keys, read
-from trainer.config.unused_keys import unused_keys
+from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.launch import nominal_placement, trainer_class
 from trainer.ppo.cards import estimator_cards, policy_loss_cards
 from trainer.ppo.config import PPOConfig
@@ -77,10 +77,10 @@ def watch_lines(config: PPOConfig) -> list[str]:
     """The metrics that show whether estimator and policy loss do well; none of the user's own."""
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     lines = []
-    for name, cards in (
-        (config.algorithm.adv_estimator, estimator_cards()),
-        (loss_mode, policy_loss_cards()),
-    ):
+    chosen = [(loss_mode, policy_loss_cards())]
+    if why_unused(config, "algorithm.adv_estimator") is None:
+        chosen.insert(0, (config.algorithm.adv_estimator, estimator_cards()))
+    for name, cards in chosen:
         watch = [card.watch for card in cards if name in card.names]
         lines += [f"{name}: {' '.join(text.split())}" for text in watch]
     return lines

@@ -54,6 +54,7 @@ that hf_model exports.
   verl-like reward-model --cfg job  every key with its meaning
   trainer.dry_run=true              check everything, and stop before a process starts
   checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
+""",
     "dpo": """usage: verl-like dpo data.train_files=FILE model.path=FOLDER [key=value ...]
 
 Trains a model on pairs (chosen, rejected), or on responses with a label (loss=kto). The reference

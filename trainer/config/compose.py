@@ -43,8 +43,14 @@ def _divide(number: int, parts: int) -> int:
     return max(number // parts, 1)
 
 
+def _required(key: str, what: str) -> str:
+    """`${required:distillation.teacher_model.model_path,the teacher's folder}`, of a preset."""
+    raise ConfigError(f"{key} is not set, and the preset that was chosen needs it: {what}.")
+
+
 OmegaConf.register_new_resolver("share", _share, replace=True)
 OmegaConf.register_new_resolver("divide", _divide, replace=True)
+OmegaConf.register_new_resolver("required", _required, replace=True)
 
 
 def register(recipe: Recipe[Any]) -> None:

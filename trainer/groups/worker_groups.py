@@ -35,6 +35,7 @@ ROLE_WORKERS = {
     "actor": "workers.roles.actor.ActorWorker",
     "rollout": "workers.roles.rollout.RolloutWorker",
     "ref": "workers.roles.reference.ReferenceWorker",
+    "teacher": "workers.roles.teacher.TeacherWorker",
     "critic": "workers.roles.critic.CriticWorker",
     "reward_model": "workers.roles.reward_model.RewardModelWorker",
 }

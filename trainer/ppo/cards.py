@@ -125,6 +125,12 @@ def preset_leaves(group: str, preset: str) -> dict[str, Any]:
     return dict(_leaves(tree, ""))
 
 
+def left_to_the_user(group: str, preset: str) -> list[str]:
+    """The dotted keys that a preset names and that the user has to set: `${required:...}`."""
+    leaves = preset_leaves(group, preset).items()
+    return [key for key, value in leaves if str(value).startswith("${required:")]
+
+
 def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         if isinstance(value, dict):

@@ -12,6 +12,7 @@ from trainer.ppo.compute_advantage import get_estimator
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.contradictions import check_contradictions
 from trainer.ppo.correct_rollout import check_correction
+from trainer.ppo.distillation import check_distillation
 from trainer.ppo.kl import get_kl_controller
 from trainer.ppo.ptx import longest_row
 from verl_like.errors import ConfigError
@@ -31,6 +32,7 @@ def validate(config: PPOConfig) -> None:
     _check_mini_batches(config)
     _check_token_budgets(config)
     _check_ptx(config)
+    check_distillation(config)
     _check_groups(config)
     check_correction(config)
     _check_estimator(config)

@@ -19,17 +19,18 @@ from workers.config import (
     RolloutCorrectionConfig,
     WorkersConfig,
 )
-from workers.config.conditions import HAS_CRITIC
+from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH
 
 
-def estimator_takes(name: str) -> When:
-    """The advantage estimator has a parameter of that name."""
+def estimator_takes(name: str) -> tuple[When, When]:
+    """There is an advantage estimator, and it has a parameter of that name."""
 
     def holds(algorithm: Any, _: Any) -> bool:
         estimator = registry_of("advantage estimator").look_up(algorithm.adv_estimator)
         return name in inspect.signature(estimator).parameters
 
-    return When(f"the estimator takes `{name}`", holds, "algorithm.adv_estimator does not take it")
+    says = f"the estimator takes `{name}`"
+    return REWARDS_TEACH, When(says, holds, "algorithm.adv_estimator does not take it")
 
 
 KL_IN_REWARD = When(
@@ -114,7 +115,7 @@ class PolicyFiltrationConfig:
 class AlgorithmConfig:
     """From scores to advantages."""
 
-    adv_estimator: str = key("gae", registry="advantage estimator")
+    adv_estimator: str = key("gae", registry="advantage estimator", read_when=REWARDS_TEACH)
     """Advantage estimator; gae is the one that needs the critic."""
     gamma: float = key(1.0, allows="a number", read_when=estimator_takes("gamma"))
     """Discount per token."""

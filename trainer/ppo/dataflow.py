@@ -20,6 +20,7 @@ from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import reads_of
 from workers.config import model_rewards
+from workers.config.conditions import has_teacher, teacher_is_alone
 from workers.losses.registry import get_policy_loss, token_chooser
 
 OWN_POOL = "?"
@@ -39,8 +40,8 @@ def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
 
     True if the first forward pass of the update sees every row under the weights that made it, and
     nothing reads the old log-probs earlier: one mini-batch, one epoch, no KL in the reward, no
-    correction for the rollout, no bypass, no loss that chooses tokens by them. (Models train
-    without dropout.)
+    teacher, no correction for the rollout, no bypass, no loss that chooses tokens by them. (Models
+    train without dropout.)
     """
     actor = config.actor_rollout_ref.actor
     correction = config.algorithm.rollout_correction
@@ -49,6 +50,8 @@ def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
     if token_chooser(get_policy_loss(actor.policy_loss.loss_mode)) is not None:
         return False
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size != config.data.train_batch_size:
+        return False
+    if has_teacher(config):
         return False
     return not config.algorithm.use_kl_in_reward and "old_log_probs" not in columns_read(
         config.algorithm.adv_estimator
@@ -189,6 +192,7 @@ def _add_scoring(graph: Graph) -> None:
     if not (bypasses or old_log_probs_are_the_updates_own(graph.config)):
         graph.on_role("score", "actor", "compute_log_prob", "old_log_probs")
     graph.on_role("score", "ref", "compute_ref_log_prob", "ref_log_prob")
+    graph.on_role("score", "teacher", "compute_teacher_log_prob", "teacher_log_prob")
     graph.on_role("score", "critic", "compute_values", "values")
 
 
@@ -208,7 +212,12 @@ def _add_advantages(graph: Graph) -> None:
         reads += ["old_log_probs", "ref_log_prob"]
     graph.on_driver("adv", "token rewards", reads, "token_level_rewards")
     estimator = algorithm.adv_estimator
-    graph.on_driver("adv", estimator, columns_read(estimator), "advantages", "returns")
+    teacher_reads = ["old_log_probs", "teacher_log_prob"]
+    if not teacher_is_alone(graph.config):
+        graph.on_driver("adv", estimator, columns_read(estimator), "advantages", "returns")
+        teacher_reads += ["advantages", "returns"]
+    if has_teacher(graph.config):
+        graph.on_driver("adv", "distillation", teacher_reads, "advantages", "returns")
 
 
 def _add_update(graph: Graph) -> None:

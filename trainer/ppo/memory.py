@@ -18,7 +18,7 @@ from trainer.ppo.sizes import rows_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
-from workers.config import FSDPConfig, ModelConfig, critic_model, model_rewards
+from workers.config import FSDPConfig, ModelConfig, critic_model, model_rewards, teacher_model
 from workers.models.attention import resolve_attention, why_no_flash, why_no_kernel
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
@@ -77,6 +77,10 @@ def role_memories(
         elif role == "ref" and not policy.model.lora_rank:
             sharding = settle(policy.actor.strategy, policy.ref.fsdp_config)
             found.append(_engine(config, role, policy.model, "token", sharding, device_type))
+        elif role == "teacher":
+            sharding = settle(policy.actor.strategy, config.distillation.teacher_model.fsdp_config)
+            model = teacher_model(config)
+            found.append(_engine(config, role, model, "token", sharding, device_type))
         elif role in judges:
             model = replace(policy.model, path=judges[role].path, lora_rank=0)
             found.append(_engine(config, role, model, "score", frozen_sharding, device_type))

@@ -10,6 +10,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, memory_of_this_gpu
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
+from workers.models.tokenizers import check_same_tokenizer
 from workers.training.router_loss import check_routers
 
 
@@ -18,6 +19,10 @@ def preflight(config: PPOConfig) -> None:
     _check_model(config, "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
     if "critic" in config.role_mapping:
         _check_model(config, "critic.model.path", config.critic.model.path)
+    if "teacher" in config.role_mapping:
+        teacher = config.distillation.teacher_model.model_path
+        _check_model(config, "distillation.teacher_model.model_path", teacher)
+        check_same_tokenizer(teacher, config.actor_rollout_ref.model.path, "teacher")
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
         check_routers(config.actor_rollout_ref.model.path)
     _check_tensor_parallel(config)
@@ -31,6 +36,7 @@ def _check_offload(config: PPOConfig) -> None:
     sections: dict[str, tuple[str, Any]] = {
         "actor_rollout_ref.actor": (policy.actor.strategy, policy.actor.fsdp_config),
         "actor_rollout_ref.ref": ("", policy.ref.fsdp_config),
+        "distillation.teacher_model": ("", config.distillation.teacher_model.fsdp_config),
     }
     if "critic" in config.role_mapping:
         sections["critic"] = (critic.strategy, critic.model.fsdp_config)

@@ -16,14 +16,15 @@ from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
 from verl_like.registry import registry_of
 from workers.config import model_rewards
+from workers.config.conditions import has_teacher, teacher_is_alone
 
 C = TypeVar("C", bound=RunConfig)
 
 PLACEMENTS = {
-    "colocate": {"global_pool": ["actor_rollout", "ref", "critic", "reward_model"]},
+    "colocate": {"global_pool": ["actor_rollout", "ref", "critic", "reward_model", "teacher"]},
     "split": {
         "actor_rollout_ref_pool": ["actor_rollout", "ref"],
-        "critic_pool": ["critic", "reward_model"],
+        "critic_pool": ["critic", "reward_model", "teacher"],
     },
     "standalone": {
         "actor_pool": ["actor"],
@@ -31,9 +32,11 @@ PLACEMENTS = {
         "ref_pool": ["ref"],
         "critic_pool": ["critic"],
         "reward_pool": ["reward_model"],
+        "teacher_pool": ["teacher"],
     },
 }
-"""Preset -> pool -> roles. Under `split` the updates of actor and critic overlap."""
+"""Preset -> pool -> roles. Under `split` the updates of actor and critic overlap, and a teacher has
+the critic's pool."""
 
 SHORTHANDS = {
     "colocate_all": {"placement": "colocate"},
@@ -73,12 +76,16 @@ def inactive_roles(config: Any) -> dict[str, str]:
     inactive = {}
     name = config.algorithm.adv_estimator
     estimator = registry_of("advantage estimator").look_up(name)
-    if "values" not in inspect.signature(estimator).parameters:
+    if teacher_is_alone(config):
+        inactive["critic"] = "a teacher alone gives the advantages"
+    elif "values" not in inspect.signature(estimator).parameters:
         inactive["critic"] = f"algorithm.adv_estimator={name} takes no values"
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):
         inactive["ref"] = "there is no KL in the reward or the loss"
     if not model_rewards(config):
         inactive["reward_model"] = "reward_model.enable=false, and `rewards` has no model"
+    if not has_teacher(config):
+        inactive["teacher"] = "there is no distillation.teacher_model.model_path"
     return inactive
 
 

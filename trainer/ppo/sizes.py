@@ -30,6 +30,7 @@ class Row:
 def rows_of(config: PPOConfig) -> list[Row]:
     """The parts of a step in order, of the roles of this run."""
     policy, critic, batch = config.actor_rollout_ref, config.critic, config.data.train_batch_size
+    teacher = config.distillation.teacher_model
     actor, mini = policy.actor, policy.actor.ppo_mini_batch_size
 
     def cut(samples: int, tokens: int | None = None) -> tuple[int | None, int]:
@@ -42,6 +43,7 @@ def rows_of(config: PPOConfig) -> list[Row]:
             "old log-probs", "actor", batch, *cut(policy.rollout.log_prob_micro_batch_size_per_gpu)
         ),
         Row("reference", "ref", batch, *cut(policy.ref.log_prob_micro_batch_size_per_gpu)),
+        Row("teacher", "teacher", batch, *cut(teacher.log_prob_micro_batch_size_per_gpu)),
         Row("values", "critic", batch, *critic_cut),
         Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *critic_cut),
         Row("actor mini-batch", "actor", mini, *cut(actor.ppo_micro_batch_size_per_gpu)),

@@ -1,7 +1,7 @@
 """The PPO dataflow, on one screen. Read `PPOTrainer.step` first.
 
-    prompts ─> rollout ─> { old log-probs ‖ reference ‖ values ‖ rewards } ─> KL, advantages
-            ─> { critic ‖ actor } ─> weight sync ─> next prompts
+    prompts ─> rollout ─> { old log-probs ‖ reference ‖ teacher ‖ values ‖ rewards }
+            ─> KL, advantages ─> { critic ‖ actor } ─> weight sync ─> next prompts
 
 Every `‖` joins futures: roles on different pools run at the same time, roles on one pool take
 turns. Which is the case is a matter of configuration, and this file does not know it. The loop
@@ -26,6 +26,7 @@ from trainer.ppo.call_results import join_results, numbers_of
 from trainer.ppo.compute_advantage import columns_read, compute_advantage, settings_of
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, old_log_probs_are_the_updates_own, own_stages
+from trainer.ppo.distillation import distill
 from trainer.ppo.dynamic_sampling import collect_groups
 from trainer.ppo.kl import apply_kl_penalty, clamp_scores
 from trainer.ppo.memory import plan_text
@@ -40,6 +41,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from workers.columns import has_column, read_columns, write_columns
 from workers.config import model_rewards
+from workers.config.conditions import teacher_is_alone
 from workers.rewards.weighted import WeightedScores
 from workers.roles.rollout import generate
 from workers.weights.sync import sync_weights
@@ -167,6 +169,8 @@ class PPOTrainer(PPORun):
             calls.append(self.call("actor", "compute_log_prob", batch, **squares))
         if "ref" in self.groups:
             calls.append(self.call("ref", "compute_ref_log_prob", batch))
+        if "teacher" in self.groups:
+            calls.append(self.call("teacher", "compute_teacher_log_prob", batch))
         if "critic" in self.groups:
             calls.append(self.call("critic", "compute_values", batch))
 
@@ -176,7 +180,7 @@ class PPOTrainer(PPORun):
         return batch, metrics
 
     def estimate(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Scores to rewards (less the KL, if that is asked for) to advantages and returns."""
+        """Scores to rewards (less the KL, if that is asked for) to advantages; or a teacher's."""
         algorithm = self.config.algorithm
         metrics: Metrics = {}
         if algorithm.score_clip is not None:
@@ -190,9 +194,12 @@ class PPOTrainer(PPORun):
         else:
             write_columns(batch, token_level_rewards=scores)
 
-        batch = compute_advantage(batch, **settings_of(algorithm))
-        batch, advantage_metrics = self.running_norm.advantages(batch)
-        return batch, metrics | advantage_metrics
+        if not teacher_is_alone(self.config):
+            batch = compute_advantage(batch, **settings_of(algorithm))
+            batch, advantage_metrics = self.running_norm.advantages(batch)
+            metrics |= advantage_metrics
+        batch, distilled = distill(batch, self.config)
+        return batch, metrics | distilled
 
     def update(self, batch: DataProto) -> Metrics:
         """Critic and actor learn at the same time, where their pools differ.

@@ -12,8 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_like.config_key import key
-from workers.config.conditions import HAS_CRITIC, HAS_PTX, NO_REWARD_LIST
+from workers.config.conditions import (
+    HAS_CRITIC,
+    HAS_PTX,
+    HAS_TEACHER,
+    NO_REWARD_LIST,
+    has_no_reward,
+)
 from workers.config.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
+from workers.config.distillation import DistillationConfig, TeacherModelConfig
 from workers.config.model import (
     SAVE_CONTENTS,
     STRATEGIES,
@@ -56,6 +63,7 @@ __all__ = [
     "CriticConfig",
     "CriticModelConfig",
     "CriticOptimConfig",
+    "DistillationConfig",
     "FSDPConfig",
     "FrozenFSDPConfig",
     "ModelConfig",
@@ -70,6 +78,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "ScoringModelConfig",
+    "TeacherModelConfig",
     "UserCodeConfig",
     "ValidationSamplingConfig",
     "WorkersConfig",
@@ -78,6 +87,7 @@ __all__ = [
     "model_rewards",
     "rewards_of",
     "shuffle_seed",
+    "teacher_model",
 ]
 
 
@@ -99,6 +109,8 @@ class WorkersConfig:
     """Scores."""
     ptx: PTXConfig = key(factory=PTXConfig, read_when=HAS_PTX)
     """A language-model loss beside the policy's."""
+    distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
+    """A teacher's log-probs as rewards of tokens."""
     data: Any
     """Workers read `max_prompt_length` and `max_response_length`."""
     trainer: Any
@@ -114,6 +126,12 @@ def critic_model(config: WorkersConfig) -> ModelConfig:
     return replace(config.actor_rollout_ref.model, **own)
 
 
+def teacher_model(config: WorkersConfig) -> ModelConfig:
+    """The teacher's model settings, whole."""
+    path = config.distillation.teacher_model.model_path
+    return replace(config.actor_rollout_ref.model, path=path, lora_rank=0)
+
+
 def critic_optim(config: WorkersConfig) -> OptimConfig:
     """The critic's optimizer settings, whole."""
     return replace(config.actor_rollout_ref.actor.optim, **vars(config.critic.optim))
@@ -121,7 +139,7 @@ def critic_optim(config: WorkersConfig) -> OptimConfig:
 
 def rewards_of(config: WorkersConfig) -> list[RewardConfig]:
     """`rewards`; without that list, what `custom_reward_function` and `reward_model` ask for."""
-    if config.rewards:
+    if config.rewards or has_no_reward(config):
         return list(config.rewards)
 
     custom, model = config.custom_reward_function, config.reward_model

@@ -26,7 +26,25 @@ def _validates(_: Any, run: Any) -> bool:
     return bool(run.data.val_files) and asked_for
 
 
+def has_teacher(run: Any) -> bool:
+    """Whether the policy is distilled from a teacher."""
+    return bool(run.distillation.teacher_model.model_path)
+
+
+def teacher_is_alone(run: Any) -> bool:
+    """Whether advantages are the teacher's part alone."""
+    return has_teacher(run) and not run.distillation.use_task_rewards
+
+
+def has_no_reward(run: Any) -> bool:
+    """Whether none is named, nor one by each row's data_source needed."""
+    custom, model = run.custom_reward_function, run.reward_model
+    return teacher_is_alone(run) and not (run.rewards or custom.path or model.enable)
+
+
 def _rules_score(_: Any, run: Any) -> bool:
+    if has_no_reward(run):
+        return False
     model_alone = run.reward_model.enable and run.reward_model.rule_weight == 0
     return not model_alone or bool(run.custom_reward_function.path)
 
@@ -126,6 +144,16 @@ HAS_PTX = When(
     "there are `ptx.train_files`",
     lambda _, run: bool(run.ptx.train_files),
     "there are no ptx.train_files",
+)
+HAS_TEACHER = When(
+    "there is a teacher",
+    lambda _, run: has_teacher(run),
+    "there is no distillation.teacher_model.model_path",
+)
+REWARDS_TEACH = When(
+    "rewards are learned from",
+    lambda _, run: not teacher_is_alone(run),
+    "distillation.use_task_rewards is false: the teacher alone gives the advantages",
 )
 HAS_LORA = When("`lora_rank` > 0", lambda model, _: model.lora_rank > 0, "model.lora_rank is 0")
 
@@ -241,7 +269,12 @@ NO_REWARD_LIST = When(
 HAS_REWARD_MODEL = When(
     "`enable`", lambda rewards, _: rewards.enable, "reward_model.enable is false"
 )
-RULES_SCORE = When("a rule scores", _rules_score, "rule_weight=0 leaves the score to the model")
+RULES_SCORE = When(
+    "a rule scores",
+    _rules_score,
+    "no rule scores: reward_model.rule_weight=0 leaves the score to the model, or a teacher alone "
+    "gives the advantages",
+)
 PUNISHES_LENGTH = When("`enable`", lambda buffer, _: buffer.enable, "its enable is false")
 
 SAVES = When(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         ActorConfig,
         RefConfig,
         RolloutConfig,
+        TeacherModelConfig,
         WorkersConfig,
     )
 
@@ -48,8 +49,10 @@ def log_prob_temperature(rollout: RolloutConfig) -> float:
     return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
 
-def log_prob_budget(section: RolloutConfig | RefConfig, actor: ActorConfig) -> Budget:
-    """What a log-prob pass may hold, by the rollout's or the reference's section."""
+def log_prob_budget(
+    section: RolloutConfig | RefConfig | TeacherModelConfig, actor: ActorConfig
+) -> Budget:
+    """What a log-prob pass may hold, by the section of its role."""
     rows, tokens = section.log_prob_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
     return Budget.of(actor.use_dynamic_bsz, rows, tokens)
 

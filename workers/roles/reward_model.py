@@ -5,18 +5,17 @@ Rule rewards are the driver's own (`workers.rewards.manager`); with both, the dr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.errors import ConfigError
 from verl_like.process.worker import Worker
 from verl_like.tensor_ops.masked import last_places
 from workers.config import FSDPConfig, ModelConfig, model_rewards
-from workers.models.folder import model_folder
+from workers.models.tokenizers import check_same_tokenizer
 from workers.training.microbatch import Budget
 from workers.training.score_engine import ScoreEngine
 
@@ -65,34 +64,3 @@ class RewardModelWorker(Worker):
     def weights_checksum(self) -> str:
         """Hash of the full weights."""
         return self.engine.weights_checksum()
-
-
-def check_same_tokenizer(path: str, policy_path: str, role: str) -> None:
-    """Refuse a reward model whose token ids are not the policy's.
-
-    Of a folder without a tokenizer nothing can be said.
-    """
-    own, policy = _vocabulary(path), _vocabulary(policy_path)
-    if own is None or policy is None or own == policy:
-        return
-
-    tokens = own.keys() | policy.keys()
-    other = sorted(token for token in tokens if own.get(token) != policy.get(token))
-    raise ConfigError(
-        f"the model of role {role!r}, {path!r}, has another tokenizer than "
-        f"actor_rollout_ref.model.path={policy_path!r}: {len(other)} tokens differ, such as "
-        f"{', '.join(map(repr, other[:3]))}. Responses are not tokenized anew for the reward "
-        "model: take one that was trained from the actor's family."
-    )
-
-
-def _vocabulary(path: str) -> dict[str, int] | None:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            model_folder(path, weights=False), local_files_only=True
-        )
-    except (OSError, ValueError):
-        return None
-    return dict(tokenizer.get_vocab())

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from tests.trainer.ppo.test_presets import needed_by
 from trainer import load_config
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
@@ -126,7 +127,8 @@ def test_a_contradiction_is_warned_of_by_name(
 def test_presets_and_defaults_contradict_nothing(
     preset: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert warnings_of(caplog, *([f"algorithm={preset}"] if preset else [])) == []
+    chosen = [f"algorithm={preset}", *needed_by(preset)] if preset else []
+    assert warnings_of(caplog, *chosen) == []
 
 
 def test_one_update_of_reinforce_is_no_contradiction(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,9 @@ import torch
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import RewardModelConfig, ScoringModelConfig
+from workers.models.tokenizers import check_same_tokenizer
 from workers.roles.critic import CriticWorker
-from workers.roles.reward_model import RewardModelWorker, check_same_tokenizer
+from workers.roles.reward_model import RewardModelWorker
 
 
 def scorer(tiny_dir: Path, path: Path) -> RewardModelWorker:

@@ -1,0 +1,49 @@
+"""The teacher of on-policy distillation: a frozen model that scores what its student says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.tensordict_import import TensorDict
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.process.worker import Worker
+from workers.config import teacher_model
+from workers.roles.actor import log_prob_budget, log_prob_temperature
+from workers.training.engine import TrainEngine
+
+if TYPE_CHECKING:
+    from workers.config import WorkersConfig
+
+
+class TeacherWorker(Worker):
+    """Scores the student's responses, token by token, under weights of its own."""
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__()
+        policy, distillation = config.actor_rollout_ref, config.distillation
+        self.temperature = distillation.temperature or log_prob_temperature(policy.rollout)
+        self.budget = log_prob_budget(distillation.teacher_model, policy.actor)
+        self.engine = TrainEngine(
+            teacher_model(config),
+            distillation.teacher_model.fsdp_config,
+            strategy=policy.actor.strategy,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the teacher without an optimizer."""
+        self.engine.build(self)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
+        """`teacher_log_prob` of the responses."""
+        outputs = self.engine.forward_rows(data, self.budget, temperature=self.temperature)
+        return DataProto(
+            batch=TensorDict({"teacher_log_prob": outputs["log_probs"]}, batch_size=[len(data)])
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Hash of the full weights."""
+        return self.engine.weights_checksum()
