@@ -16,6 +16,7 @@ from verl_like.tensor_ops.masked import (
     masked_sum,
     masked_var,
     masked_whiten,
+    zero_outside,
 )
 from verl_like.tensor_ops.padding import (
     compute_position_ids,
@@ -38,4 +39,5 @@ __all__ = [
     "pad_2d_list_to_length",
     "pad_sequence_to_length",
     "sum_pi_squared_from_logits",
+    "zero_outside",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, nearest
-from verl_like.tensor_ops import masked_mean, masked_sum
+from verl_like.tensor_ops import masked_mean, masked_sum, zero_outside
 
 AGGREGATIONS: Mapping[str, tuple[str, str]] = {
     "token-mean": (
@@ -67,12 +67,15 @@ def agg_loss(
     inside = loss_mask.bool()
 
     if loss_agg_mode == "token-mean":
-        return masked_sum(loss_mat, inside) / _at_least_one(batch_num_tokens, inside)
+        num_tokens = torch.count_nonzero(inside) if batch_num_tokens is None else batch_num_tokens
+        return masked_sum(loss_mat, inside) / _at_least_one(num_tokens, inside.device)
 
     if loss_agg_mode == "token-sum":
         return masked_sum(loss_mat, inside)
 
-    num_rows = _at_least_one(global_batch_size, inside.any(dim=-1))
+    if global_batch_size is None:
+        global_batch_size = inside.any(dim=-1).sum()
+    num_rows = _at_least_one(global_batch_size, inside.device)
     if loss_agg_mode == "seq-mean-token-mean":
         return masked_mean(loss_mat, inside, axis=-1).sum() / num_rows
 
@@ -82,9 +85,8 @@ def agg_loss(
     return total / (loss_scale_factor or loss_mask.shape[-1])
 
 
-def _at_least_one(given: int | float | Tensor | None, counted: Tensor) -> Tensor:
-    count = counted.sum() if given is None else torch.as_tensor(given, device=counted.device)
-    return count.clamp(min=1)
+def _at_least_one(count: int | float | Tensor, device: torch.device) -> Tensor:
+    return torch.as_tensor(count, device=device).clamp(min=1)
 
 
 def agg_policy_loss(
@@ -100,7 +102,7 @@ def agg_policy_loss(
     Metrics take the same denominators as the loss, so they add up as it does.
     """
     if rollout_is_weights is not None:
-        losses = losses * torch.where(response_mask.bool(), rollout_is_weights.detach(), 0)
+        losses = losses * zero_outside(rollout_is_weights.detach(), response_mask)
     loss = agg_loss(losses, response_mask, loss_agg_mode, **denominators)
 
     metrics = {}
@@ -117,8 +119,10 @@ def share_of_tokens(
 ) -> Tensor:
     """The share of tokens inside the mask for which `where` is true; counted, not summed."""
     inside = response_mask.bool()
-    count = torch.count_nonzero(where & inside)
-    return count / _at_least_one(denominators.get("batch_num_tokens"), inside)
+    num_tokens = denominators.get("batch_num_tokens")
+    if num_tokens is None:
+        num_tokens = torch.count_nonzero(inside)
+    return torch.count_nonzero(where & inside) / _at_least_one(num_tokens, inside.device)
 
 
 def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:

@@ -15,11 +15,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-BLOCK_TOKENS = 2**17
-"""Tokens of a block, at least one row: a column of them takes half a MiB in float32."""
+BLOCK_TOKENS = 2**18
+"""Tokens of a block, at least one row: a column of them takes one MiB in float32."""
 
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 Numbers = tuple[Tensor, ...]
+
+
+def row_blocks(column: Tensor) -> list[slice]:
+    """The rows of each block of a column [rows, R]."""
+    num_rows = max(BLOCK_TOKENS // max(column.shape[1], 1), 1)
+    return [slice(start, start + num_rows) for start in range(0, len(column), num_rows)]
 
 
 class _SumOverBlocks(torch.autograd.Function):
@@ -27,13 +33,12 @@ class _SumOverBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, predicted: Tensor, compute: Callable[[Tensor, slice], Numbers], num_rows: int
+        ctx: Any, predicted: Tensor, compute: Callable[[Tensor, slice], Numbers]
     ) -> Numbers:
         wants_gradient = predicted.requires_grad
         gradient = torch.empty_like(predicted) if wants_gradient else None
         totals: list[Tensor] = []
-        for start in range(0, len(predicted), num_rows):
-            rows = slice(start, start + num_rows)
+        for rows in row_blocks(predicted):
             leaf = predicted[rows].detach().requires_grad_(wants_gradient)
             with torch.set_grad_enabled(wants_gradient):
                 numbers = compute(leaf, rows)
@@ -42,14 +47,15 @@ class _SumOverBlocks(torch.autograd.Function):
             found = [number.detach() for number in numbers]
             totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
 
-        ctx.save_for_backward(gradient)
+        ctx.gradient = gradient
         ctx.mark_non_differentiable(*totals[1:])
         return tuple(totals)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, None, None
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor, None]:
+        gradient, ctx.gradient = ctx.gradient, None
+        assert gradient is not None, "a loss in blocks is differentiated once"
+        return gradient.mul_(grad_loss), None
 
 
 def in_blocks(predicted: str) -> Callable[[Loss], Loss]:
@@ -77,14 +83,13 @@ def _whole_or_by_blocks(loss: Callable[..., Any], predicted: str, *args: Any, **
 
 
 def _by_blocks(loss: Callable[..., Any], given: dict[str, Any], predicted: str) -> Any:
-    mask = given["response_mask"]
-    given = {**given, "response_mask": mask.bool()}
+    mask = given["response_mask"].bool()
+    given = {**given, "response_mask": mask}
     columns = {name: x for name, x in given.items() if _is_column(x, mask) and name != predicted}
     settings = {name: x for name, x in given.items() if name not in (*columns, predicted)}
-    if settings.get("batch_num_tokens") is None:
-        settings["batch_num_tokens"] = torch.count_nonzero(mask)
-    if settings.get("global_batch_size") is None:
-        settings["global_batch_size"] = mask.bool().any(dim=-1).sum()
+    lengths = mask.sum(dim=-1)
+    counts = {"batch_num_tokens": lengths.sum(), "global_batch_size": (lengths > 0).sum()}
+    settings |= {name: count for name, count in counts.items() if settings.get(name) is None}
 
     names: list[str] = []
 
@@ -96,9 +101,8 @@ def _by_blocks(loss: Callable[..., Any], given: dict[str, Any], predicted: str) 
         names[:] = beside
         return total, *beside.values()
 
-    num_rows = max(BLOCK_TOKENS // mask.shape[1], 1)
     sum_over_blocks = cast(Callable[..., Numbers], _SumOverBlocks.apply)
-    total, *numbers = sum_over_blocks(given[predicted], compute, num_rows)
+    total, *numbers = sum_over_blocks(given[predicted], compute)
     return (total, dict(zip(names, numbers, strict=True))) if names else (total, numbers[0])
 
 

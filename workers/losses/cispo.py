@@ -7,6 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, clip_range, log_ratio
@@ -40,7 +41,7 @@ def compute_policy_loss_cispo(
     log_r = log_ratio(log_prob, old_log_prob, inside)
     ratio = log_r.detach().exp()
     weight = ratio.clamp(*clip_range(config))
-    losses = -torch.where(inside, advantages, 0) * weight * torch.where(inside, log_prob, 0)
+    losses = -zero_outside(advantages, inside) * weight * zero_outside(log_prob, inside)
 
     per_token = {
         "actor/ppo_kl": -log_r,

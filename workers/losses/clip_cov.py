@@ -7,6 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
 from workers.losses.covariance import token_covariance
@@ -65,7 +66,7 @@ def compute_policy_loss_clip_cov(
     """
     config = config or DefaultClip()
     inside = response_mask.bool()
-    advantages = torch.where(inside, advantages, 0)
+    advantages = zero_outside(advantages, inside)
     log_r = log_ratio(log_prob, old_log_prob, inside)
     ratio = log_r.detach().exp()
     free = -advantages * ratio
@@ -74,8 +75,8 @@ def compute_policy_loss_clip_cov(
     if chosen_tokens is None:
         chosen_tokens = choose_clip_cov_tokens(old_log_prob, advantages, response_mask)
     dropped = inside & chosen_tokens
-    worse = torch.maximum(free, clipped).masked_fill_(dropped, 0)
-    losses = with_slope(worse, free * (worse == free), log_r)
+    worse = zero_outside(torch.maximum(free, clipped), ~dropped)
+    losses = with_slope(worse, zero_outside(free, ~(dropped | (clipped > free))), log_r)
 
     per_token = {"actor/ppo_kl": -log_r, "actor/pg_clipfrac": dropped}
     return agg_policy_loss(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl_like.tensor_ops import masked_sum
+
 BLOCK = 64
 """Rows that are multiplied at once."""
 
@@ -27,5 +29,5 @@ def _mean_inside(values: Tensor, inside: Tensor) -> Tensor:
     """The mean inside the mask, without a copy of the column: block by block."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     for of_values, of_mask in zip(values.split(BLOCK), inside.split(BLOCK), strict=True):
-        total += torch.where(of_mask, of_values, 0).sum()
+        total += masked_sum(of_values, of_mask)
     return (total / torch.count_nonzero(inside).clamp(min=1)).to(values.dtype)

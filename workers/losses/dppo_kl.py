@@ -43,11 +43,11 @@ def compute_policy_loss_dppo_kl(
     """
     config = config or DefaultClip()
     low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
-    divergence, rose = _binary_kl(old_log_prob, log_prob.detach())
+    moved = _signed_binary_kl(old_log_prob, log_prob.detach())
 
     return trust_region_loss(
-        (divergence > high) & (rose > 0),
-        (divergence > low) & (rose < 0),
+        moved > high,
+        moved < -low,
         old_log_prob,
         log_prob,
         advantages,
@@ -59,10 +59,10 @@ def compute_policy_loss_dppo_kl(
     )
 
 
-def _binary_kl(old_log_prob: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:
-    """The divergence, and how far the log-prob rose."""
+def _signed_binary_kl(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
+    """The divergence, negative where the log-prob fell."""
     rose = log_prob - old_log_prob
     old = old_log_prob.exp()
-    old_others, new_others = 1 - old, (1 - log_prob.exp()).clamp_(min=SMALLEST)
+    old_others, new_others = 1 - old, log_prob.exp().neg_().add_(1).clamp_(min=SMALLEST)
     of_others = old_others.clamp(min=SMALLEST).div_(new_others).log_().mul_(old_others)
-    return of_others.sub_(old.mul_(rose)), rose
+    return of_others.sub_(old.mul_(rose)).clamp_(min=0).copysign_(rose)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import torch
 from torch import Tensor
 
+from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, log_ratio
@@ -38,9 +38,9 @@ def compute_policy_loss_dro(
     Source: DRO, arXiv 2405.19107, by tokens
     """
     inside = response_mask.bool()
-    advantages = torch.where(inside, advantages, 0)
+    advantages = zero_outside(advantages, inside)
     log_r = log_ratio(log_prob, old_log_prob, inside)
-    losses = 0.5 * dro_beta * log_r.square() - advantages * torch.where(inside, log_prob, 0)
+    losses = 0.5 * dro_beta * log_r.square() - advantages * zero_outside(log_prob, inside)
 
     per_token = {"actor/ppo_kl": -log_r, "actor/dro_penalty": 0.5 * dro_beta * log_r.square()}
     return agg_policy_loss(

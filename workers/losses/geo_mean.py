@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from verl_like.tensor_ops import masked_mean
+from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, DefaultClip, log_ratio, resolve_clip
@@ -42,22 +42,23 @@ def compute_policy_loss_geo_mean(
     config = config or DefaultClip()
     low, high = resolve_clip(config.clip_ratio, config.clip_ratio_low, config.clip_ratio_high)
     inside = response_mask.bool()
-    advantages = torch.where(inside, advantages, 0)
+    advantages = zero_outside(advantages, inside)
     log_r = log_ratio(log_prob, old_log_prob, inside)
 
     sign = advantages.sign()
-    limit = sign * ((high - low) / 2) + (high + low) / 2  # high where A > 0, low where A < 0
-    limited = torch.minimum(log_r.detach() * sign, limit) * sign
-    moves = (limited == log_r.detach()) & (sign != 0)
-    limited = with_slope(limited, moves.to(log_r.dtype), log_r)
-    ratio = masked_mean(limited, inside, axis=-1).exp()
-    of_sequence = -masked_mean(advantages, inside, axis=-1) * ratio
-    losses = of_sequence.unsqueeze(-1).expand_as(inside)
+    limit = (sign * ((high - low) / 2)).add_((high + low) / 2)  # high where A > 0, low where A < 0
+    towards = log_r.detach() * sign
+    is_clipped, rises = towards > limit, advantages > 0
+    slope = zero_outside(sign.square(), ~is_clipped)  # of a token with A = 0 it is zero
+    limited = with_slope(torch.minimum(towards, limit).mul_(sign), slope, log_r)
+    lengths = inside.sum(dim=-1, keepdim=True).clamp(min=1)
+    ratio = (limited.sum(dim=-1, keepdim=True) / lengths).exp()
+    losses = (-advantages.sum(dim=-1, keepdim=True) / lengths * ratio).expand_as(inside)
 
     per_token = {
         "actor/ppo_kl": -log_r,
-        "actor/pg_clipfrac": (advantages > 0) & (log_r > high),
-        "actor/pg_clipfrac_lower": (advantages < 0) & (log_r < -low),
+        "actor/pg_clipfrac": is_clipped & rises,
+        "actor/pg_clipfrac_lower": is_clipped & ~rises,
     }
     return agg_policy_loss(
         losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators

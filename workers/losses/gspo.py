@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from verl_like.tensor_ops import masked_mean
+from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import (
@@ -47,20 +47,24 @@ def compute_policy_loss_gspo(
     """
     config = config or DefaultClip()
     inside = response_mask.bool()
-    log_r = log_ratio(log_prob, old_log_prob, inside)
+    log_r = log_ratio(log_prob.detach(), old_log_prob, inside)
     ratio = _sequence_ratio(log_prob, old_log_prob, inside)
 
-    advantages = torch.where(inside, advantages, 0)
+    advantages = zero_outside(advantages, inside)
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
+    is_clipped = clipped > free
+    losses = with_slope(
+        torch.maximum(free, clipped),
+        zero_outside(free, ~is_clipped),
+        log_prob,
+    )
 
     per_token = {
         "actor/ppo_kl": -log_r,
-        "actor/pg_clipfrac": clipped > free,
+        "actor/pg_clipfrac": is_clipped,
         "actor/pg_clipfrac_lower": torch.zeros_like(inside),
     }
-    worse = torch.maximum(free, clipped)
-    losses = with_slope(worse, free * (worse == free), torch.where(inside, log_prob, 0))
     return agg_policy_loss(
         losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators
     )

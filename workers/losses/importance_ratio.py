@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
+from verl_like.tensor_ops import zero_outside
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this on both sides, so that their exponential stays finite."""
@@ -35,8 +36,24 @@ class DefaultClip:
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
     """log(policy / old policy), clamped; zero and without gradient outside the mask."""
-    difference = torch.where(inside, log_prob - old_log_prob, 0)
-    return difference.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
+    log_r: Tensor = _LogRatio.apply(log_prob, old_log_prob, inside)
+    return log_r
+
+
+class _LogRatio(torch.autograd.Function):
+    """By hand, as autograd would keep and undo each of its three steps."""
+
+    @staticmethod
+    def forward(ctx: Any, log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
+        difference = zero_outside(log_prob - old_log_prob, inside)
+        log_r = difference.clamp_(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
+        ctx.save_for_backward(log_r, inside)
+        return log_r
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        log_r, inside = ctx.saved_tensors
+        return zero_outside(gradient, inside & (log_r.abs() < LARGEST_LOG_RATIO)), None, None
 
 
 def clip_range(config: ClipSettings) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.blocks import in_blocks
 from workers.losses.covariance import token_covariance
@@ -61,13 +62,13 @@ def compute_policy_loss_kl_cov(
     Source: arXiv 2505.22617
     """
     inside = response_mask.bool()
-    advantages = torch.where(inside, advantages, 0)
+    advantages = zero_outside(advantages, inside)
     log_r = log_ratio(log_prob, old_log_prob, inside)
 
     if chosen_tokens is None:
         chosen_tokens = choose_kl_cov_tokens(old_log_prob, advantages, response_mask)
     chosen = inside & chosen_tokens
-    penalty = torch.where(chosen, ppo_kl_coef * log_r.abs(), 0)
+    penalty = zero_outside(ppo_kl_coef * log_r.abs(), chosen)
 
     return agg_policy_loss(
         -advantages * log_r.exp() + penalty,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import torch
 from torch import Tensor
 
+from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, log_ratio
@@ -42,7 +42,7 @@ def compute_policy_loss_reinforce(
     Source: Williams, Machine Learning 8, 1992; GPG, arXiv 2504.02546
     """
     inside = response_mask.bool()
-    losses = -torch.where(inside, advantages, 0) * torch.where(inside, log_prob, 0)
+    losses = -zero_outside(advantages, inside) * zero_outside(log_prob, inside)
     per_token = {"actor/ppo_kl": -log_ratio(log_prob, old_log_prob, inside)}
     return agg_policy_loss(
         losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators

@@ -7,6 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import ClipSettings, log_ratio
@@ -40,13 +41,16 @@ def compute_policy_loss_sapo(
     Source: SAPO, arXiv 2511.20347
     """
     inside = response_mask.bool()
-    advantages = torch.where(inside, advantages, 0)
+    advantages = zero_outside(advantages, inside)
     log_r = log_ratio(log_prob, old_log_prob, inside)
     ratio = log_r.detach().exp()
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(log_r.dtype)
+    rises = advantages.sign().clamp_(min=0)  # 1 where A is positive
+    tau = (rises * tau_pos).add_(1 - rises, alpha=tau_neg)
     gate = torch.sigmoid((ratio - 1.0).mul_(tau))
     losses = with_slope(
-        advantages * gate * (-4.0 / tau), gate * (gate - 1.0) * ratio.mul_(advantages * 4.0), log_r
+        (advantages * gate).mul_(-4.0).div_(tau),
+        (gate - 1.0).mul_(gate).mul_(ratio).mul_(advantages).mul_(4.0),
+        log_r,
     )
 
     return agg_policy_loss(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import torch
 from torch import Tensor
 
+from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.importance_ratio import log_ratio
 
@@ -29,13 +29,14 @@ def trust_region_loss(
     that are `too_far_down`.
     """
     inside = response_mask.bool()
-    advantages = torch.where(inside, advantages, 0)
+    advantages = zero_outside(advantages, inside)
     log_r = log_ratio(log_prob.detach(), old_log_prob, inside)
     ratio = log_r.exp()
 
-    dropped = torch.where(advantages > 0, too_far_up, too_far_down) & inside
-    weight = ratio.clamp(max=largest_ratio).masked_fill_(dropped, 0).mul_(advantages).neg_()
-    losses = with_slope(weight * torch.where(inside, log_prob.detach(), 0), weight, log_prob)
+    rises = advantages > 0
+    dropped = ((rises & too_far_up) | (~rises & too_far_down)) & inside
+    weight = zero_outside(ratio.clamp(max=largest_ratio), ~dropped).mul_(advantages).neg_()
+    losses = with_slope(weight * zero_outside(log_prob.detach(), inside), weight, log_prob)
 
     per_token = {
         "actor/ppo_kl": -log_r,

@@ -7,6 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_loss, share_of_tokens, with_slope
 from workers.losses.blocks import in_blocks
 
@@ -32,18 +33,18 @@ def compute_value_loss(
     Source: PPO's reference code, as described in arXiv 2005.12729, section 3
     """
     inside = response_mask.bool()
-    vpreds = torch.where(inside, vpreds, 0)
-    returns = torch.where(inside, returns, 0)
-    values = torch.where(inside, values, 0)
+    predicted = zero_outside(vpreds.detach(), inside)
+    returns = zero_outside(returns, inside)
+    values = zero_outside(values, inside)
 
-    near = torch.maximum(vpreds.detach(), values - cliprange_value)
+    near = torch.maximum(predicted, values - cliprange_value)
     near = torch.minimum(near, values + cliprange_value)
-    error = vpreds.detach() - returns
+    error = predicted - returns
     free_error, clipped_error = error.square(), (near - returns).square()
 
     held = clipped_error > free_error
     worse = torch.maximum(free_error, clipped_error)
-    losses = with_slope(worse, 2.0 * error * ~held, vpreds)
+    losses = with_slope(worse, zero_outside(2.0 * error, ~held), vpreds)
     loss = 0.5 * agg_loss(losses, inside, loss_agg_mode, **denominators)
     return loss, share_of_tokens(held, inside, **denominators).to(loss.dtype)
 
@@ -68,7 +69,7 @@ def compute_huber_value_loss(
     Source: Huber, Annals of Mathematical Statistics 35, 1964
     """
     inside = response_mask.bool()
-    error = torch.where(inside, vpreds - returns, 0)
+    error = zero_outside(vpreds - returns, inside)
     losses = torch.nn.functional.huber_loss(
         error, torch.zeros_like(error), reduction="none", delta=huber_delta
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
+from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Denominators, agg_policy_loss, with_slope
 from workers.losses.blocks import in_blocks
 from workers.losses.importance_ratio import (
@@ -51,20 +52,21 @@ def compute_policy_loss_vanilla(
         )
     inside = response_mask.bool()
     log_r = log_ratio(log_prob, old_log_prob, inside)
-    ratio, advantages = log_r.detach().exp(), torch.where(inside, advantages, 0)
+    ratio, advantages = log_r.detach().exp(), zero_outside(advantages, inside)
 
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
     worse = torch.maximum(free, clipped)
 
     bound = advantages.abs() * config.clip_ratio_c  # above any loss of A >= 0, which is negative
-    least = torch.minimum(worse, bound)
-    losses = with_slope(least, free * (least == free), log_r)
+    is_clipped, is_bounded = clipped > free, worse > bound
+    slope = zero_outside(free, ~(is_clipped | is_bounded))
+    losses = with_slope(torch.minimum(worse, bound), slope, log_r)
 
     per_token = {
         "actor/ppo_kl": -log_r,
-        "actor/pg_clipfrac": clipped > free,
-        "actor/pg_clipfrac_lower": worse > bound,
+        "actor/pg_clipfrac": is_clipped,
+        "actor/pg_clipfrac_lower": is_bounded,
     }
     return agg_policy_loss(
         losses, per_token, response_mask, loss_agg_mode, rollout_is_weights, **denominators

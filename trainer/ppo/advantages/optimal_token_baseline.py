@@ -13,6 +13,8 @@ from trainer.ppo.advantages.returns import (
     put_in_order,
     returns_of,
 )
+from verl_like.tensor_ops import zero_outside
+from workers.losses.blocks import row_blocks
 
 
 @ADVANTAGE_ESTIMATORS.register("optimal_token_baseline")
@@ -36,41 +38,46 @@ def compute_optimal_token_baseline_advantage(
 
     Source: arXiv 2602.07078
     """
-    order = order_inside_first(response_mask)
     groups = Groups.of(index, token_level_rewards[:, 0])
-    returns = put_in_order(returns_of(token_level_rewards, response_mask, 1.0), order)
-    outside = put_in_order(response_mask == 0, order)
+    returns = torch.empty_like(token_level_rewards)
+    blocks = row_blocks(response_mask)
+    orders = [order_inside_first(response_mask[rows]) for rows in blocks]
+    for rows, order in zip(blocks, orders, strict=True):
+        of_block = returns_of(token_level_rewards[rows], response_mask[rows], 1.0)
+        returns[rows] = put_in_order(of_block, order)
+    lowest = _lowest_score(returns, groups)
 
-    chances = torch.exp(put_in_order(old_log_probs, order))
-    weights = torch.sub(put_in_order(sum_pi_squared, order), chances, alpha=2)
-    del chances
-    weights.add_(1).clamp_(min=0)
+    weight = returns.new_zeros(len(groups.size), returns.shape[1])
+    mean = torch.zeros_like(weight)
+    for rows, order in zip(blocks, orders, strict=True):
+        columns = (old_log_probs[rows], sum_pi_squared[rows], response_mask[rows].bool())
+        weights = _weights(*(put_in_order(column, order) for column in columns))
+        weight.index_add_(0, groups.of_row[rows], weights)
+        mean.index_add_(0, groups.of_row[rows], weights.mul_(returns[rows] - lowest[rows]))
+    mean.div_(weight.masked_fill_(weight == 0, 1)).masked_fill_(groups.size[:, None] == 1, 0)
+
+    advantages = torch.empty_like(returns)
+    for rows, order in zip(blocks, orders, strict=True):
+        lead = returns[rows] - lowest[rows]
+        lead.sub_(mean[groups.of_row[rows]])
+        advantages[rows] = zero_outside(put_back(lead, order), response_mask[rows])
+        returns[rows] = put_back(returns[rows], order)
+    return advantages, returns
+
+
+def _weights(old_log_probs: Tensor, sum_pi_squared: Tensor, inside: Tensor) -> Tensor:
+    """W of the tokens of ordered rows, zero outside."""
+    norms = torch.sub(sum_pi_squared, old_log_probs.exp(), alpha=2).add_(1).clamp_(min=0)
     # what lies outside comes after a row's tokens, so no sum of theirs has it
-    weights.cumsum_(dim=-1).masked_fill_(outside, 0)
-
-    advantages = returns - _lowest_score(returns, groups).unsqueeze(-1)
-    advantages.sub_(_weighed_means_(advantages, weights, groups)).masked_fill_(outside, 0)
-    return put_back(advantages, order), put_back(returns, order)
+    return zero_outside(norms.cumsum_(dim=-1), inside)
 
 
 def _lowest_score(ordered_returns: Tensor, groups: Groups) -> Tensor:
-    """For each row, its group's lowest score, so that equal scores give exactly zero.
+    """[rows, 1]: the group's lowest score, so that equal scores give exactly zero.
 
     Zero in a group of one. A row's score is the return of its first token.
     """
     lowest = torch.zeros_like(groups.size)
     scores = ordered_returns[:, 0]
     lowest.scatter_reduce_(0, groups.of_row, scores, "amin", include_self=False)
-    return torch.where(groups.size > 1, lowest, 0)[groups.of_row]
-
-
-def _weighed_means_(values: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    """For each row, its group's weighed mean of every column; zero in a group of one.
-
-    Written over `weights`.
-    """
-    empty = values.new_zeros(len(groups.size), values.shape[1])
-    total = empty.index_add(0, groups.of_row, weights)
-    means = empty.index_add_(0, groups.of_row, weights.mul_(values))
-    means.div_(total.masked_fill_(total == 0, 1)).masked_fill_(groups.size[:, None] == 1, 0)
-    return torch.index_select(means, 0, groups.of_row, out=weights)
+    return torch.where(groups.size > 1, lowest, 0)[groups.of_row].unsqueeze(-1)
