@@ -12,6 +12,8 @@ USAGE = """usage: verl-like COMMAND ...
   ppo [key=value ...]      train; `verl-like ppo --help` shows the main keys,
                            `verl-like ppo --cfg job` every key
   sft [key=value ...]      supervised fine-tuning; `verl-like sft --cfg job` shows every key
+  reward-model [key=value ...]
+                           train a reward model on pairs; --cfg job shows every key
   explain [key=value ...]  say in words what a step of this configuration will do; starts nothing
   doctor [--model PATH]    check what a run needs: packages, a remote call, an all-reduce,
                            a weight sync, the machine; or say how a run treats one model
@@ -21,7 +23,10 @@ USAGE = """usage: verl-like COMMAND ...
   -sc install=bash         print tab completion; use it with: eval "$(verl-like -sc install=bash)"
   --version                print the version
 """
-RECIPES = {"sft": "trainer.sft.recipe.SFT"}
+RECIPES = {
+    "sft": "trainer.sft.recipe.SFT",
+    "reward-model": "trainer.reward_model.recipe.REWARD_MODEL",
+}
 """Commands that train, but for `ppo`, which is Hydra's."""
 HELP = {
     "sft": """usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
@@ -30,6 +35,18 @@ Trains a model on chats (loss on what the assistant says), prompts with response
 Placement, run folder, checkpoints and resume are those of `verl-like ppo`.
 
   verl-like sft --cfg job           every key with its meaning
+  trainer.dry_run=true              check everything, and stop before a process starts
+  checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
+""",
+    "reward-model": """usage: verl-like reward-model data.train_files=FILE model.path=FOLDER
+           [key=value ...]
+
+Trains a reward model on pairs: a `chosen` and a `rejected` response, with their `prompt` or as
+whole dialogues, and a `margin` where there is one. Placement, run folder, checkpoints and resume
+are those of `verl-like ppo`, whose reward_model.model.path and critic.model.path load the folder
+that hf_model exports.
+
+  verl-like reward-model --cfg job  every key with its meaning
   trainer.dry_run=true              check everything, and stop before a process starts
   checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
 """,

@@ -50,7 +50,7 @@ class CriticConfig:
     strategy: str = key("fsdp", choices=STRATEGIES, may_change_on_resume=True)
     """How the model lies over the ranks."""
     model: CriticModelConfig = key(factory=CriticModelConfig)
-    """Body of the value model; its head starts at zero."""
+    """Value model: its head is that of a reward model's folder, and starts at zero otherwise."""
     optim: CriticOptimConfig = key(factory=CriticOptimConfig)
     """Optimizer."""
     ppo_mini_batch_size: int | None = key(None, allows="a divisor of `data.train_batch_size`")

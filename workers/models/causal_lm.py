@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Head = Literal["token", "scalar", "score"]
 """Which head stands on the body.
 
-token: the model's own. scalar: one number a position, from weights of zero. score: the same, from
-the folder's `score.weight`.
+token: the model's own. scalar: one number a position, by the folder's `score.weight` if that is a
+sequence classifier's with one label, else by zeros. score: the same, of such a folder alone.
 """
 
 
@@ -44,7 +44,7 @@ class Float32Linear(nn.Linear):
 
 
 class ScalarHeadModel(nn.Module):
-    """A causal LM's body under a `Linear(hidden, 1)` that starts at zero, and so do its values.
+    """A causal LM's body under a `Linear(hidden, 1)`.
 
     Parameter names are those of Hugging Face's sequence classifiers (`model.…`, `score.weight`).
     """

@@ -37,6 +37,8 @@ COMPUTED = (
     r"(^|\.)(attn|attention)\.(masked_)?bias$",
 )
 """Entries of older folders that models compute today: rotary tables, positions, causal masks."""
+SCORE = "score.weight"
+"""The scalar head's weight, as sequence classifiers name it."""
 logger = logging.getLogger(__name__)
 
 
@@ -57,14 +59,14 @@ def load_weights(
     """
     materialize(module, device)
     source = Folder(model_folder(config.path), module.base_model_prefix)
-    new_head = "score." if isinstance(module, ScalarHeadModel) and head == "scalar" else None
+    may_start_at_zero = isinstance(module, ScalarHeadModel) and head == "scalar"
     missing, unfit = [], []
     with torch.no_grad():
         for name, weight in named_state(module):
             origin = name.replace(".base_layer.", ".")
             if is_adapter(name):
                 _copy(weight, initial_value(name, weight.shape), shard)
-            elif new_head is not None and name.startswith(new_head):
+            elif may_start_at_zero and name == SCORE and not source.has_scalar_head(weight.shape):
                 weight.zero_()
             elif (stored := source.find(origin)) is None:
                 missing.append(name)
@@ -73,7 +75,7 @@ def load_weights(
             else:
                 _copy(weight, stored, shard)
 
-    if head == "score" and any(name.startswith("score.") for name in missing):
+    if head == "score" and SCORE in missing:
         raise ConfigError(
             f"model.path={config.path!r} has no score.weight of [1, hidden]: it is no reward "
             "model with one output (a sequence classifier with num_labels=1)."
@@ -134,6 +136,10 @@ class Folder:
             if spelled in self.files:
                 return self._open(self.files[spelled]).get_slice(spelled)
         return None
+
+    def has_scalar_head(self, shape: torch.Size) -> bool:
+        """Whether the folder is a sequence classifier's with one label."""
+        return SCORE in self.files and list(self.find(SCORE).get_shape()) == list(shape)
 
     def unknown_to(self, module: Any, converted: set[str]) -> list[str]:
         """The entries that are no weight or buffer of `module`, under any of its names.

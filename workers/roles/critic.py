@@ -53,7 +53,7 @@ class CriticWorker(Checkpointed, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int) -> None:
-        """Load the body and put a head of zeros on it.
+        """Load the body, and the head of a sequence classifier's folder, or zeros.
 
         The schedule spans `total_steps` calls of `update_critic`.
         """

@@ -25,8 +25,9 @@ Engines for other rows extend it: one number a row (`score_engine`), pairs of ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -88,6 +89,8 @@ class TrainEngine:
 
     forward_inputs: ClassVar[Sequence[str]] = INPUTS
     """Columns that a forward pass reads."""
+    folder_settings: Mapping[str, Any] = MappingProxyType({})
+    """What `config.json` of an exported folder says beside the model's own fields."""
 
     def __init__(
         self,

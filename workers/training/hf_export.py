@@ -2,9 +2,9 @@
 
 An actor becomes what it was loaded from: same configuration, tokenizer and type, new weights, LoRA
 merged, under the names that `save_pretrained` writes; a buffer has the type that it has in the
-module, such as a router's float32. A critic becomes a sequence classifier with one label: body
-under the body's names and head as `score.weight`, so that `AutoModelForSequenceClassification`, or
-`AutoModel` for the body alone, loads it.
+module, such as a router's float32. A critic or a reward model becomes a sequence classifier with
+one label: body under the body's names and head as `score.weight`, so that
+`AutoModelForSequenceClassification`, or `AutoModel` for the body alone, loads it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def export_huggingface(
             folder.mkdir(parents=True, exist_ok=True)
             config = _copy_files(source, folder)
             if engine.head == "scalar":
-                config = _as_classifier(config)
+                config = _as_classifier(config) | dict(engine.folder_settings)
                 (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
             name = config.get("dtype") or config.get("torch_dtype") or engine.model_config.dtype
             dtype = getattr(torch, name)

@@ -1,28 +1,29 @@
 """A training engine whose model gives one number a row: reward models, frozen or in training.
 
-engine = ScoreEngine(model_config, fsdp_config, head="score")
-engine.build(worker)
-scores = engine.score_rows(data, Budget(rows=8))        # [rows]
+    engine = ScoreEngine(model_config, fsdp_config, head="score")
+    engine.build(worker)
+    scores = engine.score_rows(data, Budget(rows=8))        # [rows]
+
+Where the score is read stands in `config.json` of the model's folder, as `score_at`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from verl_like.errors import ConfigError
+from workers.config.reward_training import SCORE_AT
 from workers.training.engine import TOKENS, TrainEngine
 from workers.training.microbatch import Budget, Columns
 from workers.training.packing import last_token_reads, read
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
-
-ScoreAt = Literal["last_token", "legacy_mean"]
-"""last_token: the head's number at a row's last real token. legacy_mean: its mean over all of them.
-"""
+    from verl_like.process.worker import Worker
 
 
 class ScoreEngine(TrainEngine):
@@ -30,9 +31,25 @@ class ScoreEngine(TrainEngine):
 
     forward_inputs: ClassVar[Sequence[str]] = TOKENS
 
-    def __init__(self, *args: Any, score_at: ScoreAt = "last_token", **settings: Any) -> None:
+    def __init__(self, *args: Any, score_at: str | None = None, **settings: Any) -> None:
+        """`score_at` is last_token, the head's number at a row's last real token, or legacy_mean,
+        its mean over all of them; None takes what the folder says.
+        """
         super().__init__(*args, **settings)
-        self.score_at = score_at
+        self.score_at = score_at or "last_token"
+        self.is_score_at_given = score_at is not None
+
+    def build(self, worker: Worker, total_steps: int = 0) -> None:
+        """Shard and load the model, and see where its folder reads scores."""
+        super().build(worker, total_steps)
+        if not self.is_score_at_given:
+            self.score_at = getattr(self.module.config, "score_at", self.score_at)
+        if self.score_at not in SCORE_AT:
+            raise ConfigError(
+                f"model.path={self.model_config.path!r}: config.json has "
+                f"score_at={self.score_at!r}; valid: {', '.join(SCORE_AT)}."
+            )
+        self.folder_settings = {"score_at": self.score_at}
 
     def score_rows(self, data: DataProto, budget: Budget) -> Tensor:
         """[rows]; zero for a row without tokens."""

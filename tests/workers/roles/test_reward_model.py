@@ -56,15 +56,28 @@ def test_an_empty_response_scores_zero(tiny_dir: Path, classifier: Path) -> None
     assert (scores != 0).sum(dim=1).tolist() == [1, 0, 1]
 
 
-def test_a_critic_starts_from_a_reward_model_s_body_with_values_of_zero(
+def test_a_critic_starts_from_a_reward_model_s_body_and_head(
     tiny_dir: Path, classifier: Path
 ) -> None:
     config = tiny_config(tiny_dir)
     config.critic.model.path = str(classifier)
     critic, reward = started(CriticWorker, config, 1), scorer(tiny_dir, classifier)
-    bodies = [dict(worker.engine.module.body.named_parameters()) for worker in (critic, reward)]
-    assert all(torch.equal(tensor, bodies[1][name]) for name, tensor in bodies[0].items())
-    assert critic.compute_values(make_batch(2)).batch["values"].abs().max() == 0
+    modules = [dict(worker.engine.module.named_parameters()) for worker in (critic, reward)]
+    assert all(torch.equal(tensor, modules[1][name]) for name, tensor in modules[0].items())
+    assert modules[0]["score.weight"].abs().max() > 0
+
+
+def test_a_critic_from_a_classifier_of_several_labels_starts_at_zero(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, LlamaForSequenceClassification
+
+    labels = AutoConfig.from_pretrained(tiny_dir / "model", num_labels=3)
+    LlamaForSequenceClassification(labels).save_pretrained(tmp_path)
+    config = tiny_config(tiny_dir)
+    config.critic.model.path = str(tmp_path)
+    values = started(CriticWorker, config, 1).compute_values(make_batch(2)).batch["values"]
+    assert values.abs().max() == 0
 
 
 def test_a_model_without_a_score_head_is_refused(tiny_dir: Path) -> None:

@@ -1,0 +1,168 @@
+"""A reward model of the tiny model: what is learned, evaluated, saved, resumed and refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.runs import numbers
+from trainer import run
+from trainer.cli.main import main
+from trainer.config.compose import load_config
+from trainer.data.pairs import read_pairs
+from trainer.data.prompts import load_tokenizer
+from trainer.reward_model.recipe import REWARD_MODEL
+from verl_like.errors import ConfigError
+from workers.losses.pairwise import PAIRWISE_LOSSES, compute_reward_loss
+
+
+def letters(number: int, seed: int) -> list[dict[str, object]]:
+    """Pairs that can be told apart: the chosen response is of a and b, the rejected of c and d."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(number):
+        chosen, rejected = (
+            "".join(draw.choices(alphabet, k=draw.randint(2, 5))) for alphabet in ("ab", "cd")
+        )
+        rows.append({"prompt": "say a or b", "chosen": chosen, "rejected": rejected})
+    return rows
+
+
+def written(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pairs")
+    with_margin = [row | {"margin": 0.5 * (n % 3)} for n, row in enumerate(letters(7, 1))]
+    return {
+        "train": written(folder / "train.jsonl", letters(10, 0)),
+        "val": written(folder / "val.jsonl", with_margin),
+    }
+
+
+def settings_of(tiny_dir: Path, files: dict[str, Path], folder: Path, *more: str) -> list[str]:
+    return [
+        f"model.path={tiny_dir}/model",
+        f"data.train_files={files['train']}",
+        f"data.val_files={files['val']}",
+        f"trainer.default_local_dir={folder}",
+        "data.train_batch_size=4",
+        "data.max_length=32",
+        "optim.lr=3e-3",
+        "center_coef=0.01",
+        "trainer.total_epochs=2",
+        "trainer.test_freq=5",
+        "trainer.save_freq=3",
+        "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "trainer.backend=local",
+        "trainer.logger=[]",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of two epochs of ten pairs, four a step."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(load_config(settings_of(tiny_dir, files, folder), REWARD_MODEL))
+    return folder
+
+
+def test_the_loss_falls_and_every_pair_is_trained(whole: Path) -> None:
+    steps = [line for line in numbers(whole) if "train/loss" in line]
+    assert [line["training/epoch"] for line in steps] == [0, 0, 1, 1, 1]
+    assert steps[0]["train/loss"] == pytest.approx(0.693147, abs=1e-6)
+    assert steps[0]["train/accuracy"] == 0.5
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+
+
+def test_an_evaluation_is_brute_force_over_every_pair(
+    whole: Path, tiny_dir: Path, files: dict[str, Path]
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    folder = whole / "global_step_5" / "reward_model" / "huggingface"
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    pairs = read_pairs("data.val_files", str(files["val"]), tokenizer, 32)
+    scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    for number, pair in enumerate(pairs):
+        for side, row in enumerate((pair.chosen, pair.rejected)):
+            with torch.no_grad():
+                scores[number, side] = float(model(torch.from_numpy(row.ids)[None]).logits)
+
+    margins = torch.tensor([pair.margin for pair in pairs])
+    losses = compute_reward_loss(PAIRWISE_LOSSES["log_exp"], scores, margins, 0.01)
+    right = sum(float(chosen > rejected) for chosen, rejected in scores.tolist())
+    last = [line for line in numbers(whole) if "val-core/rm/loss" in line][-1]
+    assert last["val-core/rm/accuracy"] == pytest.approx(right / 7)
+    assert last["val-core/rm/loss"] == pytest.approx(float(losses.mean()), abs=1e-5)
+    margin = float((scores[:, 0] - scores[:, 1]).mean())
+    assert last["val-aux/rm/margin"] == pytest.approx(margin, abs=1e-5)
+
+
+def test_a_resumed_run_writes_the_same_numbers(
+    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    start = f"trainer.resume_from_path={whole}/global_step_3"
+    more = ("trainer.resume_mode=resume_path", start, "trainer.save_freq=-1")
+    again = [key for key in settings_of(tiny_dir, files, tmp_path) if "save_" not in key]
+    run(load_config([*again, *more], REWARD_MODEL))
+    assert numbers(tmp_path) == [line for line in numbers(whole) if line["step"] > 3]
+
+
+def test_the_command_learns_what_can_be_told_apart(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "train": written(tmp_path / "train.jsonl", letters(256, 0)),
+        "val": written(tmp_path / "val.jsonl", letters(64, 1)),
+    }
+    changed = ("data.train_batch_size", "center_coef", "trainer.save_freq", "checkpoint.")
+    keys = [k for k in settings_of(tiny_dir, files, tmp_path / "run") if not k.startswith(changed)]
+    goal = ["data.train_batch_size=16", "trainer.stop_at={val-core/rm/accuracy: 0.95}"]
+    monkeypatch.setattr("sys.argv", ["verl-like", "reward-model", *keys, *goal])
+    main()
+    reached = [line["val-core/rm/accuracy"] for line in numbers(tmp_path / "run")[5::5]]
+    assert reached[-1] >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "say a", "chosen": "a"}, "it has no 'rejected'; there is chosen, prompt"),
+        ({"prompt": "say a", "chosen": "a", "rejected": "a"}, "are equal: 'a'"),
+        ({"prompt": "say a", "chosen": "a", "rejected": ""}, "'rejected': 'response' is empty"),
+    ],
+)
+def test_a_bad_pair_is_refused_before_a_process_starts(
+    row: dict[str, object],
+    problem: str,
+    tiny_dir: Path,
+    files: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.launch.WorkerGroups", None)
+    bad = files | {"train": written(tmp_path / "bad.jsonl", [*letters(1, 0), row])}
+    with pytest.raises(ConfigError, match=rf"bad.jsonl, line 2: .*{problem}"):
+        run(load_config(settings_of(tiny_dir, bad, tmp_path / "run"), REWARD_MODEL))
+
+
+def test_the_command_shows_its_keys_and_names_a_wrong_loss(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["verl-like", "reward-model", "--cfg", "job"])
+    main()
+    assert "loss: log_sigmoid" in capsys.readouterr().out
+    keys = ["data.train_files=x", "model.path=y", "loss=log_exq"]
+    monkeypatch.setattr("sys.argv", ["verl-like", "reward-model", *keys])
+    with pytest.raises(SystemExit, match=r"loss=.?log_exq.*log_exp"):
+        main()

@@ -1,0 +1,49 @@
+"""Losses of pairs against plain Python: both are the same number, finite for every gap."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from workers.losses.pairwise import PAIRWISE_LOSSES, compute_reward_loss, rank_accuracy
+
+GAPS = [-1e4, -90.0, -3.0, -0.1, 0.0, 0.1, 3.0, 90.0, 1e4]
+
+
+def in_plain_python(gap: float) -> tuple[float, float]:
+    """-log sigmoid(gap) and its slope, by whichever form does not overflow."""
+    small = math.exp(-abs(gap))
+    loss = math.log1p(small) + max(-gap, 0.0)
+    return loss, -(small if gap > 0 else 1.0) / (1.0 + small)
+
+
+@pytest.mark.parametrize("name", PAIRWISE_LOSSES)
+def test_loss_and_slope_are_finite_and_right_for_gaps_up_to_10000(name: str) -> None:
+    gaps = torch.tensor(GAPS, requires_grad=True)
+    losses = PAIRWISE_LOSSES[name](gaps)
+    losses.sum().backward()
+    expected, slopes = zip(*map(in_plain_python, GAPS), strict=True)
+    assert losses.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-8)
+    assert gaps.grad is not None
+    assert gaps.grad.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-8)
+
+
+def test_log_sigmoid_and_log_exp_are_one_number() -> None:
+    gaps = torch.linspace(-50, 50, 1001)
+    first, second = (PAIRWISE_LOSSES[name](gaps) for name in ("log_sigmoid", "log_exp"))
+    torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-6)
+
+
+def test_a_margin_raises_the_gap_that_is_asked_for_and_centring_holds_the_sum_down() -> None:
+    scores = torch.tensor([[2.0, 0.5], [-1.0, 1.0]], dtype=torch.float64)
+    margins = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    losses = compute_reward_loss(PAIRWISE_LOSSES["log_sigmoid"], scores, margins, 0.1)
+    expected = [in_plain_python(0.5)[0] + 0.1 * 2.5**2, in_plain_python(-2.0)[0]]
+    assert losses.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_equal_scores_are_half_right() -> None:
+    scores = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    assert rank_accuracy(scores).tolist() == [1.0, 0.0, 0.5]

@@ -1,0 +1,211 @@
+"""The worker that trains a reward model: its numbers, its folder, and who loads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.distributed import run
+from tests.workers.samples import VOCAB, learned, own_piece, started, tiny_config
+from trainer.data.lm_rows import LMRow
+from trainer.data.pairs import PairRow, pair_batch
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+from workers.config import CheckpointConfig, OptimConfig, RewardModelConfig, ScoringModelConfig
+from workers.config.reward_training import RewardTrainingConfig
+from workers.config.rows import RowDataConfig, TrainedModelConfig
+from workers.losses.pairwise import PAIRWISE_LOSSES
+from workers.roles.critic import CriticWorker
+from workers.roles.reward_model import RewardModelWorker
+from workers.roles.reward_training import RewardTrainingWorker
+from workers.training.pairs import rows_of_pairs
+
+PAIRS = 5
+Settings = Mapping[str, Any]
+NONE: Settings = {}
+TINY = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+WIDTHS = {
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    "qwen2": {"intermediate_size": 64, "num_key_value_heads": 2},
+}
+
+
+def pairs(extra_padding: int = 0) -> DataProto:
+    generator = torch.Generator().manual_seed(3)
+
+    def side() -> LMRow:
+        length = int(torch.randint(3, 12, (1,), generator=generator))
+        ids = torch.randint(6, VOCAB, (length,), generator=generator).numpy()
+        return LMRow(ids, (torch.arange(length) >= length // 2).numpy())
+
+    rows = [PairRow(side(), side(), margin=0.25 * number) for number in range(PAIRS)]
+    batch = pair_batch(rows, [f"pair {row}" for row in range(PAIRS)], pad_token_id=0)
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        column = torch.nn.functional.pad(batch.batch[name], (0, extra_padding))
+        batch.batch[name] = column
+    return batch
+
+
+def worker_of(path: Path, model: Settings = NONE, settings: Settings = NONE) -> Any:
+    config = RewardTrainingConfig(
+        model=TrainedModelConfig(path=str(path), **model),
+        optim=OptimConfig(lr=1e-2),
+        checkpoint=CheckpointConfig(save_contents=["model", "hf_model"]),
+        **settings,
+    )
+    return started(RewardTrainingWorker, config, 10)
+
+
+def trained(path: Path, model: Settings = NONE, settings: Settings = NONE) -> dict[str, Any]:
+    worker = worker_of(path, model, settings)
+    rows = own_piece(pairs(), worker.rank, worker.world_size)
+    metrics = [learned(worker.update_model(rows)) for _ in range(3)]
+    scores = worker.compute_scores(rows).batch["scores"][: rows.num_real_rows]
+    return {"metrics": metrics, "scores": scores}
+
+
+def exported(worker: RewardTrainingWorker, folder: Path) -> Path:
+    worker.save_checkpoint(str(folder))
+    return folder / "huggingface"
+
+
+def test_neither_ranks_nor_cut_nor_padding_change_an_update(tiny_dir: Path) -> None:
+    folder, settings = tiny_dir / "model", {"center_coef": 0.1}
+    alone = trained(folder, NONE, settings)
+    ranks = run(2, trained, folder, NONE, settings)
+    one_by_one = RowDataConfig(use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    others = [
+        ranks[0] | {"scores": torch.cat([rank["scores"] for rank in ranks])},
+        trained(folder, NONE, settings | {"data": one_by_one}),
+        trained(folder, {"use_remove_padding": False}, settings),
+        trained(folder, {"enable_gradient_checkpointing": True}, settings),
+    ]
+    for other in others:
+        for own, expected in zip(other["metrics"], alone["metrics"], strict=True):
+            assert own == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        torch.testing.assert_close(other["scores"], alone["scores"], atol=1e-3, rtol=0)
+
+
+def test_the_metrics_are_means_over_the_pairs(tiny_dir: Path) -> None:
+    worker = worker_of(tiny_dir / "model")
+    worker.update_model(pairs())
+    scores = worker.compute_scores(pairs()).batch["scores"].double()
+    metrics = worker.update_model(pairs())
+
+    gaps = scores[:, 0] - scores[:, 1]
+    losses = torch.nn.functional.softplus(pairs().batch["margin"].double() - gaps)
+    expected = {
+        "train/loss": losses.mean(),
+        "train/accuracy": (gaps > 0).double().mean(),
+        "train/margin": gaps.mean(),
+        "train/chosen_score": scores[:, 0].mean(),
+        "train/rejected_score": scores[:, 1].mean(),
+    }
+    found = {name: metrics[name] for name in expected}
+    assert found == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
+
+
+def test_a_loss_of_the_user_s_is_found_by_its_dotted_path(tiny_dir: Path) -> None:
+    path = "workers.losses.pairwise.compute_pairwise_loss_log_exp"
+    found = RewardTrainingWorker(RewardTrainingConfig(loss=path)).pairwise_loss
+    assert found is PAIRWISE_LOSSES["log_exp"]
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_more_padding_does_not_change_a_score(packs: bool, tiny_dir: Path) -> None:
+    worker = worker_of(tiny_dir / "model", {"use_remove_padding": packs})
+    worker.update_model(pairs())
+    scores = worker.compute_scores(pairs()).batch["scores"]
+    assert scores.abs().min() > 0
+    assert torch.equal(worker.compute_scores(pairs(extra_padding=7)).batch["scores"], scores)
+
+
+def scored_in_ppo(tiny_dir: Path, path: Path) -> torch.Tensor:
+    """[pairs, 2]: what PPO's reward model says of both sides as samples."""
+    config = tiny_config(tiny_dir)
+    config.reward_model = RewardModelConfig(enable=True, model=ScoringModelConfig(path=str(path)))
+    samples = DataProto.from_dict(rows_of_pairs(dict(pairs().batch.items())))
+    scored = started(RewardModelWorker, config).compute_rm_score(samples)
+    return scored.batch["rm_scores"].sum(dim=1).view(-1, 2)
+
+
+@pytest.mark.parametrize("score_at", ["last_token", "legacy_mean"])
+def test_ppo_scores_by_the_exported_folder_as_training_does(
+    score_at: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    worker = worker_of(tiny_dir / "model", settings={"score_at": score_at})
+    worker.update_model(pairs())
+    scores = worker.compute_scores(pairs()).batch["scores"]
+    folder = exported(worker, tmp_path / "step")
+    torch.testing.assert_close(scored_in_ppo(tiny_dir, folder), scores, atol=1e-6, rtol=0)
+
+    again = worker_of(folder)  # its training goes on, head and place of the score included
+    torch.testing.assert_close(again.compute_scores(pairs()).batch["scores"], scores)
+
+
+def test_a_folder_that_reads_scores_elsewhere_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    folder = exported(worker_of(tiny_dir / "model"), tmp_path / "step")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps(config | {"score_at": "first_token"})
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"score_at='first_token'; valid: last_token, legacy"):
+        worker_of(folder)
+
+
+def test_a_critic_starts_from_the_exported_body_and_head(tiny_dir: Path, tmp_path: Path) -> None:
+    worker = worker_of(tiny_dir / "model")
+    for _ in range(2):
+        worker.update_model(pairs())
+    config = tiny_config(tiny_dir)
+    config.critic.model.path = str(exported(worker, tmp_path / "step"))
+    critic = started(CriticWorker, config, 1)
+    own, expected = (dict(each.engine.named_full_tensors()) for each in (critic, worker))
+    assert own.keys() == expected.keys()
+    assert all(torch.equal(own[name], expected[name]) for name in own)
+    assert own["score.weight"].abs().max() > 0
+
+
+def test_a_model_with_adapters_learns_and_is_exported_merged(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    worker = worker_of(tiny_dir / "model", {"lora_rank": 4})
+    before = dict(worker.engine.named_full_tensors())
+    losses = [worker.update_model(pairs())["train/loss"] for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.05
+    trainable = [n for n, p in worker.engine.module.named_parameters() if p.requires_grad]
+    assert all(".lora_" in name or name == "score.weight" for name in trainable)
+
+    merged = dict(worker.engine.named_full_tensors())
+    assert any(not torch.equal(before[name], merged[name]) for name in before if "q_proj" in name)
+    scores = worker.compute_scores(pairs()).batch["scores"]
+    folder = exported(worker, tmp_path / "step")
+    torch.testing.assert_close(scored_in_ppo(tiny_dir, folder), scores, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "qwen2"])
+def test_every_family_of_models_learns_and_transformers_gives_its_scores(
+    family: str, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **TINY, **WIDTHS.get(family, {}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    worker = worker_of(tmp_path / "base")
+    losses = [worker.update_model(pairs())["train/loss"] for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+    scores = worker.compute_scores(pairs()).batch["scores"]
+    folder = exported(worker, tmp_path / "step")
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for pair, row in enumerate(pairs().batch["input_ids"]):
+        for side, ids in enumerate(row):
+            length = int(pairs().batch["attention_mask"][pair, side].sum())
+            with torch.no_grad():
+                expected = float(model(ids[None, :length]).logits)
+            assert float(scores[pair, side]) == pytest.approx(expected, abs=1e-5)

@@ -1,0 +1,63 @@
+"""Training a reward model: `trainer.rows` on pairs, and accuracy and loss over those of others.
+
+Pairs, and what of them may differ, are `trainer.data.pairs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from trainer.data.pairs import PairRow, pair_batch, read_pairs
+from trainer.loop import Metrics
+from trainer.reward_model.config import RewardModelRunConfig
+from trainer.rows.trainer import RowTrainer
+from verl_like.batch.protocol import DataProto
+from workers.columns import read_columns
+from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
+
+
+class RewardModelTrainer(RowTrainer[PairRow]):
+    """Drives the role `reward_model` through its steps."""
+
+    config: RewardModelRunConfig
+    role: ClassVar[str] = "reward_model"
+
+    @classmethod
+    def read_rows(
+        cls, config: RewardModelRunConfig, key: str, files: object, tokenizer: object
+    ) -> list[PairRow]:
+        """Pairs of responses, or of whole dialogues."""
+        return read_pairs(key, files, tokenizer, config.data.max_length)
+
+    @staticmethod
+    def make_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
+        """Both sides of every pair, padded on the right."""
+        return pair_batch(rows, uids, pad_token_id)
+
+    @classmethod
+    def worker_code(cls, config: RewardModelRunConfig) -> list[str]:
+        """The loss beside what all such recipes have."""
+        return [*super().worker_code(config), config.loss]
+
+    def validation_metrics(self) -> Metrics:
+        """Means over all validation pairs; equal scores count as half right."""
+        found, given = [], []
+        for batch in self.validation_batches():
+            scored = self.groups[self.role].compute_scores(batch)
+            found.append(read_columns(scored, "scores")["scores"].double())
+            given.append(read_columns(batch, "margin")["margin"].double())
+        scores, margins = torch.cat(found), torch.cat(given)
+
+        loss = get_pairwise_loss(self.config.loss)
+        losses = compute_reward_loss(loss, scores, margins, self.config.center_coef)
+        chosen, rejected = scores.mean(dim=0).tolist()
+        return {
+            "val-core/rm/accuracy": float(rank_accuracy(scores).mean()),
+            "val-core/rm/loss": float(losses.mean()),
+            "val-aux/rm/margin": chosen - rejected,
+            "val-aux/rm/chosen_score": chosen,
+            "val-aux/rm/rejected_score": rejected,
+        }

@@ -1,0 +1,65 @@
+"""The reward model in training. `trainer.reward_model.RewardModelTrainer` gives it pairs.
+
+The frozen one, which scores PPO's samples, is `workers.roles.reward_model`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.tensordict_import import TensorDict
+from verl_like.calls.dispatch import Dispatch, register
+from workers.config.reward_training import RewardTrainingConfig
+from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
+from workers.models.causal_lm import Head
+from workers.roles.rows import RowWorker
+from workers.training.microbatch import Columns, MiniBatch
+from workers.training.pairs import PairScoreEngine
+
+
+class RewardTrainingWorker(RowWorker):
+    """Learns to score a pair's chosen side above its rejected one, and scores pairs."""
+
+    config: RewardTrainingConfig
+    engine: PairScoreEngine
+    engine_class = PairScoreEngine
+    head: ClassVar[Head] = "scalar"
+    loss_columns = ("margin",)
+
+    def __init__(self, config: RewardTrainingConfig) -> None:
+        super().__init__(config)
+        self.pairwise_loss = get_pairwise_loss(config.loss)
+
+    def engine_settings(self) -> dict[str, Any]:
+        """Where the score is read."""
+        return {"score_at": self.config.score_at}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def compute_scores(self, data: DataProto) -> DataProto:
+        """`scores` [pairs, 2]."""
+        scores = self.engine.score_rows(data, self.budget)
+        return DataProto(batch=TensorDict({"scores": scores}, batch_size=[len(data)]))
+
+    def loss(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's share of the loss."""
+        scores = outputs["scores"]
+        losses = compute_reward_loss(
+            self.pairwise_loss, scores, columns["margin"], self.config.center_coef
+        )
+        is_pair = columns["response_mask"].flatten(1).any(dim=1)
+        share = is_pair / (batch.num_rows / 2)  # each side of a pair counts as a row
+        chosen, rejected = scores.detach().unbind(dim=1)
+        means = {
+            "loss": losses,
+            "accuracy": rank_accuracy(scores.detach()),
+            "margin": chosen - rejected,
+            "chosen_score": chosen,
+            "rejected_score": rejected,
+        }
+        shares = {name: (values * share).sum() for name, values in means.items()}
+        return shares["loss"], shares
