@@ -23,7 +23,8 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
     inside = mask.bool()
     if not values.requires_grad:
         return _bits_inside(values, inside)
-    kept: Tensor = _ZeroOutside.apply(*torch.broadcast_tensors(values, inside))
+    both = torch.broadcast_tensors(values, inside)
+    kept: Tensor = _ZeroOutside.apply(*both)  # type: ignore[no-untyped-call]
     return kept
 
 
