@@ -1,10 +1,11 @@
-"""Rows of parquet and JSONL files, or of the user's data set; a bad one is named by its number.
+"""Rows of parquet, CSV and JSONL files, or of the user's data set; a bad one is named by number.
 
 `trainer.data.prompts.PromptLoader` calls `read_rows`, `trainer.data.lm_rows` `rows_of_files`.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import logging
@@ -22,20 +23,25 @@ Row = dict[str, Any]
 RULE_COLUMNS = ("data_source", "reward_model")
 
 
-def read_rows(config: DataConfig, setting: str, tokenizer: Any = None) -> tuple[list[Row], int]:
+def read_rows(
+    config: DataConfig, setting: str, tokenizer: Any = None, needs_rules: bool = True
+) -> tuple[list[Row], int]:
     """The rows in order, and how many were skipped.
 
     `setting` names the files to read: train_files or val_files of `config`.
 
-    A row has a prompt, a data_source and a reward_model with its ground_truth. One that has not
-    stops the run or, with data.on_bad_row=skip, is left out and counted.
+    A row has a prompt; where rules by data_source score it (`needs_rules`), a data_source and a
+    reward_model with its ground_truth, too. One that has not stops the run or, with
+    data.on_bad_row=skip, is left out and counted.
     """
     files = getattr(config, setting)
     rows: list[Row] = []
     skipped = 0
     for where, row in _rows_of(
-        config, [files] if isinstance(files, str) else list(files), setting, tokenizer
+        config, [files] if isinstance(files, str) else list(files), setting, tokenizer, needs_rules
     ):
+        if not needs_rules and isinstance(row, dict):
+            row = with_rule_columns(row)
         problem = _problem(row, config.prompt_key)
         if problem is None:
             rows.append(row)
@@ -52,14 +58,23 @@ def read_rows(config: DataConfig, setting: str, tokenizer: Any = None) -> tuple[
     return rows, skipped
 
 
+def with_rule_columns(row: Row) -> Row:
+    """The row; where it has none, "unknown" for its data_source, and no ground truth."""
+    rule = row.get("reward_model")
+    if rule is None or (isinstance(rule, dict) and "ground_truth" not in rule):
+        row = row | {"reward_model": {**(rule or {}), "ground_truth": None}}
+    return row if row.get("data_source") else row | {"data_source": "unknown"}
+
+
 def _rows_of(
-    config: DataConfig, files: Sequence[str], setting: str, tokenizer: Any
+    config: DataConfig, files: Sequence[str], setting: str, tokenizer: Any, needs_rules: bool
 ) -> Iterator[tuple[str, Any]]:
     """(where it stands, row)."""
     if config.custom_cls.path:
         yield from _custom_rows(config, files, tokenizer)
         return
-    yield from rows_of_files(files, f"data.{setting}", (config.prompt_key, *RULE_COLUMNS))
+    columns = (config.prompt_key, *(RULE_COLUMNS if needs_rules else ()))
+    yield from rows_of_files(files, f"data.{setting}", columns)
 
 
 def rows_of_files(
@@ -67,8 +82,8 @@ def rows_of_files(
 ) -> Iterator[tuple[str, Any]]:
     """(where it stands, row) for every row of the files that the configuration's `key` names.
 
-    A name of a data set of the hub stands for its files (`trainer.data.hub`). A parquet file
-    without one of the `columns` is refused at once, as is one that is not there.
+    A name of a data set of the hub stands for its files (`trainer.data.hub`). A table (parquet,
+    CSV) without one of the `columns` is refused at once, as is a file that is not there.
     """
     for name in files:
         for path in hub_files(name, key) if is_hub_name(name) else [Path(name)]:
@@ -76,8 +91,12 @@ def rows_of_files(
                 raise ConfigError(
                     f"{key}: there is no file {path}; {path.parent} holds {listing(path.parent)}."
                 )
-            is_parquet = path.suffix == ".parquet"
-            yield from _parquet_rows(path, columns) if is_parquet else _json_rows(path)
+            if path.suffix == ".parquet":
+                yield from _parquet_rows(path, columns)
+            elif path.suffix == ".csv":
+                yield from _csv_rows(path, columns)
+            else:
+                yield from _json_rows(path)
 
 
 def _custom_rows(
@@ -106,15 +125,36 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any
         table = pq.read_table(path)
     except pa.ArrowInvalid as err:
         raise ConfigError(f"{path} is not a readable parquet file: {err}") from err
-    for column in columns:
-        if column not in table.column_names:
-            raise ConfigError(
-                f"{path}: no column {column!r}; there is "
-                f"{', '.join(table.column_names)}.{nearest(column, table.column_names)} The "
-                "prompts' column is set by data.prompt_key."
-            )
+    _check_columns(path, columns, table.column_names)
     for index, row in enumerate(table.to_pylist()):
         yield f"{path}, row {index}", row
+
+
+def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Every cell is a text; an empty one is nothing."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        _check_columns(path, columns, reader.fieldnames or [])
+        try:
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                if None in row:
+                    yield where, ValueError(f"it has more cells than the {len(row) - 1} columns")
+                    continue
+                yield where, {name: cell or None for name, cell in row.items()}
+        except csv.Error as err:
+            raise ConfigError(
+                f"{path}, line {reader.line_num}: not readable as CSV: {err}"
+            ) from err
+
+
+def _check_columns(path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
+    for column in wanted:
+        if column not in there:
+            raise ConfigError(
+                f"{path}: no column {column!r}; there is {', '.join(there)}."
+                f"{nearest(column, there)} The prompts' column is set by data.prompt_key."
+            )
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -127,8 +167,8 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 row = json.loads(line)
             except json.JSONDecodeError as err:
                 row = ValueError(
-                    f"not JSON ({err}); a file that does not end in .parquet has a JSON object a "
-                    "line"
+                    f"not JSON ({err}); a file that ends in neither .parquet nor .csv has a JSON "
+                    "object a line"
                 )
             yield f"{path}, line {number}", row
 

@@ -52,10 +52,12 @@ class PromptSet:
     the filter dropped, `num_cut` those that `data.truncation` cut.
     """
 
-    def __init__(self, config: DataConfig, setting: str, tokenizer: Any):
+    def __init__(
+        self, config: DataConfig, setting: str, tokenizer: Any, needs_rules: bool = True
+    ) -> None:
         """Read, tokenize and filter the files that the key `setting` of `config` names."""
         self._config, self._tokenizer = config, tokenizer
-        rows, self.num_bad = read_rows(config, setting, tokenizer)
+        rows, self.num_bad = read_rows(config, setting, tokenizer, needs_rules)
         prompts = encode_prompts([row[config.prompt_key] for row in rows], tokenizer)
         fits = [len(ids) <= config.max_prompt_length for ids in prompts]
         kept = [i for i in range(len(rows)) if fits[i] or not config.filter_overlong_prompts]
@@ -145,17 +147,20 @@ class PromptLoader:
     `num_left_over` counts the prompts of each epoch's partial last batch, which is dropped.
     """
 
-    def __init__(self, config: PromptRun, tokenizer: Any):
-        """Read, tokenize and filter `data.train_files`."""
+    def __init__(self, config: PromptRun, tokenizer: Any, needs_rules: bool = True) -> None:
+        """Read, tokenize and filter `data.train_files` and, where there are any, `data.val_files`.
+
+        `needs_rules` says whether rows are scored by the rule of their data_source.
+        """
         self._config: DataConfig = config.data
         self._trainer = config.trainer
-        self.prompts = PromptSet(config.data, "train_files", tokenizer)
+        self.prompts = PromptSet(config.data, "train_files", tokenizer, needs_rules)
         self.num_left_over = len(self.prompts) % self._config.train_batch_size
         self._num_taken = 0
-        self.validation = (
-            PromptSet(config.data, "val_files", tokenizer) if config.data.val_files else None
-        )
+        self.validation: PromptSet | None = None
         """The prompts of `data.val_files`, if there are any."""
+        if config.data.val_files:
+            self.validation = PromptSet(config.data, "val_files", tokenizer, needs_rules)
         if not len(self):
             raise ConfigError(
                 f"{self.prompts.story}: {len(self.prompts)} remain, too few for one batch of "

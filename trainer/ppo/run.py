@@ -32,7 +32,7 @@ from trainer.ppo.samples import write_samples
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
 from workers.columns import select_reads
-from workers.config import rewards_of
+from workers.config import rewards_of, scores_by_rule
 from workers.rewards.weighted import Rewards, make_rewards
 
 
@@ -82,7 +82,7 @@ class PPORun(Trainer):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-        loader = PromptLoader(config, tokenizer)
+        loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
         overlong = config.reward_model.overlong_buffer
         rewards = make_rewards(rewards_of(config), tokenizer, loader.data_sources, overlong)
         at_end.enter_context(closing(rewards))

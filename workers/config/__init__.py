@@ -86,6 +86,7 @@ __all__ = [
     "critic_optim",
     "model_rewards",
     "rewards_of",
+    "scores_by_rule",
     "shuffle_seed",
     "teacher_model",
 ]
@@ -162,6 +163,11 @@ def rewards_of(config: WorkersConfig) -> list[RewardConfig]:
             RewardConfig(name="model", kind="model", path=path, micro_batch_size_per_gpu=size)
         )
     return found
+
+
+def scores_by_rule(config: WorkersConfig) -> bool:
+    """Whether a reward is the rule of each row's data_source."""
+    return any(reward.kind == "function" and not reward.path for reward in rewards_of(config))
 
 
 def model_rewards(config: WorkersConfig) -> dict[str, RewardConfig]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainer.data.config import DataConfig
-from trainer.data.files import read_rows
+from trainer.data.files import read_rows, with_rule_columns
 from trainer.data.prompts import PromptLoader, PromptSet, encode_prompts, load_tokenizer
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from verl_like.errors import CheckpointError, ConfigError
@@ -206,6 +206,29 @@ def test_a_bad_row_is_named_by_its_number_or_skipped(
         1,
     )
     assert answer[:7] in caplog.text
+
+
+def test_a_table_of_prompts_alone_does_where_no_rule_scores(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.csv"
+    path.write_text('\ufeffact,prompt\nLinux,"say ""a"",\nor b"\nEmpty,\n', encoding="utf-8")
+    config = DataConfig(train_files=str(path), on_bad_row="skip")
+    rows, num_skipped = read_rows(config, "train_files", needs_rules=False)
+    assert num_skipped == 1
+    (row,) = rows
+    assert (row["act"], row["prompt"]) == ("Linux", 'say "a",\nor b')
+    assert (row["data_source"], row["reward_model"]) == ("unknown", {"ground_truth": None})
+
+    with pytest.raises(ConfigError, match="no column 'data_source'; there is act, prompt"):
+        read_rows(config, "train_files")
+    path.write_text("prompt\na,b\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 2: it has more cells than the 1 columns"):
+        read_rows(DataConfig(train_files=str(path)), "train_files", needs_rules=False)
+
+
+def test_what_a_row_says_of_its_rule_stays() -> None:
+    assert with_rule_columns(GOOD) == GOOD
+    kept = with_rule_columns({"reward_model": {"style": "own"}, "data_source": "s"})
+    assert kept == {"reward_model": {"style": "own", "ground_truth": None}, "data_source": "s"}
 
 
 def test_a_bad_parquet_file_is_refused(tmp_path: Path) -> None:
