@@ -62,7 +62,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("launch",),
         ("rows",),
         ("ppo", "sft"),
-        ("main_ppo",),
+        ("main_ppo", "api"),
         ("__init__",),
         ("cli",),
     ],

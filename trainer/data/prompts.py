@@ -20,7 +20,7 @@ import torch
 
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
-from trainer.data.files import listing, read_rows
+from trainer.data.files import listing, other_columns, read_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
 from workers.models.folder import model_folder
@@ -64,6 +64,7 @@ class PromptSet:
         self.num_overlong = len(rows) - len(kept)
         self.num_cut = sum(not fits[i] for i in kept)
         self._rows = {i: rows[i] for i in kept}
+        self.columns = other_columns(self._rows.values(), config.prompt_key)
         self._ids = {i: prompts[i] if fits[i] else self._cut(prompts[i], i) for i in kept}
         self.rows = np.array(kept, dtype=np.int64)
         longest = max(map(len, prompts), default=0)
@@ -109,6 +110,7 @@ class PromptSet:
             attention_mask[slot, width - len(ids) :] = 1
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         rows = [self._rows[row] for row in chosen]
+        others = [{name: row.get(name) for name in self.columns} for row in rows]
         return DataProto.from_dict(
             tensors={
                 "input_ids": input_ids,
@@ -121,6 +123,7 @@ class PromptSet:
                 "data_source": as_objects([row["data_source"] for row in rows]),
                 "reward_model": as_objects([row["reward_model"] for row in rows]),
                 "extra_info": as_objects([row.get("extra_info") or {} for row in rows]),
+                **({"row_columns": as_objects(others)} if self.columns else {}),
             },
             meta_info={
                 "eos_token_id": self._tokenizer.eos_token_id,
@@ -198,6 +201,14 @@ class PromptLoader:
         return self.prompts.data_sources | (
             self.validation.data_sources if self.validation else set()
         )
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of a row's own that training and validation rows have."""
+        own = self.prompts.columns
+        if self.validation is None:
+            return own
+        return [name for name in own if name in self.validation.columns]
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands; with the seed in the config, all that a resume needs."""

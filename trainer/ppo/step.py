@@ -74,7 +74,7 @@ class PPOTrainer(PPORun):
 
     def make_samples(self, prompts: Iterator[DataProto]) -> tuple[DataProto, Metrics]:
         """The samples of one step; with `filter_groups`, of as many draws as they take."""
-        self.on_sample_begin()
+        self.call_hook("on_sample_begin")
         filtered = self.config.algorithm.filter_groups
         metrics: Metrics = {}
         if filtered.enable:
@@ -87,7 +87,7 @@ class PPOTrainer(PPORun):
             batch = self.generate(next(prompts))
 
         batch, balance_metrics = self.balance(batch)
-        self.on_sample_end(batch)
+        self.call_hook("on_sample_end", batch)
         return batch, metrics | balance_metrics
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
