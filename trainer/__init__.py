@@ -1,7 +1,7 @@
 """The driver: the order of things. Names are imported on first use.
 
 `trainer.ppo.step` is the PPO step; `trainer.loop` is the loop that every recipe shares. `PPO`,
-`SFT` and `RewardModel` are runs from Python, of `trainer.api`.
+`SFT`, `RewardModel` and `DPO` are runs from Python, of `trainer.api`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.api.recipes import PPO, SFT, RewardModel
+    from trainer.api.recipes import DPO, PPO, SFT, RewardModel
     from trainer.config.flat import config_hash
     from trainer.groups.worker_groups import WorkerGroups
     from trainer.launch import run
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainer.run_folder.result import RunResult
 
 __all__ = [
+    "DPO",
     "PPO",
     "PPOConfig",
     "PPOTrainer",
@@ -34,6 +35,7 @@ __all__ = [
     "run",
 ]
 _MODULE_OF = {
+    "DPO": "api.recipes",
     "PPO": "api.recipes",
     "PPOConfig": "ppo.config",
     "PPOTrainer": "ppo.step",

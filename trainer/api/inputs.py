@@ -34,6 +34,11 @@ def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
             f"model is a {type(model).__name__}: give a folder, a name on the hub, or a model of "
             "transformers; of a module around one, give the model inside."
         )
+    if hasattr(model, "merge_and_unload"):
+        raise ConfigError(
+            f"model is a {type(model).__name__}: its folder would hold adapters alone. Give "
+            "model.merge_and_unload(), and train LoRA by the keys lora_rank and lora_alpha."
+        )
     if not hasattr(tokenizer, "save_pretrained"):
         raise ConfigError(
             f"model is a {type(model).__name__} in memory, and tokenizer={tokenizer!r:.60}: give "

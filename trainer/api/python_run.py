@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,12 +96,7 @@ class PythonRun:
 
     def overrides(self, steps: int | None = None) -> list[str]:
         """`key=value` of what `fit(steps)` runs next."""
-        settings = dict(self.settings)
-        if steps is not None:
-            if steps < 1:
-                raise ConfigError(f"steps={steps}: give a number above 0, or none at all.")
-            settings["trainer.total_training_steps"] = self._steps_made() + steps
-        return overrides_of(settings)
+        return overrides_of(self.settings | self._length(steps))
 
     def config(self, steps: int | None = None) -> RunConfig:
         """The whole configuration, checked."""
@@ -118,15 +112,37 @@ class PythonRun:
 
         It goes on from the newest checkpoint of the run folder, and saves one after its last step.
         """
-        return run(self.config(steps), callbacks=self.callbacks)
+        return self.run_with(self._length(steps))
 
-    def _steps_made(self) -> int:
+    def run_with(self, length: dict[str, int]) -> RunResult:
+        """Run to the end that this setting says."""
+        config: RunConfig = load_config(overrides_of(self.settings | length), self._recipe)
+        return run(config, callbacks=self.callbacks)
+
+    def _length(self, steps: int | None) -> dict[str, int]:
+        """The setting of a run of so many steps more."""
+        if steps is None:
+            return {}
+        require_counts(steps=steps)
+        return {"trainer.total_training_steps": self.steps_made() + steps}
+
+    def steps_made(self) -> int:
         """Steps that a run of these settings goes on from."""
         start = self.settings.get("trainer.resume_from_path")
         mode = self.settings.get("trainer.resume_mode", "auto")
         if mode == "resume_path" and start is not None:
             return int(read_marker(Path(start))["step"])
         return max(committed(self.folder), default=0) if mode == "auto" else 0
+
+
+def require_counts(**counts: int | None) -> dict[str, int]:
+    """The counts; what is no number above 0 is refused."""
+    numbers = {}
+    for name, count in counts.items():
+        if count is None or count < 1:
+            raise ConfigError(f"{name}={count}: give a number above 0.")
+        numbers[name] = count
+    return numbers
 
 
 def _run_folder(given: str | Path | None, key: str | Path | None, recipe: str) -> Path:
@@ -138,14 +154,15 @@ def _run_folder(given: str | Path | None, key: str | Path | None, recipe: str) -
 
     runs = Path("runs/verl_like").resolve()
     runs.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
+    number = 1
+    while True:
         folder = runs / f"{recipe}-{number}"
         try:
             folder.mkdir()
         except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("itertools.count has no end")
+            number += 1
+        else:
+            return folder
 
 
 def _refuse_twice(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The recipes as classes: `from trainer import PPO, SFT, RewardModel`.
+"""The recipes as classes: `from trainer import PPO, SFT, RewardModel, DPO`.
 
     run = PPO(model="gpt2", prompts=["say a", "say b"], reward=lambda prompt, response: 1.0)
     result = run.fit(steps=20)          # .metrics, .folder, .model_folder
@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.api.inputs import Row, prompt_row
-from trainer.api.python_run import PythonRun
+from trainer.api.python_run import PythonRun, require_counts
 from trainer.api.rewards import reward_list
 from trainer.data.files import other_columns
+from trainer.ppo.config import PPOConfig
+from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError
 
 
@@ -62,6 +64,50 @@ class PPO(PythonRun):
         super().__init__(
             model, data, tokenizer=tokenizer, folder=folder, callbacks=callbacks, keys=keys
         )
+
+    def fit(
+        self,
+        steps: int | None = None,
+        *,
+        num_episodes: int | None = None,
+        max_timesteps: int | None = None,
+        update_timesteps: int | None = None,
+    ) -> RunResult:
+        """Run so many steps more; without `steps`, to the end that the keys say.
+
+        It goes on from the newest checkpoint of the run folder, and saves one after its last step.
+
+        Or `num_episodes` of `max_timesteps` rollouts, of which `update_timesteps` together make a
+        step: `data.train_batch_size` prompts. A last step of fewer rollouts is trained, too.
+        """
+        counts = {
+            "num_episodes": num_episodes,
+            "max_timesteps": max_timesteps,
+            "update_timesteps": update_timesteps,
+        }
+        if not any(count is not None for count in counts.values()):
+            return super().fit(steps)
+        if steps is not None:
+            raise ConfigError(f"steps={steps} beside {', '.join(counts)}: give one or the other.")
+
+        length = self._prompts_of(**require_counts(**counts))
+        return self.run_with(length)
+
+    def _prompts_of(
+        self, num_episodes: int, max_timesteps: int, update_timesteps: int
+    ) -> dict[str, int]:
+        """The setting of a run of so many rollouts more."""
+        config = self.config()
+        assert isinstance(config, PPOConfig), "the recipe's schema"
+        size = config.data.train_batch_size
+        if size % update_timesteps:
+            raise ConfigError(
+                f"update_timesteps={update_timesteps} rollouts share data.train_batch_size={size} "
+                f"prompts; take a divisor of it, or {size - size % update_timesteps} prompts."
+            )
+        per_rollout = size // update_timesteps
+        prompts = num_episodes * max_timesteps * per_rollout
+        return {"data.total_prompts": self.steps_made() * size + prompts}
 
     def rows_of(self, items: Sequence[Any], own: Mapping[str, Any]) -> list[Row]:
         """Prompts in verl's schema."""
@@ -116,3 +162,9 @@ class RewardModel(RowsRun):
     """A reward model of pairs: dicts with chosen, rejected and, as a rule, prompt."""
 
     recipe = "trainer.reward_model.recipe.REWARD_MODEL"
+
+
+class DPO(RowsRun):
+    """DPO and its kin: preferences, as pairs like those of `RewardModel`."""
+
+    recipe = "trainer.preference.recipe.DPO"

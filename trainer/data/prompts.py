@@ -176,7 +176,13 @@ class PromptLoader:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run: `trainer.total_training_steps`, or epochs x batches."""
+        """Steps of the whole run.
+
+        `data.total_prompts` in batches, `trainer.total_training_steps`, or epochs x batches.
+        """
+        total = self._config.total_prompts
+        if total is not None:
+            return -(-total // self._config.train_batch_size)
         return self._trainer.total_training_steps or self._trainer.total_epochs * len(self)
 
     def __iter__(self) -> Iterator[DataProto]:
@@ -186,9 +192,17 @@ class PromptLoader:
             order = self.prompts.rows
             if self._config.shuffle:
                 order = np.random.default_rng([self._trainer.seed, epoch]).permutation(order)
-            size = self._config.train_batch_size
+            start = index * self._config.train_batch_size
+            chosen = order[start : start + self._num_of_next_batch]
             self._num_taken += 1
-            yield self.prompts.batch(order[index * size : (index + 1) * size].tolist(), epoch)
+            yield self.prompts.batch(chosen.tolist(), epoch)
+
+    @property
+    def _num_of_next_batch(self) -> int:
+        """Prompts of the batch that comes next: fewer in the last one of `data.total_prompts`."""
+        size, total = self._config.train_batch_size, self._config.total_prompts
+        left = size if total is None else total - self._num_taken * size
+        return min(left, size) if left > 0 else size
 
     @property
     def epoch(self) -> int:

@@ -33,9 +33,14 @@ def test_closures_lambdas_and_objects_score_in_another_process(tmp_path: Path) -
     async def of_a_session(response: str, letter: str) -> dict[str, float]:
         return {"score": response.count(letter) * weights[letter], "size": len(response)}
 
-    given = [of_a_session, lambda prompt, **row: len(prompt), Bonus(0.5)]
+    def of_a_batch(responses: list[str], letter: list[str]) -> list[float]:
+        return [
+            weights[own] * len(response) for own, response in zip(letter, responses, strict=True)
+        ]
+
+    given = [of_a_session, lambda prompt, **row: len(prompt), Bonus(0.5), of_a_batch]
     items = reward_list(given, tmp_path, ["letter"])
-    assert [item["name"] for item in items] == ["of_a_session", "reward", "Bonus"]
+    assert [item["name"] for item in items] == ["of_a_session", "reward", "Bonus", "of_a_batch"]
 
     scores = []
     for item in items:
@@ -45,7 +50,7 @@ def test_closures_lambdas_and_objects_score_in_another_process(tmp_path: Path) -
             scores.append(scorer.score([SAMPLE])[0])
         finally:
             scorer.stop()
-    assert scores == [(4.0, {"size": 3.0}, None), (5.0, {}, None), (3.5, {}, None)]
+    assert scores == [(4.0, {"size": 3.0}, None), (5.0, {}, None), (3.5, {}, None), (6.0, {}, None)]
 
 
 def test_a_function_of_a_module_is_named_by_it(

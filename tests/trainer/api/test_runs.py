@@ -23,8 +23,8 @@ PROMPTS = [{"prompt": f"say {letter}", "letter": letter} for letter in "abcdefgh
 SMALL: dict[str, Any] = {
     "algorithm": {"adv_estimator": "grpo"},
     "data": {"train_batch_size": 4, "max_prompt_length": 16, "max_response_length": 8},
-    "actor_rollout_ref.rollout.n": 2,
-    "actor_rollout_ref.actor": {"ppo_mini_batch_size": 4, "optim": {"lr": 1e-3}},
+    "actor_rollout_ref": {"rollout": {"n": 2}, "actor": {"optim": {"lr": 1e-3}}},
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
     "trainer.logger": [],
 }
 ROWS = [{"prompt": f"say {letter}", "response": letter * 3} for letter in "abcdefghij"]
@@ -58,7 +58,7 @@ def make_ppo(tiny_dir: Path, folder: Path, **more: Any) -> PPO:
     table = {letter: 1.0 for letter in "abcdefgh"}
 
     def score(response: str, letter: str) -> float:
-        return table[letter] * response.count(letter) / 8
+        return table[letter] * response.count(letter) + sum(map(ord, response[:1])) / 100
 
     keys = {**SMALL, **more}
     return PPO(tiny_dir / "model", PROMPTS, score, folder=folder, **keys)
@@ -115,6 +115,42 @@ def test_steps_in_two_parts_are_the_same_steps(
     assert len(own.fit(steps=1).metrics) == 1
     assert len(own.fit(steps=2).metrics) == 3
     assert numbers(tmp_path) == numbers(made[0].folder)
+
+
+@pytest.mark.parametrize(
+    ("triple", "prompts_of_steps"),
+    [((1, 2, 2), [4]), ((1, 3, 2), [4, 2]), ((3, 3, 4), [4, 4, 1])],
+    ids=str,
+)
+def test_rollouts_are_counted_and_a_partial_last_update_is_trained(
+    triple: tuple[int, int, int], prompts_of_steps: list[int], tiny_dir: Path, tmp_path: Path
+) -> None:
+    own = make_ppo(tiny_dir, tmp_path, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 1})
+    num_episodes, max_timesteps, update_timesteps = triple
+    result = own.fit(
+        num_episodes=num_episodes, max_timesteps=max_timesteps, update_timesteps=update_timesteps
+    )
+    files = [tmp_path / "rollouts" / f"{step + 1}.jsonl" for step in range(len(result.metrics))]
+    rows = [len(file.read_text().splitlines()) for file in files]
+    assert rows == [2 * num_prompts for num_prompts in prompts_of_steps]
+    assert all(line["actor/grad_norm"] > 0 for line in result.metrics)
+
+    again = own.fit(num_episodes=1, max_timesteps=2, update_timesteps=2)
+    assert len(again.metrics) == len(prompts_of_steps) + 1
+
+
+def test_counts_that_cannot_be_are_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    own = make_ppo(tiny_dir, tmp_path)
+    with pytest.raises(ConfigError, match="steps=0: give a number above 0"):
+        own.fit(steps=0)
+    with pytest.raises(ConfigError, match="max_timesteps=None: give a number"):
+        own.fit(num_episodes=1, update_timesteps=2)
+    with pytest.raises(ConfigError, match="give one or the other"):
+        own.fit(1, num_episodes=1)
+    with pytest.raises(ConfigError, match="update_timesteps=3 rollouts share .*=4 prompts"):
+        own.fit(num_episodes=1, max_timesteps=3, update_timesteps=3)
+    with pytest.raises(ConfigError, match="leaves 2 prompts for the last step .*size=4; 4 prompts"):
+        own.fit(num_episodes=1, max_timesteps=3, update_timesteps=2)
 
 
 def test_hooks_of_ppo_come_in_the_documented_order(tiny_dir: Path, tmp_path: Path) -> None:
