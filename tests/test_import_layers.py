@@ -63,7 +63,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("rows",),
         ("ppo", "preference", "reward_model", "sft"),
         ("migrate",),
-        ("main_ppo",),
+        ("main_ppo", "api"),
         ("__init__",),
         ("cli",),
     ],

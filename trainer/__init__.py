@@ -1,6 +1,7 @@
 """The driver: the order of things. Names are imported on first use.
 
-`trainer.ppo.step` is the PPO step; `trainer.loop` is the loop that every recipe shares.
+`trainer.ppo.step` is the PPO step; `trainer.loop` is the loop that every recipe shares. `PPO`,
+`SFT`, `RewardModel` and `DPO` are runs from Python, of `trainer.api`.
 """
 
 from __future__ import annotations
@@ -9,19 +10,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.api.recipes import DPO, PPO, SFT, RewardModel
+    from trainer.config.flat import config_hash
     from trainer.groups.worker_groups import WorkerGroups
     from trainer.launch import run
     from trainer.loop import Trainer
     from trainer.ppo.config import PPOConfig
     from trainer.ppo.recipe import load_config
     from trainer.ppo.step import PPOTrainer
+    from trainer.run_folder.result import RunResult
 
-__all__ = ["PPOConfig", "PPOTrainer", "Trainer", "WorkerGroups", "load_config", "run"]
+__all__ = [
+    "DPO",
+    "PPO",
+    "PPOConfig",
+    "PPOTrainer",
+    "RewardModel",
+    "RunResult",
+    "SFT",
+    "Trainer",
+    "WorkerGroups",
+    "config_hash",
+    "load_config",
+    "run",
+]
 _MODULE_OF = {
+    "DPO": "api.recipes",
+    "PPO": "api.recipes",
     "PPOConfig": "ppo.config",
     "PPOTrainer": "ppo.step",
+    "RewardModel": "api.recipes",
+    "RunResult": "run_folder.result",
+    "SFT": "api.recipes",
     "Trainer": "loop",
     "WorkerGroups": "groups.worker_groups",
+    "config_hash": "config.flat",
     "load_config": "ppo.recipe",
     "run": "launch",
 }

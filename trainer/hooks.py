@@ -1,7 +1,13 @@
 """The hooks of a run: methods that do nothing, which a subclass of a trainer overrides.
 
-`trainer.cls=my_module.MyTrainer` runs the subclass. This is their order; the indented ones come in
-every step, and those of a validation wherever one is due, which may be before the first step:
+`trainer.cls=my_module.MyTrainer` runs the subclass. `run(config, callbacks=[...])` calls objects,
+too: each hook of theirs right after the trainer's own, with the trainer as first argument.
+
+    class Best:
+        def on_step_end(self, trainer, metrics): ...
+
+This is their order; the indented ones come in every step, and those of a validation wherever one is
+due, which may be before the first step:
 
     on_init_end
     on_train_begin
@@ -9,12 +15,18 @@ every step, and those of a validation wherever one is due, which may be before t
         on_sample_begin  on_sample_end          (in recipes that make samples)
         on_validate_begin  on_validate_end
         on_step_end
+        on_save_end                             (where a checkpoint is due)
     on_train_end
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 from verl_like.batch.protocol import DataProto
+from verl_like.errors import CallbackError, ConfigError, nearest
 
 
 class Hooks:
@@ -22,6 +34,23 @@ class Hooks:
 
     global_step: int
     """The number of the step that runs, or ran last."""
+    callbacks: Sequence[object] = ()
+    """Objects with some of these methods."""
+
+    def call_hook(self, name: str, *arguments: Any) -> None:
+        """The trainer's own hook of that name, then those of the callbacks, in their order."""
+        getattr(self, name)(*arguments)
+        for callback in self.callbacks:
+            hook = getattr(callback, name, None)
+            if hook is None:
+                continue
+            try:
+                hook(self, *arguments)
+            except Exception as error:
+                raise CallbackError(
+                    f"the callback {type(callback).__qualname__}.{name} failed at step "
+                    f"{self.global_step}: {type(error).__name__}: {error}"
+                ) from error
 
     def on_init_end(self) -> None:
         """Models are built, and the rollout has the actor's weights."""
@@ -47,5 +76,23 @@ class Hooks:
     def on_step_end(self, metrics: dict[str, float]) -> None:
         """`metrics` are written next; what is added to them is written too."""
 
+    def on_save_end(self, folder: Path) -> None:
+        """The checkpoint in `folder` is committed: a resume finds it."""
+
     def on_train_end(self) -> None:
         """After the last step, or after the one that failed."""
+
+
+def check_callbacks(callbacks: Sequence[object]) -> None:
+    """Refuse objects without a hook, and methods that would never be called."""
+    hooks = [name for name in vars(Hooks) if name.startswith("on_")]
+    for callback in callbacks:
+        name = f"the callback {type(callback).__qualname__}"
+        for method in dir(callback):
+            if method.startswith("on_") and method not in hooks:
+                raise ConfigError(
+                    f"{name} has {method!r}, which is no hook.{nearest(method, hooks)} Hooks: "
+                    f"{', '.join(hooks)}."
+                )
+        if not any(hasattr(callback, hook) for hook in hooks):
+            raise ConfigError(f"{name} has no hook: give it one of {', '.join(hooks)}.")

@@ -1,22 +1,25 @@
 """The start of a run of any recipe: what can be refused is refused, then processes start.
 
-`run(config)` is what `trainer.main_ppo` calls.
+`run(config)` is what the commands and `trainer.api` call.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
+from trainer.hooks import check_callbacks
 from trainer.loop import Trainer
 from trainer.report.page import close_run
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import open_run_folder
+from trainer.run_folder.result import RunResult
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
@@ -26,11 +29,16 @@ from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
 
 
-def run(config: RunConfig, trainer_cls: type[Trainer] | None = None) -> None:
+def run(
+    config: RunConfig,
+    trainer_cls: type[Trainer] | None = None,
+    callbacks: Sequence[object] = (),
+) -> RunResult:
     """A whole run: checks first, then data, then processes, then steps.
 
-    With `trainer.dry_run` it ends before them.
+    With `trainer.dry_run` it ends before data. `callbacks` have hooks (`trainer.hooks`).
     """
+    check_callbacks(callbacks)
     # sums come out alike whatever the machine; the driver's share of the arithmetic is small
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
@@ -38,13 +46,13 @@ def run(config: RunConfig, trainer_cls: type[Trainer] | None = None) -> None:
 
         keep_freed_memory()
 
-    if config.trainer.backend == "torchrun" and is_serving(config):
-        return
-
     trainer_cls = trainer_cls or trainer_class(config)
+    if config.trainer.backend == "torchrun" and is_serving(config):
+        return RunResult.of(config, trainer_cls.role)
+
     if config.trainer.dry_run:
         show_plan(nominal_placement(config), config, trainer_cls)
-        return
+        return RunResult.of(config, trainer_cls.role)
 
     # a folder that this run cannot go on from is refused before anything is read
     Checkpoints(config)
@@ -55,9 +63,12 @@ def run(config: RunConfig, trainer_cls: type[Trainer] | None = None) -> None:
             with WorkerGroups(config, trainer_cls.worker_code(config)) as groups:
                 write_whole(folder / "placement.txt", f"{groups.placement}\n")
                 show_plan(groups.placement, config, trainer_cls)
-                trainer_cls(config, groups, *inputs).fit()
+                trainer = trainer_cls(config, groups, *inputs)
+                trainer.callbacks = callbacks
+                trainer.fit()
         finally:
             close_run(folder, sys.exception())
+    return RunResult.of(config, trainer_cls.role)
 
 
 def is_serving(config: RunConfig) -> bool:

@@ -37,6 +37,8 @@ class Trainer(Hooks, ABC):
     config: RunConfig
     concurrent_stages: ClassVar[Sequence[str]] = ()
     """Stages that launch several calls at once: how much these overlapped becomes a metric."""
+    role: ClassVar[str] = ""
+    """The role whose model a run is about, if there is one: a checkpoint's export is its."""
     call_labels: ClassVar[Mapping[str, str]] = {}
     """Method -> what its time is called among the metrics, where that is not the method's name."""
 
@@ -120,15 +122,15 @@ class Trainer(Hooks, ABC):
             finally:
                 self.close()
                 timeline.add(self.take_calls())
-                self.on_train_end()
+                self.call_hook("on_train_end")
 
     def _start(self, tracking: Tracking, timeline: Timeline) -> None:
         """Models, a resume, and the validation before the first step."""
         with self.clock("init"):
             self.init_models()
-        self.on_init_end()
+        self.call_hook("on_init_end")
 
-        self.on_train_begin()
+        self.call_hook("on_train_begin")
         if self.global_step == 0 and (scores := self.validate()):
             tracking.log(scores, 0)
         timeline.add(self.take_calls())  # or the first step's times would begin with these
@@ -145,7 +147,9 @@ class Trainer(Hooks, ABC):
             tracking.log(metrics, self.global_step)
 
         # only now: a resume finds the line of the step that it goes on from
-        self.checkpoints.commit()
+        folder = self.checkpoints.commit()
+        if folder is not None:
+            self.call_hook("on_save_end", folder)
         return reached
 
     def init_models(self) -> None:
@@ -161,12 +165,12 @@ class Trainer(Hooks, ABC):
     def timed_step(self) -> Metrics:
         """One step between its hooks, with its times by stage and by role."""
         self.timing = {}
-        self.on_step_begin()
+        self.call_hook("on_step_begin")
         with self.clock("step"):
             metrics = self.step()
         metrics |= call_timings(self.calls, self.timing, self.concurrent_stages, self.call_labels)
         metrics |= self.validate()
-        self.on_step_end(metrics)
+        self.call_hook("on_step_end", metrics)
         return metrics
 
     # ---------------------------------------------------------------------------------- validation
@@ -176,11 +180,11 @@ class Trainer(Hooks, ABC):
         if not self.validation_is_due():
             return {}
 
-        self.on_validate_begin()
+        self.call_hook("on_validate_begin")
         with self.clock("testing"):
             metrics = self.validation_metrics()
         metrics["timing_s/testing"] = self.timing["testing"]
-        self.on_validate_end(metrics)
+        self.call_hook("on_validate_end", metrics)
         return metrics
 
     def validation_is_due(self) -> bool:

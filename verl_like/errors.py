@@ -10,6 +10,7 @@ VerlLikeError
 │   ├── WorkerDiedError                the process is gone
 │   └── WaitTimeoutError (TimeoutError) a wait with a name passed its deadline
 ├── RewardError (RuntimeError)         a reward that may not fail has failed
+├── CallbackError (RuntimeError)       a callback of the user's has raised
 ├── RolloutError (RuntimeError)        generation refused or broke
 ├── WeightSyncError (RuntimeError)     weights that are not provably the trainer's
 └── CheckpointError (RuntimeError)     a checkpoint that cannot be written or trusted
@@ -63,6 +64,10 @@ class WaitTimeoutError(WorkerError, TimeoutError):
 
 class RewardError(VerlLikeError, RuntimeError):
     """A reward that may not fail, by its `on_failure`, has failed."""
+
+
+class CallbackError(VerlLikeError, RuntimeError):
+    """A callback of the user's has raised; the cause is its own error."""
 
 
 class RolloutError(VerlLikeError, RuntimeError):

@@ -79,6 +79,7 @@ COLUMNS: dict[str, Column] = {
         Column("data_source", "[rows]", "object", _DATA),
         Column("reward_model", "[rows]", "object", _DATA),
         Column("extra_info", "[rows]", "object", _DATA),
+        Column("row_columns", "[rows]", "object", f"{_DATA}, if rows have columns of their own"),
     )
 }
 

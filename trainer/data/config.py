@@ -14,6 +14,9 @@ VALIDATION_IS_ON = When(
     VALIDATES.holds,
     "this run never validates: set trainer.test_freq or trainer.val_before_train",
 )
+COUNTS_PROMPTS = When(
+    "it is not null", lambda data, _: data.total_prompts is not None, "data.total_prompts is null"
+)
 
 
 @dataclass(kw_only=True)
@@ -38,6 +41,14 @@ class DataConfig:
     """Column of the prompts: chat messages, or plain strings."""
     train_batch_size: int = key(1024, above=0)
     """Prompts per step."""
+    total_prompts: int | None = key(
+        None,
+        above=0,
+        hint="or null for a run of steps or epochs",
+        read_when=COUNTS_PROMPTS,
+        may_change_on_resume=True,
+    )
+    """Prompts of the whole run; its last step has those that are left, whole mini-batches."""
     max_prompt_length: int = key(512, above=0)
     """Tokens; every prompt is left-padded to it."""
     max_response_length: int = key(512, above=0)

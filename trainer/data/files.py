@@ -9,7 +9,7 @@ import csv
 import gzip
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from verl_like.registry import load_from
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 RULE_COLUMNS = ("data_source", "reward_model")
+PLAIN = str | int | float | bool | None
+"""Values that stay what they are as JSON."""
 
 
 def read_rows(
@@ -210,3 +212,22 @@ def listing(folder: Path) -> str:
         ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         or "nothing"
     )
+
+
+def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:
+    """Columns of plain values beside those of verl's schema; images and the like are none."""
+    found: dict[str, bool] = {}
+    for row in rows:
+        for name, value in row.items():
+            found[name] = found.get(name, True) and is_plain(value)
+    ours = (prompt_key, *RULE_COLUMNS, "extra_info")
+    return sorted(name for name, plain in found.items() if plain and name not in ours)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON has a form for it."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, PLAIN)

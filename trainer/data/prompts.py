@@ -20,7 +20,7 @@ import torch
 
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
-from trainer.data.files import listing, read_rows
+from trainer.data.files import listing, other_columns, read_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
 from workers.models.folder import model_folder
@@ -64,6 +64,7 @@ class PromptSet:
         self.num_overlong = len(rows) - len(kept)
         self.num_cut = sum(not fits[i] for i in kept)
         self._rows = {i: rows[i] for i in kept}
+        self.columns = other_columns(self._rows.values(), config.prompt_key)
         self._ids = {i: prompts[i] if fits[i] else self._cut(prompts[i], i) for i in kept}
         self.rows = np.array(kept, dtype=np.int64)
         longest = max(map(len, prompts), default=0)
@@ -109,6 +110,7 @@ class PromptSet:
             attention_mask[slot, width - len(ids) :] = 1
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         rows = [self._rows[row] for row in chosen]
+        others = [{name: row.get(name) for name in self.columns} for row in rows]
         return DataProto.from_dict(
             tensors={
                 "input_ids": input_ids,
@@ -121,6 +123,7 @@ class PromptSet:
                 "data_source": as_objects([row["data_source"] for row in rows]),
                 "reward_model": as_objects([row["reward_model"] for row in rows]),
                 "extra_info": as_objects([row.get("extra_info") or {} for row in rows]),
+                **({"row_columns": as_objects(others)} if self.columns else {}),
             },
             meta_info={
                 "eos_token_id": self._tokenizer.eos_token_id,
@@ -176,7 +179,13 @@ class PromptLoader:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run: `trainer.total_training_steps`, or epochs x batches."""
+        """Steps of the whole run.
+
+        `data.total_prompts` in batches, `trainer.total_training_steps`, or epochs x batches.
+        """
+        total = self._config.total_prompts
+        if total is not None:
+            return -(-total // self._config.train_batch_size)
         return self._trainer.total_training_steps or self._trainer.total_epochs * len(self)
 
     def __iter__(self) -> Iterator[DataProto]:
@@ -186,9 +195,17 @@ class PromptLoader:
             order = self.prompts.rows
             if self._config.shuffle:
                 order = np.random.default_rng([self._trainer.seed, epoch]).permutation(order)
-            size = self._config.train_batch_size
+            start = index * self._config.train_batch_size
+            chosen = order[start : start + self._num_of_next_batch]
             self._num_taken += 1
-            yield self.prompts.batch(order[index * size : (index + 1) * size].tolist(), epoch)
+            yield self.prompts.batch(chosen.tolist(), epoch)
+
+    @property
+    def _num_of_next_batch(self) -> int:
+        """Prompts of the batch that comes next: fewer in the last one of `data.total_prompts`."""
+        size, total = self._config.train_batch_size, self._config.total_prompts
+        left = size if total is None else total - self._num_taken * size
+        return min(left, size) if left > 0 else size
 
     @property
     def epoch(self) -> int:
@@ -201,6 +218,14 @@ class PromptLoader:
         return self.prompts.data_sources | (
             self.validation.data_sources if self.validation else set()
         )
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of a row's own that training and validation rows have."""
+        own = self.prompts.columns
+        if self.validation is None:
+            return own
+        return [name for name in own if name in self.validation.columns]
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands; with the seed in the config, all that a resume needs."""

@@ -116,6 +116,30 @@ def _check_mini_batches(config: PPOConfig) -> None:
             f"{key}={size} prompts does not divide data.train_batch_size={total} prompts; "
             f"the nearest values that do are {near}."
         )
+    _check_last_step(config, mini_batches)
+
+
+def _check_last_step(config: PPOConfig, mini_batches: dict[str, int | None]) -> None:
+    """The prompts that `data.total_prompts` leaves for a last step are whole mini-batches."""
+    data, given = config.data, f"data.total_prompts={config.data.total_prompts}"
+    if data.total_prompts is None:
+        return
+    if config.trainer.total_training_steps is not None or config.algorithm.filter_groups.enable:
+        raise ConfigError(
+            f"{given} says how long the run is; with trainer.total_training_steps it would be said "
+            "twice, and with algorithm.filter_groups.enable a step draws as many prompts as it "
+            "takes. Drop one."
+        )
+
+    left = data.total_prompts % data.train_batch_size
+    for key, size in mini_batches.items():
+        if size is not None and left % size:
+            raise ConfigError(
+                f"{given} leaves {left} prompts for the last step "
+                f"(data.train_batch_size={data.train_batch_size}), which are no whole mini-batches "
+                f"of {key}={size}; {data.total_prompts - left % size} prompts would be, or a size "
+                f"that divides {left}."
+            )
 
 
 def _nearest_divisors(total: int, size: int) -> list[int]:

@@ -28,8 +28,8 @@ def longest_row(config: PPOConfig) -> int:
     return config.ptx.max_length or sample
 
 
-def rows_per_update(config: PPOConfig) -> int:
-    """Rows of all optimizer steps of one `update_actor`."""
+def rows_per_update(config: PPOConfig, num_prompts: int) -> int:
+    """Rows of all optimizer steps of an `update_actor` on the samples of so many prompts."""
     actor = config.actor_rollout_ref.actor
-    num_steps = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    num_steps = num_prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     return num_steps * (config.ptx.batch_size or actor.ppo_mini_batch_size)

@@ -40,6 +40,7 @@ class PPORun(Trainer):
     """A PPO run without its dataflow."""
 
     config: PPOConfig
+    role = "actor"
     concurrent_stages = ("score", "update")
     call_labels = {
         "compute_log_prob": "old_log_prob",
@@ -84,7 +85,9 @@ class PPORun(Trainer):
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
         overlong = config.reward_model.overlong_buffer
-        rewards = make_rewards(rewards_of(config), tokenizer, loader.data_sources, overlong)
+        rewards = make_rewards(
+            rewards_of(config), tokenizer, loader.data_sources, overlong, loader.columns
+        )
         at_end.enter_context(closing(rewards))
         return tokenizer, loader, rewards, make_ptx_loader(config, tokenizer)
 

@@ -76,7 +76,7 @@ class PPOTrainer(PPORun):
 
     def make_samples(self, prompts: Iterator[DataProto]) -> tuple[DataProto, Metrics]:
         """The samples of one step; with `filter_groups`, of as many draws as they take."""
-        self.on_sample_begin()
+        self.call_hook("on_sample_begin")
         filtered = self.config.algorithm.filter_groups
         metrics: Metrics = {}
         if filtered.enable:
@@ -89,7 +89,7 @@ class PPOTrainer(PPORun):
             batch = self.generate(next(prompts))
 
         batch, balance_metrics = self.balance(batch)
-        self.on_sample_end(batch)
+        self.call_hook("on_sample_end", batch)
         return batch, metrics | balance_metrics
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
@@ -101,7 +101,7 @@ class PPOTrainer(PPORun):
         if actor.shuffle:
             batch = write_columns(batch, sample_number=torch.arange(len(batch)))
         sizes = actor.ppo_mini_batch_size, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
-        num_mini_batches = math.lcm(*(self.config.data.train_batch_size // size for size in sizes))
+        num_mini_batches = math.lcm(*(self.num_prompts(batch) // size for size in sizes))
         return balance_ranks(batch, self.groups["actor"].world_size, num_mini_batches)
 
     def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
@@ -213,7 +213,8 @@ class PPOTrainer(PPORun):
         if self.global_step > self.config.trainer.critic_warmup:
             on_policy = self.policy_is_current(batch) and not has_column(batch, "old_log_probs")
             steered = self.entropy_ctrl.state_dict() if self.entropy_ctrl else {}
-            ptx = [] if self.ptx is None else [self.ptx.take(rows_per_update(self.config))]
+            num_rows = rows_per_update(self.config, self.num_prompts(batch))
+            ptx = [] if self.ptx is None else [self.ptx.take(num_rows)]
             settings = {"on_policy": on_policy, **steered}
             calls.append(self.call("actor", "update_actor", batch, *ptx, **settings))
 
@@ -257,6 +258,10 @@ class PPOTrainer(PPORun):
         return name_metrics(samples)
 
     # ------------------------------------------------------------------ what the stages share
+
+    def num_prompts(self, samples: DataProto) -> int:
+        """Prompts of a step's samples: fewer in a last step of `data.total_prompts`."""
+        return len(samples) // self.config.actor_rollout_ref.rollout.n
 
     def policy_is_current(self, batch: DataProto) -> bool:
         """Whether the update's own forward pass is the old log-probs, so that no pass is needed.

@@ -20,7 +20,6 @@ A trainer drives it so:
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import re
@@ -30,6 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainer.config.flat import flat_config
 from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
 from verl_like.calls.future import gather
@@ -86,17 +86,21 @@ class Checkpoints:
             write_whole(part / MARKER, json.dumps(marker, indent=1))
         self._written = step
 
-    def commit(self) -> None:
-        """Give what was written, if anything was, its name: `global_step_<step>`.
+    def commit(self) -> Path | None:
+        """Give what was written, if anything was, its name, and return it: `global_step_<step>`.
 
         Then older ones may go.
         """
         step, self._written = self._written, None
-        if step is not None:
-            with self._naming_failures(step):
-                put_in_place(self._part(step), self.folder / f"global_step_{step}")
-                write_whole(self.folder / LATEST, str(step))
-            self._drop_old()
+        if step is None:
+            return None
+
+        folder = self.folder / f"global_step_{step}"
+        with self._naming_failures(step):
+            put_in_place(self._part(step), folder)
+            write_whole(self.folder / LATEST, str(step))
+        self._drop_old()
+        return folder
 
     def load(self, groups: Any) -> dict[str, Any] | None:
         """Load every role's state of the chosen checkpoint; gives the driver's, if any."""
@@ -257,26 +261,6 @@ def read_marker(folder: Path) -> dict[str, Any]:
             f"{folder / MARKER} is damaged: {error}. Move {folder} away."
         ) from error
     return marker
-
-
-def flat_config(config: RunConfig) -> dict[str, Any]:
-    """Dotted key -> value of a configuration, as JSON has it."""
-    return flatten(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
-
-
-def flatten(tree: Any) -> dict[str, Any]:
-    """Dotted key -> value of dicts within dicts."""
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                walk(f"{prefix}.{name}" if prefix else str(name), inner)
-        else:
-            flat[prefix] = value
-
-    walk("", tree)
-    return flat
 
 
 def _marked_files(part: Path) -> dict[str, Any]:

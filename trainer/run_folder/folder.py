@@ -2,6 +2,7 @@
 
 <run folder>/
   config.yaml        the configuration, resolved            (here, at start)
+  inputs/            model, rows, rewards of a Python run   (trainer.api)
   placement.txt      which role runs where                  (trainer.launch, at start)
   metrics.jsonl      a line a step                          (trainer.run_folder.tracking)
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
@@ -19,9 +20,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from trainer.config.flat import config_hash, flat_config, flatten
 from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
-from trainer.run_folder.checkpoint import flat_config, flatten
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 
@@ -35,7 +36,8 @@ def open_run_folder(config: RunConfig) -> Path:
     _refuse_other_run(folder, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+        tree = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+        write_whole(folder / "config.yaml", f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:
         raise ConfigError(
             f"trainer.default_local_dir={folder} cannot be written ({err}); give a folder that can."

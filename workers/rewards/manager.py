@@ -84,7 +84,7 @@ class RewardManager:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
     def remote(self, batch: DataProto) -> RewardFuture:
-        """Start scoring: reads responses, response_mask, data_source, reward_model, extra_info."""
+        """Start scoring: reads responses, response_mask and what the data loader wrote."""
         mask = read_columns(batch, "response_mask")["response_mask"].bool()
         samples = samples_of(batch, self._tokenizer)
         uids = [sample["uid"] for sample in samples]
@@ -194,7 +194,10 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
         "uid": columns.get("uid", rows),
         "num_tokens": read_columns(batch, "response_mask")["response_mask"].sum(-1).tolist(),
     }
-    return [{name: column[row] for name, column in fields.items()} for row in rows]
+    others = columns.get("row_columns", [{}] * len(batch))
+    return [
+        {**others[row], **{name: column[row] for name, column in fields.items()}} for row in rows
+    ]
 
 
 def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:

@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from numbers import Real
@@ -44,6 +45,8 @@ class FunctionSpec:
     name: str = "default_compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
     deadline: float = 10.0
+    columns: Sequence[str] = ()
+    """What the rows of the data have besides."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.name}"
@@ -151,7 +154,8 @@ async def score_side_by_side(
 def serve(pipe: Connection, spec: FunctionSpec) -> None:
     """Answer until the other end closes."""
     try:
-        call = Call.of(load_from(spec.path, spec.name, "custom_reward_function"), spec.kwargs)
+        function = load_from(spec.path, spec.name, "custom_reward_function")
+        call = Call.of(function, spec.kwargs, spec.columns)
     except ConfigError as err:
         pipe.send((str(err), False, False))
         return

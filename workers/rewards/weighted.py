@@ -41,8 +41,9 @@ def make_rewards(
     tokenizer: Any,
     data_sources: Iterable[str],
     overlong: OverlongBufferConfig | None = None,
+    columns: Sequence[str] = (),
 ) -> Rewards:
-    """The rewards that these sections ask for.
+    """The rewards that these sections ask for; a function may read the data's `columns`.
 
     A function that cannot be loaded, data without a rule, and a server that does not answer are
     refused here.
@@ -53,7 +54,7 @@ def make_rewards(
         for config in configs:
             manager = None
             if config.kind != "model":
-                scorer = _scorer(config, data_sources)
+                scorer = _scorer(config, data_sources, columns)
                 manager = RewardManager(tokenizer, scorer, config.default_score)
             parts.append(Part(config, manager))
     except BaseException:
@@ -62,7 +63,9 @@ def make_rewards(
     return rewards
 
 
-def _scorer(config: RewardConfig, data_sources: Iterable[str]) -> Scorer | RemoteScorer:
+def _scorer(
+    config: RewardConfig, data_sources: Iterable[str], columns: Sequence[str]
+) -> Scorer | RemoteScorer:
     deadline = BATCH_DEADLINES * config.timeout_s
     if config.kind == "remote":
         check_url(config.url, config.name)
@@ -71,7 +74,8 @@ def _scorer(config: RewardConfig, data_sources: Iterable[str]) -> Scorer | Remot
         return RemoteScorer(RemoteSpec(**settings), deadline)
 
     if config.path:
-        spec = FunctionSpec(config.path, config.function, config.kwargs, config.timeout_s)
+        settings = config.path, config.function, config.kwargs, config.timeout_s
+        spec = FunctionSpec(*settings, columns=columns)
         return Scorer(spec, deadline)
     check_rules(data_sources)
     return Scorer(FunctionSpec(deadline=config.timeout_s), deadline)

@@ -104,6 +104,17 @@ def test_the_partial_last_batch_is_dropped_and_counted(make_loader: Any) -> None
     assert (len(loader), loader.num_left_over, loader.total_steps) == (9, 300 - 9 * 32, 18)
 
 
+def test_a_number_of_prompts_ends_in_a_smaller_batch(make_loader: Any) -> None:
+    loader = make_loader(train_batch_size=100, total_prompts=450)  # 3 batches an epoch
+    assert loader.total_steps == 5
+    sizes = [len(names) for names in uids(loader, 6)]
+    assert sizes == [100, 100, 100, 100, 50, 100]  # what comes after the end is nobody's
+
+    resumed = make_loader(train_batch_size=100, total_prompts=450)
+    resumed.load_state_dict({"num_taken": 4, "num_prompts": 300, "batch_size": 100})
+    assert uids(resumed, 1) == [uids(make_loader(train_batch_size=100), 5)[4][:50]]
+
+
 def test_overlong_prompts_are_filtered_and_counted(make_loader: Any, tmp_path: Path) -> None:
     files = write_jsonl(tmp_path / "p.jsonl", ["a" * length for length in (3, 20, 4, 30)])
     loader = make_loader(files, filter_overlong_prompts=True, train_batch_size=2, shuffle=False)

@@ -64,10 +64,11 @@ def test_every_optimizer_step_has_as_many_rows_as_prompts_unless_told(
     tiny_dir: Path, texts: Path, tmp_path: Path
 ) -> None:
     config = load_config(settings_of(tiny_dir, tmp_path, texts))
-    assert rows_per_update(config) == 2 * 4  # two steps of four prompts
+    assert rows_per_update(config, 8) == 2 * 4  # two steps of four prompts
+    assert rows_per_update(config, 4) == 4  # a last step of fewer prompts
     more = ("actor_rollout_ref.actor.ppo_epochs=3", "ptx.batch_size=5")
     config = load_config(settings_of(tiny_dir, tmp_path, texts, *more))
-    assert rows_per_update(config) == 2 * 3 * 5
+    assert rows_per_update(config, 8) == 2 * 3 * 5
 
 
 def test_the_memory_plan_counts_the_rows(tiny_dir: Path, texts: Path, tmp_path: Path) -> None:

@@ -39,6 +39,30 @@ def test_a_function_that_takes_any_keyword_sees_the_whole_row() -> None:
     assert Call.of(with_every_field, {"bonus": 1})(SAMPLE) == [*sorted([*SAMPLE, "bonus"])]
 
 
+def test_prompt_and_response_are_names_of_two_fields() -> None:
+    sample = {**SAMPLE, "raw_prompt": "2 + 2", "answer": "four"}
+    call = Call.of(lambda prompt, response, answer: (prompt, response, answer), {}, ["answer"])
+    assert call(sample) == ("2 + 2", "four", "four")
+
+
+def test_the_rest_of_a_row_goes_to_a_function_that_takes_any_keyword() -> None:
+    sample = {**SAMPLE, "raw_prompt": "2 + 2", "answer": "4", "response": "the data's own"}
+    call = Call.of(lambda prompt, response, **row: (prompt, response, row), {}, ["answer"])
+    prompt, response, row = call(sample)
+    assert (prompt, response, row["answer"]) == ("2 + 2", "four", "4")
+
+
+def test_a_function_of_responses_gets_columns_as_lists() -> None:
+    call = Call.of(lambda prompts, responses, answer: [prompts, responses, answer], {}, ["answer"])
+    rows = [{**SAMPLE, "raw_prompt": "p", "answer": "4"}, {**SAMPLE, "raw_prompt": "q"}]
+    assert call.whole_batch(rows) == [["p", "q"], ["four", "four"], ["4", None]]
+
+
+def test_a_column_that_only_some_data_has_fills_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"'topic'.*the rows' columns answer, level,"):
+        Call.of(lambda response, topic: 0.0, {}, ["answer", "level"])
+
+
 def test_plurals_get_the_whole_batch() -> None:
     call = Call.of(of_a_batch, {})
     assert call.takes_batches

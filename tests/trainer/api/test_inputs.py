@@ -1,0 +1,101 @@
+"""What a call has in memory becomes files that the recipes read; what cannot is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.api.inputs import (
+    file_names,
+    is_file_name,
+    model_path,
+    prompt_row,
+    rows_in_memory,
+    text_row,
+    write_rows,
+)
+from trainer.data.config import DataConfig
+from trainer.data.files import other_columns, read_rows
+from verl_like.errors import ConfigError
+
+CHAT = [{"role": "user", "content": "say a"}]
+
+
+class Dataset:
+    """Rows as `datasets.Dataset` gives them: dicts, one by one."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.column_names = rows, list(rows[0])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [["say a", "say b"], [CHAT, CHAT], Dataset([{"prompt": "say a", "answer": np.float32(1)}])],
+)
+def test_prompts_of_every_kind_are_rows_that_ppo_reads(prompts: Any, tmp_path: Path) -> None:
+    rows = [prompt_row(item, "prompt") for item in rows_in_memory(prompts, "prompts")]
+    path = write_rows(rows, "prompts", tmp_path / "train.jsonl")
+    read, _ = read_rows(DataConfig(train_files=path), "train_files")
+    given = [item["prompt"] if isinstance(item, dict) else item for item in prompts]
+    assert [row["prompt"] for row in read] == given
+
+
+def test_a_ground_truth_goes_where_verl_has_it_and_other_columns_stay() -> None:
+    row = prompt_row({"question": "2 + 2", "ground_truth": "4", "level": 1}, "question")
+    assert row["reward_model"] == {"ground_truth": "4"}
+    assert other_columns([row], "question") == ["level"]
+
+
+def test_images_are_no_column_of_plain_values() -> None:
+    rows = [{"prompt": "p", "level": 1, "image": {"bytes": b""}}, {"prompt": "q", "level": None}]
+    assert other_columns(rows, "prompt") == ["level"]
+
+
+def test_rows_of_texts_and_chats_get_the_column_that_they_are() -> None:
+    items: list[Any] = ["once", CHAT, {"prompt": "p", "response": "r"}]
+    assert [next(iter(text_row(item))) for item in items] == ["text", "messages", "prompt"]
+
+
+def test_texts_that_end_like_files_are_file_names() -> None:
+    assert is_file_name("org/dataset")
+    assert is_file_name([Path("a.parquet"), "b.jsonl"])
+    assert not is_file_name(["a.parquet", "say a"])
+    assert file_names([Path("a.parquet"), "b.jsonl"]) == ["a.parquet", "b.jsonl"]
+
+
+def test_a_value_that_json_lacks_is_named_with_its_row(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"prompts, row 1: b'x' is a bytes"):
+        write_rows([{"prompt": "a"}, {"image": b"x"}], "prompts", tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(("data", "words"), [([], "is empty"), ({"a": 1}, "a dict"), (3, "a int")])
+def test_what_is_no_data_is_refused(data: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rows_in_memory(data, "prompts")
+
+
+def test_a_model_in_memory_is_written_with_its_tokenizer(tiny_dir: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir / "model")
+    folder = Path(model_path(model, tokenizer, tmp_path / "model"))
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+    with pytest.raises(ConfigError, match="give its tokenizer, too"):
+        model_path(model, None, tmp_path)
+    with pytest.raises(ConfigError, match="a name on the hub, or a model of transformers"):
+        model_path(model.lm_head, tokenizer, tmp_path)
+    model.merge_and_unload = None  # as peft's have it
+    with pytest.raises(ConfigError, match=r"Give model\.merge_and_unload\(\)"):
+        model_path(model, tokenizer, tmp_path)
+    with pytest.raises(ConfigError, match="is the one in its folder"):
+        model_path("gpt2", tokenizer, tmp_path)

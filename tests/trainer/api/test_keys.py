@@ -1,0 +1,59 @@
+"""Keywords become the settings of a command line, and those become the same values again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.api.keys import as_text, flat_settings, overrides_of
+from trainer.config.tree import parse
+from trainer.ppo.config import PPOConfig
+from verl_like.errors import ConfigError
+
+TEXTS = st.text(st.sampled_from("ab'\"\\ {}[](),:=#%$é-./~\n1"), max_size=8)
+NAMES = st.from_regex(r"[a-z][a-z_/]{0,5}", fullmatch=True).filter(
+    lambda name: name not in ("true", "false", "null", "inf", "nan")
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(VALUES)
+def test_a_value_is_read_as_it_was_given(value: Any) -> None:
+    assert parse(f"key={as_text(value, 'key')}").value() == value
+
+
+def test_sections_are_opened_and_other_dicts_are_values() -> None:
+    keywords = {
+        "placement": "split",
+        "actor_rollout_ref": {"rollout": {"n": 2}, "actor": {"optim": {"lr": 1e-5}}},
+        "trainer": {"stop_at": {"critic/score/mean": 0.5}, "resume_from_path": None},
+        "data.train_batch_size": 8,
+        "role_workers": {"judge": Path("mine.Judge")},
+    }
+    assert overrides_of(flat_settings(PPOConfig, keywords)) == [
+        "placement=split",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.optim.lr=1e-05",
+        "trainer.stop_at={critic/score/mean: 0.5}",
+        "trainer.resume_from_path=null",
+        "data.train_batch_size=8",
+        "role_workers={judge: mine.Judge}",
+    ]
+
+
+def test_a_key_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.shuffle is given twice: True and False"):
+        flat_settings(PPOConfig, {"data": {"shuffle": True}, "data.shuffle": False})
+
+
+def test_what_the_command_line_has_no_form_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.shuffle=<object .*: a object is no value"):
+        overrides_of({"data.shuffle": object()})

@@ -1,0 +1,90 @@
+"""A function of any kind is found by a reward process; one that cannot be called is refused."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.api.rewards import reward_list
+from verl_like.errors import ConfigError
+from workers.rewards.functions import gsm8k
+from workers.rewards.process import FunctionSpec
+from workers.rewards.scorer import Scorer
+
+SAMPLE = {"solution_str": "aab", "raw_prompt": "say a", "letter": "a"}
+
+
+class Bonus:
+    """A reward that is an object."""
+
+    def __init__(self, bonus: float) -> None:
+        self.bonus = bonus
+
+    def __call__(self, response: str) -> float:
+        return len(response) + self.bonus
+
+
+def test_closures_lambdas_and_objects_score_in_another_process(tmp_path: Path) -> None:
+    weights = {"a": 2.0, "b": 1.0}
+
+    async def of_a_session(response: str, letter: str) -> dict[str, float]:
+        return {"score": response.count(letter) * weights[letter], "size": len(response)}
+
+    def of_a_batch(responses: list[str], letter: list[str]) -> list[float]:
+        return [
+            weights[own] * len(response) for own, response in zip(letter, responses, strict=True)
+        ]
+
+    given = [of_a_session, lambda prompt, **row: len(prompt), Bonus(0.5), of_a_batch]
+    items = reward_list(given, tmp_path, ["letter"])
+    assert [item["name"] for item in items] == ["of_a_session", "reward", "Bonus", "of_a_batch"]
+
+    scores = []
+    for item in items:
+        scorer = Scorer(FunctionSpec(item["path"], item["function"], columns=["letter"]), 20.0)
+        try:
+            scorer.start()
+            scores.append(scorer.score([SAMPLE])[0])
+        finally:
+            scorer.stop()
+    assert scores == [(4.0, {"size": 3.0}, None), (5.0, {}, None), (3.5, {}, None), (6.0, {}, None)]
+
+
+def test_a_function_of_a_module_is_named_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_rewards.py").write_text("def score(response):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import own_rewards
+
+    first, second = reward_list([own_rewards.score, gsm8k], tmp_path / "rewards", [])
+    assert (first["path"], first["function"]) == (str(tmp_path / "own_rewards.py"), "score")
+    assert (second["path"], second["function"]) == ("workers.rewards.functions", "gsm8k")
+    assert not (tmp_path / "rewards").exists()
+
+
+def test_settings_stand_beside_a_function_and_other_kinds_stay(tmp_path: Path) -> None:
+    remote = {"name": "judge", "kind": "remote", "url": "http://127.0.0.1:1/score"}
+    own = {"function": lambda response, bonus: bonus, "weight": 0.5, "kwargs": {"bonus": 1}}
+    first, second, third = reward_list([own, remote, lambda response: 0.0], tmp_path, [])
+    assert first["weight"] == 0.5
+    assert second == remote
+    assert [first["name"], third["name"]] == ["reward", "reward_2"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (lambda response, topic: 0.0, r"'topic'.*the rows' columns letter"),
+        ("mine.py", "a reward is a str: give a function, or a dict"),
+        ({"function": Bonus(threading.Lock())}, "cannot be sent to its process.*pickle"),
+    ],
+)
+def test_a_reward_that_cannot_work_is_refused_at_once(
+    reward: Any, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        reward_list([reward], tmp_path, ["letter"])

@@ -1,0 +1,246 @@
+"""Runs from Python: the numbers of the command line, steps that go on, callbacks in their order."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.integration.runs import numbers
+from trainer import PPO, SFT, RunResult, config_hash, load_config, main_ppo, run
+from trainer.cli.main import RECIPES
+from trainer.config.compose import from_composed
+from trainer.hooks import Hooks
+from trainer.ppo.recipe import PPO as PPO_RECIPE
+from trainer.sft.recipe import SFT as SFT_RECIPE
+from verl_like.errors import CallbackError, ConfigError
+
+PROMPTS = [{"prompt": f"say {letter}", "letter": letter} for letter in "abcdefgh"]
+SMALL: dict[str, Any] = {
+    "algorithm": {"adv_estimator": "grpo"},
+    "data": {"train_batch_size": 4, "max_prompt_length": 16, "max_response_length": 8},
+    "actor_rollout_ref": {"rollout": {"n": 2}, "actor": {"optim": {"lr": 1e-3}}},
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+    "trainer.logger": [],
+}
+ROWS = [{"prompt": f"say {letter}", "response": letter * 3} for letter in "abcdefghij"]
+SMALL_SFT: dict[str, Any] = {
+    "data": {"train_batch_size": 4, "max_length": 32},
+    "trainer": {"logger": [], "val_before_train": False},
+}
+
+
+class Noted:
+    """Every hook, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda trainer, *arguments: self.calls.append(f"{name} {trainer.global_step}")
+
+
+class Failing:
+    """Its hook raises in the second step."""
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if trainer.global_step == 2:
+            metrics["no such metric"]  # noqa: B018
+
+
+def make_ppo(tiny_dir: Path, folder: Path, **more: Any) -> PPO:
+    table = {letter: 1.0 for letter in "abcdefgh"}
+
+    def score(response: str, letter: str) -> float:
+        return table[letter] * response.count(letter) + sum(map(ord, response[:1])) / 100
+
+    keys = {**SMALL, **more}
+    return PPO(tiny_dir / "model", PROMPTS, score, folder=folder, **keys)
+
+
+@pytest.fixture(scope="module")
+def made(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PPO, RunResult]:
+    """A run of three steps at once, and what it gave."""
+    own = make_ppo(tiny_dir, tmp_path_factory.mktemp("run"))
+    return own, own.fit(steps=3)
+
+
+def test_a_run_gives_its_numbers_and_folders(made: tuple[PPO, RunResult]) -> None:
+    own, result = made
+    assert [line["step"] for line in result.metrics] == [1, 2, 3]
+    assert {"critic/score/mean", "reward/score_score/mean"} <= result.metrics[0].keys()
+    assert result.folder == own.folder
+    assert result.model_folder == own.folder / "global_step_3" / "actor" / "huggingface"
+    assert (result.model_folder / "config.json").is_file()
+
+
+def test_the_command_line_has_the_same_configuration(
+    made: tuple[PPO, RunResult], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own, result = made
+    seen: list[Any] = []
+    monkeypatch.setattr("trainer.launch.run", seen.append)
+    monkeypatch.chdir(tmp_path)
+    _, command, *arguments = shlex.split(own.command(steps=3).replace("steps=6", "steps=3"))
+    monkeypatch.setattr(sys, "argv", ["verl-like", *arguments, "hydra.run.dir=."])
+    main_ppo.main()
+    assert command == "ppo"
+    assert config_hash(seen[0]) == result.config_hash
+
+    saved = own.folder / "config.yaml"
+    assert saved.read_text().startswith(f"# config hash {result.config_hash}\n")
+    again = from_composed(OmegaConf.load(saved), [], PPO_RECIPE)
+    assert config_hash(again) == result.config_hash
+
+
+def test_the_command_line_has_the_same_numbers(made: tuple[PPO, RunResult], tmp_path: Path) -> None:
+    own, result = made
+    more = f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=3"
+    kept = [each for each in own.overrides() if not each.startswith("trainer.default_local_dir")]
+    other = run(load_config([*kept, *more]))
+    assert numbers(tmp_path) == numbers(own.folder)
+    assert other.config_hash == result.config_hash
+
+
+def test_steps_in_two_parts_are_the_same_steps(
+    made: tuple[PPO, RunResult], tiny_dir: Path, tmp_path: Path
+) -> None:
+    own = make_ppo(tiny_dir, tmp_path)
+    assert len(own.fit(steps=1).metrics) == 1
+    assert len(own.fit(steps=2).metrics) == 3
+    assert numbers(tmp_path) == numbers(made[0].folder)
+
+
+@pytest.mark.parametrize(
+    ("triple", "prompts_of_steps"),
+    [((1, 2, 2), [4]), ((1, 3, 2), [4, 2]), ((3, 3, 4), [4, 4, 1])],
+    ids=str,
+)
+def test_rollouts_are_counted_and_a_partial_last_update_is_trained(
+    triple: tuple[int, int, int], prompts_of_steps: list[int], tiny_dir: Path, tmp_path: Path
+) -> None:
+    own = make_ppo(tiny_dir, tmp_path, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 1})
+    num_episodes, max_timesteps, update_timesteps = triple
+    result = own.fit(
+        num_episodes=num_episodes, max_timesteps=max_timesteps, update_timesteps=update_timesteps
+    )
+    files = [tmp_path / "rollouts" / f"{step + 1}.jsonl" for step in range(len(result.metrics))]
+    rows = [len(file.read_text().splitlines()) for file in files]
+    assert rows == [2 * num_prompts for num_prompts in prompts_of_steps]
+    assert all(line["actor/grad_norm"] > 0 for line in result.metrics)
+
+    again = own.fit(num_episodes=1, max_timesteps=2, update_timesteps=2)
+    assert len(again.metrics) == len(prompts_of_steps) + 1
+
+
+def test_counts_that_cannot_be_are_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    own = make_ppo(tiny_dir, tmp_path)
+    with pytest.raises(ConfigError, match="steps=0: give a number above 0"):
+        own.fit(steps=0)
+    with pytest.raises(ConfigError, match="max_timesteps=None: give a number"):
+        own.fit(num_episodes=1, update_timesteps=2)
+    with pytest.raises(ConfigError, match="give one or the other"):
+        own.fit(1, num_episodes=1)
+    with pytest.raises(ConfigError, match="update_timesteps=3 rollouts share .*=4 prompts"):
+        own.fit(num_episodes=1, max_timesteps=3, update_timesteps=3)
+    with pytest.raises(ConfigError, match="leaves 2 prompts for the last step .*size=4; 4 prompts"):
+        own.fit(num_episodes=1, max_timesteps=3, update_timesteps=2)
+
+
+def test_hooks_of_ppo_come_in_the_documented_order(tiny_dir: Path, tmp_path: Path) -> None:
+    noted = Noted()
+    more = {"val_prompts": PROMPTS[:2], "trainer.test_freq": 1}
+    own = PPO(
+        tiny_dir / "model",
+        PROMPTS,
+        lambda response: len(response) / 8,
+        folder=tmp_path,
+        callbacks=[noted],
+        **SMALL,
+        **more,
+    )
+    own.fit(steps=1)
+    assert noted.calls == [
+        "on_init_end 0",
+        "on_train_begin 0",
+        "on_validate_begin 0",
+        "on_validate_end 0",
+        "on_step_begin 1",
+        "on_sample_begin 1",
+        "on_sample_end 1",
+        "on_validate_begin 1",
+        "on_validate_end 1",
+        "on_step_end 1",
+        "on_save_end 1",
+        "on_train_end 1",
+    ]
+    hooks = {name for name in vars(Hooks) if name.startswith("on_")}
+    assert {call.split()[0] for call in noted.calls} == hooks
+
+
+def test_an_sft_run_trains_its_last_rows_and_calls_its_hooks(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    noted = Noted()
+    own = SFT(tiny_dir / "model", ROWS, folder=tmp_path, callbacks=[noted], **SMALL_SFT)
+    result = own.fit()
+    assert [line["train/num_tokens"] for line in result.metrics] == [16.0, 16.0, 8.0]
+    assert result.model_folder == tmp_path / "global_step_3" / "sft" / "huggingface"
+    step = ["on_step_begin {}", "on_step_end {}"]
+    assert noted.calls == [
+        *["on_init_end 0", "on_train_begin 0"],
+        *[hook.format(number) for number in (1, 2, 3) for hook in step],
+        *["on_save_end 3", "on_train_end 3"],
+    ]
+    _, command, *arguments = shlex.split(own.command())
+    assert command == "sft"
+    assert config_hash(load_config(arguments, SFT_RECIPE)) == result.config_hash
+
+
+def test_an_error_of_a_callback_names_it_and_ends_the_run(tiny_dir: Path, tmp_path: Path) -> None:
+    own = SFT(tiny_dir / "model", ROWS, folder=tmp_path, callbacks=[Failing()], **SMALL_SFT)
+    with pytest.raises(CallbackError, match=r"Failing\.on_step_end failed at step 2: KeyErr") as e:
+        own.fit()
+    assert isinstance(e.value.__cause__, KeyError)
+    assert [line["step"] for line in numbers(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (type("Late", (), {"on_step_ended": None})(), "Late has 'on_step_ended'.*'on_step_end'"),
+        (object(), "object has no hook"),
+    ],
+)
+def test_a_callback_that_would_never_be_called_is_refused(
+    callback: object, words: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SFT(tiny_dir / "model", ROWS, folder=tmp_path, callbacks=[callback])
+
+
+def test_a_key_that_an_argument_stands_for_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path='b' stands among the keys"):
+        SFT("a", ROWS, folder=tmp_path, **{"model.path": "b"})
+    with pytest.raises(ConfigError, match=r"There is no key 'optim\.lrr'.*'optim\.lr'"):
+        SFT("a", ROWS, folder=tmp_path, optim={"lrr": 1.0})
+    with pytest.raises(ConfigError, match="put all into the list `rewards`"):
+        PPO("a", PROMPTS, len, rewards=[len], folder=tmp_path)
+
+
+def test_every_run_without_a_folder_has_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = [SFT("a", ROWS, **SMALL_SFT).folder for _ in range(2)]
+    assert folders == [tmp_path / "runs/verl_like" / name for name in ("sft-1", "sft-2")]
+
+
+def test_a_recipe_is_called_on_the_command_line_as_here() -> None:
+    assert SFT.recipe == RECIPES[SFT_RECIPE.name]

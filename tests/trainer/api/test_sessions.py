@@ -1,0 +1,55 @@
+"""A run of a script without a `__main__` guard, from a cell: in an event loop, without a file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+CELL = """
+print("the session begins")
+from trainer import PPO
+
+table = {"a": 1.0}
+
+
+def score(prompt, response, **row):
+    return response.count(row["letter"]) * table["a"]
+
+
+run = PPO(
+    MODEL, [{"prompt": "say a", "letter": "a"}] * 4, score,
+    data={"train_batch_size": 4, "max_prompt_length": 16, "max_response_length": 8},
+    actor_rollout_ref={"actor": {"ppo_mini_batch_size": 4}, "rollout": {"n": 2}},
+    algorithm={"adv_estimator": "grpo"},
+    trainer={"n_gpus_per_node": 2, "logger": []},
+)
+print("failed:", run.fit(steps=1).metrics[0]["reward/num_failed"])
+"""
+SCRIPT = f"""
+import asyncio
+
+async def in_an_event_loop():
+    exec({CELL!r}, {{"__name__": "__main__", "MODEL": "MODEL"}})
+
+asyncio.run(in_an_event_loop())
+"""
+
+
+def test_the_script_runs_once_and_its_function_is_found(tiny_dir: Path, tmp_path: Path) -> None:
+    script = tmp_path / "session.py"
+    script.write_text(SCRIPT.replace('"MODEL": "MODEL"', f'"MODEL": "{tiny_dir}/model"'))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the session begins") == 1
+    assert "failed: 0.0" in done.stdout
+    assert len(list((tmp_path / "runs/verl_like/ppo-1/logs").iterdir())) >= 2  # two processes

@@ -1,0 +1,173 @@
+"""What the classes of `trainer.api.recipes` have in common: settings, files, `fit`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trainer.api.inputs import (
+    Row,
+    file_names,
+    is_file_name,
+    model_path,
+    rows_in_memory,
+    text_row,
+    write_rows,
+)
+from trainer.api.keys import flat_settings, overrides_of
+from trainer.config.compose import load_config
+from trainer.config.recipe import Recipe
+from trainer.config.schema import RunConfig
+from trainer.hooks import check_callbacks
+from trainer.launch import run
+from trainer.run_folder.checkpoint import committed, read_marker
+from trainer.run_folder.result import RunResult
+from verl_like.errors import ConfigError
+from verl_like.registry import load_object
+
+FOLDER_KEY = "trainer.default_local_dir"
+LAST_STEP_ONLY = 10**9
+"""A `trainer.save_freq` that saves after a run's last step alone."""
+SAVED = ["model", "optimizer", "extra", "hf_model"]
+"""What a checkpoint has: all that a resume needs, and an export for `from_pretrained`."""
+
+
+class PythonRun:
+    """A run of a recipe: settings, and the files that they name. Nothing starts before `fit`."""
+
+    recipe: ClassVar[str]
+    """Dotted path of the recipe; it is imported when the first run of it is made."""
+    model_section: ClassVar[str] = "model"
+    checkpoint_section: ClassVar[str] = "checkpoint"
+
+    def __init__(
+        self,
+        model: Any,
+        data: Mapping[str, Any],
+        *,
+        tokenizer: Any,
+        folder: str | Path | None,
+        callbacks: Sequence[object],
+        keys: Mapping[str, Any],
+    ) -> None:
+        """`data` has rows, or file names, by the key that they are for (data.train_files)."""
+        check_callbacks(callbacks)
+        self.callbacks = list(callbacks)
+        self._recipe: Recipe[Any] = load_object(self.recipe, type(self).__name__)
+        own = flat_settings(self._recipe.schema, keys)
+        self.folder = _run_folder(folder, own.pop(FOLDER_KEY, None), self._recipe.name)
+
+        inputs = self.folder / "inputs"
+        inputs.mkdir(parents=True, exist_ok=True)
+        given = {f"{self.model_section}.path": model_path(model, tokenizer, inputs / "model")}
+        for key, rows in data.items():
+            if rows is not None:
+                given[key] = self._files(key, rows, own, inputs)
+        _refuse_twice(given, own)
+        self.settings: dict[str, Any] = {
+            **{"trainer.backend": "local", "trainer.save_freq": LAST_STEP_ONLY},
+            **{f"{self.checkpoint_section}.save_contents": SAVED, FOLDER_KEY: self.folder},
+            **given,
+            **self.plain_settings(own, inputs),
+        }
+        self.config()
+
+    def _files(self, key: str, rows: Any, own: Mapping[str, Any], inputs: Path) -> Any:
+        """What stands at `key`: file names as they are, rows in a file of the run folder."""
+        if is_file_name(rows):
+            return file_names(rows)
+        what = f"what is given for {key}"
+        made = self.rows_of(rows_in_memory(rows, what), own)
+        return write_rows(made, what, inputs / f"{key.rpartition('.')[2]}.jsonl")
+
+    # --------------------------------------------------------------------- what a recipe may change
+
+    def rows_of(self, items: Sequence[Any], own: Mapping[str, Any]) -> list[Row]:
+        """Items of data in memory as rows of the recipe's files."""
+        return [text_row(item) for item in items]
+
+    def plain_settings(self, own: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
+        """The user's settings, with what is no text or number put into files."""
+        return dict(own)
+
+    # ------------------------------------------------------------------------------------- the run
+
+    def overrides(self, steps: int | None = None) -> list[str]:
+        """`key=value` of what `fit(steps)` runs next."""
+        return overrides_of(self.settings | self._length(steps))
+
+    def config(self, steps: int | None = None) -> RunConfig:
+        """The whole configuration, checked."""
+        config: RunConfig = load_config(self.overrides(steps), self._recipe)
+        return config
+
+    def command(self, steps: int | None = None) -> str:
+        """The command line of what `fit(steps)` runs next."""
+        return shlex.join(["verl-like", self._recipe.name, *self.overrides(steps)])
+
+    def fit(self, steps: int | None = None) -> RunResult:
+        """Run so many steps more; without `steps`, to the end that the keys say.
+
+        It goes on from the newest checkpoint of the run folder, and saves one after its last step.
+        """
+        return self.run_with(self._length(steps))
+
+    def run_with(self, length: dict[str, int]) -> RunResult:
+        """Run to the end that this setting says."""
+        config: RunConfig = load_config(overrides_of(self.settings | length), self._recipe)
+        return run(config, callbacks=self.callbacks)
+
+    def _length(self, steps: int | None) -> dict[str, int]:
+        """The setting of a run of so many steps more."""
+        if steps is None:
+            return {}
+        require_counts(steps=steps)
+        return {"trainer.total_training_steps": self.steps_made() + steps}
+
+    def steps_made(self) -> int:
+        """Steps that a run of these settings goes on from."""
+        start = self.settings.get("trainer.resume_from_path")
+        mode = self.settings.get("trainer.resume_mode", "auto")
+        if mode == "resume_path" and start is not None:
+            return int(read_marker(Path(start))["step"])
+        return max(committed(self.folder), default=0) if mode == "auto" else 0
+
+
+def require_counts(**counts: int | None) -> dict[str, int]:
+    """The counts; what is no number above 0 is refused."""
+    numbers = {}
+    for name, count in counts.items():
+        if count is None or count < 1:
+            raise ConfigError(f"{name}={count}: give a number above 0.")
+        numbers[name] = count
+    return numbers
+
+
+def _run_folder(given: str | Path | None, key: str | Path | None, recipe: str) -> Path:
+    """The folder of the call or of the keys; otherwise a new one, made at once."""
+    if given is not None and key is not None:
+        raise ConfigError(f"folder={given} and {FOLDER_KEY}={key} are the same thing. Drop one.")
+    if given is not None or key is not None:
+        return Path(given or key or "").expanduser().resolve()
+
+    runs = Path("runs/verl_like").resolve()
+    runs.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = runs / f"{recipe}-{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def _refuse_twice(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for key in given.keys() & own.keys():
+        raise ConfigError(
+            f"{key}={own[key]!r} stands among the keys, and the call says {given[key]!r} by an "
+            "argument of its own. Drop one."
+        )

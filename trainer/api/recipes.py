@@ -1,0 +1,170 @@
+"""The recipes as classes: `from trainer import PPO, SFT, RewardModel, DPO`.
+
+    run = PPO(model="gpt2", prompts=["say a", "say b"], reward=lambda prompt, response: 1.0)
+    result = run.fit(steps=20)          # .metrics, .folder, .model_folder
+    result = run.fit(steps=20)          # 20 more
+    run.command()                       # the same on the command line
+
+Further keywords are keys of the recipe's configuration: `placement="split"`, a section as a dict,
+or any key by its dotted name, `**{"data.train_batch_size": 8}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.api.inputs import Row, prompt_row
+from trainer.api.python_run import PythonRun, require_counts
+from trainer.api.rewards import reward_list
+from trainer.data.files import other_columns
+from trainer.ppo.config import PPOConfig
+from trainer.run_folder.result import RunResult
+from verl_like.errors import ConfigError
+
+
+class PPO(PythonRun):
+    """PPO, GRPO and their kin: a policy learns from rewards of what it says."""
+
+    recipe = "trainer.ppo.recipe.PPO"
+    model_section = "actor_rollout_ref.model"
+    checkpoint_section = "actor_rollout_ref.actor.checkpoint"
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Any,
+        reward: Callable[..., Any] | None = None,
+        *,
+        val_prompts: Any = None,
+        tokenizer: Any = None,
+        folder: str | Path | None = None,
+        callbacks: Sequence[object] = (),
+        **keys: Any,
+    ) -> None:
+        """Write what is in memory into the run folder, and check the configuration.
+
+        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
+        - `prompts`, `val_prompts`: texts, chats, or dicts with a `prompt` (a list, a
+          `datasets.Dataset`, any iterable of them), or file names.
+        - `reward`: a function; its parameters name what it reads: `prompt`, `response`, columns of
+          the row, verl's `solution_str`, `ground_truth`, ..., or `**row` for all. Without one, the
+          rule of each row's data_source. `rewards=[...]` is the configuration's list, in which
+          functions may stand.
+        - `folder`: the run folder; a new one in `runs/verl_like` by default.
+        - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
+        """
+        if reward is not None and "rewards" in keys:
+            raise ConfigError("reward and rewards are both given: put all into the list `rewards`.")
+        if reward is not None:
+            keys["rewards"] = [reward]
+        self._columns: list[str] | None = None
+        data = {"data.train_files": prompts, "data.val_files": val_prompts}
+        super().__init__(
+            model, data, tokenizer=tokenizer, folder=folder, callbacks=callbacks, keys=keys
+        )
+
+    def fit(
+        self,
+        steps: int | None = None,
+        *,
+        num_episodes: int | None = None,
+        max_timesteps: int | None = None,
+        update_timesteps: int | None = None,
+    ) -> RunResult:
+        """Run so many steps more; without `steps`, to the end that the keys say.
+
+        It goes on from the newest checkpoint of the run folder, and saves one after its last step.
+
+        Or `num_episodes` of `max_timesteps` rollouts, of which `update_timesteps` together make a
+        step: `data.train_batch_size` prompts. A last step of fewer rollouts is trained, too.
+        """
+        counts = {
+            "num_episodes": num_episodes,
+            "max_timesteps": max_timesteps,
+            "update_timesteps": update_timesteps,
+        }
+        if not any(count is not None for count in counts.values()):
+            return super().fit(steps)
+        if steps is not None:
+            raise ConfigError(f"steps={steps} beside {', '.join(counts)}: give one or the other.")
+
+        length = self._prompts_of(**require_counts(**counts))
+        return self.run_with(length)
+
+    def _prompts_of(
+        self, num_episodes: int, max_timesteps: int, update_timesteps: int
+    ) -> dict[str, int]:
+        """The setting of a run of so many rollouts more."""
+        config = self.config()
+        assert isinstance(config, PPOConfig), "the recipe's schema"
+        size = config.data.train_batch_size
+        if size % update_timesteps:
+            raise ConfigError(
+                f"update_timesteps={update_timesteps} rollouts share data.train_batch_size={size} "
+                f"prompts; take a divisor of it, or {size - size % update_timesteps} prompts."
+            )
+        per_rollout = size // update_timesteps
+        prompts = num_episodes * max_timesteps * per_rollout
+        return {"data.total_prompts": self.steps_made() * size + prompts}
+
+    def rows_of(self, items: Sequence[Any], own: Mapping[str, Any]) -> list[Row]:
+        """Prompts in verl's schema."""
+        prompt_key = own.get("data.prompt_key", "prompt")
+        rows = [prompt_row(item, prompt_key) for item in items]
+        self._columns = other_columns(rows, prompt_key)
+        return rows
+
+    def plain_settings(self, own: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
+        """Reward functions are named by a file."""
+        settings = dict(own)
+        if "rewards" in own:
+            settings["rewards"] = reward_list(own["rewards"], inputs / "rewards", self._columns)
+        return settings
+
+
+class RowsRun(PythonRun):
+    """A recipe that trains one model on rows."""
+
+    def __init__(
+        self,
+        model: Any,
+        rows: Any,
+        *,
+        val_rows: Any = None,
+        tokenizer: Any = None,
+        folder: str | Path | None = None,
+        callbacks: Sequence[object] = (),
+        **keys: Any,
+    ) -> None:
+        """Write what is in memory into the run folder, and check the configuration.
+
+        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
+        - `rows`, `val_rows`: dicts with the recipe's columns (a list, a `datasets.Dataset`, any
+          iterable of them), or file names.
+        - `folder`: the run folder; a new one in `runs/verl_like` by default.
+        - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
+        """
+        data = {"data.train_files": rows, "data.val_files": val_rows}
+        super().__init__(
+            model, data, tokenizer=tokenizer, folder=folder, callbacks=callbacks, keys=keys
+        )
+
+
+class SFT(RowsRun):
+    """Supervised fine-tuning on texts, chats, and dicts with prompt and response."""
+
+    recipe = "trainer.sft.recipe.SFT"
+
+
+class RewardModel(RowsRun):
+    """A reward model of pairs: dicts with chosen, rejected and, as a rule, prompt."""
+
+    recipe = "trainer.reward_model.recipe.REWARD_MODEL"
+
+
+class DPO(RowsRun):
+    """DPO and its kin: preferences, as pairs like those of `RewardModel`."""
+
+    recipe = "trainer.preference.recipe.DPO"

@@ -1,0 +1,96 @@
+"""Reward functions of a call as items of the list `rewards`.
+
+A function runs in a process of its own, which does not have the user's session, and must not start
+the user's script. One that can be imported there is named by its file or module; any other (of a
+script or notebook, a closure, a lambda) is pickled whole into the run folder, beside a file of
+Python that loads it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from verl_like.errors import ConfigError
+from verl_like.files import write_whole
+from workers.rewards.call import Call
+
+LOADER = '''"""A reward function from a Python session: its pickle lies beside this file."""
+
+import pickle
+from pathlib import Path
+
+compute_score = pickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
+'''
+
+
+def reward_list(
+    rewards: Sequence[Any], folder: Path, columns: Sequence[str] | None
+) -> list[dict[str, Any]]:
+    """The items of `rewards`: functions, or dicts as the configuration has them.
+
+    A dict's `function` may be one, too. `columns` are those of the rows, where they are known: a
+    parameter that nothing fills is then refused.
+    """
+    items: list[dict[str, Any]] = []
+    for reward in rewards:
+        item = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
+        function = item.get("function")
+        if not isinstance(reward, Mapping) and not callable(reward):
+            raise ConfigError(
+                f"a reward is a {type(reward).__name__}: give a function, or a dict such as "
+                "{'name': 'style', 'kind': 'model', 'path': 'models/style'}."
+            )
+        if callable(function):
+            taken = [other["name"] for other in items if "name" in other]
+            item.setdefault("name", _free_name(function, taken))
+            if columns is not None:
+                Call.of(function, dict(item.get("kwargs", {})), columns)
+            item["path"], item["function"] = place_of_function(function, folder / item["name"])
+        items.append(item)
+    return items
+
+
+def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, str]:
+    """(file or module, name) where a reward process finds it."""
+    found = _importable(function)
+    if found is not None:
+        return found
+
+    try:
+        pickled = cloudpickle.dumps(function)
+    except Exception as err:
+        raise ConfigError(
+            f"the reward function {function!r:.80} cannot be sent to its process "
+            f"({type(err).__name__}: {err}). What it uses must be picklable: open files, locks and "
+            "connections inside it."
+        ) from err
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".pkl").write_bytes(pickled)
+    write_whole(path.with_suffix(".py"), LOADER)
+    return str(path.with_suffix(".py")), "compute_score"
+
+
+def _importable(function: Callable[..., Any]) -> tuple[str, str] | None:
+    """The file of a module of its own, or the name of a package's module, that has it."""
+    name = getattr(function, "__qualname__", "")
+    module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
+    if module is None or module.__name__ == "__main__" or vars(module).get(name) is not function:
+        return None
+
+    spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None) or ""
+    if spec is None or not file.endswith(".py"):
+        return None
+    return (module.__name__ if "." in module.__name__ else file), name
+
+
+def _free_name(function: Callable[..., Any], taken: Sequence[str]) -> str:
+    """The function's own name, for metrics."""
+    name = getattr(function, "__name__", type(function).__name__)
+    name = name if name.isidentifier() else "reward"
+    names = [name, *(f"{name}_{number}" for number in range(2, len(taken) + 2))]
+    return next(each for each in names if each not in taken)

@@ -1,0 +1,49 @@
+"""A configuration as dotted keys with values, and one number for all of it.
+
+Read by the run folder, which compares a run with the one before, and by `trainer.api`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from trainer.config.schema import RunConfig
+
+NAMES_OF_A_RUN = frozenset(
+    {"trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"}
+)
+
+
+def flat_config(config: RunConfig) -> dict[str, Any]:
+    """Dotted key -> value of a configuration, as JSON has it."""
+    return flatten(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Dotted key -> value of dicts within dicts."""
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                walk(f"{prefix}.{name}" if prefix else str(name), inner)
+        else:
+            flat[prefix] = value
+
+    walk("", tree)
+    return flat
+
+
+def config_hash(config: RunConfig) -> str:
+    """The same for configurations of equal values, whatever they were made from.
+
+    What the run is called and where its folder is do not count. Twelve hexadecimal digits;
+    `config.yaml` of the run folder begins with them.
+    """
+    flat = flat_config(config)
+    counted = {key: value for key, value in flat.items() if key not in NAMES_OF_A_RUN}
+    text = json.dumps([type(config).__name__, counted], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,41 @@
+"""What a finished run gives back: its numbers, and where its files are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config.flat import config_hash
+from trainer.config.schema import RunConfig
+from trainer.run_folder.checkpoint import committed
+
+EXPORT = "huggingface"
+"""Folder of a role's checkpoint that `from_pretrained` loads."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run, after its last step."""
+
+    folder: Path
+    """The run folder."""
+    config_hash: str
+    """The first line of the folder's `config.yaml`; equal for equal configurations."""
+    metrics: list[dict[str, float]]
+    """The lines of `metrics.jsonl`: a step's numbers, with its number as `step`."""
+    model_folder: Path | None
+    """The newest export for `from_pretrained`; None if no checkpoint has one."""
+
+    @classmethod
+    def of(cls, config: RunConfig, role: str) -> RunResult:
+        """Read from the run folder; the export is that of `role`."""
+        folder = Path(config.trainer.default_local_dir)
+        lines = folder / "metrics.jsonl"
+        metrics = []
+        if lines.is_file():
+            metrics = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+
+        exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]
+        model_folder = next((path for path in reversed(exports) if path.is_dir()), None)
+        return cls(folder, config_hash(config), metrics, model_folder)
