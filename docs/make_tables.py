@@ -33,6 +33,7 @@ from trainer.ppo.cards import (
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.rows.config import RowConfig
 from trainer.sft.recipe import SFT
 from workers.columns import COLUMNS
 from workers.config import RewardConfig
@@ -63,12 +64,12 @@ def key_table() -> str:
     return "\n\n".join(parts)
 
 
-def recipe_key_table(recipe: Recipe[Any]) -> str:
-    """The keys that a recipe has beside those of every run."""
+def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
+    """The keys that a recipe has beside those of the schema `base`."""
     recipe.load_registries()
     docs, default = field_docs(recipe.schema), recipe.schema()
-    shared = {key.name for key in leaf_keys(RunConfig)}
-    own = [key for key in leaf_keys(recipe.schema) if key.name not in shared]
+    of_base = {key.name for key in leaf_keys(base)}
+    own = [key for key in leaf_keys(recipe.schema) if key.name not in of_base]
     return "\n".join([*HEAD_OF_KEYS, *(_key_row(key.name, key, default, docs) for key in own)])
 
 
@@ -303,8 +304,8 @@ def _cell(text: str) -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "keys": ("configuration.md", key_table),
     "rewards": ("rewards.md", reward_key_table),
-    "sft-keys": ("sft.md", partial(recipe_key_table, SFT)),
-    "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL)),
+    "sft-keys": ("sft.md", partial(recipe_key_table, SFT, RunConfig)),
+    "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL, RowConfig)),
     "columns": ("dataflow.md", column_table),
     "presets": ("algorithms.md", preset_table),
     "estimators": ("algorithms.md", estimator_table),

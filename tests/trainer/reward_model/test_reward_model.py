@@ -156,6 +156,14 @@ def test_the_command_learns_what_can_be_told_apart(
     assert reached[-1] >= 0.95
 
 
+def test_a_pair_that_fits_into_no_pass_is_refused(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = settings_of(tiny_dir, files, tmp_path, "data.max_token_len_per_gpu=63")
+    with pytest.raises(ConfigError, match=r"Two responses of data\.max_length=32 .*_gpu=63"):
+        load_config(settings, REWARD_MODEL)
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
