@@ -179,11 +179,16 @@ def test_a_bad_pair_is_refused_before_a_process_starts(
     files: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("trainer.launch.WorkerGroups", None)
     bad = files | {"train": written(tmp_path / "bad.jsonl", [*letters(1, 0), row])}
+    settings = settings_of(tiny_dir, bad, tmp_path / "run")
     with pytest.raises(ConfigError, match=rf"bad.jsonl, line 2: .*{problem}"):
-        run(load_config(settings_of(tiny_dir, bad, tmp_path / "run"), REWARD_MODEL))
+        run(load_config(settings, REWARD_MODEL))
+    more = ("data.on_bad_row=skip", "trainer.dry_run=true")
+    run(load_config([*settings, *more], REWARD_MODEL))
+    assert "1 rows to train on, 7 to validate on" in capsys.readouterr().out
 
 
 def test_the_command_shows_its_keys_and_names_a_wrong_loss(
