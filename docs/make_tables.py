@@ -70,12 +70,12 @@ def key_table() -> str:
     return "\n\n".join(parts)
 
 
-def recipe_key_table(recipe: Recipe[Any]) -> str:
-    """The keys that a recipe has beside those of every run."""
+def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
+    """The keys that a recipe has beside those of the schema `base`."""
     recipe.load_registries()
     docs, default = field_docs(recipe.schema), recipe.schema()
-    shared = {key.name for key in leaf_keys(RunConfig)}
-    own = [key for key in leaf_keys(recipe.schema) if key.name not in shared]
+    of_base = {key.name for key in leaf_keys(base)}
+    own = [key for key in leaf_keys(recipe.schema) if key.name not in of_base]
     return "\n".join([*HEAD_OF_KEYS, *(_key_row(key.name, key, default, docs) for key in own)])
 
 
@@ -352,8 +352,8 @@ def openrlhf_table() -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "keys": ("configuration.md", key_table),
     "rewards": ("rewards.md", reward_key_table),
-    "sft-keys": ("sft.md", partial(recipe_key_table, SFT)),
-    "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL)),
+    "sft-keys": ("sft.md", partial(recipe_key_table, SFT, RunConfig)),
+    "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL, RowConfig)),
     "columns": ("dataflow.md", column_table),
     "presets": ("algorithms.md", preset_table),
     "estimators": ("algorithms.md", estimator_table),

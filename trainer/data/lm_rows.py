@@ -19,6 +19,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.files import Row, rows_of_files
+from trainer.data.encoded_rows import encode_rows, how_many
+from trainer.data.files import Row
 from trainer.data.prompts import as_objects, encode_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -44,23 +46,26 @@ class LMRow:
 
 
 def read_lm_rows(
-    key: str, files: Any, tokenizer: Any, max_length: int, loss_on_all: bool = False
+    key: str,
+    files: Any,
+    tokenizer: Any,
+    max_length: int,
+    *,
+    loss_on_all: bool = False,
+    on_bad_row: str = "error",
 ) -> list[LMRow]:
     """The rows of the files that the configuration's `key` names, in order.
 
-    With `loss_on_all` every token is in the loss, whatever the columns.
+    With `loss_on_all` every token is in the loss, whatever the columns. A row that is none is an
+    error, or skipped and counted.
     Rows of more than `max_length` tokens are cut at their end; one that has no token of the loss
     left is dropped. Both are counted in a line of the log.
     """
-    names = [files] if isinstance(files, str) else list(files)
+    encode = partial(encode_lm_row, tokenizer=tokenizer)
+    found, num_bad = encode_rows(key, files, encode, on_bad_row)
     rows: list[LMRow] = []
-    num_read = num_cut = num_dropped = 0
-    for where, row in rows_of_files(names, key):
-        try:
-            encoded = encode_lm_row(row, tokenizer)
-        except ValueError as problem:
-            raise ConfigError(f"{where}: {problem}.") from problem
-        num_read += 1
+    num_cut = num_dropped = 0
+    for encoded in found:
         if loss_on_all:
             encoded = LMRow(encoded.ids, np.ones_like(encoded.in_loss))
         if len(encoded.ids) > max_length:
@@ -72,8 +77,8 @@ def read_lm_rows(
             num_dropped += 1
 
     story = (
-        f"{key} holds {num_read} rows; {num_cut} were cut to {max_length} tokens, and of these "
-        f"{num_dropped} dropped, since nothing of their loss was left"
+        f"{how_many(key, 'rows', len(found), num_bad)}; {num_cut} were cut to {max_length} tokens, "
+        f"and of these {num_dropped} dropped, since nothing of their loss was left"
     )
     if not rows:
         raise ConfigError(f"{story}: no row is left to train on.")

@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer.data.files import Row, rows_of_files
+from trainer.data.encoded_rows import encode_rows, how_many
+from trainer.data.files import Row
 from trainer.data.lm_rows import LMRow, encode_lm_row, filled_columns, lm_columns
 from trainer.data.prompts import as_objects, encode_prompts
 from verl_like.batch.protocol import DataProto
@@ -39,21 +41,20 @@ class PairRow:
     margin: float = 0.0
 
 
-def read_pairs(key: str, files: Any, tokenizer: Any, max_length: int) -> list[PairRow]:
+def read_pairs(
+    key: str, files: Any, tokenizer: Any, max_length: int, on_bad_row: str = "error"
+) -> list[PairRow]:
     """The pairs of the files that the configuration's `key` names, in order.
 
+    A row that is none is an error, or skipped and counted.
     Sides of more than `max_length` tokens are cut at their end; a pair whose response is cut away
     on either side, or which then is equal, is dropped. Both are counted in a line of the log.
     """
-    names = [files] if isinstance(files, str) else list(files)
+    encode = partial(encode_pair, tokenizer=tokenizer)
+    found, num_bad = encode_rows(key, files, encode, on_bad_row)
     rows: list[PairRow] = []
-    num_read = num_cut = num_dropped = 0
-    for where, row in rows_of_files(names, key):
-        try:
-            pair = encode_pair(row, tokenizer)
-        except ValueError as problem:
-            raise ConfigError(f"{where}: {problem}.") from problem
-        num_read += 1
+    num_cut = num_dropped = 0
+    for pair in found:
         sides = (pair.chosen, pair.rejected)
         if max(len(side.ids) for side in sides) > max_length:
             num_cut += 1
@@ -65,8 +66,9 @@ def read_pairs(key: str, files: Any, tokenizer: Any, max_length: int) -> list[Pa
             num_dropped += 1
 
     story = (
-        f"{key} holds {num_read} pairs; {num_cut} were cut to {max_length} tokens, and of these "
-        f"{num_dropped} dropped, since nothing was left of a response or of the difference"
+        f"{how_many(key, 'pairs', len(found), num_bad)}; {num_cut} were cut to {max_length} "
+        f"tokens, and of these {num_dropped} dropped, since nothing was left of a response or of "
+        "the difference"
     )
     if not rows:
         raise ConfigError(f"{story}: no pair is left to train on.")

@@ -23,5 +23,5 @@ REWARD_MODEL = Recipe(
     config_name="reward_model_trainer",
     placements=presets({"global_pool": ["reward_model"]}),
     load_registries=load_registries,
-    checks=(rows.check_rows_config,),
+    checks=(rows.check_rows_config, rows.check_pairs_fit),
 )

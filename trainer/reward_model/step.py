@@ -30,7 +30,8 @@ class RewardModelTrainer(RowTrainer[PairRow]):
         cls, config: RewardModelRunConfig, key: str, files: object, tokenizer: object
     ) -> list[PairRow]:
         """Pairs of responses, or of whole dialogues."""
-        return read_pairs(key, files, tokenizer, config.data.max_length)
+        data = config.data
+        return read_pairs(key, files, tokenizer, data.max_length, data.on_bad_row)
 
     @staticmethod
     def make_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) -> DataProto:

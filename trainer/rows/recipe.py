@@ -23,3 +23,14 @@ def check_rows_config(config: RowConfig) -> None:
             f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} tokens; lower the one, or "
             "raise the other."
         )
+
+
+def check_pairs_fit(config: RowConfig) -> None:
+    """The rule of recipes whose rows are pairs."""
+    data = config.data
+    if data.use_dynamic_bsz and 2 * data.max_length > data.max_token_len_per_gpu:
+        raise ConfigError(
+            f"Two responses of data.max_length={data.max_length} tokens do not fit into a pass of "
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} tokens, and a pair is in one "
+            "pass; lower the one, or raise the other."
+        )

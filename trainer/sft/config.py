@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config.schema import TrainerConfig
-from trainer.rows.config import RowConfig
+from trainer.rows.config import RowConfig, SkippableRowDataConfig
 from verl_like.config_key import key
-from workers.config.rows import RowDataConfig
 
 
 @dataclass(kw_only=True)
-class SFTDataConfig(RowDataConfig):
+class SFTDataConfig(SkippableRowDataConfig):
     """Texts, responses and chats: files, sizes, how long they may be."""
 
     loss_on: str = key("response", choices=("response", "all"))

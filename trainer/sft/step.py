@@ -28,7 +28,14 @@ class SFTTrainer(RowTrainer[LMRow]):
     ) -> list[LMRow]:
         """Texts, responses or chats."""
         data = config.data
-        return read_lm_rows(key, files, tokenizer, data.max_length, data.loss_on == "all")
+        return read_lm_rows(
+            key,
+            files,
+            tokenizer,
+            data.max_length,
+            loss_on_all=data.loss_on == "all",
+            on_bad_row=data.on_bad_row,
+        )
 
     @staticmethod
     def make_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:

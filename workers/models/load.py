@@ -75,8 +75,8 @@ def load_weights(
             else:
                 _copy(weight, stored, shard)
 
-    if isinstance(module, ScalarHeadModel) and source.has_scalar_head(module.score.weight.shape):
-        source.refuse_other_head(config.path)
+    if isinstance(module, ScalarHeadModel):
+        _check_head(module, config, source)
     if head == "score" and SCORE in missing:
         raise ConfigError(
             f"model.path={config.path!r} has no score.weight of [1, hidden]: it is no reward "
@@ -90,6 +90,23 @@ def load_weights(
         _load_through_transformers(module, config, missing, shard)
     else:
         refuse_extra(module, config, source.unknown_to(module, taken))
+
+
+def _check_head(module: ScalarHeadModel, config: ModelConfig, source: Folder) -> None:
+    """Refuse a head of which something, such as a bias, or all would be left out."""
+    has_head = source.has_scalar_head(module.score.weight.shape)
+    others = [name for name in source.files if name.startswith("score.") and name != SCORE]
+    if has_head and others:
+        raise ConfigError(
+            f"model.path={config.path!r}: its head has {', '.join(others)} beside {SCORE}, and a "
+            "score is computed by that alone; save it without."
+        )
+    if module.config.num_labels == 1 and not has_head:
+        raise ConfigError(
+            f"model.path={config.path!r} is a classifier with one label by its config.json, but "
+            f"its safetensors hold no {SCORE} of [1, hidden]; save it anew with save_pretrained, "
+            "or take id2label out of config.json to start from a head of zeros."
+        )
 
 
 def materialize(module: Any, device: torch.device) -> None:
@@ -142,15 +159,6 @@ class Folder:
     def has_scalar_head(self, shape: torch.Size) -> bool:
         """Whether the folder is a sequence classifier's with one label."""
         return SCORE in self.files and list(self.find(SCORE).get_shape()) == list(shape)
-
-    def refuse_other_head(self, path: str) -> None:
-        """Refuse parts of a head beside its weight, such as a bias: scores would lack them."""
-        others = [name for name in self.files if name.startswith("score.") and name != SCORE]
-        if others:
-            raise ConfigError(
-                f"model.path={path!r}: its head has {', '.join(others)} beside {SCORE}, and a "
-                "score is computed by that alone; save it without."
-            )
 
     def unknown_to(self, module: Any, converted: set[str]) -> list[str]:
         """The entries that are no weight or buffer of `module`, under any of its names.

@@ -36,14 +36,13 @@ class ScoreEngine(TrainEngine):
         its mean over all of them; None takes what the folder says.
         """
         super().__init__(*args, **settings)
-        self.score_at = score_at or "last_token"
-        self.is_score_at_given = score_at is not None
+        self.score_at = score_at
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Shard and load the model, and see where its folder reads scores."""
         super().build(worker, total_steps)
-        if not self.is_score_at_given:
-            self.score_at = getattr(self.module.config, "score_at", self.score_at)
+        if self.score_at is None:
+            self.score_at = getattr(self.module.config, "score_at", "last_token")
         if self.score_at not in SCORE_AT:
             raise ConfigError(
                 f"model.path={self.model_config.path!r}: config.json has "

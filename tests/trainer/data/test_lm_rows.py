@@ -162,6 +162,16 @@ def test_every_token_is_in_the_loss_where_that_is_asked_for(tokenizer: Any, tmp_
     assert whole.in_loss.all()
 
 
+def test_bad_rows_may_be_skipped_and_are_counted(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(tmp_path / "r.jsonl", {"text": "abc"}, {"text": " "}, {"words": "abc"})
+    with caplog.at_level(logging.INFO):
+        rows = read_lm_rows("data.train_files", file, tokenizer, 64, on_bad_row="skip")
+    assert len(rows) == 1
+    assert "data.train_files holds 3 rows, 2 bad ones skipped; 0 were cut" in caplog.text
+
+
 @pytest.fixture
 def make_loader(tokenizer: Any, tmp_path: Path) -> Any:
     texts = [{"text": "abcdefg"[: 2 + number % 5]} for number in range(7)]

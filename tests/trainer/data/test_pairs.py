@@ -104,6 +104,19 @@ def test_files_name_the_row_and_count_what_the_limit_cuts(
         read_pairs("data.train_files", str(file), tokenizer, 12)
 
 
+def test_bad_pairs_may_be_skipped_and_are_counted(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "pairs.jsonl"
+    equal = STATIC | {"rejected": STATIC["chosen"]}
+    file.write_text("\n".join(map(json.dumps, [STATIC, equal, {"a": 1}, STATIC])), "utf-8")
+    with caplog.at_level(logging.INFO, logger="trainer"):
+        rows = read_pairs("data.train_files", str(file), tokenizer, 64, on_bad_row="skip")
+    assert len(rows) == 2
+    assert "line 2: 'chosen' and 'rejected' are equal: 'aa'; it and others like" in caplog.text
+    assert "data.train_files holds 4 pairs, 2 bad ones skipped; 0 were cut" in caplog.text
+
+
 def test_a_batch_holds_both_sides_of_a_pair_in_one_row(tokenizer: Any) -> None:
     rows = [encode_pair(STATIC | {"margin": 0.5}, tokenizer), encode_pair(DIALOGUES, tokenizer)]
     batch = pair_batch(rows, ["p", "q"], tokenizer.pad_token_id)

@@ -156,6 +156,14 @@ def test_the_command_learns_what_can_be_told_apart(
     assert reached[-1] >= 0.95
 
 
+def test_a_pair_that_fits_into_no_pass_is_refused(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = settings_of(tiny_dir, files, tmp_path, "data.max_token_len_per_gpu=63")
+    with pytest.raises(ConfigError, match=r"Two responses of data\.max_length=32 .*_gpu=63"):
+        load_config(settings, REWARD_MODEL)
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -171,11 +179,16 @@ def test_a_bad_pair_is_refused_before_a_process_starts(
     files: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("trainer.launch.WorkerGroups", None)
     bad = files | {"train": written(tmp_path / "bad.jsonl", [*letters(1, 0), row])}
+    settings = settings_of(tiny_dir, bad, tmp_path / "run")
     with pytest.raises(ConfigError, match=rf"bad.jsonl, line 2: .*{problem}"):
-        run(load_config(settings_of(tiny_dir, bad, tmp_path / "run"), REWARD_MODEL))
+        run(load_config(settings, REWARD_MODEL))
+    more = ("data.on_bad_row=skip", "trainer.dry_run=true")
+    run(load_config([*settings, *more], REWARD_MODEL))
+    assert "1 rows to train on, 7 to validate on" in capsys.readouterr().out
 
 
 def test_the_command_shows_its_keys_and_names_a_wrong_loss(

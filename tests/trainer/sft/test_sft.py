@@ -189,6 +189,16 @@ def test_a_dry_run_says_what_is_wrong_with_model_and_rows(
         run(load_config([*settings, key.format(**paths)], SFT))
 
 
+def test_bad_rows_may_be_skipped(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("\n".join(map(json.dumps, [*ROWS, {"prompt": "say a"}])), encoding="utf-8")
+    more = (f"data.train_files={bad}", "data.on_bad_row=skip", "trainer.dry_run=true")
+    run(load_config(settings_of(tiny_dir, files, tmp_path / "run", *more), SFT))
+    assert "10 rows to train on, 1 to validate on" in capsys.readouterr().out
+
+
 def test_a_dry_run_counts_rows_and_starts_nothing(
     tiny_dir: Path, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,19 @@ def test_a_critic_from_a_classifier_of_several_labels_starts_at_zero(
     assert values.abs().max() == 0
 
 
+def test_a_critic_does_not_leave_out_a_head_that_is_no_safetensor(
+    tiny_dir: Path, classifier: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    torch.save(load_file(classifier / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_bytes((classifier / "config.json").read_bytes())
+    config = tiny_config(tiny_dir)
+    config.critic.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match="safetensors hold no score.weight of .*save it anew"):
+        started(CriticWorker, config, 1)
+
+
 def test_a_model_without_a_score_head_is_refused(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="it is no reward model with one output"):
         scorer(tiny_dir, tiny_dir / "model")
