@@ -40,6 +40,7 @@ class PPORun(Trainer):
     """A PPO run without its dataflow."""
 
     config: PPOConfig
+    stages = ("gen", "score", "adv", "update", "update_weights")
     concurrent_stages = ("score", "update")
     call_labels = {
         "compute_log_prob": "old_log_prob",

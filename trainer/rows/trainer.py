@@ -31,6 +31,7 @@ class RowTrainer(Trainer, Generic[R]):
 
     config: RowConfig
     role: ClassVar[str]
+    stages = ("data", "update")
 
     def __init__(
         self,
