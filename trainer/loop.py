@@ -35,6 +35,8 @@ class Trainer(Hooks, ABC):
     """Drives the roles in `groups` through the steps of a recipe."""
 
     config: RunConfig
+    stages: ClassVar[Sequence[str]] = ()
+    """What follows each other in a step, as `clock` calls it: the report shows each one's share."""
     concurrent_stages: ClassVar[Sequence[str]] = ()
     """Stages that launch several calls at once: how much these overlapped becomes a metric."""
     role: ClassVar[str] = ""
@@ -111,7 +113,8 @@ class Trainer(Hooks, ABC):
         """Every step of the run."""
         self.checkpoints.cut_back()
         with make_tracking(self.config, self.total_steps) as tracking:
-            timeline = Timeline(self.folder / "timeline.json", resume=self.checkpoints.goes_on_here)
+            resume = self.checkpoints.goes_on_here
+            timeline = Timeline(self.folder / "timeline.json", resume, self.stages)
             try:
                 self._start(tracking, timeline)
                 reached = ""

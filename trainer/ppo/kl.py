@@ -50,9 +50,7 @@ class AdaptiveKLController:
     def update(self, current_kl: float, n_steps: int) -> None:
         """Move after a batch of `n_steps` samples whose mean KL was `current_kl`."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-        for first in range(
-            0, n_steps, self.horizon
-        ):  # each factor is 0.8 or more: never below zero
+        for first in range(0, n_steps, self.horizon):  # no factor is below 0.8, so none below zero
             part = min(self.horizon, n_steps - first)
             self.value *= 1.0 + error * part / self.horizon
 

@@ -41,6 +41,7 @@ class PPORun(Trainer):
 
     config: PPOConfig
     role = "actor"
+    stages = ("gen", "score", "adv", "update", "update_weights")
     concurrent_stages = ("score", "update")
     call_labels = {
         "compute_log_prob": "old_log_prob",

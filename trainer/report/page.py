@@ -76,7 +76,7 @@ def _content(data: RunData) -> dict[str, Any]:
     panels = report_figures.panels_of(data)
     drawn = [(panel, report_figures.curves(data, panel)) for panel in panels]
     calls = last_steps(data.calls, GANTT_STEPS)
-    phases = phase_shares(data.metrics)
+    phases = phase_shares(data.metrics, data.stages)
     return {
         "name": data.folder.resolve().name,
         "facts": _facts(data),

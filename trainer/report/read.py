@@ -15,11 +15,8 @@ from verl_like.errors import ConfigError
 FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by Ctrl-C.\n"
 """What is in `FAILURE_FILE` where nothing failed."""
-PHASES = ("gen", "score", "adv", "update", "update_weights", "testing", "save_checkpoint")
-"""The parts of a step that follow each other; what is left of `timing_s/step` is shown as `other`.
-"""
 AFTER_STEP = ("testing", "save_checkpoint")
-"""Those that `timing_s/step` does not include."""
+"""What is timed beside a step's stages, and `timing_s/step` does not include."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
 
 
@@ -54,6 +51,7 @@ class RunData:
     folder: Path
     metrics: Sequence[Mapping[str, float]]
     calls: Sequence[Call]
+    stages: Sequence[str]
     placement: Sequence[Sequence[str]]
     samples: Sequence[Sample]
     failure: str
@@ -83,10 +81,12 @@ def read_run(folder: str | Path) -> RunData:
         raise ConfigError(f"{folder} {what}, so there is nothing to report.{hint}")
     notes: list[str] = []
     failure = folder / FAILURE_FILE
+    calls, stages = _read_timeline(folder / "timeline.json", notes)
     return RunData(
         folder=folder,
         metrics=_read_metrics(folder / "metrics.jsonl", notes),
-        calls=_read_calls(folder / "timeline.json", notes),
+        calls=calls,
+        stages=stages,
         placement=_read_placement(folder / "placement.txt"),
         samples=_read_samples(folder / "rollouts", notes),
         failure=failure.read_text(encoding="utf-8", errors="replace") if failure.is_file() else "",
@@ -134,15 +134,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_calls(path: Path, notes: list[str]) -> list[Call]:
-    """The calls of a run's Chrome trace, in order of their starts."""
+def _read_timeline(path: Path, notes: list[str]) -> tuple[list[Call], list[str]]:
+    """The calls of a run's Chrome trace, in order of their starts, and the stages of a step."""
     try:
-        return _calls_in(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        return _calls_in(trace["traceEvents"]), list(trace["otherData"]["stages"])
     except FileNotFoundError:
         notes.append(f"{path.name} is not there.")
     except (ValueError, KeyError, TypeError):
         notes.append(f"{path.name} is half written, or not a run's, and left out.")
-    return []
+    return [], []
 
 
 def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
@@ -217,15 +218,19 @@ def spread(items: Sequence[Any], limit: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def phase_shares(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float, float]]:
+def phase_shares(
+    metrics: Sequence[Mapping[str, float]], stages: Sequence[str]
+) -> list[tuple[str, float, float]]:
     """(phase, seconds a step, per cent of the step) over all steps.
 
-    The per cents, to one decimal, sum to 100.
+    What is left of `timing_s/step` beside its stages is `other`. The per cents, to one decimal, sum
+    to 100.
     """
     timed = [line for line in metrics if line.get("timing_s/step", 0.0) > 0.0]
     if not timed:
         return []
-    seconds = {phase: sum(line.get(f"timing_s/{phase}", 0.0) for line in timed) for phase in PHASES}
+    phases = (*stages, *AFTER_STEP)
+    seconds = {phase: sum(line.get(f"timing_s/{phase}", 0.0) for line in timed) for phase in phases}
     seconds = {phase: spent for phase, spent in seconds.items() if spent > 0.0}
     after_step = sum(seconds.get(phase, 0.0) for phase in AFTER_STEP)
     whole = max(sum(line["timing_s/step"] for line in timed) + after_step, sum(seconds.values()))

@@ -32,6 +32,7 @@ class RowTrainer(Trainer, Generic[R]):
 
     config: RowConfig
     role: ClassVar[str]
+    stages = ("data", "update")
 
     def __init__(
         self,

@@ -22,8 +22,11 @@ Record = Mapping[str, Any]
 class Timeline:
     """The trace file. A lane group per pool, in it a lane per role and rank, in it the calls."""
 
-    def __init__(self, path: str | Path, resume: bool = False) -> None:
-        """Begin the file anew, or go on in the one that is there."""
+    def __init__(self, path: str | Path, resume: bool = False, stages: Sequence[str] = ()) -> None:
+        """Begin the file anew, or go on in the one that is there.
+
+        `stages` are the parts of a step, which the file says to whoever reads the run folder.
+        """
         self.path = Path(path)
         self._origin: float | None = None
         self._pools: dict[str, int] = {}
@@ -32,7 +35,8 @@ class Timeline:
         if resume and self.path.is_file():
             self._read_lanes()
         else:
-            self.path.write_bytes(b'{"displayTimeUnit": "ms", "traceEvents": [' + _TAIL)
+            facts = json.dumps({"displayTimeUnit": "ms", "otherData": {"stages": list(stages)}})
+            self.path.write_bytes(facts[:-1].encode() + b', "traceEvents": [' + _TAIL)
 
     def add(self, records: Iterable[Record]) -> None:
         """Append calls, in the order in which they began."""

@@ -25,7 +25,7 @@ from workers.config import OverlongBufferConfig, RewardConfig
 from workers.rewards.functions import check_rules
 from workers.rewards.manager import RewardManager, Scored
 from workers.rewards.process import FunctionSpec
-from workers.rewards.remote import RemoteScorer, check_url
+from workers.rewards.remote import RemoteScorer
 from workers.rewards.remote_protocols import RemoteSpec
 from workers.rewards.scorer import Scorer
 
@@ -68,7 +68,6 @@ def _scorer(
 ) -> Scorer | RemoteScorer:
     deadline = BATCH_DEADLINES * config.timeout_s
     if config.kind == "remote":
-        check_url(config.url, config.name)
         names = "url", "protocol", "batch_size", "timeout_s", "retries", "token_env"
         settings = {name: getattr(config, name) for name in (*names, "template", "model")}
         return RemoteScorer(RemoteSpec(**settings), deadline)

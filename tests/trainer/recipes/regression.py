@@ -55,6 +55,7 @@ class LineWorker(Worker):
 
 
 class RegressionTrainer(Trainer):
+    stages = ("label", "update")
     concurrent_stages = ("update",)
 
     def __init__(self, config: RegressionConfig, groups: Any) -> None:

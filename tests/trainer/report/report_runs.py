@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+from trainer.ppo.step import PPOTrainer
 from trainer.run_folder.timeline import Timeline
 
 PLACEMENT = """pool                    node       devices     roles           processes  CPUs
@@ -53,7 +54,7 @@ def make_run(folder: Path, num_steps: int, samples: int = 20, response: str = "a
     lines = [json.dumps(metrics_of(step)) + "\n" for step in range(1, num_steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(lines))
     (folder / "placement.txt").write_text(PLACEMENT)
-    timeline = Timeline(folder / "timeline.json")
+    timeline = Timeline(folder / "timeline.json", stages=PPOTrainer.stages)
     for step in range(1, num_steps + 1):
         timeline.add(
             {

@@ -15,6 +15,7 @@ from trainer.cli.main import main
 from trainer.config.compose import load_config
 from trainer.data.lm_rows import encode_lm_row
 from trainer.data.prompts import load_tokenizer
+from trainer.report.read import phase_shares, read_run
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 
@@ -122,6 +123,12 @@ def test_the_last_step_trains_the_rows_that_are_left(
     settings = settings_of(tiny_dir, files, tmp_path, "trainer.total_epochs=1")
     run(load_config(kept_settings(settings, *dropped), SFT))
     assert [line["train/num_tokens"] for line in numbers(tmp_path)] == [16.0, 16.0, 8.0]
+
+
+def test_the_report_shares_a_step_among_the_stages_of_this_recipe(whole: Path) -> None:
+    data = read_run(whole)
+    phases = [name for name, _, _ in phase_shares(data.metrics, data.stages)]
+    assert phases == ["data", "update", "testing", "save_checkpoint", "other"]
 
 
 def test_a_row_that_fits_into_no_pass_is_refused(
