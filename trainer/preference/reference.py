@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -79,9 +79,14 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tables of a file, and what each was made of; nothing where there is no file."""
     if not file.is_file():
         return {}, {}
-    with safe_open(file, framework="pt") as opened:
-        tables = {name: opened.get_tensor(name) for name in opened.keys()}
-        return tables, dict(opened.metadata())
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tables = {name: opened.get_tensor(name) for name in opened.keys()}
+            return tables, dict(opened.metadata())
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{file} is damaged ({error}). Remove it: its log-probs are then computed anew."
+        ) from error
 
 
 def _write(file: Path, tables: Mapping[str, Tensor], made_of: Mapping[str, str]) -> None:

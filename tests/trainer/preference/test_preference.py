@@ -156,6 +156,36 @@ def test_another_reference_is_refused_by_a_resume_and_replaced_by_a_start(
     assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
+def test_other_validation_rows_get_a_reference_from_before_training(
+    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    turned = tmp_path / "turned.jsonl"
+    turned.write_text("\n".join(map(json.dumps, VAL[::-1])), encoding="utf-8")
+    settings = settings_of(tiny_dir, files, tmp_path / "again", *validating({"val": turned}))
+    last = trained(*resuming(settings, whole / "global_step_2"))[-1]
+    expected = {name: x for name, x in numbers(whole)[-1].items() if name.startswith("val/")}
+    assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_damaged_file_is_named(
+    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / FILE).write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=rf"{FILE} is damaged .* Remove it"):
+        trained(*settings_of(tiny_dir, files, tmp_path))
+
+
+def test_two_ranks_write_the_numbers_of_one(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    more = ("loss=kto", *validating(files))
+    alone = trained(*settings_of(tiny_dir, files, tmp_path / "one", *more))
+    settings = settings_of(tiny_dir, files, tmp_path / "two", *more)
+    both = trained(*settings, "trainer.n_gpus_per_node=2")
+    for own, expected in zip(both, alone, strict=True):
+        assert own == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
 @pytest.mark.parametrize("loss", ["cdpo", "ipo", "hinge", "orpo", "simpo", "kto"])
 def test_every_loss_learns(
     loss: str, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
