@@ -12,6 +12,7 @@ from trainer.ppo.memory import check_memory, memory_of_this_gpu
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
 from workers.models.folder import model_folder
+from workers.models.random_init import check_weights
 from workers.training.router_loss import check_routers
 
 
@@ -63,6 +64,7 @@ def read_model_config(key: str, path: str) -> dict[str, Any]:
 
 def _check_model(config: PPOConfig, key: str, path: str) -> None:
     limit = read_model_config(key, path).get("max_position_embeddings")
+    check_weights(key, path, config.actor_rollout_ref.model.random_init_seed)
     data = config.data
     width = data.max_prompt_length + data.max_response_length
     if limit is not None and width > limit:

@@ -23,6 +23,7 @@ from trainer.rows.config import RowConfig
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
+from workers.models.random_init import check_weights
 
 R = TypeVar("R")
 
@@ -101,6 +102,7 @@ class RowTrainer(Trainer, Generic[R]):
         """The rows to train and to validate on."""
         model = config.model
         check_offload(config.trainer, {"model": (model.strategy, model.fsdp_config)})
+        check_weights("model.path", model.path, model.random_init_seed)
         tokenizer = load_tokenizer(config.model.path)
         data = config.data
         rows = cls.read_rows(config, "data.train_files", data.train_files, tokenizer)
