@@ -30,3 +30,11 @@ def read_model_config(key: str, path: str) -> dict[str, Any]:
         )
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
+
+
+def num_positions(described: dict[str, Any]) -> int | None:
+    """How many tokens a row may have by the model's `config.json`; None is no limit there."""
+    for name in ("max_position_embeddings", "n_positions"):
+        if described.get(name) is not None:
+            return int(described[name])
+    return None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from trainer.config.offload import check_offload, device_type_of
-from trainer.data.model_config import read_model_config
+from trainer.data.model_config import num_positions, read_model_config
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, memory_of_this_gpu
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
+from workers.models.random_init import check_weights
 from workers.models.tokenizers import check_same_tokenizer
 from workers.training.router_loss import check_routers
 
@@ -44,7 +45,8 @@ def _check_offload(config: PPOConfig) -> None:
 
 
 def _check_model(config: PPOConfig, key: str, path: str) -> None:
-    limit = read_model_config(key, path).get("max_position_embeddings")
+    limit = num_positions(read_model_config(key, path))
+    check_weights(key, path, config.actor_rollout_ref.model.random_init_seed)
     data = config.data
     width = data.max_prompt_length + data.max_response_length
     if limit is not None and width > limit:

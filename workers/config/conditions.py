@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from verl_like.config_key import When
@@ -54,6 +55,13 @@ def _rollout_is_apart(_: Any, run: Any) -> bool:
 
     pools = expand_roles(run.role_mapping)
     return pools["actor"] != pools["rollout"]
+
+
+def is_bare_config(path: str) -> bool:
+    """Whether it is a folder with a model's config.json and without weights."""
+    folder = Path(path).expanduser()
+    weights = (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
+    return (folder / "config.json").is_file() and not weights
 
 
 def policy_loss_of(run: Any) -> str:
@@ -154,6 +162,11 @@ REWARDS_TEACH = When(
     "rewards are learned from",
     lambda _, run: not teacher_is_alone(run),
     "distillation.use_task_rewards is false: the teacher alone gives the advantages",
+)
+HAS_NO_WEIGHTS = When(
+    "the folder of `path` has no weights",
+    lambda model, _: is_bare_config(model.path),
+    "the folder of model.path has weights, or is not there",
 )
 HAS_LORA = When("`lora_rank` > 0", lambda model, _: model.lora_rank > 0, "model.lora_rank is 0")
 

@@ -8,6 +8,7 @@ from typing import Any
 from verl_like.config_key import key
 from workers.config.conditions import (
     HAS_LORA,
+    HAS_NO_WEIGHTS,
     SAVES,
     WARMS_UP_BY_SHARE,
     optimizer_takes,
@@ -98,6 +99,8 @@ class ModelConfig:
     )
     """Folder of the model and, for the actor, its tokenizer; or its name on the Hugging Face hub.
     """
+    random_init_seed: int | None = key(None, allows="a number, or null", read_when=HAS_NO_WEIGHTS)
+    """Seed of random weights, where the folder has a config.json alone; null refuses it."""
     enable_gradient_checkpointing: bool = key(False, may_change_on_resume=True)
     """Recompute activations in the backward pass."""
     attn_implementation: str = key(

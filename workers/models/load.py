@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError
+from workers.config.conditions import is_bare_config
 from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
 from workers.models.checkpoint_format import Group, checkpoint_format
 from workers.models.folder import model_folder
 from workers.models.lora import initial_value, is_adapter
+from workers.models.random_init import random_weights
 from workers.models.state import named_state
 
 if TYPE_CHECKING:
@@ -86,7 +88,9 @@ def load_weights(
     taken: set[str] = set()
     if missing:
         taken, missing = _load_converted(module, config, source, missing, shard)
-    if missing:
+    if missing and is_bare_config(config.path):
+        _fill(module, random_weights(config), missing, shard)
+    elif missing:
         _load_through_transformers(module, config, missing, shard)
     else:
         refuse_extra(module, config, source.unknown_to(module, taken))
@@ -296,7 +300,11 @@ def _load_through_transformers(
             f"model.path={config.path!r} lacks {len(absent)} weights: {', '.join(absent[:20])}."
         )
     refuse_extra(module, config, report["unexpected_keys"])
-    values = whole.state_dict()
+    _fill(module, whole.state_dict(), missing, shard)
+
+
+def _fill(module: Any, values: dict[str, Tensor], missing: list[str], shard: int) -> None:
+    """The `missing` weights from a whole model's."""
     with torch.no_grad():
         for name, weight in named_state(module):
             if name in missing:

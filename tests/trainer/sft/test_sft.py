@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,23 @@ def test_offloading_is_refused_on_cpus(
     more = ("model.strategy=shard_grad_op+offload", "trainer.device=cpu")
     with pytest.raises(ConfigError, match=r"model.strategy=shard_grad_op\+offload.*on CPUs"):
         run(load_config(settings_of(tiny_dir, files, tmp_path, *more), SFT))
+
+
+def test_random_weights_are_for_folders_without_any_and_asked_for_by_a_seed(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = settings_of(tiny_dir, files, tmp_path, "model.random_init_seed=1")
+    with pytest.raises(ConfigError, match=r"random_init_seed.*folder of model.path has weights"):
+        load_config(settings, SFT)
+
+    without_weights = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(tiny_dir / "model", tmp_path / "model", ignore=without_weights)
+    settings = settings_of(tmp_path, files, tmp_path / "run", "trainer.total_epochs=1")
+    with pytest.raises(ConfigError, match=r"model.path=.* no weights.*model.random_init_seed="):
+        run(load_config(settings, SFT))
+    run(load_config([*settings, "model.random_init_seed=1"], SFT))
+    exported = tmp_path / "run" / "global_step_3" / "sft" / "huggingface"
+    assert (exported / "model.safetensors").is_file()
 
 
 def test_the_command_shows_its_keys_and_names_a_wrong_one(

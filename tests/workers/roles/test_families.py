@@ -1,0 +1,141 @@
+"""Every role on families of models, each from a folder with a config.json and no weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.workers.gradients import ACTOR_COLUMNS, FAMILIES, gradients
+from tests.workers.samples import VOCAB, learned, make_batch, started, text_rows, tiny_config
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+from workers.config import ModelConfig, RewardModelConfig, ScoringModelConfig
+from workers.config.rows import RowWorkerConfig, TrainedModelConfig
+from workers.models.load import load_model
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.roles.reward_model import RewardModelWorker
+from workers.roles.sft import SFTWorker
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+SEED = 3
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder `model` with the config of a family's tiny model in it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = getattr(transformers, request.param)(
+        **SIZES, **FAMILIES[request.param], pad_token_id=0, num_labels=1
+    )
+    config.save_pretrained(folder / "model")
+    return folder
+
+
+def model_of(folder: Path, **settings: Any) -> ModelConfig:
+    return ModelConfig(path=str(folder / "model"), random_init_seed=SEED, **settings)
+
+
+def config_of(folder: Path, **settings: Any) -> Any:
+    config = tiny_config(folder, ppo_mini_batch_size=4)
+    config.actor_rollout_ref.model = model_of(folder, **settings)
+    return config
+
+
+def plain(folder: Path) -> Any:
+    """The model as transformers makes it."""
+    torch.manual_seed(SEED)
+    config = transformers.AutoConfig.from_pretrained(folder / "model")
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def row_of(rows: DataProto, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The real tokens of one row, and which of them but the first are in the loss."""
+    real = rows.batch["attention_mask"][number].bool()
+    tokens = rows.batch["input_ids"][number][real]
+    return tokens, rows.batch["response_mask"][number][: len(tokens) - 1].bool()
+
+
+def test_weights_are_transformers_own_by_the_seed_and_refused_without_it(folder: Path) -> None:
+    made = load_model(model_of(folder), "token")
+    for name, weight in plain(folder).state_dict().items():
+        assert torch.equal(made.state_dict()[name], weight), name
+    other = load_model(replace(model_of(folder), random_init_seed=SEED + 1), "token")
+    embedding = made.get_input_embeddings().weight
+    assert not torch.equal(other.get_input_embeddings().weight, embedding)
+    with pytest.raises(ConfigError, match="no weights.*model.random_init_seed=<number>"):
+        load_model(replace(model_of(folder), random_init_seed=None), "token")
+
+
+def test_supervised_fine_tuning_learns_from_the_loss_of_plain_transformers(folder: Path) -> None:
+    model = TrainedModelConfig(path=str(folder / "model"), random_init_seed=SEED)
+    worker = started(SFTWorker, RowWorkerConfig(model=model), 10)
+    worker.engine.optimizer.param_groups[0]["lr"] = 1e-2
+    rows, module, losses = text_rows(4), plain(folder), []
+    for number in range(4):
+        tokens, in_loss = row_of(rows, number)
+        log_probs = module(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+        losses.append(-log_probs.gather(-1, tokens[1:, None])[:, 0][in_loss])
+    first = worker.update_model(rows)["train/loss"]
+    assert first == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+    assert worker.update_model(rows)["train/loss"] < first
+
+
+def test_a_reward_model_scores_as_the_family_s_classifier(folder: Path, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder / "model")
+    torch.manual_seed(SEED)
+    classifier = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    classifier.save_pretrained(tmp_path)
+    settings = config_of(folder)
+    scoring = ScoringModelConfig(path=str(tmp_path))
+    settings.reward_model = RewardModelConfig(enable=True, model=scoring)
+    batch = make_batch(3)
+    scores = started(RewardModelWorker, settings).compute_rm_score(batch).batch["rm_scores"]
+    for number in range(3):
+        real = batch.batch["attention_mask"][number].bool()
+        expected = classifier(input_ids=batch.batch["input_ids"][number][real][None]).logits
+        assert scores[number].sum().item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_actor_and_critic_take_a_step(folder: Path) -> None:
+    config, batch = config_of(folder), make_batch(4)
+    config.critic.model.path = str(folder / "model")
+    actor = started(ActorWorker, config, 10)
+    batch.batch["old_log_probs"] = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
+    before = actor.weights_checksum()
+    metrics = learned(actor.update_actor(batch))
+    assert abs(metrics["actor/ppo_kl"]) < 1e-6
+    assert metrics["actor/grad_norm"] > 0
+    assert actor.weights_checksum() != before
+
+    critic = started(CriticWorker, config, 10)
+    assert not critic.compute_values(batch).batch["values"].any()
+    batch.batch["values"] = torch.zeros_like(batch.batch["values"])
+    assert learned(critic.update_critic(batch))["critic/grad_norm"] > 0
+
+
+def test_gradient_checkpointing_saves_memory_and_keeps_gradients(folder: Path) -> None:
+    batch, found, saved = make_batch(4), [], []
+    for checkpointing in (False, True):
+        config = config_of(folder, enable_gradient_checkpointing=checkpointing)
+        actor = started(ActorWorker, config, 10)
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        weights = {p.untyped_storage().data_ptr() for p in actor.engine.module.parameters()}
+        actor.engine.module.train()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found.append(gradients(actor, batch, ACTOR_COLUMNS))
+        saved.append(sum(size for pointer, size in kept.items() if pointer not in weights))
+    assert saved[1] < 0.6 * saved[0]
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=0, msg=name)

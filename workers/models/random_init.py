@@ -1,0 +1,46 @@
+"""Weights for a folder that has a config.json and none: drawn as transformers draws them.
+
+`workers.models.load` fills a module with them, what runs before a process starts checks the folder.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import ConfigError
+from workers.config.conditions import is_bare_config
+from workers.models.folder import model_folder
+
+if TYPE_CHECKING:
+    from workers.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+def check_weights(key: str, path: str, seed: int | None) -> None:
+    """Refuse a folder without weights, unless a seed says that they are to be random."""
+    if seed is None and is_bare_config(path):
+        raise ConfigError(
+            f"{key}={path} has a config.json and no weights. To begin with random ones, say so: "
+            "model.random_init_seed=<number>, of the same section; or take a folder of "
+            "save_pretrained."
+        )
+
+
+def random_weights(config: ModelConfig) -> dict[str, Tensor]:
+    """All weights of the causal LM by name, the same on every rank; in host memory, in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    check_weights("model.path", config.path, config.random_init_seed)
+    assert config.random_init_seed is not None, "a folder without weights and seed was let through"
+    logger.info("model.path=%s: random weights, seed %d", config.path, config.random_init_seed)
+    hf_config = AutoConfig.from_pretrained(model_folder(config.path), local_files_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.random_init_seed)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    found: dict[str, Tensor] = model.state_dict()
+    return found
