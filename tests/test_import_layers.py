@@ -62,6 +62,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("launch",),
         ("rows",),
         ("ppo", "sft"),
+        ("best_of_n",),
         ("main_ppo",),
         ("__init__",),
         ("cli",),

@@ -12,6 +12,9 @@ USAGE = """usage: verl-like COMMAND ...
   ppo [key=value ...]      train; `verl-like ppo --help` shows the main keys,
                            `verl-like ppo --cfg job` every key
   sft [key=value ...]      supervised fine-tuning; `verl-like sft --cfg job` shows every key
+  best-of-n [key=value ...]
+                           sample a model and keep the best by a reward, as rows for sft or dpo;
+                           `verl-like best-of-n --cfg job` shows every key
   explain [key=value ...]  say in words what a step of this configuration will do; starts nothing
   doctor [--model PATH]    check what a run needs: packages, a remote call, an all-reduce,
                            a weight sync, the machine; or say how a run treats one model
@@ -21,7 +24,10 @@ USAGE = """usage: verl-like COMMAND ...
   -sc install=bash         print tab completion; use it with: eval "$(verl-like -sc install=bash)"
   --version                print the version
 """
-RECIPES = {"sft": "trainer.sft.recipe.SFT"}
+RECIPES = {
+    "sft": "trainer.sft.recipe.SFT",
+    "best-of-n": "trainer.best_of_n.recipe.BEST_OF_N",
+}
 """Commands that train, but for `ppo`, which is Hydra's."""
 HELP = {
     "sft": """usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
@@ -32,6 +38,18 @@ Placement, run folder, checkpoints and resume are those of `verl-like ppo`.
   verl-like sft --cfg job           every key with its meaning
   trainer.dry_run=true              check everything, and stop before a process starts
   checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
+""",
+    "best-of-n": """usage: verl-like best-of-n data.train_files=FILE
+           actor_rollout_ref.model.path=FOLDER [key=value ...]
+
+Draws actor_rollout_ref.rollout.n responses of every prompt (rejection sampling), scores them by the
+rewards of `verl-like ppo`, and writes the best ones, which `verl-like sft` reads; or pairs of best
+and worst. A killed run goes on where it was.
+
+  actor_rollout_ref.rollout.n=16  selection.top_k=2  selection.min_score=0.5
+  selection.write=pairs             prompt, chosen, rejected
+  selection.file=best.parquet       or .jsonl; by default selected.jsonl in the run folder
+  verl-like best-of-n --cfg job     every key with its meaning
 """,
     "explain": """usage: verl-like explain [--card-gb=GIB] [key=value ...]
 
