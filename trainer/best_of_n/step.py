@@ -63,6 +63,22 @@ class BestOfNTrainer(SamplingTrainer):
         at_end.enter_context(closing(rewards))
         return tokenizer, rewards, prompts
 
+    @classmethod
+    def describe(cls, config: BestOfNConfig, max_columns: int | None = None) -> list[str]:
+        """What a step draws, and what it keeps."""
+        num_prompts, num_samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+        selection = config.selection
+        kept = f"the best {selection.top_k} of each prompt"
+        if selection.write == "pairs":
+            kept = "the best and the worst of each prompt, as a pair"
+        if selection.min_score is not None:
+            kept += f", from a score of {selection.min_score:g} on"
+        total = num_prompts * num_samples
+        return [
+            f"A step draws {total:,} samples ({num_prompts:,} prompts, {num_samples:,} each) and "
+            f"keeps {kept}."
+        ]
+
     @property
     def total_steps(self) -> int:
         """Batches of all prompts, or fewer as configured."""

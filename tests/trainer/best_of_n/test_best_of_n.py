@@ -157,6 +157,17 @@ def test_pairs_by_a_reward_model_on_its_own_pool(
     assert len(read_pairs("data.train_files", path, tokenizer, max_length=64)) == len(files[0])
 
 
+def test_the_plan_says_what_a_step_draws_and_keeps(
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("trainer.dry_run=true", "selection.write=pairs", "selection.min_score=0.5")
+    run(load_config(settings(tiny_dir, tmp_path, *more), BEST_OF_N))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "A step draws 48 samples (12 prompts, 4 each) and keeps the best and the worst" in shown
+    assert "from a score of 0.5 on" in shown
+    assert not (tmp_path / "rollouts").exists()
+
+
 def test_a_score_that_nothing_reaches_is_an_error(tiny_dir: Path, tmp_path: Path) -> None:
     more = ("selection.min_score=2", "trainer.total_training_steps=1")
     with pytest.raises(BatchError, match="no sample was selected.*lower selection.min_score"):
