@@ -30,6 +30,7 @@ PRELOADED = [
     "workers.roles.reference",
     "workers.roles.reward_model",
     "workers.roles.rollout",
+    "workers.roles.teacher",
     "pytest",
     "tests.frozen",
 ]

@@ -11,15 +11,15 @@ import zlib
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str, to_disk: bool = True) -> None:
+def write_whole(path: Path, contents: str | bytes, to_disk: bool = True) -> None:
     """Write beside `path`, force it to the disk, then rename over what was there.
 
     Without `to_disk` nobody waits for the disk: the file outlives this process, but maybe not a
     failure of the machine.
     """
     draft = path.with_name(path.name + ".part")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with draft.open("wb") as file:
+        file.write(contents.encode() if isinstance(contents, str) else contents)
         if to_disk:
             file.flush()
             os.fsync(file.fileno())

@@ -26,6 +26,7 @@ from workers.roles.critic import CriticWorker
 from workers.roles.reference import ReferenceWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rollout import RolloutWorker
+from workers.roles.teacher import TeacherWorker
 
 WIDTHS = {"P": 16, "R": 8, "T": 16 + 8}
 METHODS = {
@@ -34,6 +35,7 @@ METHODS = {
     "ref.compute_ref_log_prob": ReferenceWorker,
     "reward_model.compute_rm_score": RewardModelWorker,
     "rollout.generate_sequences": RolloutWorker,
+    "teacher.compute_teacher_log_prob": TeacherWorker,
 }
 Columns = dict[str, torch.Tensor | np.ndarray]
 
@@ -94,6 +96,8 @@ def recorders(
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.shuffle=true",
         "correction=decoupled_token_is",
+        f"distillation.teacher_model.model_path={tiny_dir}/model",
+        "distillation.use_task_rewards=true",
     ]
     own_columns = [
         "algorithm.adv_estimator=optimal_token_baseline",

@@ -16,6 +16,9 @@ USAGE = """usage: verl-like COMMAND ...
                            train a reward model on pairs; --cfg job shows every key
   dpo [key=value ...]      learn preferences: DPO, IPO, KTO and others;
                            `verl-like dpo --cfg job` shows every key
+  best-of-n [key=value ...]
+                           sample a model and keep the best by a reward, as rows for sft or dpo;
+                           `verl-like best-of-n --cfg job` shows every key
   explain [key=value ...]  say in words what a step of this configuration will do; starts nothing
   doctor [--model PATH]    check what a run needs: packages, a remote call, an all-reduce,
                            a weight sync, the machine; or say how a run treats one model
@@ -31,6 +34,7 @@ RECIPES = {
     "sft": "trainer.sft.recipe.SFT",
     "reward-model": "trainer.reward_model.recipe.REWARD_MODEL",
     "dpo": "trainer.preference.recipe.DPO",
+    "best-of-n": "trainer.best_of_n.recipe.BEST_OF_N",
 }
 """Commands that train, but for `ppo`, which is Hydra's."""
 HELP = {
@@ -63,6 +67,18 @@ is the model before training, or that of ref.model.path; its log-probs are compu
   loss=dpo|cdpo|ipo|hinge|kto|orpo|simpo   what is learned; orpo and simpo have no reference
   beta=0.1  sft_coef=0                     how much a log-ratio counts; SFT on the chosen beside it
   verl-like dpo --cfg job                  every key with its meaning
+""",
+    "best-of-n": """usage: verl-like best-of-n data.train_files=FILE
+           actor_rollout_ref.model.path=FOLDER [key=value ...]
+
+Draws actor_rollout_ref.rollout.n responses of every prompt (rejection sampling), scores them by the
+rewards of `verl-like ppo`, and writes the best ones, which `verl-like sft` reads; or pairs of best
+and worst. A killed run goes on where it was.
+
+  actor_rollout_ref.rollout.n=16  selection.top_k=2  selection.min_score=0.5
+  selection.write=pairs             prompt, chosen, rejected
+  selection.file=best.parquet       or .jsonl; by default selected.jsonl in the run folder
+  verl-like best-of-n --cfg job     every key with its meaning
 """,
     "explain": """usage: verl-like explain [--card-gb=GIB] [key=value ...]
 

@@ -15,11 +15,11 @@ from trainer.ppo.correct_rollout import check_correction
 from trainer.ppo.distillation import check_distillation
 from trainer.ppo.kl import get_kl_controller
 from trainer.ppo.ptx import longest_row
+from trainer.ppo.reward_checks import check_rewards
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
 from workers.losses.registry import get_policy_loss, token_chooser
 from workers.parallel.fsdp import settle
-from workers.rewards.remote import check_url
 from workers.rollout.base import check_sampling_kwargs
 from workers.training.schedules import check_schedule
 
@@ -27,7 +27,8 @@ from workers.training.schedules import check_schedule
 def validate(config: PPOConfig) -> None:
     """Refuse, with the numbers and the way out, settings that cannot work together."""
     get_kl_controller(config.algorithm.kl_ctrl)
-    _check_rewards(config)
+    check_rewards(config)
+    _check_normalised_rewards(config)
     _check_data(config)
     _check_mini_batches(config)
     _check_token_budgets(config)
@@ -49,49 +50,15 @@ def validate(config: PPOConfig) -> None:
     )
 
 
-def _check_rewards(config: PPOConfig) -> None:
-    """Scores that are asked for can be had."""
-    if config.rewards:
-        _check_reward_list(config)
-    elif config.reward_model.enable and not config.reward_model.model.path:
-        raise ConfigError(
-            "reward_model.enable=true needs reward_model.model.path: the folder of a sequence "
-            "classifier."
-        )
-
-    buffer, limit = config.reward_model.overlong_buffer, config.data.max_response_length
-    if buffer.enable and not 0 < buffer.len <= limit:
-        raise ConfigError(
-            f"reward_model.overlong_buffer.len={buffer.len} tokens: it lies between 1 and "
-            f"data.max_response_length={limit}; DAPO takes a fifth of that."
-        )
-
-
-def _check_reward_list(config: PPOConfig) -> None:
-    """Names tell rewards apart, each has what its kind needs, and together they weigh something."""
-    names = [reward.name for reward in config.rewards]
+def _check_normalised_rewards(config: PPOConfig) -> None:
+    """Scores that are compared with each other are normalised together."""
     for number, reward in enumerate(config.rewards):
-        where = f"rewards[{number}]"
-        if not reward.name.isidentifier() or names.index(reward.name) != number:
-            raise ConfigError(
-                f"{where}.name={reward.name!r}: every reward has a name of its own, of letters, "
-                "digits and _; metrics, columns and roles are called by it."
-            )
-        if reward.kind == "model" and not reward.path:
-            raise ConfigError(f"{where} is a model: give path, the folder of a classifier.")
-        if reward.kind == "remote":
-            check_url(reward.url, reward.name)
         if reward.normalize and config.algorithm.adv_estimator == "remax":
             raise ConfigError(
-                f"{where}.normalize=true and algorithm.adv_estimator=remax: the scores of samples "
-                "and of greedy answers are compared, and would be normalised apart. Drop one."
+                f"rewards[{number}].normalize=true and algorithm.adv_estimator=remax: the scores "
+                "of samples and of greedy answers are compared, and would be normalised apart. "
+                "Drop one."
             )
-
-    if not any(reward.weight for reward in config.rewards):
-        raise ConfigError(
-            f"the weights of {', '.join(names)} are all 0: nothing would be learned. Give one of "
-            "`rewards` another weight."
-        )
 
 
 def _check_data(config: PPOConfig) -> None:

@@ -67,23 +67,30 @@ def distill(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, f
 
 def check_distillation(config: PPOConfig) -> None:
     """Refuse what a teacher alone does not read, and what leaves it nothing to be compared with."""
-    algorithm = config.algorithm
-    if has_teacher(config) and algorithm.rollout_correction.bypass_mode:
+    algorithm, gamma = config.algorithm, config.distillation.gamma
+    if not has_teacher(config):
+        return
+    if algorithm.rollout_correction.bypass_mode:
         raise ConfigError(
             "distillation compares the teacher with the trainer's own log-probs before the update, "
             "and algorithm.rollout_correction.bypass_mode=true computes none. Leave it out."
         )
+    if gamma > 1:
+        raise ConfigError(f"distillation.gamma={gamma:g}: a discount lies between 0 and 1.")
     if not teacher_is_alone(config):
         return
 
-    asked_for = {
+    buffer = config.reward_model.overlong_buffer
+    act_on_rewards = {
         "algorithm.use_kl_in_reward=true": algorithm.use_kl_in_reward,
         "algorithm.filter_groups.enable=true": algorithm.filter_groups.enable,
         "algorithm.use_pf_ppo=true": algorithm.use_pf_ppo,
         f"algorithm.running_norm={algorithm.running_norm}": bool(algorithm.running_norm),
+        f"algorithm.score_clip={algorithm.score_clip}": algorithm.score_clip is not None,
+        "reward_model.overlong_buffer.enable=true": buffer.enable,
     }
-    for setting, is_asked_for in asked_for.items():
-        if is_asked_for:
+    for setting, is_set in act_on_rewards.items():
+        if is_set:
             raise ConfigError(
                 f"{setting} acts on rewards, and distillation.use_task_rewards=false leaves the "
                 "advantages to the teacher alone. Drop the one, or set "

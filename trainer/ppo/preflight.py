@@ -17,16 +17,16 @@ from workers.training.router_loss import check_routers
 
 def preflight(config: PPOConfig) -> None:
     """Refuse models that are not there or too short, and pools that cannot hold their roles."""
-    _check_model(config, "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
+    check_model(config, "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
     if "critic" in config.role_mapping:
-        _check_model(config, "critic.model.path", config.critic.model.path)
+        check_model(config, "critic.model.path", config.critic.model.path)
     if "teacher" in config.role_mapping:
         teacher = config.distillation.teacher_model.model_path
-        _check_model(config, "distillation.teacher_model.model_path", teacher)
+        check_model(config, "distillation.teacher_model.model_path", teacher)
         check_same_tokenizer(teacher, config.actor_rollout_ref.model.path, "teacher")
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
         check_routers(config.actor_rollout_ref.model.path)
-    _check_tensor_parallel(config)
+    check_tensor_parallel(config)
     _check_offload(config)
     device_type = device_type_of(config.trainer)
     check_memory(config, device_type, memory_of_this_gpu(device_type))
@@ -44,7 +44,8 @@ def _check_offload(config: PPOConfig) -> None:
     check_offload(config.trainer, sections)
 
 
-def _check_model(config: PPOConfig, key: str, path: str) -> None:
+def check_model(config: Any, key: str, path: str) -> None:
+    """Refuse a model that is not there, or has fewer positions than a sample has tokens."""
     limit = num_positions(read_model_config(key, path))
     check_weights(key, path, config.actor_rollout_ref.model.random_init_seed)
     data = config.data
@@ -57,7 +58,8 @@ def _check_model(config: PPOConfig, key: str, path: str) -> None:
         )
 
 
-def _check_tensor_parallel(config: PPOConfig) -> None:
+def check_tensor_parallel(config: Any) -> None:
+    """Refuse engines of more ranks than the rollout's pool divides into."""
     rollout = config.actor_rollout_ref.rollout
     pool = expand_roles(config.role_mapping)["rollout"]
     ranks = sum(config.resource_pool_spec[pool])

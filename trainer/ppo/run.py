@@ -15,7 +15,7 @@ from trainer.data.lm_rows import LMRow
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.data.row_loader import RowLoader
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.loop import Metrics, Trainer
+from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.entropy import get_entropy_controller
 from trainer.ppo.kl import get_kl_controller
@@ -28,15 +28,14 @@ from trainer.ppo.preflight import preflight
 from trainer.ppo.ptx import make_ptx_loader
 from trainer.ppo.running_norm import RunningNorm
 from trainer.ppo.sample_source import SampleSource, SynchronousSource
-from trainer.ppo.samples import write_samples
+from trainer.ppo.sampling import SamplingTrainer
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
-from workers.columns import select_reads
 from workers.config import rewards_of, scores_by_rule
 from workers.rewards.weighted import Rewards, make_rewards
 
 
-class PPORun(Trainer):
+class PPORun(SamplingTrainer):
     """A PPO run without its dataflow."""
 
     config: PPOConfig
@@ -59,10 +58,8 @@ class PPORun(Trainer):
         ptx: RowLoader[LMRow] | None = None,
     ) -> None:
         """Nothing is computed yet; `fit` does it all."""
-        super().__init__(config, groups)
-        self.tokenizer = tokenizer
+        super().__init__(config, groups, tokenizer, rewards)
         self.loader = loader
-        self.rewards = rewards
         self.ptx = ptx
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.entropy_ctrl = get_entropy_controller(config.actor_rollout_ref.actor)
@@ -148,29 +145,6 @@ class PPORun(Trainer):
         self.loader.load_state_dict(state["loader"])
         if self.ptx is not None and (rows := state.get("ptx")) is not None:
             self.ptx.load_state_dict(rows)
-
-    # ------------------------------------------------------------------ what the stages share
-
-    def call(
-        self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
-    ) -> Any:
-        """The future of a role's method, which gets the columns that it reads.
-
-        `settings` travel in the batch's meta_info; `more` batches go as they are.
-        """
-        sent = self.needed(batch, role, method)
-        if settings:
-            sent = sent.select()
-            sent.meta_info = sent.meta_info | settings
-        return getattr(self.groups[role], method).remote(sent, *more)
-
-    def needed(self, batch: DataProto, role: str, method: str) -> DataProto:
-        """The columns that the role's class says the method reads; all, if it says nothing."""
-        return select_reads(batch, self.groups[role].roles[role], method)
-
-    def write_samples(self, name: str, batch: DataProto) -> None:
-        """The samples of this step as text, in a folder of that name."""
-        write_samples(self.folder / name, self.global_step, batch, self.tokenizer)
 
     def batch_metrics(self, batch: DataProto) -> Metrics:
         """What the step's samples look like, and how fast they were made."""

@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -40,13 +39,8 @@ from trainer.ppo.validation import name_metrics, sample_all
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from workers.columns import has_column, read_columns, write_columns
-from workers.config import model_rewards
 from workers.config.conditions import teacher_is_alone
-from workers.rewards.weighted import WeightedScores
-from workers.roles.rollout import generate
 from workers.weights.sync import sync_weights
-
-PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
 
 
 class PPOTrainer(PPORun):
@@ -130,30 +124,6 @@ class PPOTrainer(PPORun):
         if limit is not None:  # as the scores that are compared with them
             answers, _ = clamp_scores(answers, limit)
         return read_columns(answers, "token_level_scores")["token_level_scores"].sum(dim=-1)
-
-    def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
-        """The rows of prompts with a response each; `settings` go before those of the batch."""
-        asked = self.needed(batch, "rollout", "generate_sequences")
-        asked.meta_info = asked.meta_info | settings
-        samples = generate(self.groups["rollout"], asked)
-
-        version = samples.meta_info.pop("policy_version")
-        versions = torch.full((len(samples),), version, dtype=torch.int64)
-        batch.pop(PROMPT_COLUMNS)
-        samples.meta_info = {}
-        return write_columns(batch.union(samples), policy_version=versions)
-
-    def with_rewards(self, batch: DataProto, normalize: bool = True) -> tuple[DataProto, Metrics]:
-        """The batch with its scores, waited for: for what must see them before the score stage."""
-        return join_results(batch, [self.launch_rewards(batch, normalize).get()])
-
-    def launch_rewards(self, batch: DataProto, normalize: bool = True) -> WeightedScores:
-        """The future of `token_level_scores`: all rewards at the same time, added up by weight."""
-        calls = {
-            reward.name: partial(self.call, role, "compute_rm_score")
-            for role, reward in model_rewards(self.config).items()
-        }
-        return self.rewards.launch(batch, lambda reward: calls[reward.name](batch), normalize)
 
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Independent readings of the same samples: all launched, then joined.

@@ -9,7 +9,7 @@ change it) stand at its field (`verl_like.config_key`). Sizes say their unit: a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from verl_like.config_key import key
 from workers.config.conditions import (
@@ -138,7 +138,15 @@ def critic_optim(config: WorkersConfig) -> OptimConfig:
     return replace(config.actor_rollout_ref.actor.optim, **vars(config.critic.optim))
 
 
-def rewards_of(config: WorkersConfig) -> list[RewardConfig]:
+class ScoringRun(Protocol):
+    """What is read of a run that scores samples, whether it trains or not."""
+
+    rewards: list[RewardConfig]
+    custom_reward_function: RewardFunctionConfig
+    reward_model: RewardModelConfig
+
+
+def rewards_of(config: ScoringRun) -> list[RewardConfig]:
     """`rewards`; without that list, what `custom_reward_function` and `reward_model` ask for."""
     if config.rewards or has_no_reward(config):
         return list(config.rewards)
@@ -165,12 +173,12 @@ def rewards_of(config: WorkersConfig) -> list[RewardConfig]:
     return found
 
 
-def scores_by_rule(config: WorkersConfig) -> bool:
+def scores_by_rule(config: ScoringRun) -> bool:
     """Whether a reward is the rule of each row's data_source."""
     return any(reward.kind == "function" and not reward.path for reward in rewards_of(config))
 
 
-def model_rewards(config: WorkersConfig) -> dict[str, RewardConfig]:
+def model_rewards(config: ScoringRun) -> dict[str, RewardConfig]:
     """Role -> the reward whose model it holds; the first is the role `reward_model`."""
     models = [reward for reward in rewards_of(config) if reward.kind == "model"]
     roles = ["reward_model", *(f"reward_model_{reward.name}" for reward in models[1:])]

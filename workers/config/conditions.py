@@ -28,8 +28,9 @@ def _validates(_: Any, run: Any) -> bool:
 
 
 def has_teacher(run: Any) -> bool:
-    """Whether the policy is distilled from a teacher."""
-    return bool(run.distillation.teacher_model.model_path)
+    """Whether the policy is distilled from a teacher; in recipes without training it cannot be."""
+    distillation = getattr(run, "distillation", None)
+    return distillation is not None and bool(distillation.teacher_model.model_path)
 
 
 def teacher_is_alone(run: Any) -> bool:

@@ -102,6 +102,14 @@ def test_a_reward_model_is_drawn_where_it_is_called(
     assert "reward_model.compute_rm_score" in spans
 
 
+def test_a_teacher_is_drawn_where_it_is_called(tiny_dir: Path, tmp_path: Path) -> None:
+    path = f"distillation.teacher_model.model_path={tiny_dir}/model"
+    settings = (path, "distillation.use_task_rewards=true", "placement=split")
+    nodes, spans = recorded(tiny_dir, tmp_path, *settings, "trainer.n_gpus_per_node=2")
+    check(nodes, spans)
+    assert spans["teacher.compute_teacher_log_prob"]["pool"] == "critic_pool"
+
+
 def test_remax_is_drawn_with_its_greedy_answers(tiny_dir: Path, tmp_path: Path) -> None:
     estimator = ("placement=colocate", "algorithm.adv_estimator=remax")
     nodes, spans = recorded(tiny_dir, tmp_path, *estimator)

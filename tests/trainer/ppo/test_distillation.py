@@ -12,6 +12,7 @@ import torch
 from tests.integration.recording import RecordingTrainer
 from tests.integration.runs import calls, numbers, overrides
 from trainer import load_config, run
+from trainer.cli.explain import watch_lines
 from trainer.ppo.dataflow import describe
 from trainer.ppo.distillation import compute_distillation_advantage, distill
 from trainer.ppo.memory import role_memories
@@ -189,6 +190,7 @@ def test_the_graph_and_the_memory_show_the_teacher(
     text = describe(config)
     assert "actor.compute_log_prob ‖ teacher.compute_teacher_log_prob" in text
     assert "gae" not in text
+    assert [line.partition(":")[0] for line in watch_lines(config)] == ["vanilla"]
     of_teacher = {memory.role: memory for memory in role_memories(config, "cpu")}["teacher"]
     assert of_teacher.weights > 0
     assert of_teacher.moments == 0
@@ -213,6 +215,8 @@ def test_another_tokenizer_is_refused_before_a_process_starts(
     [
         ("algorithm.use_kl_in_reward=true", "acts on rewards, and distillation.use_task_rewards="),
         ("algorithm.use_pf_ppo=true", "use_pf_ppo=true acts on rewards"),
+        ("algorithm.score_clip=5", "score_clip=5.0 acts on rewards"),
+        ("distillation.gamma=1.5", "distillation.gamma=1.5: a discount lies between 0 and 1"),
         ("algorithm.rollout_correction.bypass_mode=true", "bypass_mode=true computes none"),
         ("algorithm.adv_estimator=grpo", "adv_estimator is set.*the teacher alone gives"),
         ("distillation.coef=2", "coef is set.*use_task_rewards is false"),

@@ -1,0 +1,203 @@
+"""Runs of best-of-n: their file, what reads it, and a run that is killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import lines
+from trainer.best_of_n.recipe import BEST_OF_N
+from trainer.best_of_n.step import BestOfNTrainer
+from trainer.config.compose import load_config
+from trainer.data.files import rows_of_files
+from trainer.data.lm_rows import read_lm_rows
+from trainer.data.pairs import read_pairs
+from trainer.data.prompts import load_tokenizer
+from trainer.launch import run
+from trainer.ppo.recipe import PPO
+from verl_like.errors import BatchError, CheckpointError, ConfigError
+
+
+def settings(tiny_dir: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        f"data.train_files={tiny_dir}/val.parquet",
+        f"actor_rollout_ref.model.path={tiny_dir}/model",
+        f"trainer.default_local_dir={folder}",
+        "data.train_batch_size=12",
+        "data.max_prompt_length=16",
+        "data.max_response_length=8",
+        "actor_rollout_ref.rollout.n=4",
+        "trainer.backend=local",
+        "trainer.logger=[]",
+        *more,
+    ]
+
+
+def selected(tiny_dir: Path, folder: Path, *more: str) -> str:
+    run(load_config(settings(tiny_dir, folder, *more), BEST_OF_N))
+    return (folder / "selected.jsonl").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of 32 prompts in batches of 12: the last has 8."""
+    folder = tmp_path_factory.mktemp("whole")
+    selected(tiny_dir, folder)
+    return folder
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "selected.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_prompt_has_its_best_sample(whole: Path) -> None:
+    best: dict[str, dict[str, Any]] = {}
+    for step in (1, 2, 3):
+        for line in (whole / "rollouts" / f"{step}.jsonl").read_text().splitlines():
+            sample = json.loads(line)
+            if sample["output"].strip():
+                old = best.setdefault(sample["uid"], sample)
+                best[sample["uid"]] = max(old, sample, key=lambda one: one["score"])
+
+    rows = rows_in(whole)
+    assert [row["uid"] for row in rows] == [f"{number}-0" for number in range(32)]
+    for row in rows:
+        assert row["score"] == best[row["uid"]]["score"]
+        assert row["messages"][-1] == {"role": "assistant", "content": best[row["uid"]]["output"]}
+    metrics = lines(whole)
+    assert [line["selection/num_prompts"] for line in metrics] == [12, 12, 8]
+    assert all(line["score/best"] > line["score/mean"] for line in metrics)
+
+
+def test_sft_reads_the_file(whole: Path, tiny_dir: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    files = str(whole / "selected.jsonl")
+    rows = read_lm_rows("data.train_files", files, tokenizer, max_length=64)
+    assert len(rows) == 32
+    said = tokenizer.decode(rows[0].ids[rows[0].in_loss], skip_special_tokens=True)
+    assert said == rows_in(whole)[0]["messages"][-1]["content"]
+
+
+def test_the_size_of_the_batches_does_not_change_the_file(
+    whole: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    text = selected(tiny_dir, tmp_path, "data.train_batch_size=32")
+    assert text == (whole / "selected.jsonl").read_text(encoding="utf-8")
+
+
+def test_both_engines_have_the_weights_of_the_folder(tiny_dir: Path, tmp_path: Path) -> None:
+    """Their greedy answers are alike, and those of the model itself."""
+    from transformers import AutoModelForCausalLM
+
+    policy = "actor_rollout_ref.rollout"
+    greedy = (f"{policy}.n=1", f"{policy}.do_sample=false", "trainer.total_training_steps=1")
+    native, hf = (
+        selected(tiny_dir, tmp_path / name, *greedy, f"{policy}.name={name}")
+        for name in ("native", "hf")
+    )
+    assert native == hf
+
+    row = rows_in(tmp_path / "hf")[0]
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
+    prompt = tokenizer.apply_chat_template(
+        row["messages"][:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    said = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert row["messages"][-1]["content"] == said
+
+
+def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
+    class Killed(BestOfNTrainer):
+        def step(self) -> Any:
+            metrics = super().step()
+            if self.global_step == 2:  # its part is written, and it is not committed
+                raise KeyboardInterrupt
+            return metrics
+
+    config = load_config(settings(tiny_dir, tmp_path), BEST_OF_N)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, Killed)
+    assert not (tmp_path / "selected.jsonl").exists()
+    text = selected(tiny_dir, tmp_path)
+    assert text == (whole / "selected.jsonl").read_text(encoding="utf-8")
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+    (tmp_path / "selected.jsonl").unlink()  # a run that was killed before its last line
+    assert selected(tiny_dir, tmp_path) == text
+    (tmp_path / "selected" / "1.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="the rows of step 1 are not in"):
+        selected(tiny_dir, tmp_path)
+
+
+def test_pairs_by_a_reward_model_on_its_own_pool(
+    tiny_dir: Path, tmp_path: Path, classifier: Path
+) -> None:
+    judged = ("reward_model.enable=true", f"reward_model.model.path={classifier}")
+    pairs = (*judged, "selection.write=pairs", "data.train_batch_size=32")
+    files = []
+    for folder, placed in (("one", "colocate"), ("two", "split")):
+        file = tmp_path / f"{folder}.parquet"
+        own = (f"selection.file={file}", f"placement={placed}", "trainer.n_gpus_per_node=2")
+        if placed == "colocate":
+            own = (*own, "resource_pool_spec.global_pool=[1]")
+        run(load_config(settings(tiny_dir, tmp_path / folder, *pairs, *own), BEST_OF_N))
+        files.append([row for _, row in rows_of_files([str(file)], "data.train_files")])
+    assert files[0] == files[1]
+    assert all(row["chosen_score"] > row["rejected_score"] for row in files[0])
+    assert {"rule_score", "model_score"} <= files[0][0]["chosen_rewards"].keys()
+
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    path = str(tmp_path / "one.parquet")
+    assert len(read_pairs("data.train_files", path, tokenizer, max_length=64)) == len(files[0])
+
+
+def test_the_plan_says_what_a_step_draws_and_keeps(
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("trainer.dry_run=true", "selection.write=pairs", "selection.min_score=0.5")
+    run(load_config(settings(tiny_dir, tmp_path, *more), BEST_OF_N))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "A step draws 48 samples (12 prompts, 4 each) and keeps the best and the worst" in shown
+    assert "from a score of 0.5 on" in shown
+    assert not (tmp_path / "rollouts").exists()
+
+
+def test_a_score_that_nothing_reaches_is_an_error(tiny_dir: Path, tmp_path: Path) -> None:
+    more = ("selection.min_score=2", "trainer.total_training_steps=1")
+    with pytest.raises(BatchError, match="no sample was selected.*lower selection.min_score"):
+        selected(tiny_dir, tmp_path, *more)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("selection.top_k=5", "rollout.n=4 samples of a prompt, of which top_k=5 are kept"),
+        ("selection.write=pairs selection.top_k=2", "top_k is set.*a pair is one of each prompt"),
+        ("selection.write=pairs actor_rollout_ref.rollout.n=1", "a pair is made of two"),
+        ("selection.file=rows.csv", "it ends in .parquet or .jsonl"),
+        ("actor_rollout_ref.rollout.do_sample=false", "are its greedy answer"),
+        ("actor_rollout_ref.model.lora_rank=4", "lora_rank is set.*best-of-n trains nothing"),
+        ("data.val_files=x", "val_files is set.*best-of-n validates nothing"),
+        ("trainer.total_epochs=2", "total_epochs is set.*every prompt once"),
+        ("actor_rollout_ref.actor.optim.lr=1", "There is no key 'actor_rollout_ref.actor.optim.lr"),
+        ("rewards=[{name:a,kind:function,normalize:true}]", "must not depend on the batch"),
+    ],
+)
+def test_what_cannot_work_is_refused(tiny_dir: Path, tmp_path: Path, more: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(settings(tiny_dir, tmp_path, *more.split()), BEST_OF_N)
+
+
+def test_a_command_of_ppo_carries_over(tiny_dir: Path, tmp_path: Path) -> None:
+    """Every key that both read has the same name and type."""
+    from trainer.config.keys import leaf_keys
+
+    of_ppo = {key.name: key.kind for key in leaf_keys(PPO.schema)}
+    own = [key for key in leaf_keys(BEST_OF_N.schema) if not key.name.startswith("selection.")]
+    assert [key.name for key in own if of_ppo.get(key.name) != key.kind] == []

@@ -1,0 +1,153 @@
+"""The whole configuration tree of best-of-n.
+
+Its sections are PPO's, so that a command's keys carry over; a key of theirs that only training or
+validation reads is declared anew here as one that is never read: to set it is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.schema import RunConfig, TrainerConfig
+from trainer.data.config import DataConfig
+from verl_like.config_key import When, key
+from workers.config import (
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    ValidationSamplingConfig,
+)
+from workers.config.conditions import NO_REWARD_LIST
+
+IN_TRAINING = When("a recipe trains", lambda *_: False, "best-of-n trains nothing")
+IN_ORDER = When(
+    "a recipe has epochs", lambda *_: False, "best-of-n takes every prompt once, in order"
+)
+IN_VALIDATION = When("a recipe validates", lambda *_: False, "best-of-n validates nothing")
+WRITES_SFT = When(
+    "`write` is sft", lambda selection, _: selection.write == "sft", "a pair is one of each prompt"
+)
+
+
+@dataclass(kw_only=True)
+class PromptsConfig(DataConfig):
+    """Prompts: files, sizes."""
+
+    val_files: Any = key("", allows="a file, or a list", read_when=IN_VALIDATION)
+    """The prompts of a validation."""
+    train_batch_size: int = key(64, above=0)
+    """Prompts per step; the last step may have fewer."""
+    shuffle: bool = key(True, read_when=IN_ORDER)
+    """A new order each epoch."""
+
+
+@dataclass(kw_only=True)
+class SampledModelConfig(ModelConfig):
+    """The model that generates."""
+
+    enable_gradient_checkpointing: bool = key(False, read_when=IN_TRAINING)
+    """Recompute activations in the backward pass."""
+    use_remove_padding: bool = key(True, read_when=IN_TRAINING)
+    """Run rows end to end without their padding in a forward and backward pass."""
+    use_fused_kernels: bool = key(True, read_when=IN_TRAINING)
+    """Compute log-probs from hidden states in chunks."""
+    lora_rank: int = key(0, allows="a rank, or 0", read_when=IN_TRAINING)
+    """Rank of LoRA adapters."""
+
+
+@dataclass(kw_only=True)
+class GenerationConfig(RolloutConfig):
+    """Generation."""
+
+    n: int = key(8, above=0)
+    """Samples per prompt."""
+    update_weights_bucket_megabytes: float = key(16.0, above=0, read_when=IN_TRAINING)
+    """Size of the pieces in which weights travel to the rollout."""
+    log_prob_micro_batch_size_per_gpu: int = key(8, above=0, read_when=IN_TRAINING)
+    """Samples per forward pass of the old log-probs on one rank."""
+    val_kwargs: ValidationSamplingConfig = key(
+        factory=ValidationSamplingConfig, read_when=IN_VALIDATION
+    )
+    """Sampling in validation."""
+
+
+@dataclass(kw_only=True)
+class SampledPolicyConfig:
+    """The policy that is sampled."""
+
+    model: SampledModelConfig = key(factory=SampledModelConfig)
+    """Model."""
+    rollout: GenerationConfig = key(factory=GenerationConfig)
+    """Generation."""
+
+
+@dataclass(kw_only=True)
+class SelectionConfig:
+    """Which samples are kept, and where they go."""
+
+    write: str = key("sft", choices=("sft", "pairs"))
+    """sft: the best samples of each prompt as rows that `verl-like sft` reads; pairs: each prompt's
+    best as chosen and its worst as rejected.
+    """
+    top_k: int = key(1, above=0, read_when=WRITES_SFT)
+    """Samples kept of each prompt, at most; of equal scores the first, of equal texts one."""
+    min_score: float | None = key(None, allows="a number")
+    """Lowest score of a sample that is kept, or chosen; null keeps whatever is best."""
+    file: str = key(
+        "", allows="a .parquet or .jsonl file, written when the run ends", may_change_on_resume=True
+    )
+    """Where they go; empty: `selected.jsonl` in the run folder."""
+
+
+@dataclass(kw_only=True)
+class BestOfNTrainerConfig(TrainerConfig):
+    """The run: length, devices, folder."""
+
+    cls: str = key("trainer.best_of_n.step.BestOfNTrainer", allows="a dotted path")
+    """Dotted path of the trainer: BestOfNTrainer, or a subclass that overrides its step or hooks.
+    """
+    total_epochs: int = key(1, above=0, read_when=IN_ORDER)
+    """Passes over the data."""
+    total_training_steps: int | None = key(
+        None, above=0, hint="or null for all prompts", may_change_on_resume=True
+    )
+    """Steps of the whole run, if it shall end before the last prompt."""
+    test_freq: int = key(-1, above=0, or_exactly=-1, read_when=IN_VALIDATION)
+    """Steps between validations."""
+    val_before_train: bool = key(True, read_when=IN_VALIDATION)
+    """Validate before the first step."""
+    experiment_name: str = key("best_of_n", allows="a name", may_change_on_resume=True)
+    """Second part of the run folder's name."""
+    save_freq: int = key(
+        1, above=0, or_exactly=-1, hint="or -1 for no checkpoints", may_change_on_resume=True
+    )
+    """Steps after which a killed run can go on; they hold a position, and no weights."""
+    max_ckpt_to_keep: int | None = key(
+        1, at_least=1, hint="or null to keep all", may_change_on_resume=True
+    )
+    """Committed checkpoints that stay in the run folder; null keeps all."""
+
+
+@dataclass(kw_only=True)
+class BestOfNConfig(RunConfig):
+    """A run that samples, scores and selects."""
+
+    data: PromptsConfig = key(factory=PromptsConfig)
+    """Prompts."""
+    actor_rollout_ref: SampledPolicyConfig = key(factory=SampledPolicyConfig)
+    """Policy."""
+    rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
+    """Any number of rewards, added up by weight; in place of the two sections that follow."""
+    custom_reward_function: RewardFunctionConfig = key(
+        factory=RewardFunctionConfig, read_when=NO_REWARD_LIST
+    )
+    """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
+    reward_model: RewardModelConfig = key(factory=RewardModelConfig)
+    """Scores."""
+    selection: SelectionConfig = key(factory=SelectionConfig)
+    """Which samples are kept."""
+    trainer: BestOfNTrainerConfig = key(factory=BestOfNTrainerConfig)
+    """The run."""

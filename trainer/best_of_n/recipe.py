@@ -1,0 +1,62 @@
+"""Best of n as a recipe: `load_config(overrides, BEST_OF_N)` gives its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer.best_of_n.config import BestOfNConfig
+from trainer.config.recipe import Recipe, presets
+from trainer.ppo.recipe import extra_roles
+from verl_like.errors import ConfigError
+from workers.config import model_rewards
+
+
+def inactive_roles(config: Any) -> dict[str, str]:
+    """Roles that this run does not need -> why."""
+    if model_rewards(config):
+        return {}
+    return {"reward_model": "reward_model.enable=false, and `rewards` has no model"}
+
+
+def check(config: BestOfNConfig) -> None:
+    """The rules between fields; they look into the rewards and the engines."""
+    from trainer.ppo.reward_checks import check_rewards
+    from workers.rollout.base import check_sampling_kwargs
+
+    check_rewards(config)
+    rollout, selection = config.actor_rollout_ref.rollout, config.selection
+    check_sampling_kwargs(rollout.sampling_kwargs, config.data.max_response_length)
+    for number, reward in enumerate(config.rewards):
+        if reward.normalize:
+            raise ConfigError(
+                f"rewards[{number}].normalize=true: scores are held against selection.min_score "
+                "and written down, so they must not depend on the batch. Set it to false."
+            )
+
+    wanted = 2 if selection.write == "pairs" else selection.top_k
+    if rollout.n < wanted:
+        what = "a pair is made of two" if selection.write == "pairs" else f"top_k={wanted} are kept"
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n={rollout.n} samples of a prompt, of which {what}. Set "
+            f"actor_rollout_ref.rollout.n to {wanted} or more."
+        )
+    if rollout.n > 1 and not rollout.do_sample:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.do_sample=false: all {rollout.n} samples of a prompt are "
+            "its greedy answer. Set actor_rollout_ref.rollout.do_sample=true, or n=1."
+        )
+    if selection.file and Path(selection.file).suffix not in (".parquet", ".jsonl"):
+        raise ConfigError(f"selection.file={selection.file}: it ends in .parquet or .jsonl.")
+
+
+BEST_OF_N = Recipe(
+    name="best-of-n",
+    schema=BestOfNConfig,
+    config_dir=Path(__file__).resolve().parent,
+    config_name="best_of_n",
+    placements=presets({"rollout_pool": ["rollout"], "reward_pool": ["reward_model"]}),
+    inactive_roles=inactive_roles,
+    extra_roles=extra_roles,
+    checks=(check,),
+)

@@ -1,0 +1,151 @@
+"""Best of n: responses of a model, scored, and the best of each prompt kept in a file.
+
+    prompts ─> rollout ─> rewards ─> selection ─> next prompts
+
+Every prompt is taken once. A step writes its rows to `selected/<step>.jsonl` in the run folder, and
+the end of the run puts them into one file; so a killed run goes on after its last committed step,
+and its file is the one of a run that was not killed.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.best_of_n.config import BestOfNConfig
+from trainer.best_of_n.rows_file import read_rows, write_rows
+from trainer.best_of_n.selection import select
+from trainer.data.prompts import PromptSet, load_tokenizer
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.loop import Metrics
+from trainer.ppo.preflight import check_model, check_tensor_parallel
+from trainer.ppo.sampling import SamplingTrainer
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import BatchError, CheckpointError, ConfigError
+from workers.columns import read_columns
+from workers.config import rewards_of
+from workers.rewards.weighted import Rewards, make_rewards
+
+
+class BestOfNTrainer(SamplingTrainer):
+    """Drives the role `rollout`, and those of reward models, through all prompts."""
+
+    config: BestOfNConfig
+
+    def __init__(
+        self,
+        config: BestOfNConfig,
+        groups: WorkerGroups,
+        tokenizer: Any,
+        rewards: Rewards,
+        prompts: PromptSet,
+    ) -> None:
+        """Nothing is computed yet; `fit` does it all."""
+        super().__init__(config, groups, tokenizer, rewards)
+        self.prompts = prompts
+
+    @classmethod
+    def prepare(cls, config: BestOfNConfig, at_end: ExitStack) -> tuple[Any, ...]:
+        """Tokenizer, rewards and prompts."""
+        path = config.actor_rollout_ref.model.path
+        check_model(config, "actor_rollout_ref.model.path", path)
+        check_tensor_parallel(config)
+        tokenizer = load_tokenizer(path)
+        prompts = PromptSet(config.data, "train_files", tokenizer)
+        if not len(prompts):
+            raise ConfigError(f"{prompts.story}: no prompt is left.")
+
+        overlong = config.reward_model.overlong_buffer
+        rewards = make_rewards(rewards_of(config), tokenizer, prompts.data_sources, overlong)
+        at_end.enter_context(closing(rewards))
+        return tokenizer, rewards, prompts
+
+    @classmethod
+    def describe(cls, config: BestOfNConfig, max_columns: int | None = None) -> list[str]:
+        """What a step draws, and what it keeps."""
+        num_prompts, num_samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+        selection = config.selection
+        kept = f"the best {selection.top_k} of each prompt"
+        if selection.write == "pairs":
+            kept = "the best and the worst of each prompt, as a pair"
+        if selection.min_score is not None:
+            kept += f", from a score of {selection.min_score:g} on"
+        total = num_prompts * num_samples
+        return [
+            f"A step draws {total:,} samples ({num_prompts:,} prompts, {num_samples:,} each) and "
+            f"keeps {kept}."
+        ]
+
+    @property
+    def total_steps(self) -> int:
+        """Batches of all prompts, or fewer as configured."""
+        all_prompts = -(-len(self.prompts) // self.config.data.train_batch_size)
+        return min(self.config.trainer.total_training_steps or all_prompts, all_prompts)
+
+    @property
+    def file(self) -> Path:
+        """Where the selected rows go."""
+        return Path(self.config.selection.file or self.folder / "selected.jsonl")
+
+    def part(self, step: int) -> Path:
+        """Where those of one step are until then."""
+        return self.folder / "selected" / f"{step}.jsonl"
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; the rows of the steps until there must be here."""
+        super().load_state_dict(state)
+        for step in range(1, self.global_step + 1):
+            if not self.part(step).is_file():
+                raise CheckpointError(
+                    f"the rows of step {step} are not in {self.part(step)}: go on in the folder of "
+                    "the run that was stopped (trainer.default_local_dir)."
+                )
+
+    def fit(self) -> None:
+        """Every step, then the file of them all."""
+        super().fit()
+        parts = [self.part(step) for step in range(1, self.global_step + 1)]
+        rows = [row for part in parts for row in read_rows(part)]
+        if not rows:
+            raise BatchError(
+                f"no sample was selected for {self.file}: lower selection.min_score, draw more "
+                "samples (actor_rollout_ref.rollout.n), or look at their scores in rollouts/."
+            )
+        write_rows(self.file, rows)
+        print(f"{len(rows)} rows: {self.file}", flush=True)
+
+    def step(self) -> Metrics:
+        """Samples of the next prompts, their scores, and the choice among them."""
+        with self.clock("gen"):
+            batch = self.roll_out(self.next_prompts())
+        with self.clock("score"):
+            batch, scored = self.with_rewards(batch)
+        with self.clock("select"):
+            rows, selected = select(batch, self.config.selection, self.tokenizer)
+            write_rows(self.part(self.global_step), rows)
+        self.write_samples("rollouts", batch)
+        return self.batch_metrics(batch) | scored | selected
+
+    def next_prompts(self) -> DataProto:
+        """The prompts of this step, a row for each sample."""
+        size = self.config.data.train_batch_size
+        num_samples = self.config.actor_rollout_ref.rollout.n
+        chosen = self.prompts.rows[(self.global_step - 1) * size : self.global_step * size]
+        batch = self.prompts.batch(chosen.tolist(), epoch=0).repeat(num_samples, interleave=True)
+        index = torch.arange(num_samples).repeat(len(chosen))
+        return batch.union(DataProto.from_dict({"sample_index": index}))
+
+    def batch_metrics(self, batch: DataProto) -> Metrics:
+        """Scores over all samples and over the best of each prompt, and the responses' length."""
+        columns = read_columns(batch, "token_level_scores", "response_mask")
+        num_samples = self.config.actor_rollout_ref.rollout.n
+        scores = columns["token_level_scores"].sum(dim=-1).double().view(-1, num_samples)
+        return {
+            "score/mean": scores.mean().item(),
+            "score/best": scores.max(dim=-1).values.mean().item(),
+            "response_length/mean": columns["response_mask"].sum(dim=-1).double().mean().item(),
+            "training/global_step": self.global_step,
+        }

@@ -1,0 +1,48 @@
+"""Rules between the keys of rewards, of every recipe that scores samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_like.errors import ConfigError
+from workers.rewards.remote import check_url
+
+
+def check_rewards(config: Any) -> None:
+    """Scores that are asked for can be had."""
+    if config.rewards:
+        _check_reward_list(config)
+    elif config.reward_model.enable and not config.reward_model.model.path:
+        raise ConfigError(
+            "reward_model.enable=true needs reward_model.model.path: the folder of a sequence "
+            "classifier."
+        )
+
+    buffer, limit = config.reward_model.overlong_buffer, config.data.max_response_length
+    if buffer.enable and not 0 < buffer.len <= limit:
+        raise ConfigError(
+            f"reward_model.overlong_buffer.len={buffer.len} tokens: it lies between 1 and "
+            f"data.max_response_length={limit}; DAPO takes a fifth of that."
+        )
+
+
+def _check_reward_list(config: Any) -> None:
+    """Names tell rewards apart, each has what its kind needs, and together they weigh something."""
+    names = [reward.name for reward in config.rewards]
+    for number, reward in enumerate(config.rewards):
+        where = f"rewards[{number}]"
+        if not reward.name.isidentifier() or names.index(reward.name) != number:
+            raise ConfigError(
+                f"{where}.name={reward.name!r}: every reward has a name of its own, of letters, "
+                "digits and _; metrics, columns and roles are called by it."
+            )
+        if reward.kind == "model" and not reward.path:
+            raise ConfigError(f"{where} is a model: give path, the folder of a classifier.")
+        if reward.kind == "remote":
+            check_url(reward.url, reward.name)
+
+    if not any(reward.weight for reward in config.rewards):
+        raise ConfigError(
+            f"the weights of {', '.join(names)} are all 0: nothing would be learned. Give one of "
+            "`rewards` another weight."
+        )

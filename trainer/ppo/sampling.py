@@ -1,0 +1,81 @@
+"""Samples with their scores: what PPO and the recipes that only sample have in common.
+
+batch = self.roll_out(prompts)                # a response for every row
+batch, metrics = self.with_rewards(batch)     # token_level_scores, and what the rewards logged
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.loop import Metrics, Trainer
+from trainer.ppo.call_results import join_results
+from trainer.ppo.samples import write_samples
+from verl_like.batch.protocol import DataProto
+from workers.columns import select_reads, write_columns
+from workers.config import model_rewards
+from workers.rewards.weighted import Rewards, WeightedScores
+from workers.roles.rollout import generate
+
+PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
+
+
+class SamplingTrainer(Trainer):
+    """Drives a role `rollout`, and scores what it says."""
+
+    config: Any
+
+    def __init__(self, config: Any, groups: WorkerGroups, tokenizer: Any, rewards: Rewards) -> None:
+        """Nothing is computed yet; `fit` does it all."""
+        super().__init__(config, groups)
+        self.tokenizer = tokenizer
+        self.rewards = rewards
+
+    def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
+        """The rows of prompts with a response each; `settings` go before those of the batch."""
+        asked = self.needed(batch, "rollout", "generate_sequences")
+        asked.meta_info = asked.meta_info | settings
+        samples = generate(self.groups["rollout"], asked)
+
+        version = samples.meta_info.pop("policy_version")
+        versions = torch.full((len(samples),), version, dtype=torch.int64)
+        batch.pop(PROMPT_COLUMNS)
+        samples.meta_info = {}
+        return write_columns(batch.union(samples), policy_version=versions)
+
+    def with_rewards(self, batch: DataProto, normalize: bool = True) -> tuple[DataProto, Metrics]:
+        """The batch with its scores, waited for: for what must see them before the score stage."""
+        return join_results(batch, [self.launch_rewards(batch, normalize).get()])
+
+    def launch_rewards(self, batch: DataProto, normalize: bool = True) -> WeightedScores:
+        """The future of `token_level_scores`: all rewards at the same time, added up by weight."""
+        calls = {
+            reward.name: partial(self.call, role, "compute_rm_score")
+            for role, reward in model_rewards(self.config).items()
+        }
+        return self.rewards.launch(batch, lambda reward: calls[reward.name](batch), normalize)
+
+    def call(
+        self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
+    ) -> Any:
+        """The future of a role's method, which gets the columns that it reads.
+
+        `settings` travel in the batch's meta_info; `more` batches go as they are.
+        """
+        sent = self.needed(batch, role, method)
+        if settings:
+            sent = sent.select()
+            sent.meta_info = sent.meta_info | settings
+        return getattr(self.groups[role], method).remote(sent, *more)
+
+    def needed(self, batch: DataProto, role: str, method: str) -> DataProto:
+        """The columns that the role's class says the method reads; all, if it says nothing."""
+        return select_reads(batch, self.groups[role].roles[role], method)
+
+    def write_samples(self, name: str, batch: DataProto) -> None:
+        """The samples of this step as text, in a folder of that name."""
+        write_samples(self.folder / name, self.global_step, batch, self.tokenizer)

@@ -1,0 +1,28 @@
+"""The rollout of a run that trains nothing: its weights are those of the model's folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from verl_like.calls.dispatch import Dispatch, register
+from workers.models.load import load_model
+from workers.models.precision import name_of, precision_of, rollout_dtype
+from workers.models.state import named_state, set_buffer_dtype
+from workers.roles.rollout import RolloutWorker
+
+
+class SamplerWorker(RolloutWorker):
+    """Generates with a model that stays as it is; its samples are of version 0."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine, and give it the folder's weights."""
+        super().init_model()
+        dtype = rollout_dtype(self.policy, self.device.type)
+        model = replace(self.policy.model, dtype=name_of(dtype), compute_dtype=name_of(dtype))
+        module = load_model(model, "token", torch.device("cpu"))
+        set_buffer_dtype(module, precision_of(self.policy.model, self.device.type).weights)
+        self.engine.load_weights(named_state(module))
+        self.engine.commit(0)
