@@ -1,9 +1,9 @@
 """Write what the docs say about keys, columns and algorithms: `python docs/make_tables.py`.
 
 The tables stand between `<!-- begin … -->` and `<!-- end … -->` in `configuration.md`,
-`rewards.md`, `dataflow.md`, `algorithms.md`, `updates.md` and `cards.md`; a test checks that they
-are current. An algorithm's row and card are what its file says of itself (`trainer.ppo.cards`), its
-curve is what `docs/make_curves.py` has measured.
+`rewards.md`, `dataflow.md`, `algorithms.md`, `preference.md`, `updates.md` and `cards.md`; a test
+checks that they are current. An algorithm's row and card are what its file says of itself
+(`trainer.ppo.cards`), its curve is what `docs/make_curves.py` has measured.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ from trainer.ppo.cards import (
 )
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
+from trainer.preference.config import PreferenceConfig
+from trainer.preference.recipe import DPO
+from trainer.rows.config import RowConfig
 from workers.columns import COLUMNS
 from workers.config import RewardConfig
 from workers.losses.aggregate import AGGREGATIONS
 from workers.losses.kl import KL_ESTIMATORS
+from workers.losses.preference.registry import COLUMNS as LOSS_COLUMNS
+from workers.losses.preference.registry import PREFERENCE_LOSSES, parameters_of
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.training.schedules import LR_SCHEDULES
 
@@ -69,6 +74,18 @@ def reward_key_table() -> str:
     """The keys of one item of the list `rewards`."""
     docs, default = field_docs(RewardConfig), RewardConfig()
     rows = [_key_row(key.name, key, default, docs) for key in leaf_keys(RewardConfig)]
+    return "\n".join([*HEAD_OF_KEYS, *rows])
+
+
+def preference_key_table() -> str:
+    """The keys that preference training has beside those of every recipe on rows."""
+    DPO.load_registries()
+    docs, default = field_docs(PreferenceConfig), PreferenceConfig()
+    shared = {key.name for key in config_keys(RowConfig)}
+    rows = []
+    for key in config_keys(PreferenceConfig):
+        if not key.is_section and key.name not in shared:
+            rows.append(_key_row(key.name, key, default, docs))
     return "\n".join([*HEAD_OF_KEYS, *rows])
 
 
@@ -136,6 +153,15 @@ def value_loss_table() -> str:
     for name, (loss, key) in losses.items():
         rows.append([_code([name]), *_formula_and_source(loss), _code([key])])
     return _table(["name", "formula", "source", "keys it reads"], rows)
+
+
+def preference_loss_table() -> str:
+    """The losses of preference training."""
+    rows = []
+    for name, loss in PREFERENCE_LOSSES.items():
+        keys = [parameter for parameter in parameters_of(loss) if parameter not in LOSS_COLUMNS]
+        rows.append([_code([name]), *_formula_and_source(loss), _code(keys)])
+    return _table(["`loss=`", "formula", "source", "keys it reads"], rows)
 
 
 def kl_table() -> str:
@@ -297,6 +323,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "aggregations": ("algorithms.md", aggregation_table),
     "value-loss": ("algorithms.md", value_loss_table),
     "kl": ("algorithms.md", kl_table),
+    "preference-losses": ("preference.md", preference_loss_table),
+    "preference-keys": ("preference.md", preference_key_table),
     "lr-schedules": ("updates.md", lr_schedule_table),
     "corrections": ("algorithms.md", correction_table),
     "preset-cards": ("cards.md", preset_card_list),

@@ -61,7 +61,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("loop",),
         ("launch",),
         ("rows",),
-        ("ppo", "reward_model", "sft"),
+        ("ppo", "preference", "reward_model", "sft"),
         ("main_ppo",),
         ("__init__",),
         ("cli",),

@@ -14,6 +14,8 @@ USAGE = """usage: verl-like COMMAND ...
   sft [key=value ...]      supervised fine-tuning; `verl-like sft --cfg job` shows every key
   reward-model [key=value ...]
                            train a reward model on pairs; --cfg job shows every key
+  dpo [key=value ...]      learn preferences: DPO, IPO, KTO and others;
+                           `verl-like dpo --cfg job` shows every key
   explain [key=value ...]  say in words what a step of this configuration will do; starts nothing
   doctor [--model PATH]    check what a run needs: packages, a remote call, an all-reduce,
                            a weight sync, the machine; or say how a run treats one model
@@ -26,6 +28,7 @@ USAGE = """usage: verl-like COMMAND ...
 RECIPES = {
     "sft": "trainer.sft.recipe.SFT",
     "reward-model": "trainer.reward_model.recipe.REWARD_MODEL",
+    "dpo": "trainer.preference.recipe.DPO",
 }
 """Commands that train, but for `ppo`, which is Hydra's."""
 HELP = {
@@ -49,6 +52,15 @@ that hf_model exports.
   verl-like reward-model --cfg job  every key with its meaning
   trainer.dry_run=true              check everything, and stop before a process starts
   checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
+""",
+    "dpo": """usage: verl-like dpo data.train_files=FILE model.path=FOLDER [key=value ...]
+
+Trains a model on pairs (chosen, rejected), or on responses with a label (loss=kto). The reference
+is the model before training, or that of ref.model.path; its log-probs are computed once.
+
+  loss=dpo|cdpo|ipo|hinge|kto|orpo|simpo   what is learned; orpo and simpo have no reference
+  beta=0.1  sft_coef=0                     how much a log-ratio counts; SFT on the chosen beside it
+  verl-like dpo --cfg job                  every key with its meaning
 """,
     "explain": """usage: verl-like explain [--card-gb=GIB] [key=value ...]
 

@@ -23,7 +23,7 @@ import torch
 
 from trainer.data.files import Row, rows_of_files
 from trainer.data.lm_rows import LMRow, encode_lm_row, filled_columns, lm_columns
-from trainer.data.prompts import as_objects
+from trainer.data.prompts import as_objects, encode_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
@@ -101,17 +101,22 @@ def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:
     """A whole side; with a prompt, the loss is of what comes after that."""
     said, prompt = row[side], row.get("prompt")
     try:
-        if isinstance(said, str):
-            if prompt is None:
-                return encode_lm_row({"text": said}, tokenizer)
-            return encode_lm_row({"prompt": prompt, "response": said}, tokenizer)
-        if prompt is None:
-            return encode_lm_row({"messages": said}, tokenizer)
-        if not isinstance(prompt, list) or not isinstance(said, list):
-            raise ValueError("messages stand beside a prompt that is no list of messages")
-        return encode_lm_row({"messages": [*prompt, *said]}, tokenizer)
+        if prompt is not None:
+            return encode_reply(prompt, said, tokenizer)
+        return encode_lm_row({"text" if isinstance(said, str) else "messages": said}, tokenizer)
     except ValueError as problem:
         raise ValueError(f"{side!r}: {problem}") from problem
+
+
+def encode_reply(prompt: Any, said: Any, tokenizer: Any) -> LMRow:
+    """A prompt with a reply to it, a text or messages; the loss is of the reply alone."""
+    if isinstance(said, str):
+        return encode_lm_row({"prompt": prompt, "response": said}, tokenizer)
+    if not isinstance(prompt, list) or not isinstance(said, list):
+        raise ValueError("messages stand beside a prompt that is no list of messages")
+    whole = encode_lm_row({"messages": [*prompt, *said]}, tokenizer)
+    (asked,) = encode_prompts([prompt], tokenizer)
+    return LMRow(whole.ids, whole.in_loss & (np.arange(len(whole.ids)) >= len(asked)))
 
 
 def _after_common_beginning(chosen: LMRow, rejected: LMRow) -> tuple[LMRow, LMRow]:

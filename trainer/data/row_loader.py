@@ -21,40 +21,40 @@ class RowLoader(Generic[R]):
 
     def __init__(self, rows: Sequence[R], seed: int, make_batch: MakeBatch[R]) -> None:
         """`make_batch` pads rows, with their uids, to one batch."""
-        self._rows, self._seed, self.make_batch = rows, seed, make_batch
+        self.rows, self._seed, self.make_batch = rows, seed, make_batch
         self._num_taken = 0
 
     def take(self, count: int) -> DataProto:
         """The next rows as a batch, with uids of their epochs."""
-        places = [divmod(self._num_taken + number, len(self._rows)) for number in range(count)]
+        places = [divmod(self._num_taken + number, len(self.rows)) for number in range(count)]
         orders = {epoch: self._order(epoch) for epoch, _ in places}
         chosen = [(int(orders[epoch][place]), epoch) for epoch, place in places]
         self._num_taken += count
 
         names = [f"{number}-{epoch}" for number, epoch in chosen]
-        return self.make_batch([self._rows[number] for number, _ in chosen], names)
+        return self.make_batch([self.rows[number] for number, _ in chosen], names)
 
     def __len__(self) -> int:
         """Rows in an epoch."""
-        return len(self._rows)
+        return len(self.rows)
 
     @property
     def epoch(self) -> int:
         """That of the row which was taken last, the first being 0."""
-        return max(self._num_taken - 1, 0) // len(self._rows)
+        return max(self._num_taken - 1, 0) // len(self.rows)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self.rows))
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands; with the seed in the config, all that a resume needs."""
-        return {"num_taken": self._num_taken, "num_rows": len(self._rows)}
+        return {"num_taken": self._num_taken, "num_rows": len(self.rows)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go to where `state` was taken; other rows are refused."""
-        if state["num_rows"] != len(self._rows):
+        if state["num_rows"] != len(self.rows):
             raise CheckpointError(
                 "The saved position is one among other rows (saved "
-                f"{state['num_rows']} of them, now {len(self._rows)})."
+                f"{state['num_rows']} of them, now {len(self.rows)})."
             )
         self._num_taken = state["num_taken"]

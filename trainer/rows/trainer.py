@@ -123,11 +123,15 @@ class RowTrainer(Trainer, Generic[R]):
 
     def validation_batches(self) -> Iterator[DataProto]:
         """All validation rows in order, as many at a time as a step has."""
+        return self.in_order(self.validation, "val")
+
+    def in_order(self, rows: Sequence[R], name: str) -> Iterator[DataProto]:
+        """These rows in order, as many at a time as a step has."""
         size = self.config.data.train_batch_size
-        for start in range(0, len(self.validation), size):
-            rows = self.validation[start : start + size]
-            names = [f"val-{start + number}" for number in range(len(rows))]
-            yield self.loader.make_batch(rows, names)
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            names = [f"{name}-{start + number}" for number in range(len(part))]
+            yield self.loader.make_batch(part, names)
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver itself needs to go on, as JSON has it."""

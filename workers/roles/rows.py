@@ -26,9 +26,9 @@ from workers.training.microbatch import Budget, Columns, MiniBatch
 class RowWorker(Checkpointed, Worker):
     """Takes one optimizer step on the rows of each call."""
 
-    engine_class: ClassVar[type[TrainEngine]] = TrainEngine
+    engine_class: type[TrainEngine] = TrainEngine
     head: ClassVar[Head] = "token"
-    loss_columns: ClassVar[Sequence[str]] = ()
+    loss_columns: Sequence[str] = ()
     """Columns that the loss reads beside those of every pass."""
 
     def __init__(self, config: RowWorkerConfig) -> None:

@@ -62,6 +62,14 @@ def test_chats_are_alike_with_the_prompt_in_front_or_in_a_column(tokenizer: Any)
     assert rejected.startswith("bb")
 
 
+def test_what_the_assistant_said_in_the_prompt_is_not_in_the_loss(tokenizer: Any) -> None:
+    earlier = [*ASKED, *said("ab"), *ASKED]
+    pair = encode_pair({"prompt": earlier, "chosen": said("aa"), "rejected": said("bb")}, tokenizer)
+    chosen, rejected = in_loss(pair, tokenizer)
+    assert (chosen[:2], rejected[:2]) == ("aa", "bb")
+    assert "ab" in tokenizer.decode(pair.chosen.ids)
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -1,0 +1,115 @@
+"""Responses with a label: what is read and refused, and what is mismatched."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data.labelled import LabelledRow, encode_labelled, labelled_batch, read_labelled
+from trainer.data.lm_rows import LMRow
+from trainer.data.prompts import load_tokenizer
+from verl_like.errors import ConfigError
+
+GOOD = {"prompt": "say a", "completion": "aa", "label": True}
+BAD = {"prompt": "say bb", "response": "xyz", "label": False}
+PAIR = {"prompt": "say c", "chosen": "c", "rejected": "d"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir: Path) -> Any:
+    return load_tokenizer(str(tiny_dir / "model"))
+
+
+def written(folder: Path, *rows: Any) -> str:
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(file)
+
+
+def said(row: LMRow, tokenizer: Any) -> tuple[str, str]:
+    text = tokenizer.decode(row.ids[~row.in_loss])
+    return text, tokenizer.decode(row.ids[row.in_loss]).removesuffix(tokenizer.eos_token)
+
+
+def read(tokenizer: Any, folder: Path, *rows: Any, length: int = 32) -> list[LabelledRow]:
+    return read_labelled("data.train_files", written(folder, *rows), tokenizer, length, seed=1)
+
+
+def test_a_pair_is_a_good_and_a_bad_response(tokenizer: Any, tmp_path: Path) -> None:
+    rows = read(tokenizer, tmp_path, GOOD, BAD, PAIR)
+    assert [row.desirable for row in rows] == [True, False, True, False]
+    assert [said(row.response, tokenizer) for row in rows] == [
+        ("say a", "aa"),
+        ("say bb", "xyz"),
+        ("say c", "c"),
+        ("say c", "d"),
+    ]
+
+
+def test_a_mismatched_response_is_anothers_after_the_rows_own_prompt(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = read(tokenizer, tmp_path, GOOD, BAD, PAIR)
+    own = [said(row.response, tokenizer) for row in rows]
+    others = [said(row.mismatched, tokenizer) for row in rows]
+    assert [prompt for prompt, _ in others] == [prompt for prompt, _ in own]
+    assert sorted(reply for _, reply in others) == sorted(reply for _, reply in own)
+    assert all(a != b for (_, a), (_, b) in zip(own, others, strict=True))
+    again = read(tokenizer, tmp_path, GOOD, BAD, PAIR)
+    assert [said(row.mismatched, tokenizer) for row in again] == others
+
+
+def test_messages_are_read_as_those_of_pairs(tokenizer: Any) -> None:
+    asked = [{"role": "user", "content": "say a"}]
+    reply = [{"role": "assistant", "content": "aa"}]
+    ((row, label),) = encode_labelled(
+        {"prompt": asked, "completion": reply, "label": False}, tokenizer
+    )
+    assert label is False
+    assert tokenizer.decode(row.ids[row.in_loss]).startswith("aa")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"label": 1}, "'label' is 1, neither true nor false"),
+        ({"label": "yes"}, "'label' is 'yes', neither true nor false"),
+        ({"label": None}, "it has neither 'prompt', 'completion' and 'label', nor"),
+        ({"completion": None}, "there is label, prompt"),
+        ({"completion": " "}, "is empty"),
+        ({"chosen": "a", "rejected": "a"}, "are equal"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_line(
+    change: dict[str, Any], problem: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl, line 2: .*{re.escape(problem)}"):
+        read(tokenizer, tmp_path, GOOD, GOOD | change, BAD)
+
+
+def test_one_label_alone_teaches_nothing(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"2 responses; .* 2 are good and 0 bad"):
+        read(tokenizer, tmp_path, GOOD, GOOD)
+
+
+def test_what_the_limit_cuts_away_is_counted(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = BAD | {"prompt": "a much longer prompt"}
+    with caplog.at_level(logging.INFO, logger="trainer"):
+        rows = read(tokenizer, tmp_path, GOOD, long, BAD, length=8)
+    assert len(rows) == 2
+    assert "3 responses; 2 were cut to 8 tokens, and of these 1 dropped" in caplog.text
+    assert all(len(row.mismatched.ids) <= 8 and row.mismatched.in_loss.any() for row in rows)
+
+
+def test_a_batch_says_which_rows_are_desirable(tokenizer: Any, tmp_path: Path) -> None:
+    rows = read(tokenizer, tmp_path, GOOD, BAD)
+    batch = labelled_batch(rows, ["p", "q"], tokenizer.pad_token_id)
+    assert batch.batch["desirable"].tolist() == [True, False]
+    assert batch.batch["response_mask"].sum(-1).tolist() == [3, 4]

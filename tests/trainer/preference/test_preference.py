@@ -1,0 +1,264 @@
+"""Preference training of the tiny model: what is learned, kept, resumed and refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.runs import numbers
+from trainer import run
+from trainer.cli.main import main
+from trainer.config.compose import load_config
+from trainer.data.labelled import read_labelled
+from trainer.data.lm_rows import LMRow
+from trainer.data.pairs import read_pairs
+from trainer.data.prompts import load_tokenizer
+from trainer.preference.recipe import DPO
+from trainer.preference.reference import FILE
+from verl_like.errors import CheckpointError, ConfigError
+
+PAIRS = [{"prompt": f"say {x}", "chosen": f"ab{x}", "rejected": "cd"} for x in "efghijklmn"]
+VAL = [{"prompt": "say k", "chosen": "ab", "rejected": "d"}, PAIRS[0]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("rows")
+    found = {}
+    for name, rows in (("train", PAIRS), ("val", VAL)):
+        found[name] = folder / f"{name}.jsonl"
+        found[name].write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return found
+
+
+def settings_of(tiny_dir: Path, files: dict[str, Path], folder: Path, *more: str) -> list[str]:
+    return [
+        f"model.path={tiny_dir}/model",
+        f"data.train_files={files['train']}",
+        f"trainer.default_local_dir={folder}",
+        "data.train_batch_size=5",
+        "data.max_length=32",
+        "optim.lr=1e-3",
+        "trainer.total_training_steps=4",
+        "trainer.backend=local",
+        "trainer.logger=[]",
+        *more,
+    ]
+
+
+def validating(files: dict[str, Path]) -> list[str]:
+    return [f"data.val_files={files['val']}", "trainer.test_freq=2"]
+
+
+SAVING = ("trainer.save_freq=2", "checkpoint.save_contents=[model,optimizer,extra,hf_model]")
+
+
+def trained(*settings: str) -> list[dict[str, float]]:
+    config = load_config(settings, DPO)
+    run(config)
+    return numbers(Path(config.trainer.default_local_dir))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of DPO, two epochs of ten pairs, five a step."""
+    folder = tmp_path_factory.mktemp("whole")
+    trained(*settings_of(tiny_dir, files, folder, *validating(files), *SAVING))
+    return folder
+
+
+def log_probs_by_hand(model_folder: Path, rows: list[LMRow]) -> list[float]:
+    """The sum over each response's tokens, each row by itself, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    sums = []
+    for row in rows:
+        ids = torch.from_numpy(row.ids)
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        own = log_probs.gather(-1, ids[1:, None])[:, 0]
+        sums.append(float(own[torch.from_numpy(row.in_loss[1:])].double().sum()))
+    return sums
+
+
+def test_pairs_are_learned(whole: Path) -> None:
+    steps = [line for line in numbers(whole) if "train/loss" in line]
+    assert steps[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert steps[0]["train/kl/row"] == pytest.approx(0, abs=1e-5)
+    assert len(steps) == 4
+    assert steps[-1]["train/loss"] < math.log(2)
+    assert steps[-1]["train/rewards/margin"] > 0
+    assert steps[-1]["train/rewards/accuracy"] >= 0.8
+    assert steps[0]["train/lengths/chosen"] == 4
+    assert steps[0]["train/lengths/rejected"] == 3
+
+
+def test_validation_is_that_of_the_exported_model(
+    whole: Path, tiny_dir: Path, files: dict[str, Path]
+) -> None:
+    tokenizer = load_tokenizer(f"{tiny_dir}/model")
+    pairs = read_pairs("data.val_files", str(files["val"]), tokenizer, 32)
+    sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+    before = log_probs_by_hand(tiny_dir / "model", sides)
+    after = log_probs_by_hand(whole / "global_step_4" / "preference" / "huggingface", sides)
+    ratios = [new - old for new, old in zip(after, before, strict=True)]
+    gaps = [0.1 * (ratios[0] - ratios[1]), 0.1 * (ratios[2] - ratios[3])]
+
+    last = [line for line in numbers(whole) if "val/loss" in line][-1]
+    losses = [math.log1p(math.exp(-gap)) for gap in gaps]
+    assert last["val/loss"] == pytest.approx(sum(losses) / 2, abs=1e-5)
+    assert last["val/rewards/margin"] == pytest.approx(sum(gaps) / 2, abs=1e-5)
+    assert last["val/kl/row"] == pytest.approx(sum(ratios) / 4, abs=1e-4)
+    num_tokens = sum(int(side.in_loss[1:].sum()) for side in sides)
+    assert last["val/kl/token"] == pytest.approx(sum(ratios) / num_tokens, abs=1e-4)
+    assert last["val/log_probs/chosen"] == pytest.approx((after[0] + after[2]) / 2, abs=1e-4)
+
+
+def resuming(settings: list[str], start: Path) -> list[str]:
+    kept = [key for key in settings if "save_" not in key]
+    return [*kept, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_resumed_run_writes_the_same_numbers(
+    is_kept: bool, whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    start = whole / "global_step_2"
+    if not is_kept:
+        shutil.copytree(start, tmp_path / "elsewhere" / start.name)
+        start = tmp_path / "elsewhere" / start.name
+    settings = settings_of(tiny_dir, files, tmp_path / "again", *validating(files))
+    again = trained(*resuming(settings, start))
+    assert again == [line for line in numbers(whole) if line["step"] > 2]
+    events = (tmp_path / "again" / "timeline.json").read_text(encoding="utf-8")
+    assert ("compute_ref_log_prob" in events) is not is_kept
+
+
+def test_another_reference_is_refused_by_a_resume_and_replaced_by_a_start(
+    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(map(json.dumps, PAIRS[::-1])), encoding="utf-8")
+    settings = settings_of(tiny_dir, files, tmp_path / "again", f"data.train_files={other}")
+    with pytest.raises(CheckpointError, match=r"rows of data.train_files are other ones now"):
+        trained(*resuming(settings, whole / "global_step_2"))
+
+    (tmp_path / "anew").mkdir()
+    shutil.copy(whole / FILE, tmp_path / "anew" / FILE)
+    first = trained(*settings_of(tiny_dir, {"train": other}, tmp_path / "anew"))[0]
+    assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["cdpo", "ipo", "hinge", "orpo", "simpo", "kto"])
+def test_every_loss_learns(
+    loss: str, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    more = (f"loss={loss}", "trainer.total_training_steps=6", "data.train_batch_size=10")
+    beta = () if loss == "orpo" else ("beta=1",)
+    steps = trained(*settings_of(tiny_dir, files, tmp_path, *more, *beta))
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+    assert steps[-1]["train/rewards/margin"] > steps[0]["train/rewards/margin"]
+    assert ("train/kl/row" in steps[0]) == (loss not in ("orpo", "simpo"))
+    assert (tmp_path / FILE).exists() == (loss not in ("orpo", "simpo"))
+
+
+def test_ktos_kl_is_that_of_mismatched_responses(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    more = ("loss=kto", "trainer.total_training_steps=3", "data.train_batch_size=20", *SAVING)
+    last = trained(*settings_of(tiny_dir, files, tmp_path, *more))[-1]
+
+    tokenizer = load_tokenizer(f"{tiny_dir}/model")
+    rows = read_labelled("data.train_files", str(files["train"]), tokenizer, 32, 1)
+    responses = [row.mismatched for row in rows]
+    model = tmp_path / "global_step_2" / "preference" / "huggingface"
+    before, after = (log_probs_by_hand(folder, responses) for folder in (tiny_dir / "model", model))
+    ratios = [new - old for new, old in zip(after, before, strict=True)]
+    assert last["train/kl/mismatched"] == pytest.approx(max(0, sum(ratios) / 20), abs=1e-4)
+    assert last["train/desirable"] == 0.5
+
+
+def test_a_reference_of_its_own_has_a_role(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    alone = trained(*settings_of(tiny_dir, files, tmp_path / "alone"))
+    apart = [f"ref.model.path={tiny_dir}/model", "placement=split", "trainer.n_gpus_per_node=2"]
+    assert trained(*settings_of(tiny_dir, files, tmp_path / "apart", *apart)) == alone
+    placed = (tmp_path / "apart" / "placement.txt").read_text(encoding="utf-8")
+    assert "ref_pool" in placed
+
+
+def test_adapters_start_from_the_reference(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    steps = trained(*settings_of(tiny_dir, files, tmp_path, "model.lora_rank=4", "optim.lr=1e-2"))
+    assert steps[0]["train/kl/row"] == pytest.approx(0, abs=1e-5)
+    assert steps[-1]["train/loss"] < math.log(2) - 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["loss=dop"], r"unknown preference loss 'dop'"),
+        (["loss=orpo", "beta=0.2"], r"beta is set.*the loss does not take beta"),
+        (["simpo_gamma=1"], r"simpo_gamma is set.*the loss does not take simpo_gamma"),
+        (["loss=kto", "sft_coef=1"], r"sft_coef is set.*rows with a label, not pairs"),
+        (["loss=simpo", "ref.model.path=x"], r"ref.model.path is set.*has no reference"),
+        (["loss=cdpo", "label_smoothing=0.5"], r"label_smoothing=0.5.*less than 0.5"),
+        (["loss=kto", "desirable_weight=0", "undesirable_weight=0"], r"nothing is learned"),
+        (["data.max_token_len_per_gpu=63"], r"Two responses of data.max_length=32.*=63"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(
+    settings: list[str], problem: str, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_config(settings_of(tiny_dir, files, tmp_path, *settings), DPO)
+
+
+def test_a_loss_of_ones_own_says_what_it_reads(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "my_losses.py"
+    module.write_text(
+        "def closer(log_probs, beta): return beta * (log_probs[:, 1] - log_probs[:, 0])\n"
+        "def wrong(log_probs, temperature): return log_probs[:, 0]\n"
+        "def alone(log_probs, desirable): return log_probs\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    steps = trained(*settings_of(tiny_dir, files, tmp_path / "run", "loss=my_losses.closer"))
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+    with pytest.raises(ConfigError, match=r"parameter 'temperature', which is neither"):
+        load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_losses.wrong"), DPO)
+    with pytest.raises(ConfigError, match=r"'desirable' and not 'ref_log_probs'"):
+        load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_losses.alone"), DPO)
+
+
+def test_the_command_shows_its_keys(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["verl-like", "dpo", "--cfg", "job"])
+    main()
+    assert "simpo_gamma: 0.5" in capsys.readouterr().out
+
+
+def test_one_label_in_a_step_leaves_out_the_other() -> None:
+    from trainer.preference.step import shown
+
+    metrics: dict[str, Any] = {f"train/rewards/{x}": 1.0 for x in ("chosen", "rejected", "margin")}
+    assert shown({**metrics, "train/desirable": 0.5}, "train").keys() == {
+        *metrics,
+        "train/desirable",
+    }
+    assert shown({**metrics, "train/desirable": 1.0}, "train").keys() == {
+        "train/rewards/chosen",
+        "train/desirable",
+    }

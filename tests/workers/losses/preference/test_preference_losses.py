@@ -1,0 +1,243 @@
+"""Every preference loss beside a twin in plain Python, a hand-computed value and its slope."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from workers.losses.preference.measures import measures
+from workers.losses.preference.registry import (
+    COLUMNS,
+    PREFERENCE_LOSSES,
+    compute_losses,
+    parameters_of,
+)
+
+SETTINGS = SimpleNamespace(
+    beta=0.3,
+    label_smoothing=0.2,
+    simpo_gamma=0.5,
+    orpo_lambda=0.7,
+    desirable_weight=1.5,
+    undesirable_weight=0.5,
+    sft_coef=0.0,
+)
+ON_PAIRS = [name for name in PREFERENCE_LOSSES if name != "kto"]
+
+
+def pairs(count: int = 7) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    log_probs = -20 * torch.rand(count, 2, generator=generator, dtype=torch.float64) - 0.5
+    noise = torch.randn(count, 2, generator=generator, dtype=torch.float64)
+    num_tokens = torch.randint(1, 9, (count, 2), generator=generator).double()
+    return {"log_probs": log_probs, "ref_log_probs": log_probs + noise, "num_tokens": num_tokens}
+
+
+def rows(count: int = 7) -> dict[str, Tensor]:
+    columns = {name: column[:, 0] for name, column in pairs(count).items()}
+    columns["desirable"] = torch.arange(count) % 3 != 0
+    columns["mismatched_kl"] = torch.full((count,), 0.4, dtype=torch.float64)
+    return columns
+
+
+def columns_of(name: str) -> dict[str, Tensor]:
+    return rows() if name == "kto" else pairs()
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def odds(p: float) -> float:
+    return p / (1 - p)
+
+
+def dpo(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
+    return -math.log(1 / (1 + math.exp(-0.3 * ((w - ref_w) - (r - ref_r)))))
+
+
+def cdpo(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
+    right = 1 / (1 + math.exp(-0.3 * ((w - ref_w) - (r - ref_r))))
+    return -0.8 * math.log(right) - 0.2 * math.log(1 - right)
+
+
+def ipo(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
+    return ((w - ref_w) / num_w - (r - ref_r) / num_r - 1 / 0.6) ** 2
+
+
+def hinge(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
+    return max(0.0, 1 - 0.3 * ((w - ref_w) - (r - ref_r)))
+
+
+def simpo(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
+    return -log_sigmoid(0.3 / num_w * w - 0.3 / num_r * r - 0.5)
+
+
+def orpo(w: float, r: float, ref_w: float, ref_r: float, num_w: float, num_r: float) -> float:
+    ratio = odds(math.exp(w / num_w)) / odds(math.exp(r / num_r))
+    return -w / num_w - 0.7 * log_sigmoid(math.log(ratio))
+
+
+TWINS: dict[str, Callable[..., float]] = {
+    "dpo": dpo,
+    "cdpo": cdpo,
+    "ipo": ipo,
+    "hinge": hinge,
+    "simpo": simpo,
+    "orpo": orpo,
+}
+
+
+@pytest.mark.parametrize("name", ON_PAIRS)
+def test_a_loss_of_pairs_is_that_of_plain_python(name: str) -> None:
+    columns = pairs()
+    found = compute_losses(name, columns, SETTINGS)
+    for number, own in enumerate(found.tolist()):
+        of_pair = [columns[column][number].tolist() for column in columns]
+        assert own == pytest.approx(TWINS[name](*(x for side in of_pair for x in side)), rel=1e-9)
+
+
+def test_kto_is_one_less_the_value_of_plain_python() -> None:
+    columns = rows()
+    for number, own in enumerate(compute_losses("kto", columns, SETTINGS).tolist()):
+        reward = float(columns["log_probs"][number] - columns["ref_log_probs"][number]) - 0.4
+        good = bool(columns["desirable"][number])
+        weight = 1.5 if good else 0.5
+        value = weight / (1 + math.exp(-0.3 * (reward if good else -reward)))
+        assert own == pytest.approx(weight - value, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_hand"),
+    [
+        ("dpo", math.log(1 + math.exp(-0.3 * 2))),
+        ("cdpo", 0.8 * math.log(1 + math.exp(-0.6)) + 0.2 * math.log(1 + math.exp(0.6))),
+        ("ipo", (1 / 2 - -1 / 2 - 1 / 0.6) ** 2),
+        ("hinge", 0.4),
+        ("simpo", math.log(1 + math.exp(-(0.3 * (-1 + 3) - 0.5)))),
+    ],
+)
+def test_a_pair_by_hand(name: str, by_hand: float) -> None:
+    columns = {
+        "log_probs": torch.tensor([[-2.0, -6.0]]),
+        "ref_log_probs": torch.tensor([[-3.0, -5.0]]),
+        "num_tokens": torch.tensor([[2.0, 2.0]]),
+    }
+    assert float(compute_losses(name, columns, SETTINGS)) == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_without_a_difference_dpo_and_kto_are_at_the_middle() -> None:
+    columns = pairs() | {"ref_log_probs": pairs()["log_probs"]}
+    found = compute_losses("dpo", columns, SETTINGS)
+    torch.testing.assert_close(found, torch.full_like(found, math.log(2)))
+    alike = rows() | {"ref_log_probs": rows()["log_probs"], "mismatched_kl": torch.zeros(7)}
+    found = compute_losses("kto", alike, SETTINGS)
+    torch.testing.assert_close(found, torch.where(rows()["desirable"], 0.75, 0.25).double())
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_the_slope_is_that_of_finite_differences(name: str) -> None:
+    columns = columns_of(name)
+
+    def of_log_probs(log_probs: Tensor) -> Tensor:
+        return compute_losses(name, columns | {"log_probs": log_probs}, SETTINGS)
+
+    assert torch.autograd.gradcheck(of_log_probs, columns["log_probs"].requires_grad_())
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("gap", [1e4, -1e4])
+def test_extreme_log_ratios_stay_finite(name: str, gap: float) -> None:
+    columns = {name: column[:1].float() for name, column in columns_of(name).items()}
+    low, high = torch.tensor(-1e4), torch.tensor(0.0)
+    best = high if gap > 0 else low
+    if name == "kto":
+        columns |= {"log_probs": best[None], "ref_log_probs": (low + high - best)[None]}
+    else:
+        sides = torch.stack([best, low + high - best])[None]
+        columns |= {"log_probs": sides, "ref_log_probs": sides.flip(1)}
+    columns["log_probs"] = columns["log_probs"].clone().requires_grad_()
+
+    losses = compute_losses(name, columns, SETTINGS)
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert columns["log_probs"].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in ON_PAIRS if name != "ipo"])
+def test_a_likelier_chosen_response_lowers_the_loss(name: str) -> None:
+    columns = pairs()
+    log_probs = columns["log_probs"].requires_grad_()
+    compute_losses(name, columns, SETTINGS).sum().backward()
+    assert (log_probs.grad[:, 0] <= 0).all()
+    assert (log_probs.grad[:, 1] >= 0).all()
+    assert log_probs.grad.abs().sum() > 0
+
+
+def test_ipo_has_a_gap_that_it_wants() -> None:
+    means = torch.tensor([[0.0, -1 / 0.6 - 0.1], [0.0, -1 / 0.6], [0.0, -1 / 0.6 + 0.1]])
+    columns = {"log_probs": 2 * means, "ref_log_probs": 0 * means, "num_tokens": 0 * means + 2}
+    found = compute_losses("ipo", columns, SETTINGS).tolist()
+    assert found == pytest.approx([0.01, 0, 0.01], abs=1e-6)
+
+
+def test_a_loss_says_by_its_parameters_what_it_reads() -> None:
+    for name, loss in PREFERENCE_LOSSES.items():
+        unknown = {*parameters_of(loss)} - {*COLUMNS} - {*vars(SETTINGS)}
+        assert unknown == set(), name
+    without = [n for n, x in PREFERENCE_LOSSES.items() if "ref_log_probs" not in parameters_of(x)]
+    assert sorted(without) == ["orpo", "simpo"]
+
+
+def settings_of(name: str, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(SETTINGS), "loss": name, **more})
+
+
+def test_measures_of_pairs_by_hand() -> None:
+    columns = {
+        "log_probs": torch.tensor([[-2.0, -6.0], [-4.0, -1.0]]),
+        "ref_log_probs": torch.tensor([[-3.0, -5.0], [-4.0, -3.0]]),
+        "num_tokens": torch.tensor([[2.0, 4.0], [1.0, 1.0]]),
+    }
+    found = {name: value.tolist() for name, value in measures(columns, settings_of("dpo")).items()}
+    assert found["rewards/chosen"] == pytest.approx([0.3, 0.0])
+    assert found["rewards/rejected"] == pytest.approx([-0.3, 0.6])
+    assert found["rewards/margin"] == pytest.approx([0.6, -0.6])
+    assert found["rewards/accuracy"] == [1, 0]
+    assert found["kl/row"] == [0, 1]
+    assert found["lengths/mean"] == [3, 1]
+    assert found["log_probs/rejected"] == [-6, -1]
+
+    with_sft = measures(columns, settings_of("dpo", sft_coef=2.0))["loss"].tolist()
+    assert with_sft == pytest.approx([found["loss"][0] + 2 * 1, found["loss"][1] + 2 * 4])
+
+
+def test_without_a_reference_a_reward_is_of_the_log_prob_a_token() -> None:
+    columns = {
+        "log_probs": torch.tensor([[-2.0, -6.0]]),
+        "num_tokens": torch.tensor([[2.0, 4.0]]),
+    }
+    found = measures(columns, settings_of("simpo"))
+    assert float(found["rewards/margin"]) == pytest.approx(0.3 * 0.5)
+    assert float(measures(columns, settings_of("orpo"))["rewards/margin"]) == pytest.approx(0.5)
+    assert "kl/row" not in found
+
+
+def test_means_of_rows_with_a_label_are_those_of_its_rows() -> None:
+    columns = rows()
+    good = columns["desirable"]
+    columns["label_share"] = torch.where(good, good.double().mean(), (~good).double().mean())
+    found = measures(columns, settings_of("kto"))
+    own = 0.3 * (columns["log_probs"] - columns["ref_log_probs"])
+    assert float(found["rewards/chosen"].mean()) == pytest.approx(float(own[good].mean()))
+    assert float(found["rewards/rejected"].mean()) == pytest.approx(float(own[~good].mean()))
+    margin = float(own[good].mean() - own[~good].mean())
+    assert float(found["rewards/margin"].mean()) == pytest.approx(margin)
+    expected = [bool((r > 0.3 * 0.4) == g) for r, g in zip(own, good, strict=True)]
+    assert found["rewards/accuracy"].tolist() == [float(x) for x in expected]

@@ -1,0 +1,125 @@
+"""The workers of preference training: a pass, padding or a rank changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workers.losses.preference  # noqa: F401
+from tests.workers.distributed import run
+from tests.workers.samples import VOCAB, learned, own_piece, started
+from trainer.data.labelled import LabelledRow
+from trainer.data.lm_rows import LMRow
+from trainer.data.pairs import PairRow
+from trainer.preference.rows import labelled_columns, make_batch
+from verl_like.batch.protocol import DataProto
+from workers.columns import write_columns
+from workers.config import OptimConfig
+from workers.config.preference import (
+    PreferenceWorkerConfig,
+    ReferenceConfig,
+    ReferenceModelConfig,
+)
+from workers.config.rows import RowDataConfig, TrainedModelConfig
+from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
+from workers.training.microbatch import MiniBatch
+
+ROWS = 5
+
+
+def batch_of(loss: str) -> DataProto:
+    """Rows of some lengths, with all that the loss reads."""
+    generator = torch.Generator().manual_seed(3)
+
+    def side() -> LMRow:
+        length = int(torch.randint(3, 12, (1,), generator=generator))
+        ids = torch.randint(6, VOCAB, (length,), generator=generator).numpy()
+        return LMRow(ids, (torch.arange(length) >= length // 2).numpy())
+
+    rows = [
+        LabelledRow(side(), side(), number % 2 == 0) if loss == "kto" else PairRow(side(), side())
+        for number in range(ROWS)
+    ]
+    batch = make_batch(list(enumerate(rows)), [f"row {n}" for n in range(ROWS)], pad_token_id=0)
+    noise = torch.randn(ROWS, 2, generator=generator, dtype=torch.float64)
+    if loss != "kto":
+        return write_columns(batch, ref_log_probs=noise - 20)
+    columns = labelled_columns(noise[:, 0] + 1, noise[:, 1], batch.batch["desirable"])
+    return write_columns(batch, ref_log_probs=noise[:, 0] - 20, **columns)
+
+
+def config_of(tiny_dir: Path, loss: str, packed: bool = True, **data: Any) -> Any:
+    path = str(tiny_dir / "model")
+    return PreferenceWorkerConfig(
+        model=TrainedModelConfig(path=path, use_remove_padding=packed),
+        optim=OptimConfig(lr=1e-3),
+        data=RowDataConfig(**data),
+        loss=loss,
+        ref=ReferenceConfig(model=ReferenceModelConfig(path=path)),
+    )
+
+
+def trained(tiny_dir: Path, loss: str, **settings: Any) -> dict[str, Any]:
+    worker = started(PreferenceWorker, config_of(tiny_dir, loss, **settings), 10)
+    rows = own_piece(batch_of(loss), worker.rank, worker.world_size)
+    before = worker.compute_log_prob(rows).batch["response_log_probs"][: rows.num_real_rows]
+    return {"metrics": [learned(worker.update_model(rows)) for _ in range(2)], "before": before}
+
+
+@pytest.mark.parametrize("loss", ["dpo", "orpo", "kto"])
+def test_neither_cut_nor_padding_nor_ranks_change_an_update(loss: str, tiny_dir: Path) -> None:
+    alone = trained(tiny_dir, loss)
+    assert alone["metrics"][1]["train/loss"] < alone["metrics"][0]["train/loss"]
+    ranks = run(2, trained, tiny_dir, loss)
+    others = [
+        trained(tiny_dir, loss, use_dynamic_bsz=False, micro_batch_size_per_gpu=1),
+        trained(tiny_dir, loss, packed=False),
+        {"metrics": ranks[1]["metrics"], "before": torch.cat([rank["before"] for rank in ranks])},
+    ]
+    for other in others:
+        for own, expected in zip(other["metrics"], alone["metrics"], strict=True):
+            assert own == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        torch.testing.assert_close(other["before"], alone["before"], atol=1e-4, rtol=0)
+
+
+def test_means_of_rows_with_a_label_do_not_depend_on_the_pass(tiny_dir: Path) -> None:
+    batch = batch_of("kto")
+    worker = started(PreferenceWorker, config_of(tiny_dir, "kto"), 10)
+    log_probs = worker.compute_log_prob(batch).batch["response_log_probs"]
+    metrics = worker.update_model(batch)
+    good = batch.batch["desirable"]
+    ratio = log_probs - batch.batch["ref_log_probs"]
+    assert metrics["train/log_probs/chosen"] == pytest.approx(float(log_probs[good].mean()), 1e-5)
+    rejected = 0.1 * float(ratio[~good].mean())
+    assert metrics["train/rewards/rejected"] == pytest.approx(rejected, abs=1e-4)
+    assert metrics["train/desirable"] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo", "simpo", "kto"])
+def test_a_dummy_gives_no_loss_and_no_gradient(loss: str, tiny_dir: Path) -> None:
+    worker = PreferenceWorker(config_of(tiny_dir, loss))
+    columns = {name: torch.zeros_like(column[:1]) for name, column in batch_of(loss).batch.items()}
+    log_probs = torch.zeros(columns["response_mask"].shape, requires_grad=True)
+    share, metrics = worker.loss({"log_probs": log_probs}, columns, MiniBatch({}, 4, 9, []))
+    share.backward()
+    assert float(share.detach()) == 0
+    assert log_probs.grad is not None
+    assert not log_probs.grad.any()
+    assert not any(float(value.detach()) for value in metrics.values())
+
+
+def test_the_reference_is_the_model_before_training(tiny_dir: Path) -> None:
+    batch, config = batch_of("dpo"), config_of(tiny_dir, "dpo")
+    config.model.lora_rank = 4
+    worker = started(PreferenceWorker, config, 10)
+    apart = started(PreferenceReferenceWorker, config)
+    expected = apart.compute_ref_log_prob(batch).batch["response_log_probs"]
+    for _ in range(2):
+        found = worker.compute_ref_log_prob(batch).batch["response_log_probs"]
+        assert torch.equal(found, expected)  # the adapters are off, trained or not
+        assert worker.reference_checksum() == apart.reference_checksum()
+        worker.update_model(batch)
+    assert not torch.equal(worker.compute_log_prob(batch).batch["response_log_probs"], expected)

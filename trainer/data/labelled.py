@@ -1,0 +1,139 @@
+"""Responses that are good or bad by themselves: what KTO learns.
+
+    rows = read_labelled("data.train_files", files, tokenizer, max_length=1024, seed=1)
+    loader = RowLoader(rows, seed, partial(labelled_batch, pad_token_id=tokenizer.pad_token_id))
+    batch = loader.take(64)                 # the columns of `lm_rows`, and `desirable`
+
+A row of a file is a `prompt` with a `completion` (or `response`), a text or messages, and a `label`
+that is true of a good one; or a pair as `trainer.data.pairs` reads it, which makes two rows.
+
+Each row also has a response to another prompt after its own. Which one is fixed for the run: that
+of the next row in an order from the seed. So their log-probs under a reference are computed once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.data.files import Row, rows_of_files
+from trainer.data.lm_rows import LMRow, filled_columns, lm_batch
+from trainer.data.pairs import encode_pair, encode_reply
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+from workers.columns import write_columns
+
+logger = logging.getLogger(__name__)
+RESPONSES = ("completion", "response")
+"""The columns that a row's response may stand in."""
+
+
+@dataclass(frozen=True)
+class LabelledRow:
+    """The tokens of a response after its prompt, and of another's response after that prompt."""
+
+    response: LMRow
+    mismatched: LMRow
+    desirable: bool
+
+
+def read_labelled(
+    key: str, files: Any, tokenizer: Any, max_length: int, seed: int
+) -> list[LabelledRow]:
+    """The rows of the files that the configuration's `key` names, in order.
+
+    Rows of more than `max_length` tokens are cut at their end; one whose response is cut away is
+    dropped. Both are counted in a line of the log.
+    """
+    names = [files] if isinstance(files, str) else list(files)
+    found: list[tuple[LMRow, bool]] = []
+    num_read = num_cut = num_dropped = 0
+    for where, row in rows_of_files(names, key):
+        try:
+            encoded = list(encode_labelled(row, tokenizer))
+        except ValueError as problem:
+            raise ConfigError(f"{where}: {problem}.") from problem
+        for response, label in encoded:
+            num_read += 1
+            num_cut += len(response.ids) > max_length
+            cut = LMRow(response.ids[:max_length], response.in_loss[:max_length])
+            if cut.in_loss[1:].any():
+                found.append((cut, label))
+            else:
+                num_dropped += 1
+
+    story = (
+        f"{key} holds {num_read} responses; {num_cut} were cut to {max_length} tokens, and of "
+        f"these {num_dropped} dropped, since nothing was left of the response"
+    )
+    num_good = sum(label for _, label in found)
+    if num_good in (0, len(found)):
+        raise ConfigError(
+            f"{story}. Of those left {num_good} are good and {len(found) - num_good} bad: there "
+            "must be some of either."
+        )
+    logger.info("%s; %d of those left are good", story, num_good)
+    return _with_mismatched(found, max_length, seed)
+
+
+def encode_labelled(row: Any, tokenizer: Any) -> Iterator[tuple[LMRow, bool]]:
+    """The responses of one row of a file with their labels; a ValueError says what is wrong."""
+    if isinstance(row, ValueError):
+        raise row
+    if not isinstance(row, dict):
+        raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        pair = encode_pair(row, tokenizer)
+        yield pair.chosen, True
+        yield pair.rejected, False
+        return
+
+    columns = [name for name in RESPONSES if row.get(name) is not None]
+    if not columns or row.get("prompt") is None or row.get("label") is None:
+        raise ValueError(
+            "it has neither 'prompt', 'completion' and 'label', nor 'chosen' and 'rejected'; there "
+            f"is {filled_columns(row)}"
+        )
+    yield encode_reply(row["prompt"], row[columns[0]], tokenizer), _label(row)
+
+
+def _label(row: Row) -> bool:
+    label = row["label"]
+    if not isinstance(label, bool):
+        raise ValueError(f"'label' is {label!r}, neither true nor false")
+    return label
+
+
+def _with_mismatched(
+    found: Sequence[tuple[LMRow, bool]], max_length: int, seed: int
+) -> list[LabelledRow]:
+    """The rows, each with the response of the next one in an order from the seed."""
+    order = np.random.default_rng([seed, len(found)]).permutation(len(found))
+    others = dict(zip(order.tolist(), np.roll(order, -1).tolist(), strict=True))
+    rows = []
+    for number, (response, label) in enumerate(found):
+        other, _ = found[others[number]]
+        mismatched = _spliced(response, other, max_length)
+        rows.append(LabelledRow(response, mismatched, label))
+    return rows
+
+
+def _spliced(row: LMRow, other: LMRow, max_length: int) -> LMRow:
+    """The prompt of `row` with the response of `other`."""
+    prompt, response = int(row.in_loss.argmax()), int(other.in_loss.argmax())
+    ids = np.concatenate([row.ids[:prompt], other.ids[response:]])
+    in_loss = np.concatenate([row.in_loss[:prompt], other.in_loss[response:]])
+    return LMRow(ids[:max_length], in_loss[:max_length])
+
+
+def labelled_batch(
+    rows: Sequence[LabelledRow], uids: Sequence[str], pad_token_id: int
+) -> DataProto:
+    """Responses padded on the right, and which of them are `desirable`."""
+    batch = lm_batch([row.response for row in rows], uids, pad_token_id)
+    return write_columns(batch, desirable=torch.tensor([row.desirable for row in rows]))

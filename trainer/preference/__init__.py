@@ -1,0 +1,1 @@
+"""Preference training: DPO and its kin on pairs of responses, KTO on good and bad ones."""

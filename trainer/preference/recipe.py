@@ -1,0 +1,87 @@
+"""Preference training as a recipe: `load_config(overrides, DPO)` gives its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer.config.recipe import Recipe, presets
+from trainer.preference.config import PreferenceConfig
+from trainer.rows.recipe import check_rows_config
+from trainer.rows.recipe import load_registries as load_registries_of_rows
+from verl_like.errors import ConfigError
+from verl_like.registry import registry_of
+from workers.config.preference import loss_reads
+
+
+def load_registries() -> None:
+    """Import what registers losses and optimizers; it imports torch."""
+    import workers.losses.preference  # noqa: F401
+
+    load_registries_of_rows()
+
+
+def inactive_roles(config: Any) -> dict[str, str]:
+    """The reference's role, where it is not part of a run -> why."""
+    load_registries()
+    if not loss_reads(config, "ref_log_probs"):
+        return {"ref": f"loss={config.loss} has no reference"}
+    if config.ref.model.path is None:
+        return {"ref": "without ref.model.path the reference is the model itself, before training"}
+    return {}
+
+
+def check_preference_config(config: PreferenceConfig) -> None:
+    """The rules between fields that this recipe adds."""
+    if config.label_smoothing >= 0.5:
+        raise ConfigError(
+            f"label_smoothing={config.label_smoothing}: with half of the pairs or more the wrong "
+            "way round nothing can be learned; take less than 0.5."
+        )
+    if config.desirable_weight == config.undesirable_weight == 0:
+        raise ConfigError(
+            "desirable_weight=0 and undesirable_weight=0: nothing is learned; raise one of them."
+        )
+    data, is_on_pairs = config.data, not loss_reads(config, "desirable")
+    if is_on_pairs and data.use_dynamic_bsz and 2 * data.max_length > data.max_token_len_per_gpu:
+        raise ConfigError(
+            f"Two responses of data.max_length={data.max_length} tokens do not fit into a pass of "
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} tokens, and a pair is in one "
+            "pass; lower the one, or raise the other."
+        )
+    _check_parameters(config)
+
+
+def _check_parameters(config: PreferenceConfig) -> None:
+    """Refuse a loss of the user's with a parameter that nothing fills."""
+    from workers.losses.preference.registry import COLUMNS, parameters_of
+
+    there = [*COLUMNS, *(name for name in vars(config) if _is_number(vars(config)[name]))]
+    parameters = parameters_of(registry_of("preference loss").look_up(config.loss))
+    if "desirable" in parameters and "ref_log_probs" not in parameters:
+        raise ConfigError(
+            f"loss={config.loss} has the parameter 'desirable' and not 'ref_log_probs': rows with a "
+            "label are compared with a reference; give it both."
+        )
+    unknown = [name for name in parameters if name not in there]
+    if unknown:
+        raise ConfigError(
+            f"loss={config.loss} has the parameter {unknown[0]!r}, which is neither a column nor a "
+            f"number of the configuration: {', '.join(there)}."
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
+
+
+DPO = Recipe(
+    name="dpo",
+    schema=PreferenceConfig,
+    config_dir=Path(__file__).resolve().parent,
+    config_name="preference_trainer",
+    placements=presets({"preference_pool": ["preference"], "ref_pool": ["ref"]}),
+    inactive_roles=inactive_roles,
+    load_registries=load_registries,
+    checks=(check_rows_config, check_preference_config),
+)

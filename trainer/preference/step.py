@@ -1,0 +1,155 @@
+"""Preference training: `trainer.rows` on pairs of responses, or on good and bad ones.
+
+    reference of all rows, once ─> rows ─> (KTO: KL on mismatched responses) ─> update ─> next rows
+
+The reference is the model before training, or a model of its own in the role `ref`. Its log-probs
+are computed before a checkpoint is loaded, so a resumed run has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trainer.data.labelled import LabelledRow
+from trainer.loop import Metrics
+from trainer.preference.config import PreferenceConfig
+from trainer.preference.reference import KeptLogProbs, hash_of
+from trainer.preference.rows import (
+    NumberedRow,
+    both_sides,
+    labelled_columns,
+    make_batch,
+    read_rows,
+    with_mismatched,
+)
+from trainer.rows.trainer import RowTrainer
+from verl_like.batch.protocol import DataProto
+from workers.columns import read_columns, write_columns
+from workers.config.preference import loss_reads
+from workers.losses.preference.measures import measures
+
+
+class PreferenceTrainer(RowTrainer[NumberedRow]):
+    """Drives the roles `preference` and `ref` through the steps."""
+
+    config: PreferenceConfig
+    role: ClassVar[str] = "preference"
+    reference: dict[str, Tensor]
+    """`train` and `val` -> log-probs [rows, 2]: chosen and rejected, or own and mismatched."""
+
+    @classmethod
+    def read_rows(
+        cls, config: PreferenceConfig, key: str, files: Any, tokenizer: Any
+    ) -> list[NumberedRow]:
+        """Pairs, or responses with a label, as the loss learns them."""
+        return read_rows(config, key, files, tokenizer)
+
+    @staticmethod
+    def make_batch(
+        rows: Sequence[NumberedRow], uids: Sequence[str], pad_token_id: int
+    ) -> DataProto:
+        """Rows padded on the right, each with its `row_number`."""
+        return make_batch(rows, uids, pad_token_id)
+
+    # ------------------------------------------------------------------------------- the reference
+
+    def resume(self) -> None:
+        """Have the reference's log-probs; then go on from the checkpoint, if there is one."""
+        self.reference = self.reference_log_probs() if self.has_reference else {}
+        super().resume()
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with one."""
+        return loss_reads(self.config, "ref_log_probs")
+
+    def reference_log_probs(self) -> dict[str, Tensor]:
+        """Those of every row to train and to validate on, kept or computed."""
+        group = self.groups["ref" if "ref" in self.groups else self.role]
+        rows = {"train": self.loader.rows}
+        if self.has_validation:
+            rows["val"] = self.validation
+
+        def compute(name: str) -> Tensor:
+            with self.clock("reference"):
+                return self.log_probs_of(rows[name], name, group.compute_ref_log_prob)
+
+        start = self.checkpoints.start
+        kept = KeptLogProbs(Path(self.folder), start and start.parent)
+        hashes = {name: hash_of(both_sides(of_name)) for name, of_name in rows.items()}
+        return kept.tables(hashes, group.reference_checksum()[0], compute)
+
+    def log_probs_of(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
+        """[rows, 2] by the workers' method `score`."""
+        if not loss_reads(self.config, "desirable"):
+            return self.scored(rows, name, score)
+        own = self.scored(rows, name, score)
+        mismatched = self.scored(with_mismatched(rows), name, score)
+        return torch.stack([own, mismatched], dim=1)
+
+    def scored(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
+        """What the workers' method `score` gives for these rows, in order."""
+        found = [score(batch) for batch in self.in_order(rows, name)]
+        return torch.cat(
+            [read_columns(x, "response_log_probs")["response_log_probs"] for x in found]
+        )
+
+    # --------------------------------------------------------------------------------------- a step
+
+    def step(self) -> Metrics:
+        """One optimizer step."""
+        return shown(super().step(), "train")
+
+    def next_batch(self) -> DataProto:
+        """The rows of this step, with all that the loss reads."""
+        batch = super().next_batch()
+        if not self.has_reference:
+            return batch
+
+        numbers = read_columns(batch, "row_number")["row_number"]
+        reference = self.reference["train"][numbers]
+        if not loss_reads(self.config, "desirable"):
+            return write_columns(batch, ref_log_probs=reference)
+        with self.clock("mismatched_kl"):
+            rows = with_mismatched([self.loader.rows[number] for number in numbers.tolist()])
+            log_probs = self.scored(rows, "mismatched", self.groups[self.role].compute_log_prob)
+        desirable = read_columns(batch, "desirable")["desirable"]
+        columns = labelled_columns(log_probs, reference[:, 1], desirable)
+        return write_columns(batch, ref_log_probs=reference[:, 0], **columns)
+
+    def validation_metrics(self) -> Metrics:
+        """The means of a step's metrics, over all validation rows."""
+        score = self.groups[self.role].compute_log_prob
+        log_probs = self.log_probs_of(self.validation, "val", score)
+        masks = [read_columns(x, "response_mask") for x in self.validation_batches()]
+        num_tokens = torch.cat([x["response_mask"].count_nonzero(dim=-1) for x in masks])
+        columns = {"log_probs": log_probs, "num_tokens": num_tokens.double()}
+        if self.has_reference:
+            columns["ref_log_probs"] = self.reference["val"]
+
+        labels = [row.desirable for _, row in self.validation if isinstance(row, LabelledRow)]
+        if labels:
+            reference = columns["ref_log_probs"]
+            columns |= {"log_probs": log_probs[:, 0], "ref_log_probs": reference[:, 0]}
+            desirable = torch.tensor(labels)
+            columns |= labelled_columns(log_probs[:, 1], reference[:, 1], desirable)
+
+        found = measures(columns, self.config)
+        return shown({f"val/{name}": float(each.mean()) for name, each in found.items()}, "val")
+
+
+def shown(metrics: Metrics, prefix: str) -> Metrics:
+    """The metrics with the KL a token, and without those of a label that no row has."""
+    if f"{prefix}/kl/row" in metrics:
+        per_row, length = metrics[f"{prefix}/kl/row"], metrics[f"{prefix}/lengths/mean"]
+        metrics[f"{prefix}/kl/token"] = per_row / length
+    share = metrics.get(f"{prefix}/desirable")
+    if share not in (0, 1):
+        return metrics
+    absent = ("/chosen" if share == 0 else "/rejected", "rewards/margin")
+    return {name: value for name, value in metrics.items() if not name.endswith(absent)}

@@ -1,0 +1,87 @@
+"""What the workers of preference training read beside a recipe's on rows: loss and reference."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from verl_like.config_key import When, key
+from verl_like.registry import registry_of
+from workers.config.model import FrozenFSDPConfig
+from workers.config.rows import RowWorkerConfig
+
+
+def loss_reads(run: Any, name: str) -> bool:
+    """Whether the loss of this run has a parameter of that name."""
+    return name in inspect.signature(registry_of("preference loss").look_up(run.loss)).parameters
+
+
+def takes(name: str) -> When:
+    """The loss has a parameter of that name."""
+    return When(
+        f"the loss takes `{name}`",
+        lambda _, run: loss_reads(run, name),
+        f"the loss does not take {name}",
+    )
+
+
+LEARNS_PAIRS = When(
+    "the loss learns pairs",
+    lambda _, run: not loss_reads(run, "desirable"),
+    "the loss learns rows with a label, not pairs",
+)
+HAS_REFERENCE = When(
+    "the loss has a reference",
+    lambda _, run: loss_reads(run, "ref_log_probs"),
+    "the loss has no reference",
+)
+REFERENCE_IS_APART = When(
+    "`ref.model.path` is set",
+    lambda _, run: run.ref.model.path is not None,
+    "without ref.model.path the reference is the model itself, before training",
+)
+
+
+@dataclass(kw_only=True)
+class ReferenceModelConfig:
+    """The reference's model."""
+
+    path: str | None = key(None, allows="a folder or a name", hint="or null")
+    """Its folder, or its name on the Hugging Face hub, with the tokenizer of `model.path`; null is
+    the model itself, before training and without its adapters.
+    """
+
+
+@dataclass(kw_only=True)
+class ReferenceConfig:
+    """What the loss compares the model with, frozen; the rest is as `model` has it."""
+
+    model: ReferenceModelConfig = key(factory=ReferenceModelConfig)
+    """The model."""
+    fsdp_config: FrozenFSDPConfig = key(factory=FrozenFSDPConfig, read_when=REFERENCE_IS_APART)
+    """Sharding."""
+
+
+@dataclass(kw_only=True)
+class PreferenceWorkerConfig(RowWorkerConfig):
+    """The part of the tree that the workers read."""
+
+    loss: str = key("dpo", registry="preference loss")
+    """What is learned from a pair, or from a row with a label."""
+    beta: float = key(0.1, above=0, read_when=takes("beta"))
+    """How much a log-ratio counts; simpo's paper takes 2 and more."""
+    label_smoothing: float = key(0.1, at_least=0, read_when=takes("label_smoothing"))
+    """Share of pairs that are taken to be the wrong way round; below 0.5."""
+    simpo_gamma: float = key(0.5, at_least=0, read_when=takes("simpo_gamma"))
+    """The margin between rewards that simpo wants."""
+    orpo_lambda: float = key(0.1, at_least=0, read_when=takes("orpo_lambda"))
+    """Weight of the odds ratio beside the loss of SFT."""
+    desirable_weight: float = key(1.0, at_least=0, read_when=takes("desirable_weight"))
+    """Weight of good responses."""
+    undesirable_weight: float = key(1.0, at_least=0, read_when=takes("undesirable_weight"))
+    """Weight of bad responses."""
+    sft_coef: float = key(0.0, at_least=0, read_when=LEARNS_PAIRS)
+    """Weight of the chosen response's loss of SFT, a mean over its tokens, beside the loss."""
+    ref: ReferenceConfig = key(factory=ReferenceConfig, read_when=HAS_REFERENCE)
+    """Reference."""

@@ -1,0 +1,16 @@
+"""The hinge loss of SLiC, on log-ratios to a reference."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from workers.losses.preference.registry import PREFERENCE_LOSSES, gap
+
+
+@PREFERENCE_LOSSES.register("hinge")
+def compute_hinge_loss(log_probs: Tensor, ref_log_probs: Tensor, beta: float) -> Tensor:
+    """max(0, 1 - beta h), with DPO's h.
+
+    Source: RSO, arXiv 2309.06657, hinge-norm; the hinge itself is SLiC's, arXiv 2305.10425
+    """
+    return (1 - beta * gap(log_probs - ref_log_probs)).clamp(min=0)

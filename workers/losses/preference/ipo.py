@@ -1,0 +1,22 @@
+"""IPO: identity preference optimization."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from workers.losses.preference.registry import PREFERENCE_LOSSES, gap, per_token
+
+
+@PREFERENCE_LOSSES.register("ipo")
+def compute_ipo_loss(
+    log_probs: Tensor, ref_log_probs: Tensor, num_tokens: Tensor, beta: float
+) -> Tensor:
+    """(h - 1 / (2 beta))^2, with h the log-ratio a token, chosen less rejected.
+
+    `beta` is the paper's tau. A log-ratio is the mean over the response's tokens, as in TRL, whose
+    authors have it from the paper's: sums would let the square grow with the length.
+
+    Source: IPO, arXiv 2310.12036, equation 17
+    """
+    h = gap(per_token(log_probs - ref_log_probs, num_tokens))
+    return (h - 1 / (2 * beta)).square()

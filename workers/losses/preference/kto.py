@@ -1,0 +1,32 @@
+"""KTO: Kahneman-Tversky optimization, on responses that are good or bad by themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.losses.preference.registry import PREFERENCE_LOSSES
+
+
+@PREFERENCE_LOSSES.register("kto")
+def compute_kto_loss(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    desirable: Tensor,
+    mismatched_kl: Tensor,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Tensor:
+    """w (1 - sigmoid(s beta (r - z))), with r the log-ratio to the reference.
+
+    s and w are 1 and `desirable_weight` for a good response, -1 and `undesirable_weight` for a bad
+    one. z is an estimate of the KL to the reference that has no gradient: the mean log-ratio of a
+    batch's mismatched responses, zero at least.
+
+    Source: KTO, arXiv 2402.01306, section 4.1, equation 7
+    """
+    is_good = desirable != 0
+    above = beta * (log_probs - ref_log_probs - mismatched_kl)
+    weight = torch.where(is_good, desirable_weight, undesirable_weight).to(above)
+    return weight * torch.sigmoid(torch.where(is_good, -above, above))

@@ -1,0 +1,95 @@
+"""The loss of every pair or row, and what else is worth a look, as columns whose mean is meant.
+
+`workers.roles.preference` takes the means over a step's rows, `trainer.preference.step` over the
+validation set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from workers.losses.preference.registry import (
+    PREFERENCE_LOSSES,
+    compute_losses,
+    gap,
+    parameters_of,
+    per_token,
+)
+
+LABELLED_COLUMNS = ("desirable", "mismatched_kl", "label_share")
+"""What rows with a label have beside log-probs. `label_share` is the share of the batch's rows that
+have a row's label.
+"""
+
+
+def measures(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
+    """Name -> [pairs] or [rows]; the gradient goes through `loss`."""
+    if "desirable" in columns:
+        return _of_rows(columns, settings)
+    return _of_pairs(columns, settings)
+
+
+def rewards(columns: Mapping[str, Tensor], settings: Any) -> Tensor:
+    """The reward that a loss implies for each response.
+
+    beta times the log-ratio to the reference; without one, beta times the log-prob a token. A loss
+    that has no beta: the log-prob a token.
+    """
+    log_probs = columns["log_probs"].detach()
+    takes_beta = "beta" in parameters_of(PREFERENCE_LOSSES.look_up(settings.loss))
+    beta = settings.beta if takes_beta else 1.0
+    if "ref_log_probs" in columns:
+        return beta * (log_probs - columns["ref_log_probs"])
+    return beta * per_token(log_probs, columns["num_tokens"])
+
+
+def _of_pairs(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
+    log_probs, num_tokens = columns["log_probs"], columns["num_tokens"]
+    loss = compute_losses(settings.loss, columns, settings)
+    if settings.sft_coef:
+        loss = loss - settings.sft_coef * per_token(log_probs, num_tokens)[:, 0]
+
+    shown = _shown(columns, settings)
+    margin = gap(shown["rewards"])
+    found = {
+        "loss": loss,
+        "rewards/margin": margin,
+        "rewards/accuracy": (margin > 0).to(loss),
+        "lengths/mean": num_tokens.mean(dim=1),
+    }
+    if "ref_log_probs" in columns:
+        found["kl/row"] = (log_probs.detach() - columns["ref_log_probs"]).mean(dim=1)
+    for name, of_sides in shown.items():
+        found[f"{name}/chosen"], found[f"{name}/rejected"] = of_sides.unbind(dim=1)
+    return found
+
+
+def _of_rows(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
+    is_good = columns["desirable"] != 0
+    found = {
+        "loss": compute_losses(settings.loss, columns, settings),
+        "lengths/mean": columns["num_tokens"],
+        "desirable": is_good.to(columns["log_probs"]),
+    }
+    log_ratio = columns["log_probs"].detach() - columns["ref_log_probs"]
+    found["kl/row"] = log_ratio
+    found["kl/mismatched"] = columns["mismatched_kl"]
+    found["rewards/accuracy"] = ((log_ratio > columns["mismatched_kl"]) == is_good).to(log_ratio)
+    for name, of_rows in _shown(columns, settings).items():
+        of_label = of_rows / columns["label_share"]  # a mean over all rows is one over the label's
+        found[f"{name}/chosen"] = of_label * is_good
+        found[f"{name}/rejected"] = of_label * ~is_good
+    found["rewards/margin"] = found["rewards/chosen"] - found["rewards/rejected"]
+    return found
+
+
+def _shown(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
+    """What is shown of both sides."""
+    return {
+        "rewards": rewards(columns, settings),
+        "log_probs": columns["log_probs"].detach(),
+        "lengths": columns["num_tokens"],
+    }

@@ -1,0 +1,26 @@
+"""ORPO: odds ratio preference optimization, without a reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from workers.losses.preference.registry import PREFERENCE_LOSSES, gap, per_token
+
+NEAREST_TO_CERTAIN = -1e-12
+"""The largest log-prob a token whose odds are taken; those of certainty are infinite."""
+
+
+@PREFERENCE_LOSSES.register("orpo")
+def compute_orpo_loss(log_probs: Tensor, num_tokens: Tensor, orpo_lambda: float) -> Tensor:
+    """-m_chosen - lambda log sigmoid(log odds_chosen - log odds_rejected).
+
+    m is the log-prob a token, and odds = e^m / (1 - e^m). The first term is that of SFT.
+
+    Source: ORPO, arXiv 2403.07691, equations 6 and 7
+    """
+    means = per_token(log_probs, num_tokens)
+    certain = means.clamp(max=NEAREST_TO_CERTAIN)
+    log_odds = certain - torch.log(-torch.expm1(certain))
+    return -means[:, 0] - orpo_lambda * logsigmoid(gap(log_odds))

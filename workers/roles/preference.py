@@ -1,0 +1,119 @@
+"""The model that learns preferences, and a reference of its own folder.
+
+`trainer.preference.step.PreferenceTrainer` gives them pairs, or rows with a label. The reference's
+log-probs come to the update as a column: they were computed before the first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.tensordict_import import TensorDict
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.process.worker import Worker
+from workers.config.preference import PreferenceWorkerConfig, loss_reads
+from workers.losses.preference.measures import LABELLED_COLUMNS, measures
+from workers.models.lora import adapter_off
+from workers.roles.rows import RowWorker
+from workers.training.engine import TrainEngine
+from workers.training.microbatch import Budget, Columns, MiniBatch
+from workers.training.pairs import SIDES, PairEngine
+
+
+def engine_class(config: PreferenceWorkerConfig) -> type[TrainEngine]:
+    """The engine for the rows that the loss learns."""
+    return TrainEngine if loss_reads(config, "desirable") else PairEngine
+
+
+class PreferenceWorker(RowWorker):
+    """Learns pairs, or rows with a label; before training it is the reference."""
+
+    config: PreferenceWorkerConfig
+
+    def __init__(self, config: PreferenceWorkerConfig) -> None:
+        self.engine_class = engine_class(config)
+        columns = ["ref_log_probs"] if loss_reads(config, "ref_log_probs") else []
+        is_labelled = loss_reads(config, "desirable")
+        self.loss_columns = [*columns, *(LABELLED_COLUMNS if is_labelled else ())]
+        super().__init__(config)
+
+    def loss(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's share of the loss, and of the means of what `measures` names."""
+        num_tokens = columns["response_mask"].count_nonzero(dim=-1)
+        known = {name: columns[name] for name in self.loss_columns}
+        known["log_probs"] = of_responses(outputs["log_probs"])
+        known["num_tokens"] = num_tokens.double()
+
+        is_pair = num_tokens.dim() == 2
+        is_real = num_tokens.gt(0).all(dim=-1) if is_pair else num_tokens > 0
+        number = max(batch.num_rows, 1) / (len(SIDES) if is_pair else 1)
+        shares = {}
+        for name, values in measures(known, self.config).items():
+            shares[name] = torch.where(is_real, values, 0).sum() / number
+        return shares["loss"], shares
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`response_log_probs`, [pairs, 2] or [rows]: sums over tokens."""
+        return response_log_probs(self.engine, data, self.budget)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """The same of the model without its adapters: the reference, until a step is taken."""
+        with adapter_off(self.engine.module):
+            return response_log_probs(self.engine, data, self.budget)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reference_checksum(self) -> str:
+        """Hash of the weights that `compute_ref_log_prob` computes with."""
+        with adapter_off(self.engine.module):
+            return self.engine.weights_checksum()
+
+
+class PreferenceReferenceWorker(Worker):
+    """The reference, where it has a folder of its own."""
+
+    def __init__(self, config: PreferenceWorkerConfig) -> None:
+        super().__init__()
+        path, data = config.ref.model.path, config.data
+        assert path is not None, "the role is inactive without a folder"
+        self.budget = Budget.of(
+            data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu
+        )
+        self.engine = engine_class(config)(
+            replace(config.model, path=path, lora_rank=0),
+            config.ref.fsdp_config,
+            strategy=config.model.strategy,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model without an optimizer."""
+        self.engine.build(self)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`response_log_probs`, as the model in training has them."""
+        return response_log_probs(self.engine, data, self.budget)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reference_checksum(self) -> str:
+        """Hash of the full weights."""
+        return self.engine.weights_checksum()
+
+
+def response_log_probs(engine: TrainEngine, data: DataProto, budget: Budget) -> DataProto:
+    """The log-prob of every response of the batch under the engine's model."""
+    sums = of_responses(engine.forward_rows(data, budget)["log_probs"])
+    return DataProto(batch=TensorDict({"response_log_probs": sums}, batch_size=[len(data)]))
+
+
+def of_responses(log_probs: Tensor) -> Tensor:
+    """Sums over tokens, which are zero outside a response; in float64, since they are long."""
+    return log_probs.double().sum(dim=-1)
