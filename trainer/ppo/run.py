@@ -40,13 +40,13 @@ class PPORun(Trainer):
     """A PPO run without its dataflow."""
 
     config: PPOConfig
-    role = "actor"
     concurrent_stages = ("score", "update")
     call_labels = {
         "compute_log_prob": "old_log_prob",
         "compute_ref_log_prob": "ref",
         "compute_values": "values",
     }
+    role = "actor"
 
     def __init__(
         self,
