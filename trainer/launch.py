@@ -40,6 +40,7 @@ def run(
     """
     check_callbacks(callbacks)
     # sums come out alike whatever the machine; the driver's share of the arithmetic is small
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         from workers.cpu.allocator import keep_freed_memory
@@ -57,6 +58,7 @@ def run(
     # a folder that this run cannot go on from is refused before anything is read
     Checkpoints(config)
     with ExitStack() as at_end:
+        at_end.callback(torch.set_num_threads, threads_before)
         inputs = trainer_cls.prepare(config, at_end)
         folder = open_run_folder(config)
         try:

@@ -14,7 +14,7 @@ from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 
 Row = dict[str, Any]
-FILE_ENDINGS = (".parquet", ".jsonl", ".json")
+FILE_ENDINGS = (".parquet", ".jsonl", ".json", ".gz")
 DATA_SOURCE = "prompts"
 """The `data_source` of prompts that have none: a word in validation metrics."""
 

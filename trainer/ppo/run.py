@@ -47,6 +47,7 @@ class PPORun(SamplingTrainer):
         "compute_ref_log_prob": "ref",
         "compute_values": "values",
     }
+    role = "actor"
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from tests.integration.runs import numbers
@@ -189,7 +190,10 @@ def test_an_sft_run_trains_its_last_rows_and_calls_its_hooks(
 ) -> None:
     noted = Noted()
     own = SFT(tiny_dir / "model", ROWS, folder=tmp_path, callbacks=[noted], **SMALL_SFT)
+    torch.set_num_threads(2)  # those of the session, which stay
     result = own.fit()
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
     assert [line["train/num_tokens"] for line in result.metrics] == [16.0, 16.0, 8.0]
     assert result.model_folder == tmp_path / "global_step_3" / "sft" / "huggingface"
     step = ["on_step_begin {}", "on_step_end {}"]
