@@ -39,7 +39,6 @@ class PPORun(SamplingTrainer):
     """A PPO run without its dataflow."""
 
     config: PPOConfig
-    role = "actor"
     stages = ("gen", "score", "adv", "update", "update_weights")
     concurrent_stages = ("score", "update")
     call_labels = {
