@@ -6,6 +6,7 @@ included, and an empty mask gives zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
     inside = mask.bool()
     if not values.requires_grad:
         return _bits_inside(values, inside)
-    both = torch.broadcast_tensors(values, inside)
-    kept: Tensor = _ZeroOutside.apply(*both)  # type: ignore[no-untyped-call]
-    return kept
+    apply: Callable[[Tensor, Tensor], Tensor] = _ZeroOutside.apply
+    return apply(*torch.broadcast_tensors(values, inside))
 
 
 def _bits_inside(values: Tensor, inside: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Mean of the values inside the mask; zero where the mask is empty."""
     inside = mask.bool().expand_as(values)
-    return masked_sum(values, inside, axis) / inside.sum(dim=axis).clamp(min=1)
+    return masked_sum(values, inside, axis) / torch.count_nonzero(inside, dim=axis).clamp(min=1)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:

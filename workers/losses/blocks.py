@@ -87,9 +87,10 @@ def _by_blocks(loss: Callable[..., Any], given: dict[str, Any], predicted: str) 
     given = {**given, "response_mask": mask}
     columns = {name: x for name, x in given.items() if _is_column(x, mask) and name != predicted}
     settings = {name: x for name, x in given.items() if name not in (*columns, predicted)}
-    lengths = mask.sum(dim=-1)
-    counts = {"batch_num_tokens": lengths.sum(), "global_batch_size": (lengths > 0).sum()}
-    settings |= {name: count for name, count in counts.items() if settings.get(name) is None}
+    if settings.get("batch_num_tokens") is None:
+        settings["batch_num_tokens"] = torch.count_nonzero(mask)
+    if settings.get("global_batch_size") is None:
+        settings["global_batch_size"] = mask.any(dim=-1).sum()
 
     names: list[str] = []
 

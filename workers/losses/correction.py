@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from verl_like.tensor_ops import masked_mean
+from verl_like.tensor_ops import masked_mean, zero_outside
+from workers.losses.blocks import row_blocks
 from workers.losses.correction_bounds import SECTION, Bounds, weight_bounds
 from workers.losses.correction_gauge import CorrectionGauge, Values
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
@@ -61,12 +62,12 @@ def importance_weights(
     elif level != "token":
         raise ConfigError(f"{SECTION}.rollout_is={level}: choose one of {', '.join(LEVELS)}.")
     clamped = log_ratio.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
-    raw = torch.where(inside, clamped.exp(), 0.0)
+    raw = zero_outside(clamped.exp(), inside)
 
     if bounds.lower is None:
         return raw, raw.clamp(max=bounds.upper)
     kept = (raw >= bounds.lower) & (raw <= bounds.upper)
-    return raw, torch.where(kept, raw, 0)
+    return raw, zero_outside(raw, kept)
 
 
 def normalized(weights: Tensor, inside: Tensor, level: str) -> tuple[Tensor, float]:
@@ -133,65 +134,89 @@ class RolloutCorrection:
         The policy of `log_probs` is compared with the one that drew the tokens. Weights are those
         of all tokens, rejected or not. The figures go into `gauge`.
         """
-        inside = mask.bool()
-        log_ratio = torch.where(inside, log_probs - behaviour_log_probs, 0)
-        weights = None if self.level is None else self._weights(log_ratio, inside, gauge)
-        return weights, mask * self._kept(log_ratio, inside, gauge)
+        weights = None
+        if self.level is not None:
+            dtype = torch.result_type(log_probs, behaviour_log_probs)
+            weights = torch.empty_like(log_probs, dtype=dtype)
+        kept = torch.empty_like(mask)
+        for rows in row_blocks(mask):
+            part = Part(mask[rows].bool())
+            log_ratio = zero_outside(log_probs[rows] - behaviour_log_probs[rows], part.inside)
+            if weights is not None:
+                weights[rows] = self._weights(log_ratio, part, gauge)
+            kept[rows] = self._kept(log_ratio, part, gauge)
+        return weights, kept
 
-    def _weights(self, log_ratio: Tensor, inside: Tensor, gauge: CorrectionGauge) -> Tensor:
+    def _weights(self, log_ratio: Tensor, part: Part, gauge: CorrectionGauge) -> Tensor:
         assert self.level is not None, "there are weights"
-        raw, weights = importance_weights(log_ratio, inside, self.level, self.bounds)
+        raw, weights = importance_weights(log_ratio, part.inside, self.level, self.bounds)
 
-        filled = inside.any(dim=-1)
-        rows, raw_rows = (
-            (values.sum(dim=-1, keepdim=True) / lengths(inside))[filled, 0]
-            for values in (weights, raw)
-        )
-        tokens = weights[inside]
+        tokens, rows, raw_rows = part.tokens(weights), part.row_means(weights), part.row_means(raw)
         if self.level == "token":
-            values = Values(tokens, rows, tokens, raw[inside], raw_rows)
+            values = Values(tokens, rows, tokens, part.tokens(raw), raw_rows)
         else:
             values = Values(tokens, rows, raw_rows, raw_rows, raw_rows)
         gauge.add("rollout_is", values)
         if self.bounds.lower is not None:
-            gauge.add_fraction("rollout_is_oob_ratio", weights == 0, inside)
+            num_zero = len(tokens) - torch.count_nonzero(tokens)
+            gauge.add_fraction("rollout_is_oob_ratio", num_zero, len(tokens))
         return weights
 
-    def _kept(self, log_ratio: Tensor, inside: Tensor, gauge: CorrectionGauge) -> Tensor:
+    def _kept(self, log_ratio: Tensor, part: Part, gauge: CorrectionGauge) -> Tensor:
         """Where every criterion keeps a token, and the veto its row."""
-        filled, kept = inside.any(dim=-1), inside
+        kept = part.inside
         for criterion in self.criteria:
-            figures = criterion.figures(log_ratio, inside)
-            keeps = criterion.keeps(figures).expand_as(inside)
-            _measure(criterion, figures, inside, gauge)
-            _count_rejected(f"rollout_rs_{criterion.name}", inside & keeps, inside, gauge)
+            figures = criterion.figures(log_ratio, part.inside)
+            keeps = criterion.keeps(figures)
+            _measure(criterion, figures, part, gauge)
+            _count_rejected(f"rollout_rs_{criterion.name}", part.inside & keeps, part, gauge)
             kept = kept & keeps
 
         if self.veto is not None:
-            catastrophic = inside & ~(log_ratio.exp() >= self.veto)
-            vetoed = catastrophic.any(dim=-1)
-            gauge.add_fraction("rollout_is_catastrophic_token_fraction", catastrophic, inside)
-            gauge.add_fraction("rollout_is_veto_fraction", vetoed, filled)
+            catastrophic = (part.inside & ~(log_ratio.exp() >= self.veto)).sum(dim=-1)
+            vetoed = catastrophic > 0
+            name = "rollout_is_catastrophic_token_fraction"
+            gauge.add_fraction(name, catastrophic.sum(), part.num_tokens)
+            gauge.add_fraction("rollout_is_veto_fraction", vetoed.sum(), part.num_rows)
             kept = kept & ~vetoed.unsqueeze(-1)
 
         if self.rejects:
-            _count_rejected("rollout_rs", kept, inside, gauge)
+            _count_rejected("rollout_rs", kept, part, gauge)
         return kept
 
 
-def _measure(criterion: Criterion, figures: Tensor, inside: Tensor, gauge: CorrectionGauge) -> None:
-    filled = inside.any(dim=-1)
+class Part:
+    """Some rows of a batch: where their tokens are, and how many."""
+
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+        self.lengths = inside.sum(dim=-1)
+        self.filled = self.lengths > 0
+        self.places = inside.flatten().nonzero().squeeze(-1)
+        self.num_tokens = len(self.places)
+        self.num_rows = int(self.filled.sum())
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """A flat list of those inside."""
+        return values.expand_as(self.inside).flatten().index_select(0, self.places)
+
+    def row_means(self, values: Tensor) -> Tensor:
+        """Of every row that has tokens; `values` are zero outside."""
+        return (values.sum(dim=-1) / self.lengths)[self.filled]
+
+
+def _measure(criterion: Criterion, figures: Tensor, part: Part, gauge: CorrectionGauge) -> None:
+    tokens = part.tokens(figures)
     if criterion.judges_tokens:
-        judged = tokens = figures[inside]
-        rows = (figures.sum(dim=-1, keepdim=True) / lengths(inside))[filled, 0]
+        values = Values(tokens, part.row_means(figures), tokens, tokens, part.row_means(figures))
     else:
-        judged = rows = figures[filled, 0]
-        tokens = rows.repeat_interleave(lengths(inside)[filled, 0])
-    gauge.add(f"rollout_rs_{criterion.name}", Values(tokens, rows, judged, judged, rows))
+        rows = figures[part.filled, 0]
+        values = Values(tokens, rows, rows, rows, rows)
+    gauge.add(f"rollout_rs_{criterion.name}", values)
 
 
-def _count_rejected(name: str, kept: Tensor, inside: Tensor, gauge: CorrectionGauge) -> None:
+def _count_rejected(name: str, kept: Tensor, part: Part, gauge: CorrectionGauge) -> None:
     """The shares of tokens that are rejected, and of rows in which any is."""
-    rejected = inside & ~kept
-    gauge.add_fraction(f"{name}_masked_fraction", rejected, inside)
-    gauge.add_fraction(f"{name}_seq_masked_fraction", rejected.any(dim=-1), inside.any(dim=-1))
+    of_rows = (part.inside & ~kept).sum(dim=-1)
+    gauge.add_fraction(f"{name}_masked_fraction", of_rows.sum(), part.num_tokens)
+    gauge.add_fraction(f"{name}_seq_masked_fraction", (of_rows > 0).sum(), part.num_rows)

@@ -61,7 +61,7 @@ class Spread:
         tokens, rows, extremes, judged, judged_rows = (numbers.detach().cpu() for numbers in values)
         tokens, rows = tokens.double(), rows.double()
         clamped = tokens.clamp(self.floor, self.bounds.upper)
-        own = (len(tokens), tokens.sum(), clamped.sum(), clamped.square().sum())
+        own = (len(tokens), tokens.sum(), clamped.sum(), torch.dot(clamped, clamped))
         compared = (len(judged), *self._outside(judged))
         of_rows = (len(rows), rows.sum(), rows.square().sum(), *self._outside(judged_rows))
         self.sums += torch.tensor([*own, *compared, *of_rows], dtype=torch.float64)
@@ -73,7 +73,7 @@ class Spread:
     def _outside(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """(how many lie above the bounds, how many below)."""
         lower = -torch.inf if self.bounds.lower is None else self.bounds.lower
-        return (values > self.bounds.upper).sum(), (values < lower).sum()
+        return torch.count_nonzero(values > self.bounds.upper), torch.count_nonzero(values < lower)
 
     def metrics(self, fraction: str = "fraction") -> dict[str, float]:
         """The figures; none where there were no tokens. `fraction_high` is called as asked."""
@@ -130,9 +130,9 @@ class CorrectionGauge:
         """Take in the values of one quantity."""
         self.spreads[name].add(values)
 
-    def add_fraction(self, name: str, part: Tensor, whole: Tensor) -> None:
-        """Take in how much of `whole` is in `part` too, both booleans of one shape."""
-        counts = torch.stack([(part & whole).sum(), whole.sum()]).cpu().double()
+    def add_fraction(self, name: str, part: Tensor, whole: int) -> None:
+        """Take in how many of how many have a property."""
+        counts = torch.tensor([float(part), float(whole)], dtype=torch.float64)
         self.fractions[name] = self.fractions.get(name, torch.zeros_like(counts)) + counts
 
     def all_reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_like.tensor_ops import zero_outside
+from workers.losses.blocks import row_blocks
+
 TOKEN_SUMS = (
     "tokens",
     "diff",
@@ -62,23 +65,25 @@ class MismatchGauge:
 
         `mask` says which tokens count.
         """
-        inside = mask.bool().cpu()
-        filled = inside.any(dim=1)
-        if not bool(filled.any()):
+        columns = (rollout_log_probs.detach(), log_probs.detach(), mask.bool())
+        for rows in row_blocks(mask):
+            self._add_rows(*(column[rows].cpu() for column in columns))
+
+    def _add_rows(self, rollout: Tensor, trained: Tensor, inside: Tensor) -> None:
+        if not bool(inside.any()):
             return
 
-        inside = inside[filled]
-        rollout = rollout_log_probs.detach().cpu().double()[filled].masked_fill(~inside, 0.0)
-        trained = log_probs.detach().cpu().double()[filled].masked_fill(~inside, 0.0)
+        rollout = zero_outside(rollout, inside).double()
+        trained = zero_outside(trained, inside).double()
+        places = inside.flatten().nonzero().squeeze(-1)
+        of_tokens = (column.flatten().index_select(0, places) for column in (rollout, trained))
+        tokens, largest = _token_sums(*of_tokens)
+        samples, extremes = _sample_sums(rollout.sum(dim=1), trained.sum(dim=1), inside.sum(dim=1))
 
-        tokens = _token_sums(rollout, trained, inside)
-        samples, extremes = _sample_sums(rollout, trained, inside)
-        gaps = (rollout - trained).abs()
-        gap_of_bin = [gaps[:, start:end].sum() for start, end in self.bins]
-        tokens_of_bin = [inside[:, start:end].sum().double() for start, end in self.bins]
-        self.sums += torch.stack([*tokens, *samples, *gap_of_bin, *tokens_of_bin])
-
-        largest = (rollout.exp() - trained.exp()).abs().masked_fill(~inside, 0.0).max()
+        gaps = rollout.sub_(trained).abs_().sum(dim=0)
+        counts = inside.sum(dim=0).double()
+        of_bins = [column[start:end].sum() for column in (gaps, counts) for start, end in self.bins]
+        self.sums += torch.stack([*tokens, *samples, *of_bins])
         self.maxima = torch.maximum(self.maxima, torch.stack([largest, *extremes]))
 
     def all_reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -124,34 +129,34 @@ class MismatchGauge:
         return found
 
 
-def _token_sums(rollout: Tensor, trained: Tensor, inside: Tensor) -> list[Tensor]:
-    """The values of `TOKEN_SUMS`."""
-    p, q = rollout.exp()[inside], trained.exp()[inside]
-    log_ratio = (trained - rollout)[inside].clamp(-LARGEST, LARGEST)
-    diff = (p - q).abs()
-    columns = (
-        diff,
-        diff.square(),
-        p,
-        q,
-        p.square(),
-        q.square(),
-        p * q,
-        -log_ratio,
-        torch.expm1(log_ratio) - log_ratio,
-        (2 * log_ratio).exp(),
-    )
-    return [inside.sum().double(), *(column.sum() for column in columns)]
+def _token_sums(rollout: Tensor, trained: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The values of `TOKEN_SUMS` over flat lists of tokens, and the largest "diff"."""
+    log_ratio = (trained - rollout).clamp_(-LARGEST, LARGEST)
+    p, q = rollout.exp(), trained.exp()
+    diff = (p - q).abs_()
+    ratio_less_1 = torch.expm1(log_ratio)
+    kl, k3 = -log_ratio.sum(), (ratio_less_1 - log_ratio).sum()
+    ratio = ratio_less_1.add_(1)
+
+    squares = ((diff, diff), (p, p), (q, q), (p, q), (ratio, ratio))
+    diff_square, p_square, q_square, pq, ratio_square = (torch.dot(*pair) for pair in squares)
+    count = torch.tensor(float(len(p)), dtype=torch.float64)
+    sums = [count, diff.sum(), diff_square, p.sum(), q.sum(), p_square, q_square, pq]
+    return [*sums, kl, k3, ratio_square], diff.max()
 
 
 def _sample_sums(
-    rollout: Tensor, trained: Tensor, inside: Tensor
+    rollout: Tensor, trained: Tensor, lengths: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The values of "samples", `SAMPLE_MEANS` and "sample_ratio_square", and two of `MAXIMA`."""
-    lengths = inside.sum(dim=1)
-    of_rollout, of_trainer = -rollout.sum(dim=1) / lengths, -trained.sum(dim=1) / lengths
+    """The values of "samples", `SAMPLE_MEANS` and "sample_ratio_square", and two of `MAXIMA`.
+
+    Given are the sums of each row's log-probs; rows without tokens are left out.
+    """
+    filled = lengths > 0
+    rollout, trained, lengths = rollout[filled], trained[filled], lengths[filled]
+    of_rollout, of_trainer = -rollout / lengths, -trained / lengths
     diff = (of_trainer - of_rollout).clamp(-LARGEST, LARGEST)
-    whole = (trained - rollout).sum(dim=1).clamp(-LARGEST, LARGEST)
+    whole = (trained - rollout).clamp(-LARGEST, LARGEST)
     columns = (
         of_trainer.exp(),
         of_trainer,

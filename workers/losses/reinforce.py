@@ -32,9 +32,6 @@ def compute_policy_loss_reinforce(
     gradient is weighed by the trainer's probability over the rollout's, bounded and held fast:
     REINFORCE with importance weights.
 
-    Watch: `actor/ppo_kl`, which must stay near zero: no ratio corrects a second update, so make
-    one a step (`ppo_mini_batch_size` = `data.train_batch_size`).
-
     Watch: `actor/ppo_kl` other than 0: later mini-batches train on samples that are no longer the
     policy's own, and nothing corrects it. Let `actor.ppo_mini_batch_size` be the whole batch, or
     take `vanilla`.

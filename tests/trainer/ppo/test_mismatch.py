@@ -9,6 +9,7 @@ import torch
 from tests.integration.test_three_steps import overrides
 from trainer import PPOTrainer, load_config, run
 from trainer.ppo.mismatch import GapFacts, explain_gap, self_test
+from workers.losses import blocks
 from workers.losses.mismatch import MismatchGauge
 
 
@@ -75,6 +76,12 @@ def test_parts_add_up_to_the_whole_and_nothing_is_read_outside_the_mask():
     same = figures((rollout, rollout.clone(), mask))
     assert same["training/rollout_probs_diff_max"] == 0
     assert same["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1)
+
+
+def test_the_blocks_of_rows_do_not_show(monkeypatch):
+    whole = figures(columns())
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 22)
+    assert figures(columns()) == pytest.approx(whole)
 
 
 FINE = GapFacts(gap=1e-6, plain_gap=1e-6, stale=False, quantization=None, dtype="float32")

@@ -1,5 +1,7 @@
 """Masked reductions beside those of the selected values."""
 
+import math
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from verl_like.tensor_ops import (
     masked_sum,
     masked_var,
     masked_whiten,
+    zero_outside,
 )
 
 MASK_DTYPES = [torch.bool, torch.int64, torch.float32]
@@ -21,6 +24,35 @@ def masked(request):
     mask = torch.rand(5, 9) < 0.5
     values = torch.where(mask, torch.randn(5, 9), torch.nan)
     return values, mask.to(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_zeroing_what_is_outside_equals_where_bit_for_bit(masked, dtype):
+    values, mask = masked
+    values = values.nan_to_num(posinf=1).to(dtype) if dtype == torch.int64 else values.to(dtype)
+    kept = zero_outside(values, mask)
+    assert kept.dtype == dtype
+    assert torch.equal(kept, torch.where(mask.bool(), values, 0))
+    assert not kept.double().isnan().any()
+
+
+def test_zeroing_what_is_outside_keeps_gradients_and_shapes_as_where_does(masked):
+    values, mask = masked
+    rows = torch.randn(5, 1).requires_grad_()
+    for leaf in (values.clone().requires_grad_(), rows):
+        found, expected = (
+            torch.autograd.grad((2 * kept.square()).sum(), leaf)[0]
+            for kept in (zero_outside(leaf, mask), torch.where(mask.bool(), leaf, 0))
+        )
+        torch.testing.assert_close(found, expected)
+    assert zero_outside(values, mask[:, :1]).shape == values.shape
+
+
+def test_nan_inside_the_mask_is_kept():
+    values = torch.tensor([torch.nan, torch.inf, torch.nan])
+    assert zero_outside(values, torch.tensor([1, 1, 0]))[:2].tolist() == pytest.approx(
+        [math.nan, math.inf], nan_ok=True
+    )
 
 
 def test_masked_reductions_equal_those_of_the_selected_values(masked):

@@ -119,6 +119,15 @@ def test_the_blocks_of_a_large_batch_do_not_show(batch, name, mode, monkeypatch)
         torch.testing.assert_close(whole[1][key], value, msg=lambda text, key=key: f"{key}: {text}")
 
 
+def test_a_gradient_found_by_blocks_is_given_away_once(batch, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 2 * WIDTH)
+    leaf = batch["log_prob"].clone().requires_grad_()
+    loss, _ = POLICY_LOSSES["vanilla"](**policy_inputs(batch | {"log_prob": leaf}))
+    loss.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="once"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_gradients_are_finite_and_zero_outside_the_mask_whatever_lies_there(batch, name):
     leaf = batch["log_prob"].clone().requires_grad_()

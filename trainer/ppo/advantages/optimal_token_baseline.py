@@ -31,7 +31,9 @@ def compute_optimal_token_baseline_advantage(
 
     W adds up 1 - 2 p + sum of p squared over the tokens so far: the squared norm of the gradient of
     their log-probs by the logits, so samples of large gradients count for more. At a token that one
-    sample alone reaches the advantage is zero. A group of one keeps its raw return.
+    sample alone reaches the advantage is zero (verl keeps the raw return there), and a group of one
+    keeps its raw return. W takes the tokens as the policy's own: a rollout correction's importance
+    weights do not enter it, as they can in verl.
 
     Watch: `actor/grad_norm`; it should be lower and steadier than with rloo or grpo, and where it
     is not, W is nearly equal for all samples and the baseline is the plain mean.

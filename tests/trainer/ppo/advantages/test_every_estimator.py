@@ -18,6 +18,7 @@ from tests.trainer.ppo.advantages.twins import SETTINGS, TWINS, Case
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import columns_read, compute_advantage, named_rewards
 from verl_like.errors import BatchError
+from workers.losses import blocks
 
 EVERY_SETTING = [(name, given) for name in TWINS for given in SETTINGS.get(name, [{}])]
 
@@ -60,6 +61,16 @@ def test_every_estimator_equals_its_twin(columns, name, given):
     found = ADVANTAGE_ESTIMATORS[name](**arguments_of(name, batch, given))
     for ours, plain in zip(found, TWINS[name](case_of(batch, given)), strict=True):
         torch.testing.assert_close(ours, torch.tensor(plain, dtype=torch.float64))
+
+
+def test_the_blocks_of_rows_of_the_optimal_token_baseline_do_not_show(columns, monkeypatch):
+    arguments = arguments_of("optimal_token_baseline", whole_batch(*columns), {})
+    found = []
+    for block_tokens in (10**6, 2 * WIDTH):
+        monkeypatch.setattr(blocks, "BLOCK_TOKENS", block_tokens)
+        found.append(ADVANTAGE_ESTIMATORS["optimal_token_baseline"](**arguments))
+    for whole, by_blocks in zip(*found, strict=True):
+        torch.testing.assert_close(by_blocks, whole)
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
