@@ -9,6 +9,7 @@ import pytest
 
 from tests.trainer.config.key_reads import keys_that_nothing_reads
 from trainer.ppo.config import PPOConfig
+from trainer.reward_model.config import RewardModelRunConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("verl_like", "workers", "trainer")
@@ -36,10 +37,11 @@ def use(config: Root):
 """
 
 
-def test_every_key_is_read_somewhere() -> None:
+@pytest.mark.parametrize("schema", [PPOConfig, RewardModelRunConfig])
+def test_every_key_is_read_somewhere(schema: type) -> None:
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     sources = [path.read_text(encoding="utf-8") for path in paths if path.name not in CHECKS]
-    assert keys_that_nothing_reads(PPOConfig, sources) == []
+    assert keys_that_nothing_reads(schema, sources) == []
 
 
 def test_a_field_is_read_through_a_name_that_holds_its_section() -> None:

@@ -74,21 +74,40 @@ def exported(worker: RewardTrainingWorker, folder: Path) -> Path:
     return folder / "huggingface"
 
 
-def test_neither_ranks_nor_cut_nor_padding_change_an_update(tiny_dir: Path) -> None:
-    folder, settings = tiny_dir / "model", {"center_coef": 0.1}
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for own, metrics in zip(found["metrics"], expected["metrics"], strict=True):
+        assert own == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(found["scores"], expected["scores"], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [{"center_coef": 0.1}, {"score_at": "legacy_mean"}])
+def test_cut_padding_and_gradient_checkpointing_do_not_change_an_update(
+    settings: Settings, tiny_dir: Path
+) -> None:
+    folder = tiny_dir / "model"
     alone = trained(folder, NONE, settings)
-    ranks = run(2, trained, folder, NONE, settings)
     one_by_one = RowDataConfig(use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-    others = [
-        ranks[0] | {"scores": torch.cat([rank["scores"] for rank in ranks])},
-        trained(folder, NONE, settings | {"data": one_by_one}),
-        trained(folder, {"use_remove_padding": False}, settings),
-        trained(folder, {"enable_gradient_checkpointing": True}, settings),
-    ]
-    for other in others:
-        for own, expected in zip(other["metrics"], alone["metrics"], strict=True):
-            assert own == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        torch.testing.assert_close(other["scores"], alone["scores"], atol=1e-3, rtol=0)
+    assert_same(trained(folder, NONE, {**settings, "data": one_by_one}), alone)
+    for name, value in (("use_remove_padding", False), ("enable_gradient_checkpointing", True)):
+        assert_same(trained(folder, {name: value}, settings), alone)
+
+
+CASES: list[tuple[Settings, Settings]] = [
+    ({}, {"center_coef": 0.1}),
+    ({"lora_rank": 4}, {"score_at": "legacy_mean", "loss": "log_exp"}),
+    ({"strategy": "ddp", "use_remove_padding": False}, {}),
+]
+
+
+def each_trained(path: Path) -> list[dict[str, Any]]:
+    return [trained(path, model, settings) for model, settings in CASES]
+
+
+def test_two_ranks_train_as_one(tiny_dir: Path) -> None:
+    ranks = run(2, each_trained, tiny_dir / "model")
+    for case, alone in enumerate(each_trained(tiny_dir / "model")):
+        scores = torch.cat([rank[case]["scores"] for rank in ranks])
+        assert_same(ranks[0][case] | {"scores": scores}, alone)
 
 
 def test_the_metrics_are_means_over_the_pairs(tiny_dir: Path) -> None:
