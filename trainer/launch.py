@@ -38,8 +38,8 @@ def run(config: RunConfig, trainer_cls: type[Trainer] | None = None) -> None:
 
         keep_freed_memory()
 
-    if config.trainer.backend == "torchrun" and is_serving(config):
-        return
+    if config.trainer.backend == "torchrun":
+        serve_unless_driver(config)
 
     trainer_cls = trainer_cls or trainer_class(config)
     if config.trainer.dry_run:
@@ -60,15 +60,15 @@ def run(config: RunConfig, trainer_cls: type[Trainer] | None = None) -> None:
             close_run(folder, sys.exception())
 
 
-def is_serving(config: RunConfig) -> bool:
-    """Whether this process of torchrun's is no driver; does what such a rank does, if so."""
+def serve_unless_driver(config: RunConfig) -> None:
+    """Of torchrun's processes rank 0 goes on; the others answer its calls, and end here."""
     from verl_like.backends.torchrun import ranks
 
     if ranks.is_driver():
-        return False
+        return
     if not config.trainer.dry_run:
         ranks.serve(Deadlines.of(config.watch).call_s)
-    return True
+    sys.exit()
 
 
 def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:
