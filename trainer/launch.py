@@ -47,10 +47,10 @@ def run(
 
         keep_freed_memory()
 
-    trainer_cls = trainer_cls or trainer_class(config)
-    if config.trainer.backend == "torchrun" and is_serving(config):
-        return RunResult.of(config, trainer_cls.role)
+    if config.trainer.backend == "torchrun":
+        serve_unless_driver(config)
 
+    trainer_cls = trainer_cls or trainer_class(config)
     if config.trainer.dry_run:
         show_plan(nominal_placement(config), config, trainer_cls)
         return RunResult.of(config, trainer_cls.role)
@@ -73,15 +73,15 @@ def run(
     return RunResult.of(config, trainer_cls.role)
 
 
-def is_serving(config: RunConfig) -> bool:
-    """Whether this process of torchrun's is no driver; does what such a rank does, if so."""
+def serve_unless_driver(config: RunConfig) -> None:
+    """Of torchrun's processes rank 0 goes on; the others answer its calls, and end here."""
     from verl_like.backends.torchrun import ranks
 
     if ranks.is_driver():
-        return False
+        return
     if not config.trainer.dry_run:
         ranks.serve(Deadlines.of(config.watch).call_s)
-    return True
+    sys.exit()
 
 
 def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:

@@ -142,10 +142,17 @@ def test_calls_of_other_users_cannot_reach_a_rank(
 
 
 @pytest.mark.slow
-def test_torchrun_itself_starts_a_run(settings: Sequence[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    folder = f"trainer.default_local_dir={tmp_path}/run"
-    subprocess.run(
-        [*command, "-m", "trainer.cli.main", "sft", *settings, folder], check=True, timeout=300
-    )
-    assert len(numbers(tmp_path / "run")) == 2
+@pytest.mark.parametrize("recipe", ["sft", "ppo"])
+def test_torchrun_itself_gives_the_numbers_of_the_local_backend(
+    recipe: str, settings: Sequence[str], tiny_dir: Path, tmp_path: Path
+) -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    local = ("trainer.backend=local", "trainer.n_gpus_per_node=2")
+    for name, more in (("torchrun", ()), ("local", local)):
+        folder = tmp_path / name
+        own = overrides(tiny_dir, folder, "placement=colocate") if recipe == "ppo" else [*settings]
+        own += [*more, f"trainer.default_local_dir={folder}"]
+        program = start if name == "torchrun" else [sys.executable]
+        subprocess.run([*program, "-m", "trainer.cli.main", recipe, *own], check=True, timeout=300)
+    assert len(numbers(tmp_path / "local")) > 1
+    assert numbers(tmp_path / "torchrun") == numbers(tmp_path / "local")

@@ -22,9 +22,10 @@ CARD = 80 * GIB
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the shapes of DeepSeek-LLM-7B, and no weights."""
+    """A folder with the shapes of DeepSeek-LLM-7B, and a file of no weights."""
     folder = tmp_path_factory.mktemp("deepseek7b")
     DEEPSEEK_7B.save_pretrained(folder)
+    (folder / "model.safetensors").touch()
     return folder
 
 

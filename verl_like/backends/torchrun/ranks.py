@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from verl_like.backends.local import child
 from verl_like.backends.local.children import ChildProcess, start_child_rank
 from verl_like.errors import ConfigError, PlacementError, WorkerDiedError, WorkerError
@@ -113,6 +115,8 @@ class _ServingProcess:
 def serve(limit_s: float) -> None:
     """Be the rank that torchrun's variables say, until the driver ends. Ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # torchrun shows all to every process
     path, deadline = _socket_path(), time.monotonic() + limit_s
     connected = socket.socket(socket.AF_UNIX)
     while True:
