@@ -18,6 +18,7 @@ from trainer.data.pairs import read_pairs
 from trainer.data.prompts import load_tokenizer
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
+from trainer.sft.recipe import SFT
 from verl_like.errors import BatchError, CheckpointError, ConfigError
 
 
@@ -110,6 +111,33 @@ def test_both_engines_have_the_weights_of_the_folder(tiny_dir: Path, tmp_path: P
     ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     said = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert row["messages"][-1]["content"] == said
+
+
+@pytest.mark.slow
+def test_to_be_tuned_on_ones_best_answers_raises_the_score(tiny_dir: Path, tmp_path: Path) -> None:
+    best, tuned = tmp_path / "best.jsonl", tmp_path / "tuned"
+    more = (f"data.train_files={tiny_dir}/train.parquet", "data.train_batch_size=300")
+    drawn = ("actor_rollout_ref.rollout.n=16", f"selection.file={best}", "selection.min_score=0.2")
+    run(load_config(settings(tiny_dir, tmp_path / "draw", *more, *drawn), BEST_OF_N))
+    sft = [
+        f"data.train_files={best}",
+        f"model.path={tiny_dir}/model",
+        f"trainer.default_local_dir={tuned}",
+        "data.train_batch_size=16",
+        "optim.lr=3e-3",
+        "trainer.total_epochs=4",
+        "trainer.save_freq=1000",
+        "checkpoint.save_contents=[hf_model]",
+        "trainer.backend=local",
+        "trainer.logger=[]",
+    ]
+    run(load_config(sft, SFT))
+    (model,) = tuned.glob("global_step_*/sft/huggingface")
+    again = settings(tiny_dir, tmp_path / "again", f"actor_rollout_ref.model.path={model}")
+    run(load_config(again, BEST_OF_N))
+    before = lines(tmp_path / "draw")[0]["score/mean"]
+    after = [line["score/mean"] for line in lines(tmp_path / "again")]
+    assert min(after) > 3 * before
 
 
 def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
