@@ -37,6 +37,11 @@ def settings(tiny_dir: Path, folder: Path, *more: str) -> list[str]:
     ]
 
 
+def chats(tiny_dir: Path, count: int) -> str:
+    rows = rows_of_files([str(tiny_dir / "val.parquet")], "data.train_files")
+    return "".join(json.dumps(row) + "\n" for _, row in list(rows)[:count])
+
+
 def selected(tiny_dir: Path, folder: Path, *more: str) -> str:
     run(load_config(settings(tiny_dir, folder, *more), BEST_OF_N))
     return (folder / "selected.jsonl").read_text(encoding="utf-8")
@@ -158,6 +163,13 @@ def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_
 
     (tmp_path / "selected.jsonl").unlink()  # a run that was killed before its last line
     assert selected(tiny_dir, tmp_path) == text
+    few = tmp_path / "few.jsonl"
+    few.write_text(chats(tiny_dir, 20), encoding="utf-8")
+    config.data.train_files = str(few)
+    config.trainer.resume_mode = "resume_path"
+    config.trainer.resume_from_path = str(tmp_path / "global_step_3")
+    with pytest.raises(CheckpointError, match="had 32 prompts, now there are 20"):
+        run(config)
     (tmp_path / "selected" / "1.jsonl").unlink()
     with pytest.raises(CheckpointError, match="the rows of step 1 are not in"):
         selected(tiny_dir, tmp_path)
@@ -183,6 +195,15 @@ def test_pairs_by_a_reward_model_on_its_own_pool(
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     path = str(tmp_path / "one.parquet")
     assert len(read_pairs("data.train_files", path, tokenizer, max_length=64)) == len(files[0])
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_a_process_starts(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").touch()
+    file = f"selection.file={tmp_path}/taken/rows.jsonl"
+    with pytest.raises(ConfigError, match="no file can be written in .*taken"):
+        selected(tiny_dir, tmp_path / "run", file)
 
 
 def test_the_plan_says_what_a_step_draws_and_keeps(
