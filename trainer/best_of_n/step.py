@@ -9,11 +9,11 @@ and its file is the one of a run that was not killed.
 
 from __future__ import annotations
 
+import logging
+import os
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from trainer.best_of_n.config import BestOfNConfig
 from trainer.best_of_n.rows_file import read_rows, write_rows
@@ -22,12 +22,15 @@ from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
 from trainer.ppo.preflight import check_model, check_tensor_parallel
+from trainer.ppo.samples import repeat_prompts
 from trainer.ppo.sampling import SamplingTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, CheckpointError, ConfigError
 from workers.columns import read_columns
 from workers.config import rewards_of
 from workers.rewards.weighted import Rewards, make_rewards
+
+logger = logging.getLogger(__name__)
 
 
 class BestOfNTrainer(SamplingTrainer):
@@ -57,6 +60,8 @@ class BestOfNTrainer(SamplingTrainer):
         prompts = PromptSet(config.data, "train_files", tokenizer)
         if not len(prompts):
             raise ConfigError(f"{prompts.story}: no prompt is left.")
+        logger.info("%s", prompts.story)
+        _make_folder_of(config.selection.file)
 
         overlong = config.reward_model.overlong_buffer
         rewards = make_rewards(rewards_of(config), tokenizer, prompts.data_sources, overlong)
@@ -94,9 +99,18 @@ class BestOfNTrainer(SamplingTrainer):
         """Where those of one step are until then."""
         return self.folder / "selected" / f"{step}.jsonl"
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver itself needs to go on, as JSON has it."""
+        return {**super().state_dict(), "num_prompts": len(self.prompts)}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; the rows of the steps until there must be here."""
+        """Take over what `state_dict` gave; prompts, and the rows until there, must be the same."""
         super().load_state_dict(state)
+        if state["num_prompts"] != len(self.prompts):
+            raise CheckpointError(
+                f"the run that was stopped had {state['num_prompts']} prompts, now there are "
+                f"{len(self.prompts)}: its position is one in other data."
+            )
         for step in range(1, self.global_step + 1):
             if not self.part(step).is_file():
                 raise CheckpointError(
@@ -134,9 +148,7 @@ class BestOfNTrainer(SamplingTrainer):
         size = self.config.data.train_batch_size
         num_samples = self.config.actor_rollout_ref.rollout.n
         chosen = self.prompts.rows[(self.global_step - 1) * size : self.global_step * size]
-        batch = self.prompts.batch(chosen.tolist(), epoch=0).repeat(num_samples, interleave=True)
-        index = torch.arange(num_samples).repeat(len(chosen))
-        return batch.union(DataProto.from_dict({"sample_index": index}))
+        return repeat_prompts(self.prompts.batch(chosen.tolist(), epoch=0), num_samples)
 
     def batch_metrics(self, batch: DataProto) -> Metrics:
         """Scores over all samples and over the best of each prompt, and the responses' length."""
@@ -149,3 +161,15 @@ class BestOfNTrainer(SamplingTrainer):
             "response_length/mean": columns["response_mask"].sum(dim=-1).double().mean().item(),
             "training/global_step": self.global_step,
         }
+
+
+def _make_folder_of(file: str) -> None:
+    """The folder of the file that the run ends with, or a refusal now."""
+    folder = Path(file).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_writable = os.access(folder, os.W_OK)
+    except OSError:
+        is_writable = False
+    if not is_writable:
+        raise ConfigError(f"selection.file={file}: no file can be written in {folder}.")

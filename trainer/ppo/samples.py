@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl_like.batch.protocol import DataProto
 from verl_like.files import write_whole
@@ -19,6 +20,13 @@ from workers.rewards.manager import decode_responses
 
 EXTRA = "reward_extra/"
 """How the columns begin that hold what a reward function returned beside its score."""
+
+
+def repeat_prompts(prompts: DataProto, num_samples: int) -> DataProto:
+    """A row for each sample of every prompt, numbered among those of its prompt."""
+    batch = prompts.repeat(num_samples, interleave=True)
+    index = torch.arange(num_samples).repeat(len(prompts))
+    return batch.union(DataProto.from_dict({"sample_index": index}))
 
 
 def concat_rows(parts: Sequence[DataProto]) -> DataProto:

@@ -33,6 +33,7 @@ from trainer.ppo.mismatch import mismatch_metrics
 from trainer.ppo.ptx import rows_per_update
 from trainer.ppo.reference import update_reference
 from trainer.ppo.run import PPORun
+from trainer.ppo.samples import repeat_prompts
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.update_samples import samples_of_update
 from trainer.ppo.validation import name_metrics, sample_all
@@ -105,10 +106,7 @@ class PPOTrainer(PPORun):
         draws of one step.
         """
         num_samples = self.config.actor_rollout_ref.rollout.n
-        batch = prompts.repeat(num_samples, interleave=True)
-        index = torch.arange(num_samples).repeat(len(prompts))
-        batch = batch.union(DataProto.from_dict({"sample_index": index}))
-        batch = self.roll_out(batch, attempt=attempt)
+        batch = self.roll_out(repeat_prompts(prompts, num_samples), attempt=attempt)
 
         if self.config.algorithm.adv_estimator == "remax":
             baselines = self.greedy_scores(prompts).repeat_interleave(num_samples)

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-import torch
 
-from trainer.ppo.samples import EXTRA, concat_rows
+from trainer.ppo.samples import EXTRA, concat_rows, repeat_prompts
 from trainer.ppo.validation_metrics import process_validation_metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
@@ -35,10 +34,7 @@ def sample_all(
     """
     parts = []
     for batch in prompts:
-        rows = batch.repeat(n, interleave=True)
-        index = torch.arange(n).repeat(len(batch))
-        rows = rows.union(DataProto.from_dict({"sample_index": index}))
-        rows = roll_out(rows, validate=True, **sampling)
+        rows = roll_out(repeat_prompts(batch, n), validate=True, **sampling)
         rows, _ = with_rewards(rows)
         rows.meta_info = {}
         parts.append(rows)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from verl_like.calls.dispatch import Dispatch, register
 from workers.models.load import load_model
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.state import named_state, set_buffer_dtype
 from workers.roles.rollout import RolloutWorker
+from workers.rollout.build import StandbyEngine
 
 
 class SamplerWorker(RolloutWorker):
@@ -18,11 +21,19 @@ class SamplerWorker(RolloutWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the engine, and give it the folder's weights."""
+        """Build the engine, with the folder's weights."""
         super().init_model()
+        waits_for_weights = self.config.name == "vllm" and not isinstance(
+            self.engine, StandbyEngine
+        )
+        own = self.engine.named_weights()  # native and hf have read the folder already
+        self.engine.load_weights(self.folder_weights() if waits_for_weights else own)
+        self.engine.commit(0)
+
+    def folder_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights of the folder in the engine's type, in the host's memory."""
         dtype = rollout_dtype(self.policy, self.device.type)
         model = replace(self.policy.model, dtype=name_of(dtype), compute_dtype=name_of(dtype))
         module = load_model(model, "token", torch.device("cpu"))
         set_buffer_dtype(module, precision_of(self.policy.model, self.device.type).weights)
-        self.engine.load_weights(named_state(module))
-        self.engine.commit(0)
+        return named_state(module)

@@ -18,6 +18,7 @@ from trainer.data.pairs import read_pairs
 from trainer.data.prompts import load_tokenizer
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
+from trainer.sft.recipe import SFT
 from verl_like.errors import BatchError, CheckpointError, ConfigError
 
 
@@ -34,6 +35,11 @@ def settings(tiny_dir: Path, folder: Path, *more: str) -> list[str]:
         "trainer.logger=[]",
         *more,
     ]
+
+
+def chats(tiny_dir: Path, count: int) -> str:
+    rows = rows_of_files([str(tiny_dir / "val.parquet")], "data.train_files")
+    return "".join(json.dumps(row) + "\n" for _, row in list(rows)[:count])
 
 
 def selected(tiny_dir: Path, folder: Path, *more: str) -> str:
@@ -112,6 +118,33 @@ def test_both_engines_have_the_weights_of_the_folder(tiny_dir: Path, tmp_path: P
     assert row["messages"][-1]["content"] == said
 
 
+@pytest.mark.slow
+def test_to_be_tuned_on_ones_best_answers_raises_the_score(tiny_dir: Path, tmp_path: Path) -> None:
+    best, tuned = tmp_path / "best.jsonl", tmp_path / "tuned"
+    more = (f"data.train_files={tiny_dir}/train.parquet", "data.train_batch_size=300")
+    drawn = ("actor_rollout_ref.rollout.n=16", f"selection.file={best}", "selection.min_score=0.2")
+    run(load_config(settings(tiny_dir, tmp_path / "draw", *more, *drawn), BEST_OF_N))
+    sft = [
+        f"data.train_files={best}",
+        f"model.path={tiny_dir}/model",
+        f"trainer.default_local_dir={tuned}",
+        "data.train_batch_size=16",
+        "optim.lr=3e-3",
+        "trainer.total_epochs=4",
+        "trainer.save_freq=1000",
+        "checkpoint.save_contents=[hf_model]",
+        "trainer.backend=local",
+        "trainer.logger=[]",
+    ]
+    run(load_config(sft, SFT))
+    (model,) = tuned.glob("global_step_*/sft/huggingface")
+    again = settings(tiny_dir, tmp_path / "again", f"actor_rollout_ref.model.path={model}")
+    run(load_config(again, BEST_OF_N))
+    before = lines(tmp_path / "draw")[0]["score/mean"]
+    after = [line["score/mean"] for line in lines(tmp_path / "again")]
+    assert min(after) > 3 * before
+
+
 def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_path: Path) -> None:
     class Killed(BestOfNTrainer):
         def step(self) -> Any:
@@ -130,6 +163,13 @@ def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_
 
     (tmp_path / "selected.jsonl").unlink()  # a run that was killed before its last line
     assert selected(tiny_dir, tmp_path) == text
+    few = tmp_path / "few.jsonl"
+    few.write_text(chats(tiny_dir, 20), encoding="utf-8")
+    config.data.train_files = str(few)
+    config.trainer.resume_mode = "resume_path"
+    config.trainer.resume_from_path = str(tmp_path / "global_step_3")
+    with pytest.raises(CheckpointError, match="had 32 prompts, now there are 20"):
+        run(config)
     (tmp_path / "selected" / "1.jsonl").unlink()
     with pytest.raises(CheckpointError, match="the rows of step 1 are not in"):
         selected(tiny_dir, tmp_path)
@@ -155,6 +195,15 @@ def test_pairs_by_a_reward_model_on_its_own_pool(
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     path = str(tmp_path / "one.parquet")
     assert len(read_pairs("data.train_files", path, tokenizer, max_length=64)) == len(files[0])
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_a_process_starts(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").touch()
+    file = f"selection.file={tmp_path}/taken/rows.jsonl"
+    with pytest.raises(ConfigError, match="no file can be written in .*taken"):
+        selected(tiny_dir, tmp_path / "run", file)
 
 
 def test_the_plan_says_what_a_step_draws_and_keeps(

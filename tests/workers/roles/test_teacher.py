@@ -1,0 +1,49 @@
+"""The teacher scores as the model in its folder does, and is no one's LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.samples import PROMPT, make_batch, started, tiny_config
+from workers.config import teacher_model
+from workers.roles.teacher import TeacherWorker
+
+
+@pytest.mark.parametrize(("own", "used"), [(None, 0.7), (2.0, 2.0)])
+def test_its_log_probs_are_those_of_its_model_at_its_temperature(
+    tiny_dir: Path, own: float | None, used: float
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(tiny_dir)
+    config.distillation.teacher_model.model_path = str(tiny_dir / "model")
+    config.distillation.temperature = own
+    config.actor_rollout_ref.rollout.temperature = 0.7
+    batch = make_batch(5)
+    found = started(TeacherWorker, config).compute_teacher_log_prob(batch)
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model").double()
+    columns = batch.batch
+    with torch.no_grad():
+        logits = model(
+            input_ids=columns["input_ids"],
+            attention_mask=columns["attention_mask"],
+            position_ids=columns["position_ids"],
+        ).logits
+    log_probs = (logits[:, PROMPT - 1 : -1] / used).log_softmax(dim=-1)
+    expected = log_probs.gather(-1, columns["responses"][..., None]).squeeze(-1)
+    inside = columns["response_mask"].bool()
+    torch.testing.assert_close(
+        found.batch["teacher_log_prob"][inside].double(), expected[inside], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_students_adapters_are_not_the_teachers(tiny_dir: Path) -> None:
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.model.lora_rank = 4
+    config.distillation.teacher_model.model_path = "teacher"
+    model = teacher_model(config)
+    assert (model.path, model.lora_rank) == ("teacher", 0)
