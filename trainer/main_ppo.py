@@ -28,7 +28,6 @@ RESOLVE = "--resolve"
 GOES_ON = "the same command goes on from the last checkpoint, where there is one"
 EXIT_OF_CTRL_C = 130
 """What shells expect of a program that was interrupted: 128 and the signal's number."""
-register(PPO)
 
 
 @hydra.main(config_path=str(PPO.config_dir), config_name=PPO.config_name, version_base="1.3")
@@ -78,6 +77,7 @@ def main() -> None:
             sys.argv[1:] = rest + overrides
         except ConfigError as err:
             sys.exit(f"error: {err}")
+    register(PPO)  # another recipe of this process may have registered its presets since
     _job()
 
 
