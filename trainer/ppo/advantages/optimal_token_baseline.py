@@ -17,7 +17,7 @@ from verl_like.tensor_ops import zero_outside
 from workers.losses.blocks import row_blocks
 
 
-@ADVANTAGE_ESTIMATORS.register("optimal_token_baseline")
+@ADVANTAGE_ESTIMATORS.register("optimal_token_baseline", "tir_optimal_token_baseline")
 @compares_samples
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
@@ -30,10 +30,10 @@ def compute_optimal_token_baseline_advantage(
     """Return G of a token, less the mean of G over its group's t-th tokens, weighed by W.
 
     W adds up 1 - 2 p + sum of p squared over the tokens so far: the squared norm of the gradient of
-    their log-probs by the logits, so samples of large gradients count for more. At a token that one
-    sample alone reaches the advantage is zero (verl keeps the raw return there), and a group of one
-    keeps its raw return. W takes the tokens as the policy's own: a rollout correction's importance
-    weights do not enter it, as they can in verl.
+    their log-probs by the logits, so samples of large gradients count for more. The t-th token is
+    counted inside the mask, as verl does under its second name. At a token that one sample alone
+    reaches the advantage is zero (verl keeps the raw return), and a group of one keeps its raw
+    return. Importance weights of a rollout correction do not enter W, as they can in verl.
 
     Watch: `actor/grad_norm`; it should be lower and steadier than with rloo or grpo, and where it
     is not, W is nearly equal for all samples and the baseline is the plain mean.

@@ -142,9 +142,16 @@ def test_every_estimator_is_a_file_of_its_name():
         assert estimator.__module__ == f"trainer.ppo.advantages.{name}"
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
-def test_verls_vectorized_names_are_the_same_estimators(name):
-    assert ADVANTAGE_ESTIMATORS[f"{name}_vectorized"] is ADVANTAGE_ESTIMATORS[name]
+@pytest.mark.parametrize(
+    ("of_verl", "name"),
+    [
+        ("grpo_vectorized", "grpo"),
+        ("rloo_vectorized", "rloo"),
+        ("tir_optimal_token_baseline", "optimal_token_baseline"),
+    ],
+)
+def test_verls_second_names_are_the_same_estimators(of_verl, name):
+    assert ADVANTAGE_ESTIMATORS[of_verl] is ADVANTAGE_ESTIMATORS[name]
 
 
 def test_one_row_of_one_token_is_a_batch_too():

@@ -211,6 +211,7 @@ TWINS = {
     "grpo_process": grpo_process,
     "opo": opo,
     "optimal_token_baseline": optimal_token_baseline,
+    "tir_optimal_token_baseline": optimal_token_baseline,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
