@@ -12,15 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from tests.workers.models.architectures import VARIANTS, NotBuilt, cases
+from tests.workers.models.architectures import NotBuilt, cases
 from tests.workers.models.test_walk import UNKNOWN
-from tests.workers.models.walk import walk
+from tests.workers.models.walk import line_of, walk
 
 PAGE = Path(__file__).resolve().parent / "models.md"
 BEGIN, END = "<!-- begin models -->", "<!-- end models -->"
-PARTS = ("training", "checkpointing", "native", "export")
 
 
 def walk_all() -> dict[str, dict[str, str]]:
@@ -43,24 +40,9 @@ def table(results: dict[str, dict[str, str]]) -> str:
     """One line for every case that transformers builds, and the names of the others."""
     lines = ["| model type | class | training | gradient checkpointing | native | export |"]
     lines.append("|---|---|---|---|---|---|")
-    for case, parts in results.items():
-        if "training" in parts:
-            model_type = VARIANTS.get(case, (case,))[0]
-            cells = [_cell(part, parts.get(part, "")) for part in PARTS]
-            name = f"`{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}`"
-            lines.append(f"| {' | '.join([case, name, *cells])} |")
+    lines += [line_of(case, parts) for case, parts in results.items() if "training" in parts]
     others = ", ".join(case for case, parts in results.items() if "training" not in parts)
     return "\n".join([*lines, "", f"Not built from a configuration alone, so not tried: {others}."])
-
-
-def _cell(part: str, result: str) -> str:
-    kind, _, rest = result.partition(" ")
-    kind = kind.rstrip(":")
-    if kind == "right":
-        return rest.strip("()") if part == "training" else "yes"
-    if kind == "refused":
-        return "hf" if part == "native" else "refused"
-    return "**not right yet**" if kind else "–"
 
 
 def main() -> None:

@@ -97,7 +97,8 @@ def change_lines(config: PPOConfig) -> list[str]:
             list(v) if isinstance(v, tuple) else v for v in (read(config, key), read(default, key))
         )
         if value != usual:
-            lines.append(f"{key}={_show(value)} (default {_show(usual)}): {docs[key]}")
+            meaning = " ".join(docs[key].split())  # the field's docstring may have several lines
+            lines.append(f"{key}={_show(value)} (default {_show(usual)}): {meaning}")
     return lines
 
 

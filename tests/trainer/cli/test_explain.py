@@ -45,6 +45,13 @@ def test_changed_keys_come_with_default_and_meaning() -> None:
     assert "algorithm.lam=" not in text
 
 
+def test_a_changed_key_is_one_line_whatever_its_docstring() -> None:
+    text = explained()
+    changed = text.partition("Changed from the defaults\n")[2].partition("\n\n")[0]
+    names = [line.partition("=")[0] for line in changed.splitlines()[1:]]
+    assert set(names) <= {key.name for key in leaf_keys(PPOConfig)}
+
+
 def test_what_to_watch_is_said_of_estimator_and_loss() -> None:
     text = explained("algorithm=gspo").partition("What to watch")[2].partition("Changed")[0]
     assert "grpo: `actor/grad_norm`" in text

@@ -10,11 +10,13 @@ from tests.workers.models.architectures import NotBuilt, build_tiny, cases, tiny
 from tests.workers.models.walk import (
     LARGEST_ERROR,
     each_row_alone,
+    line_of,
     make_rows,
     rounding_of_gradient,
     walk,
 )
 
+PAGE = Path(__file__).parents[3] / "docs/models.md"
 FAST = (
     "llama llama+yarn qwen2 qwen3 qwen2+window mistral mistral+full mixtral phi3 phi3+partial "
     "phi3+longrope gemma2 gemma3_text gpt2 gpt_neo gpt_neox bloom opt deepseek_v3 glm4_moe "
@@ -25,9 +27,10 @@ UNKNOWN = {"blt": "reads bytes through three models; its configuration has no la
 
 
 def check(case: str, folder: Path) -> None:
-    """Every part is right, or refused with words."""
+    """Every part is right, or refused with words, and as the docs' table says."""
     found = walk(case, folder)
     assert not {part: result for part, result in found.items() if result.startswith("wrong")}
+    assert line_of(case, found) in PAGE.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("case", FAST)

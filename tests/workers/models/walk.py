@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.workers.models.architectures import VOCAB, build_tiny, tiny_model_config
+from tests.workers.models.architectures import VARIANTS, VOCAB, build_tiny, tiny_model_config
 from tests.workers.samples import started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -35,6 +36,8 @@ from workers.training.microbatch import Budget, Rows, mini_batch
 PROMPT, RESPONSE = 60, 100
 ROWS = ((60, 100), (17, 40), (3, 5), (33, 90))
 """Tokens of the prompt and of the response of each row."""
+PARTS = ("training", "checkpointing", "native", "export")
+"""Columns of the docs' table."""
 LARGEST_ERROR = 3e-5
 LARGEST_ROUNDING = 3e-4
 """The most that a gradient may be off, however much one rounding of the weights moves it."""
@@ -66,6 +69,24 @@ def walk(case: str, folder: Path) -> dict[str, str]:
     finally:
         logging.disable(logging.NOTSET)
     return found
+
+
+def line_of(case: str, found: dict[str, str]) -> str:
+    """The line of `docs/models.md` that says what `walk` found."""
+    model_type = VARIANTS.get(case, (case,))[0]
+    name = f"`{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}`"
+    cells = [_cell(part, found.get(part, "")) for part in PARTS]
+    return f"| {' | '.join([case, name, *cells])} |"
+
+
+def _cell(part: str, result: str) -> str:
+    kind, _, rest = result.partition(" ")
+    kind = kind.rstrip(":")
+    if kind == "right":
+        return rest.strip("()") if part == "training" else "yes"
+    if kind == "refused":
+        return "hf" if part == "native" else "refused"
+    return "**not right yet**" if kind else "–"
 
 
 def _result(part: Callable[[], tuple[float, str]]) -> str:
