@@ -14,15 +14,17 @@ from verl_like.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+WAY_OUT = " Mend it, or leave such rows out with data.on_bad_row=skip."
 
 
 def encode_rows(
-    key: str, files: Any, encode: Callable[[Any], T], on_bad_row: str
+    key: str, files: Any, encode: Callable[[Any], T], on_bad_row: str | None
 ) -> tuple[list[T], int]:
     """What `encode` makes of the rows in order, and how many were skipped.
 
     `key` is the configuration's that names the files. A ValueError of `encode` says what is wrong
-    with a row: with `on_bad_row` error it stops the run, with skip the row is left out.
+    with a row: with `on_bad_row` skip the row is left out, otherwise it stops the run. None is that
+    of a recipe without the key `data.on_bad_row`.
     """
     names = [files] if isinstance(files, str) else list(files)
     found: list[T] = []
@@ -31,8 +33,10 @@ def encode_rows(
         try:
             found.append(encode(row))
         except ValueError as problem:
-            if on_bad_row == "error":
-                raise ConfigError(f"{where}: {problem}.") from problem
+            if on_bad_row != "skip":
+                raise ConfigError(
+                    f"{where}: {problem}.{WAY_OUT if on_bad_row else ''}"
+                ) from problem
             num_bad += 1
             if num_bad == 1:
                 logger.warning("%s: %s; it and others like it are skipped.", where, problem)

@@ -52,7 +52,7 @@ def read_lm_rows(
     max_length: int,
     *,
     loss_on_all: bool = False,
-    on_bad_row: str = "error",
+    on_bad_row: str | None = None,
 ) -> list[LMRow]:
     """The rows of the files that the configuration's `key` names, in order.
 

@@ -42,7 +42,7 @@ class PairRow:
 
 
 def read_pairs(
-    key: str, files: Any, tokenizer: Any, max_length: int, on_bad_row: str = "error"
+    key: str, files: Any, tokenizer: Any, max_length: int, on_bad_row: str | None = None
 ) -> list[PairRow]:
     """The pairs of the files that the configuration's `key` names, in order.
 

@@ -184,7 +184,7 @@ def test_a_bad_pair_is_refused_before_a_process_starts(
     monkeypatch.setattr("trainer.launch.WorkerGroups", None)
     bad = files | {"train": written(tmp_path / "bad.jsonl", [*letters(1, 0), row])}
     settings = settings_of(tiny_dir, bad, tmp_path / "run")
-    with pytest.raises(ConfigError, match=rf"bad.jsonl, line 2: .*{problem}"):
+    with pytest.raises(ConfigError, match=rf"bad.jsonl, line 2: .*{problem}.*on_bad_row=skip"):
         run(load_config(settings, REWARD_MODEL))
     more = ("data.on_bad_row=skip", "trainer.dry_run=true")
     run(load_config([*settings, *more], REWARD_MODEL))
