@@ -1,11 +1,12 @@
 """The reference's log-probs of every response: computed once, and kept in the run folder.
 
     kept = KeptLogProbs(run_folder, start_folder)
-    tables = kept.tables({"train": hash_of(rows)}, checksum_of_the_weights, compute)
+    tables = kept.tables({"train": hash_of(rows)}, weights, compute)
 
-A table is [rows, 2]. What it was made of stands beside it: a hash of the rows' tokens, and of the
-reference's weights. A run takes its tables from the folder of the checkpoint that it goes on from;
-where they were made of something else, it does not go on. A run from the start computes them anew.
+A table is [rows, 2]. What it was made of stands beside it: a hash of the rows' tokens, and one of
+the reference's weights with the type that it computes in. A run takes its tables from the folder of
+the checkpoint that it goes on from; where they were made of something else, it does not go on. A
+run from the start computes them anew.
 """
 
 from __future__ import annotations

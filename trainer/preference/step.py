@@ -90,7 +90,8 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         start = self.checkpoints.start
         kept = KeptLogProbs(Path(self.folder), start and start.parent)
         hashes = {name: hash_of(both_sides(of_name)) for name, of_name in rows.items()}
-        return kept.tables(hashes, group.reference_checksum()[0], compute)
+        weights = f"{group.reference_checksum()[0]}, {self.config.model.compute_dtype}"
+        return kept.tables(hashes, weights, compute)
 
     def log_probs_of(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
         """[rows, 2] by the workers' method `score`."""
