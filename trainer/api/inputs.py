@@ -79,8 +79,11 @@ def rows_in_memory(data: Any, what: str) -> list[Any]:
     return items
 
 
-def write_rows(rows: Iterable[Row], what: str, path: Path) -> str:
-    """A JSON object a line; a value that JSON has no form for is refused with its place."""
+def write_rows(rows: Iterable[Row], what: str, path: Path, may_differ: bool = True) -> str:
+    """A JSON object a line; a value that JSON has no form for is refused with its place.
+
+    Unless they `may_differ`, rows other than those that the file has are refused.
+    """
     lines = []
     for number, row in enumerate(rows):
         try:
@@ -89,7 +92,13 @@ def write_rows(rows: Iterable[Row], what: str, path: Path) -> str:
             raise ConfigError(
                 f"{what}, row {number}: {err}. Drop the column, or give a parquet file."
             ) from err
-    write_whole(path, "".join(lines))
+    text = "".join(lines)
+    if not may_differ and path.is_file() and path.read_text(encoding="utf-8") != text:
+        raise ConfigError(
+            f"{what}: the run in {path.parents[1]}, which would go on from its checkpoint, has "
+            f"other rows ({path}). Give those again, or choose another folder."
+        )
+    write_whole(path, text)
     return str(path)
 
 

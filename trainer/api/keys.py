@@ -14,7 +14,7 @@ from typing import Any
 from trainer.config.keys import config_keys
 from verl_like.errors import ConfigError
 
-PLAIN_TEXT = re.compile(r"[A-Za-z_/][\w./@-]*")
+PLAIN_TEXT = re.compile(r"[A-Za-z_/][\w./@-]*", re.ASCII)
 """Texts that Hydra reads as they are, unless they are `WORDS`."""
 WORDS = {"true", "false", "null", "inf", "nan"}
 
@@ -72,5 +72,5 @@ def _quoted(text: str) -> str:
     """In quotes, where Hydra would read something else; it takes a backslash before them away."""
     if PLAIN_TEXT.fullmatch(text) and text.lower() not in WORDS:
         return text
-    doubled = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    doubled = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
     return f"'{doubled}'"

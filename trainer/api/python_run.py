@@ -80,7 +80,9 @@ class PythonRun:
             return file_names(rows)
         what = f"what is given for {key}"
         made = self.rows_of(rows_in_memory(rows, what), own)
-        return write_rows(made, what, inputs / f"{key.rpartition('.')[2]}.jsonl")
+        path = inputs / f"{key.rpartition('.')[2]}.jsonl"
+        is_new = key != "data.train_files" or not committed(self.folder)
+        return write_rows(made, what, path, may_differ=is_new)
 
     # --------------------------------------------------------------------- what a recipe may change
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainer.api.keys import as_text, flat_settings, overrides_of
@@ -25,6 +25,10 @@ VALUES = st.recursive(
 )
 
 
+@example("b\\\n")
+@example("/é")
+@example("it's \\'")
+@settings(deadline=None, max_examples=100)
 @given(VALUES)
 def test_a_value_is_read_as_it_was_given(value: Any) -> None:
     assert parse(f"key={as_text(value, 'key')}").value() == value

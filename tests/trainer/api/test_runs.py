@@ -154,6 +154,15 @@ def test_counts_that_cannot_be_are_refused(tiny_dir: Path, tmp_path: Path) -> No
         own.fit(num_episodes=1, max_timesteps=3, update_timesteps=2)
 
 
+def test_a_run_goes_on_with_its_own_rows_alone(made: tuple[PPO, RunResult], tiny_dir: Path) -> None:
+    own, _ = made
+    before = (own.folder / "inputs" / "train_files.jsonl").read_text()
+    with pytest.raises(ConfigError, match=r"has other rows .*choose another folder"):
+        PPO(tiny_dir / "model", ["say a"] * 8, folder=own.folder, **SMALL)
+    assert (own.folder / "inputs" / "train_files.jsonl").read_text() == before
+    assert make_ppo(tiny_dir, own.folder).steps_made() == 3
+
+
 def test_hooks_of_ppo_come_in_the_documented_order(tiny_dir: Path, tmp_path: Path) -> None:
     noted = Noted()
     more = {"val_prompts": PROMPTS[:2], "trainer.test_freq": 1}
