@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import draw_no_figures
 from tests.forked import run_program, start_forked
 from tests.integration.runs import numbers, overrides
 from trainer import run
@@ -39,8 +40,9 @@ class DiesOnRank1(SFTWorker):
 
 
 def program() -> None:
-    """`verl-like`, whose child processes are forked, too."""
+    """`verl-like`, whose child processes are forked, too, and whose report has no figures."""
     child._start_python = start_forked
+    draw_no_figures(pytest.MonkeyPatch())
     main()
 
 
