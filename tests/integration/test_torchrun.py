@@ -52,7 +52,7 @@ def torchrun(*arguments: str, folder: Path) -> list[subprocess.CompletedProcess[
     start = partial(run_program, program, *arguments, folder=folder)
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(start, **variables, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
-        return [rank.result(timeout=120) for rank in ranks]
+        return [rank.result(timeout=300) for rank in ranks]
 
 
 @pytest.fixture
