@@ -18,8 +18,12 @@ import pytest
 from huggingface_hub import constants
 
 from trainer.config.compose import load_config
+from trainer.data.config import DataConfig
 from trainer.data.files import rows_of_files
 from trainer.data.hub import hub_files, is_hub_name
+from trainer.data.lm_rows import read_lm_rows
+from trainer.data.pairs import read_pairs
+from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 
@@ -175,6 +179,18 @@ def test_of_a_data_set_in_another_form_the_hub_s_own_files_are_read(
     made = tmp_path / "refs/convert/parquet" / "maker" / "texts"
     fill(made, "default/train/0000.jsonl", "default/test/0000.jsonl")
     assert texts("maker/texts:test") == ["default/test/0000.jsonl"]
+
+
+def test_prompts_texts_and_pairs_are_read_by_name(cached: Path, tiny_dir: Path) -> None:
+    tokenizer = load_tokenizer(f"{tiny_dir}/model")
+    rule = {"data_source": "verl_like/tiny_letters", "reward_model": {"ground_truth": "a"}}
+    row = {"prompt": "say a", "chosen": "a", "rejected": "b", "response": "a", **rule}
+    cached.mkdir(parents=True)
+    (cached / "train.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    name = "hub://maker/texts"
+    assert len(read_lm_rows("ptx.train_files", name, tokenizer, 32)) == 1
+    assert len(read_pairs("data.train_files", name, tokenizer, 32)) == 1
+    assert len(PromptSet(DataConfig(train_files=name), "train_files", tokenizer)) == 1
 
 
 def test_a_name_with_all_its_parts_is_a_value_of_the_command_line() -> None:
