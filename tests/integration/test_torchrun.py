@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import draw_no_figures
 from tests.forked import run_program, start_forked
 from tests.integration.runs import numbers, overrides
 from trainer import run
@@ -39,8 +40,9 @@ class DiesOnRank1(SFTWorker):
 
 
 def program() -> None:
-    """`verl-like`, whose child processes are forked, too."""
+    """`verl-like`, whose child processes are forked, too, and whose report has no figures."""
     child._start_python = start_forked
+    draw_no_figures(pytest.MonkeyPatch())
     main()
 
 
@@ -50,7 +52,7 @@ def torchrun(*arguments: str, folder: Path) -> list[subprocess.CompletedProcess[
     start = partial(run_program, program, *arguments, folder=folder)
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(start, **variables, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
-        return [rank.result(timeout=120) for rank in ranks]
+        return [rank.result(timeout=300) for rank in ranks]
 
 
 @pytest.fixture

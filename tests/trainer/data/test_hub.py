@@ -17,8 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
+from trainer.config.compose import load_config
+from trainer.data.config import DataConfig
 from trainer.data.files import rows_of_files
 from trainer.data.hub import hub_files, is_hub_name
+from trainer.data.lm_rows import read_lm_rows
+from trainer.data.pairs import read_pairs
+from trainer.data.prompts import PromptSet, load_tokenizer
+from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 
 COMMIT = "1a2b3c4d" * 5
@@ -138,9 +144,10 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of maker/texts in the cache, fetched before; other revisions are not there."""
 
     def fetch(name: str, revision: str | None, **_: Any) -> str:
-        if revision is not None:
+        folder = tmp_path / (revision or "") / name
+        if revision is not None and not folder.exists():
             raise OSError("no such revision")
-        return str(tmp_path / name)
+        return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     return tmp_path / "maker" / "texts"
@@ -163,6 +170,34 @@ def test_splits_and_folders_are_known_from_the_names_of_files(cached: Path) -> N
         "0000.parquet",
         "0001.parquet",
     ]
+
+
+def test_of_a_data_set_in_another_form_the_hub_s_own_files_are_read(
+    cached: Path, tmp_path: Path
+) -> None:
+    fill(cached, "rows.csv", "rows.py")
+    made = tmp_path / "refs/convert/parquet" / "maker" / "texts"
+    fill(made, "default/train/0000.jsonl", "default/test/0000.jsonl")
+    assert texts("maker/texts:test") == ["default/test/0000.jsonl"]
+
+
+def test_prompts_texts_and_pairs_are_read_by_name(cached: Path, tiny_dir: Path) -> None:
+    tokenizer = load_tokenizer(f"{tiny_dir}/model")
+    rule = {"data_source": "verl_like/tiny_letters", "reward_model": {"ground_truth": "a"}}
+    row = {"prompt": "say a", "chosen": "a", "rejected": "b", "response": "a", **rule}
+    cached.mkdir(parents=True)
+    (cached / "train.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    name = "hub://maker/texts"
+    assert len(read_lm_rows("ptx.train_files", name, tokenizer, 32)) == 1
+    assert len(read_pairs("data.train_files", name, tokenizer, 32)) == 1
+    assert len(PromptSet(DataConfig(train_files=name), "train_files", tokenizer)) == 1
+
+
+def test_a_name_with_all_its_parts_is_a_value_of_the_command_line() -> None:
+    name = "hub://open.ai/gsm-8k/main:train"
+    settings = [f"data.train_files={name}", f"data.val_files=[{name}]", "model.path=model"]
+    data = load_config(settings, SFT).data
+    assert [data.train_files, *data.val_files] == [name, name]
 
 
 @pytest.mark.parametrize(
