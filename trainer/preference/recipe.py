@@ -60,8 +60,8 @@ def _check_parameters(config: PreferenceConfig) -> None:
     parameters = parameters_of(registry_of("preference loss").look_up(config.loss))
     if "desirable" in parameters and "ref_log_probs" not in parameters:
         raise ConfigError(
-            f"loss={config.loss} has the parameter 'desirable' and not 'ref_log_probs': rows with a "
-            "label are compared with a reference; give it both."
+            f"loss={config.loss} has the parameter 'desirable' and not 'ref_log_probs': rows with "
+            "a label are compared with a reference; give it both."
         )
     unknown = [name for name in parameters if name not in there]
     if unknown:

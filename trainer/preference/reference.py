@@ -1,11 +1,12 @@
 """The reference's log-probs of every response: computed once, and kept in the run folder.
 
     kept = KeptLogProbs(run_folder, start_folder)
-    tables = kept.tables({"train": hash_of(rows)}, checksum_of_the_weights, compute)
+    tables = kept.tables({"train": hash_of(rows)}, weights, compute)
 
-A table is [rows, 2]. What it was made of stands beside it: a hash of the rows' tokens, and of the
-reference's weights. A run takes its tables from the folder of the checkpoint that it goes on from;
-where they were made of something else, it does not go on. A run from the start computes them anew.
+A table is [rows, 2]. What it was made of stands beside it: a hash of the rows' tokens, and one of
+the reference's weights with the type that it computes in. A run takes its tables from the folder of
+the checkpoint that it goes on from; where they were made of something else, it does not go on. A
+run from the start computes them anew.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -79,9 +80,14 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tables of a file, and what each was made of; nothing where there is no file."""
     if not file.is_file():
         return {}, {}
-    with safe_open(file, framework="pt") as opened:
-        tables = {name: opened.get_tensor(name) for name in opened.keys()}
-        return tables, dict(opened.metadata())
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tables = {name: opened.get_tensor(name) for name in opened.keys()}
+            return tables, dict(opened.metadata())
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{file} is damaged ({error}). Remove it: its log-probs are then computed anew."
+        ) from error
 
 
 def _write(file: Path, tables: Mapping[str, Tensor], made_of: Mapping[str, str]) -> None:

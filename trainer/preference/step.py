@@ -33,6 +33,9 @@ from workers.columns import read_columns, write_columns
 from workers.config.preference import loss_reads
 from workers.losses.preference.measures import measures
 
+ONE_ROW = 1e-6
+"""Less than the share of one row; sums of shares are not exact."""
+
 
 class PreferenceTrainer(RowTrainer[NumberedRow]):
     """Drives the roles `preference` and `ref` through the steps."""
@@ -68,6 +71,11 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         """Whether the loss compares with one."""
         return loss_reads(self.config, "ref_log_probs")
 
+    @property
+    def is_labelled(self) -> bool:
+        """Whether the loss learns rows with a label, not pairs."""
+        return loss_reads(self.config, "desirable")
+
     def reference_log_probs(self) -> dict[str, Tensor]:
         """Those of every row to train and to validate on, kept or computed."""
         group = self.groups["ref" if "ref" in self.groups else self.role]
@@ -82,22 +90,24 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         start = self.checkpoints.start
         kept = KeptLogProbs(Path(self.folder), start and start.parent)
         hashes = {name: hash_of(both_sides(of_name)) for name, of_name in rows.items()}
-        return kept.tables(hashes, group.reference_checksum()[0], compute)
+        weights = f"{group.reference_checksum()[0]}, {self.config.model.compute_dtype}"
+        return kept.tables(hashes, weights, compute)
 
     def log_probs_of(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
         """[rows, 2] by the workers' method `score`."""
-        if not loss_reads(self.config, "desirable"):
-            return self.scored(rows, name, score)
         own = self.scored(rows, name, score)
+        if not self.is_labelled:
+            return own
         mismatched = self.scored(with_mismatched(rows), name, score)
         return torch.stack([own, mismatched], dim=1)
 
     def scored(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
         """What the workers' method `score` gives for these rows, in order."""
-        found = [score(batch) for batch in self.in_order(rows, name)]
-        return torch.cat(
-            [read_columns(x, "response_log_probs")["response_log_probs"] for x in found]
-        )
+        found = []
+        for batch in self.in_order(rows, name):
+            columns = read_columns(score(batch), "response_log_probs")
+            found.append(columns["response_log_probs"])
+        return torch.cat(found)
 
     # --------------------------------------------------------------------------------------- a step
 
@@ -113,7 +123,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
         numbers = read_columns(batch, "row_number")["row_number"]
         reference = self.reference["train"][numbers]
-        if not loss_reads(self.config, "desirable"):
+        if not self.is_labelled:
             return write_columns(batch, ref_log_probs=reference)
         with self.clock("mismatched_kl"):
             rows = with_mismatched([self.loader.rows[number] for number in numbers.tolist()])
@@ -148,8 +158,8 @@ def shown(metrics: Metrics, prefix: str) -> Metrics:
     if f"{prefix}/kl/row" in metrics:
         per_row, length = metrics[f"{prefix}/kl/row"], metrics[f"{prefix}/lengths/mean"]
         metrics[f"{prefix}/kl/token"] = per_row / length
-    share = metrics.get(f"{prefix}/desirable")
-    if share not in (0, 1):
+    share = metrics.get(f"{prefix}/desirable", 0.5)
+    if ONE_ROW < share < 1 - ONE_ROW:
         return metrics
-    absent = ("/chosen" if share == 0 else "/rejected", "rewards/margin")
+    absent = ("/chosen" if share < 0.5 else "/rejected", "rewards/margin")
     return {name: value for name, value in metrics.items() if not name.endswith(absent)}

@@ -141,19 +141,83 @@ def test_a_resumed_run_writes_the_same_numbers(
     assert ("compute_ref_log_prob" in events) is not is_kept
 
 
-def test_another_reference_is_refused_by_a_resume_and_replaced_by_a_start(
-    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same pairs in another order."""
+    file = tmp_path_factory.mktemp("turned") / "train.jsonl"
+    file.write_text("\n".join(map(json.dumps, PAIRS[::-1])), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def other_model(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with other weights."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(tiny_dir / "model", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_other_rows_are_refused_by_a_resume_and_computed_by_a_start(
+    whole: Path, tiny_dir: Path, turned: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_text("\n".join(map(json.dumps, PAIRS[::-1])), encoding="utf-8")
-    settings = settings_of(tiny_dir, files, tmp_path / "again", f"data.train_files={other}")
+    settings = settings_of(tiny_dir, {"train": turned}, tmp_path / "again")
     with pytest.raises(CheckpointError, match=r"rows of data.train_files are other ones now"):
         trained(*resuming(settings, whole / "global_step_2"))
 
     (tmp_path / "anew").mkdir()
     shutil.copy(whole / FILE, tmp_path / "anew" / FILE)
-    first = trained(*settings_of(tiny_dir, {"train": other}, tmp_path / "anew"))[0]
+    first = trained(*settings_of(tiny_dir, {"train": turned}, tmp_path / "anew"))[0]
     assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_other_weights_are_refused_by_a_resume_and_computed_by_a_start(
+    whole: Path, tiny_dir: Path, other_model: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    other = f"ref.model.path={other_model}"
+    settings = settings_of(tiny_dir, files, tmp_path / "again", other)
+    with pytest.raises(CheckpointError, match=r"reference's weights are other ones now"):
+        trained(*resuming(settings, whole / "global_step_2"))
+
+    (tmp_path / "anew").mkdir()
+    shutil.copy(whole / FILE, tmp_path / "anew" / FILE)
+    first = trained(*settings_of(tiny_dir, files, tmp_path / "anew", other))[0]
+    assert abs(first["train/kl/row"]) > 0.01
+
+
+def test_other_validation_rows_get_a_reference_from_before_training(
+    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    turned = tmp_path / "turned.jsonl"
+    turned.write_text("\n".join(map(json.dumps, VAL[::-1])), encoding="utf-8")
+    settings = settings_of(tiny_dir, files, tmp_path / "again", *validating({"val": turned}))
+    last = trained(*resuming(settings, whole / "global_step_2"))[-1]
+    expected = {name: x for name, x in numbers(whole)[-1].items() if name.startswith("val/")}
+    assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_damaged_file_is_named(
+    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / FILE).write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=rf"{FILE} is damaged .* Remove it"):
+        trained(*settings_of(tiny_dir, files, tmp_path))
+
+
+def test_two_ranks_write_the_numbers_of_one(
+    tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    more = ("loss=kto", *validating(files))
+    alone = trained(*settings_of(tiny_dir, files, tmp_path / "one", *more))
+    settings = settings_of(tiny_dir, files, tmp_path / "two", *more)
+    both = trained(*settings, "trainer.n_gpus_per_node=2")
+    for own, expected in zip(both, alone, strict=True):
+        assert own == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("loss", ["cdpo", "ipo", "hinge", "orpo", "simpo", "kto"])
@@ -258,7 +322,7 @@ def test_one_label_in_a_step_leaves_out_the_other() -> None:
         *metrics,
         "train/desirable",
     }
-    assert shown({**metrics, "train/desirable": 1.0}, "train").keys() == {
+    assert shown({**metrics, "train/desirable": 1 + 1e-7}, "train").keys() == {
         "train/rewards/chosen",
         "train/desirable",
     }

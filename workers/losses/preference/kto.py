@@ -28,5 +28,5 @@ def compute_kto_loss(
     """
     is_good = desirable != 0
     above = beta * (log_probs - ref_log_probs - mismatched_kl)
-    weight = torch.where(is_good, desirable_weight, undesirable_weight).to(above)
-    return weight * torch.sigmoid(torch.where(is_good, -above, above))
+    weights = above.new_tensor([undesirable_weight, desirable_weight])
+    return weights[is_good.long()] * torch.sigmoid(torch.where(is_good, -above, above))

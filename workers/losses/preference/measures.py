@@ -69,21 +69,24 @@ def _of_pairs(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]
 
 def _of_rows(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
     is_good = columns["desirable"] != 0
-    found = {
-        "loss": compute_losses(settings.loss, columns, settings),
-        "lengths/mean": columns["num_tokens"],
-        "desirable": is_good.to(columns["log_probs"]),
-    }
-    log_ratio = columns["log_probs"].detach() - columns["ref_log_probs"]
-    found["kl/row"] = log_ratio
-    found["kl/mismatched"] = columns["mismatched_kl"]
-    found["rewards/accuracy"] = ((log_ratio > columns["mismatched_kl"]) == is_good).to(log_ratio)
+    of_labels = {}
     for name, of_rows in _shown(columns, settings).items():
         of_label = of_rows / columns["label_share"]  # a mean over all rows is one over the label's
-        found[f"{name}/chosen"] = of_label * is_good
-        found[f"{name}/rejected"] = of_label * ~is_good
-    found["rewards/margin"] = found["rewards/chosen"] - found["rewards/rejected"]
-    return found
+        of_labels[f"{name}/chosen"] = of_label * is_good
+        of_labels[f"{name}/rejected"] = of_label * ~is_good
+
+    log_ratio = columns["log_probs"].detach() - columns["ref_log_probs"]
+    is_right = (log_ratio > columns["mismatched_kl"]) == is_good
+    return {
+        "loss": compute_losses(settings.loss, columns, settings),
+        "rewards/margin": of_labels["rewards/chosen"] - of_labels["rewards/rejected"],
+        "rewards/accuracy": is_right.to(log_ratio),
+        "lengths/mean": columns["num_tokens"],
+        "desirable": is_good.to(log_ratio),
+        "kl/row": log_ratio,
+        "kl/mismatched": columns["mismatched_kl"],
+        **of_labels,
+    }
 
 
 def _shown(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
