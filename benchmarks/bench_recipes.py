@@ -1,0 +1,130 @@
+"""A step of supervised fine-tuning, of reward-model training and of DPO, beside TRL's.
+
+    python benchmarks/bench_recipes.py --trl-python PATH [--rounds 3] [--only sft,reward_model,dpo]
+
+PATH is the Python of an environment with TRL 1.16 and the same torch. 64 rows (or pairs) a step
+through a Qwen2 of one million parameters, float32, one thread; sides run in processes of their own,
+in turn, and a figure is the median over rounds of the median over steps (`recipes_side.py` says
+what a step is). TRL's SFT is run with its defaults and with `padding_free`; the faster one counts.
+Both sides train from the same weights on the same rows, so the losses of all steps must agree.
+Prints a table with the limits, and ends with 1 if one is missed. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SIDE = Path(__file__).with_name("recipes_side.py")
+KINDS = ("full", "tailed")
+SIDES = {
+    "sft": ("ours", "trl", "trl_free"),
+    "reward_model": ("ours", "trl"),
+    "dpo": ("ours", "trl"),
+}
+TIMES_TRL = {
+    ("sft", "full"): 1.2,
+    ("sft", "tailed"): 2.5,
+    ("reward_model", "full"): 1.2,
+    ("reward_model", "tailed"): 1.5,
+    ("dpo", "full"): 1.2,
+    ("dpo", "tailed"): 1.5,
+}
+"""How many times as fast as TRL a step has to be."""
+LOSSES_APART = 1e-5
+"""How far a step's loss may be from TRL's."""
+ENV = {
+    **os.environ,
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "TOKENIZERS_PARALLELISM": "false",
+}
+Answer = dict[str, dict[str, Any]]
+"""Kind of rows -> `step_s`, `cpu_s`, `losses`."""
+
+
+def ask(python: str, *arguments: str) -> Answer:
+    """The JSON that a side prints last."""
+    ours = {"PYTHONPATH": str(SIDE.resolve().parents[1])} if python == sys.executable else {}
+    command = [python, str(SIDE), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=1800, env=ENV | ours
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    lines = done.stdout.strip().splitlines()
+    answer: Answer = json.loads(lines[-1]) if lines else {}
+    return answer
+
+
+def losses_apart(one: Answer, other: Answer, kind: str) -> float:
+    """The largest difference between the losses of a step."""
+    pairs = zip(one[kind]["losses"], other[kind]["losses"], strict=True)
+    return max(abs(left - right) for left, right in pairs)
+
+
+def compare(recipe: str, rounds: list[dict[str, Answer]]) -> list[str]:
+    """Print the recipe's lines of the table; gives the limits that are missed."""
+    missed = []
+    for kind in KINDS:
+        wall, cpu = (
+            {side: statistics.median(r[side][kind][key] for r in rounds) for side in SIDES[recipe]}
+            for key in ("step_s", "cpu_s")
+        )
+        others = [side for side in SIDES[recipe] if side != "ours"]
+        fastest = min(others, key=lambda side: wall[side])
+        times = wall[fastest] / wall["ours"]
+        cpu_times = min(cpu[side] for side in others) / cpu["ours"]
+        apart = max(losses_apart(r["ours"], r[side], kind) for r in rounds for side in others)
+
+        limit = TIMES_TRL[recipe, kind]
+        name = f"{recipe}, {kind} rows"
+        seconds = f"{wall['ours']:>8.3f} {wall['trl']:>8.3f} {wall.get('trl_free', 0):>8.3f}"
+        row = f"{name:<26}{seconds} {times:>8.2f} >= {limit} {cpu_times:>8.2f} {apart:>12.1e}"
+        print(row, flush=True)
+        if times < limit:
+            missed.append(f"{name}: {times:.2f} times as fast as TRL, wanted {limit}")
+        if apart > LOSSES_APART:
+            missed.append(
+                f"{name}: losses are {apart:.1e} apart, wanted {LOSSES_APART:.0e} at most"
+            )
+    return missed
+
+
+def main() -> None:
+    """Measure, print the table, say what is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trl-python", required=True, help="Python of an environment with TRL 1.16"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default=",".join(SIDES))
+    options = parser.parse_args()
+
+    missed = []
+    print(f"{'seconds of a step':<26}{'ours':>8} {'trl':>8} {'pad.free':>8}", end="")
+    print(f"{'times':>9} wanted   by CPU losses apart")
+    with tempfile.TemporaryDirectory() as folder:
+        ask(sys.executable, "make", folder)
+        for recipe in options.only.split(","):
+            rounds = []
+            for _ in range(options.rounds):
+                answers = {}
+                for side in SIDES[recipe]:
+                    python = sys.executable if side == "ours" else options.trl_python
+                    answers[side] = ask(python, side, folder, recipe)
+                rounds.append(answers)
+            missed += compare(recipe, rounds)
+    sys.exit("\n".join(missed) or None)
+
+
+if __name__ == "__main__":
+    main()

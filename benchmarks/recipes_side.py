@@ -1,0 +1,251 @@
+"""One side of the comparison of recipes, in a process of its own with one thread.
+
+`bench_recipes.py` runs them in turn: `python benchmarks/recipes_side.py` and
+
+    make FOLDER                       the models and the rows, for all sides
+    ours|trl|trl_free FOLDER RECIPE   for each kind of rows the seconds of a step and all losses
+
+RECIPE: `sft`, `reward_model` or `dpo`. Kinds: `full` (40 tokens a row) and `tailed` (8 tokens of
+prompt, then a geometric number of mean 32, at most 256). A step is: rows padded to a batch, forward
+and backward pass, clipping, the optimizer's step; every step has rows of its own. `trl` is TRL's
+trainer with the options of its defaults, but for precision and recomputation; `trl_free` has its
+`padding_free` as well.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from train_side import MODEL, TINY
+
+PROMPT, LONGEST = 8, 256
+NUM_ROWS, NUM_STEPS = 64, 6
+"""Rows, or pairs, of a step; steps, of which the first warms up."""
+LEARNING_RATE = 1e-4
+KINDS = ("full", "tailed")
+Row = dict[str, list[int]]
+Step = Callable[[int], float]
+"""The training step of a number, on rows of its own; gives its loss."""
+
+
+def make(folder: Path) -> None:
+    """A Qwen2 of one million parameters, a scorer of that size, and every kind's rows."""
+    import runpy
+
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+    torch.manual_seed(0)
+    tokenizer = runpy.run_path(str(TINY))["make_tokenizer"]()
+    while len(tokenizer) < MODEL["vocab_size"]:
+        tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
+    for name, model, more in (
+        ("policy", Qwen2ForCausalLM, {}),
+        ("scorer", Qwen2ForSequenceClassification, {"num_labels": 1}),
+    ):
+        model(Qwen2Config(**MODEL, pad_token_id=0, **more)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+    count = NUM_ROWS * NUM_STEPS
+    tails = torch.distributions.Geometric(1 / 32).sample((count, 2)).long().clamp(1, LONGEST)
+    of_kind = {"full": torch.full((count, 2), 32), "tailed": tails}
+    rows = {kind: [row_of(*pair.tolist()) for pair in of_kind[kind]] for kind in KINDS}
+    (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+def row_of(num_chosen: int, num_rejected: int) -> Row:
+    """Random tokens, none of which is a special one's."""
+    lengths = {"prompt_ids": PROMPT, "chosen_ids": num_chosen, "rejected_ids": num_rejected}
+    return {name: torch.randint(6, 60, (length,)).tolist() for name, length in lengths.items()}
+
+
+# ------------------------------------------------------------------------------------------- ours
+
+
+def our_step(recipe: str, folder: Path, rows: Sequence[Row]) -> Step:
+    """The step of one of our recipes: its trainer's batch, its worker's update."""
+    from trainer import load_config
+    from verl_like.registry import load_object
+    from workers.columns import write_columns
+
+    of_recipe = load_object(OUR_RECIPES[recipe], "recipe")
+    settings = [
+        f"model.path={model_folder(recipe, folder)}",
+        "data.train_files=none",
+        f"optim.lr={LEARNING_RATE}",
+        "trainer.backend=local",
+        "trainer.n_gpus_per_node=1",
+        "trainer.device=cpu",
+    ]
+    config = load_config(settings, of_recipe)
+    trainer = load_object(config.trainer.cls, "trainer.cls")
+    worker = load_object(config.role_workers[trainer.role], "role_workers")(config)
+    worker.init_model(total_steps=NUM_STEPS)
+    read = [our_row(recipe, row, number) for number, row in enumerate(rows)]
+    uids = [str(number) for number in range(NUM_ROWS)]
+    reference = our_reference(trainer, worker, read) if recipe == "dpo" else None
+
+    def step(number: int) -> float:
+        batch = trainer.make_batch(read[rows_of(number)], uids, pad_token_id=0)
+        if reference is not None:
+            batch = write_columns(batch, ref_log_probs=reference[rows_of(number)])
+        return float(worker.update_model(batch)["train/loss"])
+
+    return step
+
+
+def our_reference(trainer: Any, worker: Any, rows: list[Any]) -> torch.Tensor:
+    """[rows, 2]: log-probs of the model before it is trained, as the trainer computes them once."""
+    from workers.columns import read_columns
+
+    batch = trainer.make_batch(rows, [str(number) for number in range(len(rows))], pad_token_id=0)
+    found = worker.compute_ref_log_prob(batch)
+    return read_columns(found, "response_log_probs")["response_log_probs"]
+
+
+def our_row(recipe: str, row: Row, number: int) -> Any:
+    """A row as the recipe reads it from its files."""
+    from trainer.data.pairs import PairRow
+
+    chosen = lm_row(row["prompt_ids"], row["chosen_ids"])
+    if recipe == "sft":
+        return chosen
+    pair = PairRow(chosen, lm_row(row["prompt_ids"], row["rejected_ids"]))
+    return (number, pair) if recipe == "dpo" else pair
+
+
+def lm_row(prompt: list[int], response: list[int]) -> Any:
+    """A prompt out of the loss, a response in it."""
+    import numpy as np
+
+    from trainer.data.lm_rows import LMRow
+
+    ids = np.array(prompt + response)
+    return LMRow(ids, np.arange(len(ids)) >= len(prompt))
+
+
+OUR_RECIPES = {
+    "sft": "trainer.sft.recipe.SFT",
+    "reward_model": "trainer.reward_model.recipe.REWARD_MODEL",
+    "dpo": "trainer.preference.recipe.DPO",
+}
+
+
+# -------------------------------------------------------------------------------------------- TRL
+
+
+def trl_step(recipe: str, folder: Path, rows: Sequence[Row], *, free: bool) -> Step:
+    """The step of one of TRL's trainers: its collator, its training step, clipping, AdamW."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    name, convert, options = TRL_RECIPES[recipe]
+    config = getattr(trl, f"{name}Config")(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=NUM_ROWS,
+        max_length=None,
+        learning_rate=LEARNING_RATE,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+        **({"padding_free": True} if free else {}),
+    )
+    model_path = model_folder(recipe, folder)
+    trainer_class = getattr(trl, f"{name}Trainer")
+    # rows are tokens already, which DPO's preparation does not know
+    as_it_is = type(name, (trainer_class,), {"_prepare_dataset": lambda _, rows, *__, **___: rows})
+    trainer = as_it_is(
+        model=model_path,
+        args=config,
+        train_dataset=Dataset.from_list([convert(row) for row in rows]),
+        processing_class=AutoTokenizer.from_pretrained(model_path),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    prepared = list(trainer.train_dataset)
+    model = trainer.model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step(number: int) -> float:
+        inputs = trainer.data_collator(prepared[rows_of(number)])
+        loss = trainer.training_step(model, inputs)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def trl_sft_row(row: Row) -> Row:
+    """Tokens, and labels that leave the prompt out of the loss."""
+    response = row["chosen_ids"]
+    return {"input_ids": row["prompt_ids"] + response, "labels": [-100] * PROMPT + response}
+
+
+def trl_reward_row(row: Row) -> Row:
+    """Tokens of both sides, the prompt with each."""
+    prompt = row["prompt_ids"]
+    return {side: prompt + row[side] for side in ("chosen_ids", "rejected_ids")}
+
+
+TRL_RECIPES: dict[str, tuple[str, Callable[[Row], Row], dict[str, Any]]] = {
+    "sft": ("SFT", trl_sft_row, {}),
+    "reward_model": ("Reward", trl_reward_row, {}),
+    "dpo": ("DPO", lambda row: row, {"precompute_ref_log_probs": True}),
+}
+"""Name of trainer and configuration, what a row is to it, more options."""
+
+
+def model_folder(recipe: str, folder: Path) -> str:
+    """Of the model that the recipe trains."""
+    return str(folder / ("scorer" if recipe == "reward_model" else "policy"))
+
+
+def rows_of(number: int) -> slice:
+    """The rows of a step."""
+    return slice(number * NUM_ROWS, (number + 1) * NUM_ROWS)
+
+
+def main() -> None:
+    """Command line; one JSON object on the last line of stdout."""
+    torch.set_num_threads(1)
+    side, folder = sys.argv[1], Path(sys.argv[2])
+    if side == "make":
+        make(folder)
+        return
+
+    recipe = sys.argv[3]
+    rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    found = {}
+    for kind in KINDS:
+        if side == "ours":
+            step = our_step(recipe, folder, rows[kind])
+        else:
+            step = trl_step(recipe, folder, rows[kind], free=side == "trl_free")
+        wall, cpu, losses = [], [], []
+        for number in range(NUM_STEPS):
+            began = time.perf_counter(), time.process_time()
+            losses.append(step(number))
+            wall.append(time.perf_counter() - began[0])
+            cpu.append(time.process_time() - began[1])
+        found[kind] = {
+            "step_s": statistics.median(wall[1:]),
+            "cpu_s": statistics.median(cpu[1:]),
+            "losses": losses,
+        }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

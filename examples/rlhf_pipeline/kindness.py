@@ -1,0 +1,24 @@
+"""The task: a sentence about the asked animal, and how kind it is.
+
+`kindness` is the rule that the example measures by; no step is trained with it. `make_data.py`
+makes sentences by the same grammar.
+"""
+
+from __future__ import annotations
+
+import re
+
+ANIMALS = ("cat", "dog", "fox", "hen", "owl", "pig")
+KIND = (("kind", "calm", "glad"), ("sings", "helps", "plays"))
+UNKIND = (("rude", "mean", "grim"), ("bites", "growls", "steals"))
+"""Adjectives, and verbs."""
+ADJECTIVES, VERBS = (of_kind + others for of_kind, others in zip(KIND, UNKIND, strict=True))
+SENTENCE = re.compile(rf"the ({'|'.join(ADJECTIVES)}) (\w+) ({'|'.join(VERBS)})\.")
+
+
+def kindness(solution_str: str, ground_truth: str) -> dict[str, float]:
+    """0 unless it is a sentence about the animal; then 0, 0.5 or 1 by its kind words."""
+    found = SENTENCE.fullmatch(solution_str)
+    is_sentence = found is not None and found[2] == ground_truth
+    num_kind = int(found[1] in KIND[0]) + int(found[3] in KIND[1]) if found else 0
+    return {"score": is_sentence * num_kind / 2, "is_sentence": float(is_sentence)}

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# From a base model to a policy in three steps, and what each of them did:
+#   bash examples/rlhf_pipeline/run.sh [key=value ...]
+# supervised fine-tuning -> a reward model from pairs -> PPO with PTX, its critic from the reward model -> evaluation.
+# RUN_DIR=<folder> chooses where it goes (default runs/rlhf_pipeline), PYTHON which Python has this project; settings go to PPO.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+here=examples/rlhf_pipeline
+py=${PYTHON:-.venv/bin/python}
+[ -x "$py" ] || py=$(command -v python3)
+run_dir=${RUN_DIR:-runs/rlhf_pipeline}
+data=$run_dir/data
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+if ! "$py" -c "import trainer" 2>/dev/null; then
+    echo "$py does not have this project: bash examples/quickstart/run.sh installs it into .venv, or set PYTHON=<a Python that has it>" >&2
+    exit 1
+fi
+verl_like=("$py" -c "from trainer.cli.main import main; main()") # the command verl-like, of this Python and checkout
+common=(trainer.backend=local trainer.n_gpus_per_node=1 trainer.device=cpu trainer.save_freq=1000)
+of_rows=(data.train_batch_size=64 data.max_length=64 optim.lr_scheduler_type=cosine "checkpoint.save_contents=[hf_model]")
+
+model_of() { # <step> <role>: the folder that the step's last checkpoint exported
+    echo "$run_dir/$1/global_step_$(cat "$run_dir/$1/latest_checkpointed_iteration.txt" 2>/dev/null)/$2/huggingface"
+}
+step() { # <step> <role> <command and settings>: run it, unless its model is there already
+    echo
+    if [ -e "$(model_of "$1" "$2")/config.json" ]; then
+        echo "== $1: done before, in $run_dir/$1; remove that folder to do it again"
+        return
+    fi
+    echo "== $1"
+    "${verl_like[@]}" "${@:3}" "${common[@]}" trainer.default_local_dir="$run_dir/$1"
+}
+
+if [ ! -e "$data/prompts_val.jsonl" ]; then "$py" "$here/make_data.py" "$data" 2>/dev/null; fi
+
+step sft sft sft model.path="$data/base" data.train_files="$data/sft.jsonl" data.val_files="$data/sft_val.jsonl" \
+    "${of_rows[@]}" optim.lr=5e-3 trainer.test_freq=32
+
+step reward_model reward_model reward-model model.path="$(model_of sft sft)" \
+    data.train_files="$data/pairs.jsonl" data.val_files="$data/pairs_val.jsonl" \
+    "${of_rows[@]}" optim.lr=3e-3 center_coef=0.01 trainer.test_freq=16
+
+scorer=$(model_of reward_model reward_model)
+preference="{name: preference, kind: model, path: '$scorer', micro_batch_size_per_gpu: 64}"
+rule="{name: kindness, path: $here/kindness.py, function: kindness, weight: 0}" # measured, not trained with
+step ppo actor ppo actor_rollout_ref.model.path="$(model_of sft sft)" critic.model.path="$scorer" \
+    "rewards=[$preference, $rule]" \
+    ptx.train_files="$data/sft.jsonl" ptx.coef=0.2 ptx.batch_size=32 \
+    algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.05 \
+    data.train_files="$data/prompts.jsonl" data.val_files="$data/prompts_val.jsonl" \
+    data.train_batch_size=32 data.max_prompt_length=24 data.max_response_length=32 actor_rollout_ref.rollout.n=4 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.use_dynamic_bsz=true \
+    actor_rollout_ref.actor.optim.lr=1e-3 critic.optim.lr=2e-3 \
+    trainer.total_training_steps=20 trainer.test_freq=10 "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]" "$@"
+
+echo
+"$py" "$here/evaluate.py" "$run_dir" "$data/base" "$(model_of sft sft)" "$(model_of ppo actor)" "$scorer"
