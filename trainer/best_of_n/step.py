@@ -1,6 +1,6 @@
 """Best of n: responses of a model, scored, and the best of each prompt kept in a file.
 
-    prompts ─> rollout ─> rewards ─> selection ─> next prompts
+    prompts ─> rollout ─> { rewards ‖ rollout of the next prompts } ─> selection ─> next prompts
 
 Every prompt is taken once. A step writes its rows to `selected/<step>.jsonl` in the run folder, and
 the end of the run puts them into one file; so a killed run goes on after its last committed step,
@@ -21,6 +21,7 @@ from trainer.best_of_n.selection import select
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
+from trainer.ppo.call_results import join_results
 from trainer.ppo.preflight import check_model, check_tensor_parallel
 from trainer.ppo.samples import repeat_prompts
 from trainer.ppo.sampling import SamplingTrainer
@@ -37,6 +38,7 @@ class BestOfNTrainer(SamplingTrainer):
     """Drives the role `rollout`, and those of reward models, through all prompts."""
 
     config: BestOfNConfig
+    concurrent_stages = ("score",)
 
     def __init__(
         self,
@@ -49,6 +51,8 @@ class BestOfNTrainer(SamplingTrainer):
         """Nothing is computed yet; `fit` does it all."""
         super().__init__(config, groups, tokenizer, rewards)
         self.prompts = prompts
+        self.ahead: DataProto | None = None
+        """The samples of the next step, drawn while those of this one were scored."""
 
     @classmethod
     def prepare(cls, config: BestOfNConfig, at_end: ExitStack) -> tuple[Any, ...]:
@@ -134,21 +138,26 @@ class BestOfNTrainer(SamplingTrainer):
     def step(self) -> Metrics:
         """Samples of the next prompts, their scores, and the choice among them."""
         with self.clock("gen"):
-            batch = self.roll_out(self.next_prompts())
+            batch = self.ahead if self.ahead is not None else self.draw(self.global_step)
         with self.clock("score"):
-            batch, scored = self.with_rewards(batch)
+            scores = self.launch_rewards(batch)
+            try:
+                is_last = self.global_step == self.total_steps
+                self.ahead = None if is_last else self.draw(self.global_step + 1)
+            finally:  # an error of the rewards is not lost in one of the rollout
+                batch, scored = join_results(batch, [scores.get()])
         with self.clock("select"):
             rows, selected = select(batch, self.config.selection, self.tokenizer)
             write_rows(self.part(self.global_step), rows)
         self.write_samples("rollouts", batch)
         return self.batch_metrics(batch) | scored | selected
 
-    def next_prompts(self) -> DataProto:
-        """The prompts of this step, a row for each sample."""
+    def draw(self, step: int) -> DataProto:
+        """The samples of that step, the same whenever they are drawn."""
         size = self.config.data.train_batch_size
-        num_samples = self.config.actor_rollout_ref.rollout.n
-        chosen = self.prompts.rows[(self.global_step - 1) * size : self.global_step * size]
-        return repeat_prompts(self.prompts.batch(chosen.tolist(), epoch=0), num_samples)
+        chosen = self.prompts.rows[(step - 1) * size : step * size]
+        prompts = self.prompts.batch(chosen.tolist(), epoch=0)
+        return self.roll_out(repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.n))
 
     def batch_metrics(self, batch: DataProto) -> Metrics:
         """Scores over all samples and over the best of each prompt, and the responses' length."""

@@ -88,6 +88,30 @@ def test_sft_reads_the_file(whole: Path, tiny_dir: Path) -> None:
     assert said == rows_in(whole)[0]["messages"][-1]["content"]
 
 
+def test_the_next_samples_are_drawn_while_those_of_a_step_are_scored(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+    launch, draw = BestOfNTrainer.launch_rewards, BestOfNTrainer.draw
+
+    def noting_launch(trainer: BestOfNTrainer, batch: Any) -> Any:
+        events.append(f"launch {trainer.global_step}")
+        scores = launch(trainer, batch)
+        get = scores.get
+        monkeypatch.setattr(scores, "get", lambda: (events.append("get"), get())[1])
+        return scores
+
+    def noting_draw(trainer: BestOfNTrainer, step: int) -> Any:
+        events.append(f"draw {step}")
+        return draw(trainer, step)
+
+    monkeypatch.setattr(BestOfNTrainer, "launch_rewards", noting_launch)
+    monkeypatch.setattr(BestOfNTrainer, "draw", noting_draw)
+    selected(tiny_dir, tmp_path, "data.train_batch_size=16")
+    first = ["draw 1", "launch 1", "draw 2", "get"]
+    assert events == [*first, "launch 2", "get"]
+
+
 def test_the_size_of_the_batches_does_not_change_the_file(
     whole: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:
