@@ -8,8 +8,8 @@
 RECIPE: `sft`, `reward_model` or `dpo`. Kinds: `full` (40 tokens a row) and `tailed` (8 tokens of
 prompt, then a geometric number of mean 32, at most 256). A step is: rows padded to a batch, forward
 and backward pass, clipping, the optimizer's step; every step has rows of its own. `trl` is TRL's
-trainer with the options of its defaults, but for precision and recomputation; `trl_free` has its
-`padding_free` as well.
+trainer with its default options, but for precision and recomputation, and with the reference's
+log-probs computed before the first step, as ours; `trl_free` has its `padding_free` as well.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ step() { # <step> <role> <command and settings>: run it, unless its model is the
         return
     fi
     echo "== $1"
-    "${verl_like[@]}" "${@:3}" "${common[@]}" trainer.default_local_dir="$run_dir/$1"
+    "${verl_like[@]}" "$3" "${common[@]}" trainer.default_local_dir="$run_dir/$1" "${@:4}"
 }
 
 if [ ! -e "$data/prompts_val.jsonl" ]; then "$py" "$here/make_data.py" "$data" 2>/dev/null; fi
