@@ -12,13 +12,24 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.integration.runs import numbers
-from trainer import PPO, SFT, RunResult, config_hash, load_config, main_ppo, run
+from trainer import (
+    DPO,
+    PPO,
+    SFT,
+    RewardModel,
+    RunResult,
+    config_hash,
+    load_config,
+    main_ppo,
+    run,
+)
 from trainer.cli.main import RECIPES
 from trainer.config.compose import from_composed
 from trainer.hooks import Hooks
 from trainer.ppo.recipe import PPO as PPO_RECIPE
 from trainer.sft.recipe import SFT as SFT_RECIPE
 from verl_like.errors import CallbackError, ConfigError
+from verl_like.registry import load_object
 
 PROMPTS = [{"prompt": f"say {letter}", "letter": letter} for letter in "abcdefgh"]
 SMALL: dict[str, Any] = {
@@ -255,5 +266,6 @@ def test_every_run_without_a_folder_has_one_of_its_own(
     assert folders == [tmp_path / "runs/verl_like" / name for name in ("sft-1", "sft-2")]
 
 
-def test_a_recipe_is_called_on_the_command_line_as_here() -> None:
-    assert SFT.recipe == RECIPES[SFT_RECIPE.name]
+@pytest.mark.parametrize("cls", [SFT, RewardModel, DPO])
+def test_a_recipe_is_called_on_the_command_line_as_here(cls: Any) -> None:
+    assert cls.recipe == RECIPES[load_object(cls.recipe, "").name]

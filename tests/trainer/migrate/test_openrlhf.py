@@ -80,6 +80,7 @@ def test_values_and_defaults_are_theirs() -> None:
     assert config.algorithm.use_kl_in_reward
     assert (config.algorithm.kl_ctrl.kl_coef, config.algorithm.score_clip) == (0.01, 10.0)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 512)
+    assert (actor.strategy, config.critic.strategy) == ("fsdp", "fsdp")
     assert actor.fsdp_config.optimizer_offload
     assert config.critic.model.fsdp_config.optimizer_offload
 
@@ -95,6 +96,7 @@ def test_flags_with_sections_and_shell_variables() -> None:
     assert (config.actor_rollout_ref.rollout.n, actor.ppo_mini_batch_size) == (8, 128)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 3072)
     assert (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu) == (True, 16192)
+    assert actor.strategy == "shard_grad_op"  # ZeRO stage 2, their default
     assert config.custom_reward_function.path == "reward_func.py"
     assert config.algorithm.filter_groups.enable
     assert list(config.resource_pool_spec.values()) == [[8]]
@@ -143,6 +145,7 @@ def test_every_flag_has_a_word(flag: str) -> None:
         ("--train_batch_size $SIZE", "--train_batch_size is '$SIZE'"),
         ("--advantage_estimator grpo", "OpenRLHF has gae, reinforce"),
         ("--pretrain 'x", "the shell could not read"),
+        ("--zero_stage 4", "--zero_stage 4: ZeRO has the stages 0 to 3"),
     ],
 )
 def test_what_cannot_be_translated_is_named(text: str, problem: str) -> None:

@@ -18,6 +18,7 @@ from verl_like.errors import ConfigError
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL, REFERENCE = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine_with_min_lr": "cosine"}
+STRATEGY_OF_ZERO = {0: "ddp", 1: "shard_grad_op", 2: "shard_grad_op", 3: "fsdp"}
 
 
 def translate(text: str) -> Translation:
@@ -197,13 +198,14 @@ def _optimizer(flags: GivenFlags, done: Translation) -> None:
 
 
 def _sharding(flags: GivenFlags, done: Translation) -> None:
-    flag, stage = flags.spelled("zero_stage"), flags.count("zero_stage", 2)
-    if stage == 0:
-        flags.becomes(done, "zero_stage", {f"{ACTOR}.strategy": "ddp", "critic.strategy": "ddp"})
-    elif stage < 3:
-        done.always.append(f"{flag} {stage}: parameters are sharded, too (FSDP), as by stage 3")
-    else:
-        done.always.append(f"{flag} 3: parameters, gradients and moments are sharded (FSDP)")
+    sections = [ACTOR, "critic"] if flags.has_critic else [ACTOR]
+    stage = flags.count("zero_stage", 2)
+    if stage not in STRATEGY_OF_ZERO:
+        raise ConfigError(f"{flags.spelled('zero_stage')} {stage}: ZeRO has the stages 0 to 3.")
+    strategy = STRATEGY_OF_ZERO[stage]
+    settings = {f"{section}.strategy": strategy for section in sections}
+    flags.becomes(done, "zero_stage", settings)
+    done.default("--zero_stage", 2, settings)
     keys = [f"{ACTOR}.fsdp_config.optimizer_offload"]
     if flags.has_critic:
         keys.append("critic.model.fsdp_config.optimizer_offload")
