@@ -51,19 +51,24 @@ def batch_of(loss: str) -> DataProto:
     return write_columns(batch, ref_log_probs=noise[:, 0] - 20, **columns)
 
 
-def config_of(tiny_dir: Path, loss: str, packed: bool = True, **data: Any) -> Any:
+def config_of(
+    tiny_dir: Path, loss: str, rows_of_a_pass: int | None = None, packed: bool = True
+) -> PreferenceWorkerConfig:
     path = str(tiny_dir / "model")
+    data = RowDataConfig(
+        use_dynamic_bsz=rows_of_a_pass is None, micro_batch_size_per_gpu=rows_of_a_pass or 8
+    )
     return PreferenceWorkerConfig(
         model=TrainedModelConfig(path=path, use_remove_padding=packed),
         optim=OptimConfig(lr=1e-3),
-        data=RowDataConfig(**data),
+        data=data,
         loss=loss,
         ref=ReferenceConfig(model=ReferenceModelConfig(path=path)),
     )
 
 
-def trained(tiny_dir: Path, loss: str, **settings: Any) -> dict[str, Any]:
-    worker = started(PreferenceWorker, config_of(tiny_dir, loss, **settings), 10)
+def trained(tiny_dir: Path, loss: str, *settings: Any) -> dict[str, Any]:
+    worker = started(PreferenceWorker, config_of(tiny_dir, loss, *settings), 10)
     rows = own_piece(batch_of(loss), worker.rank, worker.world_size)
     before = worker.compute_log_prob(rows).batch["response_log_probs"][: rows.num_real_rows]
     return {"metrics": [learned(worker.update_model(rows)) for _ in range(2)], "before": before}
@@ -73,10 +78,10 @@ def trained(tiny_dir: Path, loss: str, **settings: Any) -> dict[str, Any]:
 def test_neither_cut_nor_padding_nor_ranks_change_an_update(loss: str, tiny_dir: Path) -> None:
     alone = trained(tiny_dir, loss)
     assert alone["metrics"][1]["train/loss"] < alone["metrics"][0]["train/loss"]
-    ranks = run(2, trained, tiny_dir, loss)
+    ranks = run(2, trained, tiny_dir, loss, 1)  # three passes beside two and a dummy
     others = [
-        trained(tiny_dir, loss, use_dynamic_bsz=False, micro_batch_size_per_gpu=1),
-        trained(tiny_dir, loss, packed=False),
+        trained(tiny_dir, loss, 2),
+        trained(tiny_dir, loss, None, False),
         {"metrics": ranks[1]["metrics"], "before": torch.cat([rank["before"] for rank in ranks])},
     ]
     for other in others:
