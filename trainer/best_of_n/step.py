@@ -28,7 +28,7 @@ from trainer.ppo.sampling import SamplingTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, CheckpointError, ConfigError
 from workers.columns import read_columns
-from workers.config import rewards_of
+from workers.config import rewards_of, scores_by_rule
 from workers.rewards.weighted import Rewards, make_rewards
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class BestOfNTrainer(SamplingTrainer):
         check_model(config, "actor_rollout_ref.model.path", path)
         check_tensor_parallel(config)
         tokenizer = load_tokenizer(path)
-        prompts = PromptSet(config.data, "train_files", tokenizer)
+        needs_rules = scores_by_rule(config)
+        prompts = PromptSet(config.data, "train_files", tokenizer, needs_rules)
         if not len(prompts):
             raise ConfigError(f"{prompts.story}: no prompt is left.")
         logger.info("%s", prompts.story)
