@@ -4,7 +4,7 @@
 
 A line each: CPU seconds (the best of three calls), and extra copies: the most memory that a call
 holds at a time beside its inputs and results, in columns of the batch. Figures beyond 0.2 s or 2
-copies are marked. The first line is the machine's own: a column copied onto another.
+copies are marked. The first line is the machine's own: a column copied into fresh memory.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def arguments_of(function: Callable[..., Any], columns: dict[str, Any]) -> dict[
 
 def calls_of(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Name -> a call that returns its results."""
-    copied = torch.empty_like(columns["values"])
-    calls: dict[str, Callable[[], Any]] = {"a copy": lambda: copied.copy_(columns["values"])}
+    calls: dict[str, Callable[[], Any]] = {"a copy": columns["values"].clone}
     for name, estimator in ADVANTAGE_ESTIMATORS.items():
         arguments = arguments_of(estimator, columns)
         calls[f"estimator {name}"] = lambda f=estimator, given=arguments: f(**given)
