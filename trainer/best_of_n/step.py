@@ -38,6 +38,7 @@ class BestOfNTrainer(SamplingTrainer):
     """Drives the role `rollout`, and those of reward models, through all prompts."""
 
     config: BestOfNConfig
+    stages = ("gen", "score", "select")
     concurrent_stages = ("score",)
 
     def __init__(

@@ -42,6 +42,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
     config: PreferenceConfig
     role: ClassVar[str] = "preference"
+    stages = ("data", "mismatched_kl", "update")
     reference: dict[str, Tensor]
     """`train` and `val` -> log-probs [rows, 2]: chosen and rejected, or own and mismatched."""
 
@@ -115,9 +116,8 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         """One optimizer step."""
         return shown(super().step(), "train")
 
-    def next_batch(self) -> DataProto:
-        """The rows of this step, with all that the loss reads."""
-        batch = super().next_batch()
+    def with_columns(self, batch: DataProto) -> DataProto:
+        """The rows with the reference's log-probs and, where they have labels, those of the KL."""
         if not self.has_reference:
             return batch
 

@@ -63,7 +63,8 @@ class RowTrainer(Trainer, Generic[R]):
     def step(self) -> Metrics:
         """One optimizer step."""
         with self.clock("data"):
-            batch = self.next_batch()
+            batch = self.loader.take(self.num_rows_of_step)
+        batch = self.with_columns(batch)
         with self.clock("update"):
             metrics = reduce_metrics(self.groups[self.role].update_model(batch))
         return metrics | {
@@ -72,9 +73,9 @@ class RowTrainer(Trainer, Generic[R]):
             "training/epoch": self.loader.epoch,
         }
 
-    def next_batch(self) -> DataProto:
-        """The rows of this step."""
-        return self.loader.take(self.num_rows_of_step)
+    def with_columns(self, batch: DataProto) -> DataProto:
+        """The rows of a step with what the loss reads besides, where a recipe has such."""
+        return batch
 
     @property
     def num_rows_of_step(self) -> int:

@@ -1,0 +1,30 @@
+"""Every stage that a recipe times in a step is one that its trainer names, so reports show it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from trainer.best_of_n.step import BestOfNTrainer
+from trainer.loop import Trainer
+from trainer.ppo.step import PPOTrainer
+from trainer.preference.step import PreferenceTrainer
+from trainer.reward_model.step import RewardModelTrainer
+from trainer.sft.step import SFTTrainer
+
+TRAINER = Path(__file__).resolve().parents[2] / "trainer"
+BEFORE_STEPS = {"reference"}
+RECIPES = [PPOTrainer, SFTTrainer, RewardModelTrainer, PreferenceTrainer, BestOfNTrainer]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_s_stages_are_named(recipe: type[Trainer]) -> None:
+    timed: set[str] = set()
+    for cls in recipe.__mro__:
+        path = TRAINER.parent / (cls.__module__.replace(".", "/") + ".py")
+        if cls is Trainer or not path.is_file():
+            continue
+        timed |= set(re.findall(r'self\.clock\("(\w+)"\)', path.read_text(encoding="utf-8")))
+    assert timed - BEFORE_STEPS == set(recipe.stages)
