@@ -1,6 +1,6 @@
 """A step of supervised fine-tuning, of reward-model training and of DPO, beside TRL's.
 
-    python benchmarks/bench_recipes.py --trl-python PATH [--rounds 3] [--only sft,reward_model,dpo]
+    python benchmarks/bench_recipes.py --trl-python PATH [--rounds 2] [--only sft,reward_model,dpo]
 
 PATH is the Python of an environment with TRL 1.16 and the same torch. 64 rows (or pairs) a step
 through a Qwen2 of one million parameters, float32, one thread; sides run in processes of their own,
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument(
         "--trl-python", required=True, help="Python of an environment with TRL 1.16"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default=",".join(SIDES))
     options = parser.parse_args()
 
