@@ -9,26 +9,21 @@ from verl_like.terminal import end_with_the_reader, fit, terminal_width
 
 USAGE = """usage: verl-like COMMAND ...
 
-  ppo [key=value ...]      train; `verl-like ppo --help` shows the main keys,
-                           `verl-like ppo --cfg job` every key
-  sft [key=value ...]      supervised fine-tuning; `verl-like sft --cfg job` shows every key
-  reward-model [key=value ...]
-                           train a reward model on pairs; --cfg job shows every key
-  dpo [key=value ...]      learn preferences: DPO, IPO, KTO and others;
-                           `verl-like dpo --cfg job` shows every key
-  best-of-n [key=value ...]
-                           sample a model and keep the best by a reward, as rows for sft or dpo;
-                           `verl-like best-of-n --cfg job` shows every key
-  explain [key=value ...]  say in words what a step of this configuration will do; starts nothing
-  doctor [--model PATH]    check what a run needs: packages, a remote call, an all-reduce,
-                           a weight sync, the machine; or say how a run treats one model
-  serve-reward [--function FILE.py:NAME] [--port N]
-                           answer reward requests over HTTP with a reward function
-  migrate openrlhf COMMAND-OR-FILE
-                           translate a command line of OpenRLHF's
-  report RUN_DIR           write RUN_DIR/report.html anew from what is in the run folder
-  -sc install=bash         print tab completion; use it with: eval "$(verl-like -sc install=bash)"
-  --version                print the version
+  ppo [key=value ...]           train by PPO, GRPO and their kin
+  sft [key=value ...]           supervised fine-tuning on chats, responses, texts
+  reward-model [key=value ...]  train a reward model on pairs
+  dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
+  best-of-n [key=value ...]     keep a model's best answers, as rows for sft or dpo
+                                (of these, --help tells more, --cfg job all keys)
+  explain [key=value ...]       say in words what a step of ppo will do
+  doctor [--model PATH]         check what a run needs: packages, a remote call, a
+                                weight sync; or how a run treats one model
+  serve-reward [...]            answer reward requests over HTTP
+  migrate openrlhf FILE         turn a script of OpenRLHF's into a command of ours
+  report RUN_DIR                write RUN_DIR/report.html anew
+  -sc install=bash              print tab completion; use it with
+                                eval "$(verl-like -sc install=bash)"
+  --version                     print the version
 """
 RECIPES = {
     "sft": "trainer.sft.recipe.SFT",

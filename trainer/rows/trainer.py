@@ -32,7 +32,7 @@ class RowTrainer(Trainer, Generic[R]):
 
     config: RowConfig
     role: ClassVar[str]
-    stages = ("data", "update")
+    stages: ClassVar[Sequence[str]] = ("data", "update")
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ def _check_head(module: ScalarHeadModel, config: ModelConfig, source: Folder) ->
             f"model.path={config.path!r}: its head has {', '.join(others)} beside {SCORE}, and a "
             "score is computed by that alone; save it without."
         )
-    if module.config.num_labels == 1 and not has_head:
+    if module.config.num_labels == 1 and not (has_head or is_bare_config(config.path)):
         raise ConfigError(
             f"model.path={config.path!r} is a classifier with one label by its config.json, but "
             f"its safetensors hold no {SCORE} of [1, hidden]; save it anew with save_pretrained, "
@@ -214,13 +214,13 @@ def _load_converted(
             shapes = group.stored.items()
             found = [_other_shape(piece, source.find(piece), shape) for piece, shape in shapes]
             _refuse_unfit(config, [wrong for wrong in found if wrong])
-            _fill(targets, group, source, shard)
+            _fill_group(targets, group, source, shard)
             filled |= set(group.names)
             taken |= set(group.stored)
     return taken, left
 
 
-def _fill(targets: dict[str, Tensor], group: Group, source: Folder, shard: int) -> None:
+def _fill_group(targets: dict[str, Tensor], group: Group, source: Folder, shard: int) -> None:
     """The weights of one group; what was read for them goes before the next group is read."""
     with torch.no_grad():
         for name, value in group.read(lambda piece: source.find(piece)[:]).items():
