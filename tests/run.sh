@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The project's test command: from a bare machine with only Python, make or repair .venv, install,
 # run the tests.
-#   bash tests/run.sh                       the fast tests, then those on Ray
+#   bash tests/run.sh                       the fast tests, then those on Ray and whole examples
 #   bash tests/run.sh [pytest arguments]    what they choose
 # Tests marked `slow` run only when they are chosen; those marked `vllm` are run_vllm.sh's.
 set -euo pipefail
@@ -14,6 +14,6 @@ if [ $# -gt 0 ]; then
     exec "$py" -m pytest -q "$@"
 fi
 # Two processes take the fast tests: a test computes in one thread, and some wait for their children.
-"$py" -m pytest -q -n 2 --dist worksteal -m "not ray and not slow and not vllm"
+"$py" -m pytest -q -n 2 --dist worksteal -m "not ray and not example and not slow and not vllm"
 # Of those on Ray a file stays in one process, whose cluster and groups its tests share.
-"$py" -m pytest -q -n 2 --dist loadfile -m "ray and not slow and not vllm"
+"$py" -m pytest -q -n 2 --dist loadfile -m "(ray or example) and not slow and not vllm"

@@ -204,6 +204,7 @@ def server_has_ended(shown: str) -> bool:
     return not Path(f"/proc/{process}").exists()
 
 
+@pytest.mark.example
 def test_a_reward_server_gives_the_numbers_of_the_function_in_process(remote_dir: Path) -> None:
     done = bash(REMOTE, "trainer.total_training_steps=2", RUN_DIR=remote_dir, PYTHON=sys.executable)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -225,6 +226,7 @@ def test_a_reward_server_gives_the_numbers_of_the_function_in_process(remote_dir
     assert "the samples of the two runs differ" in found.stderr
 
 
+@pytest.mark.example
 def test_a_reward_server_ends_with_the_run_that_fails(remote_dir: Path) -> None:
     done = bash(REMOTE, "trainer.no_such_key=1", RUN_DIR=remote_dir, PYTHON=sys.executable)
     assert done.returncode != 0
@@ -238,6 +240,7 @@ def cells(report: str, first: str) -> list[float]:
     return [float(cell.strip().rstrip("%")) for cell in row.split("|")]
 
 
+@pytest.mark.example
 def test_each_step_of_the_pipeline_improves_what_it_is_for(tmp_path: Path) -> None:
     small = ("trainer.total_training_steps=10", "trainer.test_freq=-1")
     done = bash(PIPELINE, *small, RUN_DIR=tmp_path, PYTHON=sys.executable)

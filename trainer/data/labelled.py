@@ -14,14 +14,16 @@ of the next row in an order from the seed. So their log-probs under a reference 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer.data.files import Row, rows_of_files
+from trainer.data.encoded_rows import encode_rows, how_many
+from trainer.data.files import Row
 from trainer.data.lm_rows import LMRow, filled_columns, lm_batch
 from trainer.data.pairs import encode_pair, encode_reply
 from verl_like.batch.protocol import DataProto
@@ -43,22 +45,20 @@ class LabelledRow:
 
 
 def read_labelled(
-    key: str, files: Any, tokenizer: Any, max_length: int, seed: int
+    key: str, files: Any, tokenizer: Any, max_length: int, seed: int, on_bad_row: str = "error"
 ) -> list[LabelledRow]:
     """The rows of the files that the configuration's `key` names, in order.
 
+    A row that is none is an error, or skipped and counted.
     Rows of more than `max_length` tokens are cut at their end; one whose response is cut away is
     dropped. Both are counted in a line of the log.
     """
-    names = [files] if isinstance(files, str) else list(files)
+    encode = partial(encode_labelled, tokenizer=tokenizer)
+    rows, num_bad = encode_rows(key, files, encode, on_bad_row)
     found: list[tuple[LMRow, bool]] = []
     num_read = num_cut = num_dropped = 0
-    for where, row in rows_of_files(names, key):
-        try:
-            encoded = list(encode_labelled(row, tokenizer))
-        except ValueError as problem:
-            raise ConfigError(f"{where}: {problem}.") from problem
-        for response, label in encoded:
+    for row in rows:
+        for response, label in row:
             num_read += 1
             num_cut += len(response.ids) > max_length
             cut = LMRow(response.ids[:max_length], response.in_loss[:max_length])
@@ -68,8 +68,8 @@ def read_labelled(
                 num_dropped += 1
 
     story = (
-        f"{key} holds {num_read} responses; {num_cut} were cut to {max_length} tokens, and of "
-        f"these {num_dropped} dropped, since nothing was left of the response"
+        f"{how_many(key, 'responses', num_read, num_bad)}; {num_cut} were cut to {max_length} "
+        f"tokens, and of these {num_dropped} dropped, since nothing was left of the response"
     )
     num_good = sum(label for _, label in found)
     if num_good in (0, len(found)):
@@ -81,7 +81,7 @@ def read_labelled(
     return _with_mismatched(found, max_length, seed)
 
 
-def encode_labelled(row: Any, tokenizer: Any) -> Iterator[tuple[LMRow, bool]]:
+def encode_labelled(row: Any, tokenizer: Any) -> list[tuple[LMRow, bool]]:
     """The responses of one row of a file with their labels; a ValueError says what is wrong."""
     if isinstance(row, ValueError):
         raise row
@@ -89,9 +89,7 @@ def encode_labelled(row: Any, tokenizer: Any) -> Iterator[tuple[LMRow, bool]]:
         raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
     if row.get("chosen") is not None and row.get("rejected") is not None:
         pair = encode_pair(row, tokenizer)
-        yield pair.chosen, True
-        yield pair.rejected, False
-        return
+        return [(pair.chosen, True), (pair.rejected, False)]
 
     columns = [name for name in RESPONSES if row.get(name) is not None]
     if not columns or row.get("prompt") is None or row.get("label") is None:
@@ -99,7 +97,7 @@ def encode_labelled(row: Any, tokenizer: Any) -> Iterator[tuple[LMRow, bool]]:
             "it has neither 'prompt', 'completion' and 'label', nor 'chosen' and 'rejected'; there "
             f"is {filled_columns(row)}"
         )
-    yield encode_reply(row["prompt"], row[columns[0]], tokenizer), _label(row)
+    return [(encode_reply(row["prompt"], row[columns[0]], tokenizer), _label(row))]
 
 
 def _label(row: Row) -> bool:

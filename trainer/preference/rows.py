@@ -23,11 +23,11 @@ NumberedRow = tuple[int, PairRow | LabelledRow]
 
 def read_rows(config: PreferenceConfig, key: str, files: Any, tokenizer: Any) -> list[NumberedRow]:
     """Those of the files that the configuration's `key` names."""
-    length = config.data.max_length
+    length, on_bad_row = config.data.max_length, config.data.on_bad_row
     if loss_reads(config, "desirable"):
-        labelled = read_labelled(key, files, tokenizer, length, config.trainer.seed)
-        return list(enumerate(labelled))
-    return list(enumerate(read_pairs(key, files, tokenizer, length)))
+        seed = config.trainer.seed
+        return list(enumerate(read_labelled(key, files, tokenizer, length, seed, on_bad_row)))
+    return list(enumerate(read_pairs(key, files, tokenizer, length, on_bad_row)))
 
 
 def make_batch(rows: Sequence[NumberedRow], uids: Sequence[str], pad_token_id: int) -> DataProto:

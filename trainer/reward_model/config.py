@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config.schema import TrainerConfig
-from trainer.rows.config import RowConfig, SkippableRowDataConfig
+from trainer.rows.config import RowConfig
 from verl_like.config_key import key
 from workers.config.reward_training import RewardTrainingConfig
 
@@ -28,5 +28,3 @@ class RewardModelRunConfig(RowConfig, RewardTrainingConfig):
 
     trainer: RewardModelTrainerConfig = key(factory=RewardModelTrainerConfig)
     """The run."""
-    data: SkippableRowDataConfig = key(factory=SkippableRowDataConfig)
-    """Pairs."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config.schema import TrainerConfig
-from trainer.rows.config import RowConfig, SkippableRowDataConfig
+from trainer.rows.config import RowConfig
 from verl_like.config_key import key
+from workers.config.rows import RowDataConfig
 
 
 @dataclass(kw_only=True)
-class SFTDataConfig(SkippableRowDataConfig):
+class SFTDataConfig(RowDataConfig):
     """Texts, responses and chats: files, sizes, how long they may be."""
 
     loss_on: str = key("response", choices=("response", "all"))

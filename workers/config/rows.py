@@ -35,9 +35,11 @@ class RowDataConfig:
     """Rows: files, sizes, how long they may be."""
 
     train_files: Any = key(
-        "", allows="a file, or a list", required="give a parquet or JSONL file, or a list of them"
+        "",
+        allows="a file, or a list",
+        required="give a file of rows, or a list of them",
     )
-    """Parquet or JSONL files of the recipe's rows."""
+    """Parquet, JSONL or CSV files of the recipe's rows."""
     val_files: Any = key(
         "", allows="a file, or a list", read_when=HAS_VALIDATION, may_change_on_resume=True
     )
@@ -46,6 +48,8 @@ class RowDataConfig:
     """Rows per optimizer step, over all ranks; the last step may have fewer."""
     max_length: int = key(1024, above=1)
     """Tokens that a row is cut to."""
+    on_bad_row: str = key("error", choices=("error", "skip"))
+    """A row that is none (columns, an empty response, equal ones): error, or skip and count it."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
     """Cut passes by tokens, not by rows."""
     max_token_len_per_gpu: int = key(

@@ -36,8 +36,11 @@ def said(row: LMRow, tokenizer: Any) -> tuple[str, str]:
     return text, tokenizer.decode(row.ids[row.in_loss]).removesuffix(tokenizer.eos_token)
 
 
-def read(tokenizer: Any, folder: Path, *rows: Any, length: int = 32) -> list[LabelledRow]:
-    return read_labelled("data.train_files", written(folder, *rows), tokenizer, length, seed=1)
+def read(
+    tokenizer: Any, folder: Path, *rows: Any, length: int = 32, on_bad_row: str = "error"
+) -> list[LabelledRow]:
+    files = written(folder, *rows)
+    return read_labelled("data.train_files", files, tokenizer, length, 1, on_bad_row)
 
 
 def test_a_pair_is_a_good_and_a_bad_response(tokenizer: Any, tmp_path: Path) -> None:
@@ -113,3 +116,15 @@ def test_a_batch_says_which_rows_are_desirable(tokenizer: Any, tmp_path: Path) -
     batch = labelled_batch(rows, ["p", "q"], tokenizer.pad_token_id)
     assert batch.batch["desirable"].tolist() == [True, False]
     assert batch.batch["response_mask"].sum(-1).tolist() == [3, 4]
+
+
+def test_a_row_that_is_none_is_skipped_and_counted(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = GOOD | {"label": "yes"}
+    with pytest.raises(ConfigError, match=r"line 2: 'label' is 'yes'.*data\.on_bad_row=skip"):
+        read(tokenizer, tmp_path, GOOD, bad, BAD)
+    with caplog.at_level(logging.INFO, logger="trainer"):
+        rows = read(tokenizer, tmp_path, GOOD, bad, BAD, on_bad_row="skip")
+    assert [row.desirable for row in rows] == [True, False]
+    assert "1 bad ones skipped" in caplog.text
