@@ -153,6 +153,7 @@ def test_to_be_tuned_on_ones_best_answers_raises_the_score(tiny_dir: Path, tmp_p
         f"model.path={tiny_dir}/model",
         f"trainer.default_local_dir={tuned}",
         "data.train_batch_size=16",
+        "data.max_length=64",
         "optim.lr=3e-3",
         "trainer.total_epochs=4",
         "trainer.save_freq=1000",
