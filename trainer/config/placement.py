@@ -122,6 +122,8 @@ def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> lis
     _check_roles(config, roles_of(recipe), inactive)
 
     notices = []
+    for role in sorted(names_below("role_mapping", keys) & inactive.keys()):
+        notices.append(f"notice: role_mapping.{role} has no effect here: {inactive[role]}")
     named_pools = names_below("resource_pool_spec", keys)
     used = set(config.role_mapping.values())
     for pool in [pool for pool in config.resource_pool_spec if pool not in used]:

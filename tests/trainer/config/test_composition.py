@@ -204,6 +204,18 @@ def test_pools_are_named_on_the_command_line_without_a_plus() -> None:
     assert config.role_mapping["reward_model"] == "rm_pool"
 
 
+def test_a_role_that_the_user_maps_and_the_run_has_not_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
+    load_config([*NEEDED, *settings])
+    assert "role_mapping" not in caplog.text
+    config = load_config([*NEEDED, *settings, "role_mapping.critic=global_pool"])
+    assert "critic" not in config.role_mapping
+    told = "role_mapping.critic has no effect here: algorithm.adv_estimator=grpo takes no values"
+    assert told in caplog.text
+
+
 def test_a_section_of_own_names_is_set_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
     pools = ["resource_pool_spec={a: [1], b: [2]}", "role_mapping={actor_rollout: a, critic: b}"]
     more = [

@@ -290,7 +290,7 @@ def test_settings_that_mean_nothing_are_refused(
 def test_a_loss_of_ones_own_says_what_it_reads(
     tiny_dir: Path, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = tmp_path / "my_losses.py"
+    module = tmp_path / "my_preference_losses.py"
     module.write_text(
         "def closer(log_probs, beta): return beta * (log_probs[:, 1] - log_probs[:, 0])\n"
         "def wrong(log_probs, temperature): return log_probs[:, 0]\n"
@@ -298,12 +298,14 @@ def test_a_loss_of_ones_own_says_what_it_reads(
         encoding="utf-8",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    steps = trained(*settings_of(tiny_dir, files, tmp_path / "run", "loss=my_losses.closer"))
+    steps = trained(
+        *settings_of(tiny_dir, files, tmp_path / "run", "loss=my_preference_losses.closer")
+    )
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
     with pytest.raises(ConfigError, match=r"parameter 'temperature', which is neither"):
-        load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_losses.wrong"), DPO)
+        load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_preference_losses.wrong"), DPO)
     with pytest.raises(ConfigError, match=r"'desirable' and not 'ref_log_probs'"):
-        load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_losses.alone"), DPO)
+        load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_preference_losses.alone"), DPO)
 
 
 def test_the_command_shows_its_keys(
