@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainer.data.files import rows_of_files
+from trainer.data.files import Row, rows_of_files, why_no_row
 from verl_like.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ WAY_OUT = " Mend it, or leave such rows out with data.on_bad_row=skip."
 
 
 def encode_rows(
-    key: str, files: Any, encode: Callable[[Any], T], on_bad_row: str | None
+    key: str, files: Any, encode: Callable[[Row], T], on_bad_row: str | None
 ) -> tuple[list[T], int]:
     """What `encode` makes of the rows in order, and how many were skipped.
 
@@ -31,6 +31,8 @@ def encode_rows(
     num_bad = 0
     for where, row in rows_of_files(names, key):
         try:
+            if problem_of_row := why_no_row(row):
+                raise ValueError(problem_of_row)
             found.append(encode(row))
         except ValueError as problem:
             if on_bad_row != "skip":

@@ -175,12 +175,19 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path}, line {number}", row
 
 
+def why_no_row(found: Any) -> str | None:
+    """What is wrong with what stands where a row should, if it is none."""
+    if isinstance(found, ValueError):
+        return str(found)
+    if not isinstance(found, dict):
+        return f"it is a {type(found).__name__}, not an object with columns"
+    return None
+
+
 def _problem(row: Any, prompt_key: str) -> str | None:
     """What is wrong with a row, if anything."""
-    if isinstance(row, ValueError):
-        return str(row)
-    if not isinstance(row, dict):
-        return f"it is a {type(row).__name__}, not an object with columns"
+    if problem := why_no_row(row):
+        return problem
     for column in (prompt_key, *RULE_COLUMNS):
         if row.get(column) is None:
             filled = sorted(name for name, value in row.items() if value is not None)

@@ -81,12 +81,8 @@ def read_labelled(
     return _with_mismatched(found, max_length, seed)
 
 
-def encode_labelled(row: Any, tokenizer: Any) -> list[tuple[LMRow, bool]]:
+def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
     """The responses of one row of a file with their labels; a ValueError says what is wrong."""
-    if isinstance(row, ValueError):
-        raise row
-    if not isinstance(row, dict):
-        raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
     if row.get("chosen") is not None and row.get("rejected") is not None:
         pair = encode_pair(row, tokenizer)
         return [(pair.chosen, True), (pair.rejected, False)]

@@ -86,12 +86,8 @@ def read_lm_rows(
     return rows
 
 
-def encode_lm_row(row: Any, tokenizer: Any) -> LMRow:
+def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
     """Tokens and loss mask of one row; a ValueError says what is wrong with it."""
-    if isinstance(row, ValueError):
-        raise row
-    if not isinstance(row, dict):
-        raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
     for columns, encode in ENCODERS.items():
         if all(row.get(column) is not None for column in columns):
             encoded = encode(row, tokenizer)

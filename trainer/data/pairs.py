@@ -76,12 +76,8 @@ def read_pairs(
     return rows
 
 
-def encode_pair(row: Any, tokenizer: Any) -> PairRow:
+def encode_pair(row: Row, tokenizer: Any) -> PairRow:
     """Tokens of both sides of one row; a ValueError says what is wrong with it."""
-    if isinstance(row, ValueError):
-        raise row
-    if not isinstance(row, dict):
-        raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
     missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
     if missing:
         raise ValueError(

@@ -7,7 +7,7 @@ columns are [pairs, 2, T]; the engine runs [2 * pairs, T], and what it gives is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,13 +26,7 @@ SIDES = ("chosen", "rejected")
 class PairedRows(TrainEngine):
     """What an engine does otherwise where the rows of its batches are pairs."""
 
-    def outputs(
-        self,
-        columns: Columns,
-        temperature: float = 1.0,
-        want_entropy: bool = False,
-        want_sum_pi_squared: bool = False,
-    ) -> Columns:
+    def outputs(self, columns: Columns, *args: Any, **wanted: Any) -> Columns:
         """One forward pass over both sides: [pairs, 2, ...] columns.
 
         Where rows may not share a pass (`RowPasses.apart`), each side has one.
@@ -43,7 +37,7 @@ class PairedRows(TrainEngine):
             parts = [{name: column[side::2] for name, column in sides.items()} for side in (0, 1)]
 
         run = super().outputs
-        found = [run(part, temperature, want_entropy, want_sum_pi_squared) for part in parts]
+        found = [run(part, *args, **wanted) for part in parts]
         if len(found) == 1:
             return {name: column.unflatten(0, (-1, 2)) for name, column in found[0].items()}
         chosen, rejected = found

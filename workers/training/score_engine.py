@@ -60,16 +60,11 @@ class ScoreEngine(TrainEngine):
             return columns["attention_mask"] != 0
         return last_token_reads(columns)
 
-    def outputs(
-        self,
-        columns: Columns,
-        temperature: float = 1.0,
-        want_entropy: bool = False,
-        want_sum_pi_squared: bool = False,
-    ) -> Columns:
+    def outputs(self, columns: Columns, *_: Any, **__: Any) -> Columns:
         """One forward pass: `scores` [rows]."""
         reads = self.reads(columns)
-        numbers = read(self.module, self.feed(columns))[:, 0].float()
+        feed = self.row_passes.feed(columns, reads, self.device)
+        numbers = read(self.module, feed)[:, 0].float()
         rows = reads.nonzero()[:, 0].to(self.device)
         sums = torch.zeros(len(reads), device=self.device).index_add(0, rows, numbers)
         return {"scores": sums / reads.sum(dim=1).clamp(min=1).to(self.device)}
