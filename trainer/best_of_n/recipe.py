@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.best_of_n.config import BestOfNConfig
 from trainer.config.recipe import Recipe, presets
-from trainer.ppo.recipe import extra_roles
+from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
 from verl_like.errors import ConfigError
 from workers.config import model_rewards
 
@@ -16,7 +16,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
     """Roles that this run does not need -> why."""
     if model_rewards(config):
         return {}
-    return {"reward_model": "reward_model.enable=false, and `rewards` has no model"}
+    return {"reward_model": NO_REWARD_MODEL}
 
 
 def check(config: BestOfNConfig) -> None:

@@ -49,6 +49,8 @@ SHORTHANDS = {
 """OpenRLHF's words for a placement -> the overrides that they stand for."""
 
 REWARD_MODEL_WORKER = "workers.roles.reward_model.RewardModelWorker"
+NO_REWARD_MODEL = "reward_model.enable=false, and `rewards` has no model"
+"""Why a run has no role `reward_model`."""
 
 KEYS_OF_VERLS_COMMAND = frozenset(
     {
@@ -83,7 +85,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):
         inactive["ref"] = "there is no KL in the reward or the loss"
     if not model_rewards(config):
-        inactive["reward_model"] = "reward_model.enable=false, and `rewards` has no model"
+        inactive["reward_model"] = NO_REWARD_MODEL
     if not has_teacher(config):
         inactive["teacher"] = "there is no distillation.teacher_model.model_path"
     return inactive
