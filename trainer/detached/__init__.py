@@ -1,0 +1,1 @@
+"""Detached makers and trainers: PPO whose generation does not wait for training."""
