@@ -9,14 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.ppo.call_results import join_results
 from trainer.ppo.samples import write_samples
 from verl_like.batch.protocol import DataProto
-from workers.columns import select_reads, write_columns
+from workers.columns import select_reads
 from workers.config import model_rewards
 from workers.rewards.weighted import Rewards, WeightedScores
 from workers.roles.rollout import generate
@@ -41,11 +39,9 @@ class SamplingTrainer(Trainer):
         asked.meta_info = asked.meta_info | settings
         samples = generate(self.groups["rollout"], asked)
 
-        version = samples.meta_info.pop("policy_version")
-        versions = torch.full((len(samples),), version, dtype=torch.int64)
         batch.pop(PROMPT_COLUMNS)
         samples.meta_info = {}
-        return write_columns(batch.union(samples), policy_version=versions)
+        return batch.union(samples)
 
     def with_rewards(self, batch: DataProto, normalize: bool = True) -> tuple[DataProto, Metrics]:
         """The batch with its scores, waited for: for what must see them before the score stage."""
