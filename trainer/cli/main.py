@@ -21,6 +21,7 @@ USAGE = """usage: verl-like COMMAND ...
   serve-reward [...]            answer reward requests over HTTP
   migrate openrlhf FILE         turn a script of OpenRLHF's into a command of ours
   report RUN_DIR                write RUN_DIR/report.html anew
+  export CHECKPOINT OUT         a trained model as a Hugging Face folder
   -sc install=bash              print tab completion; use it with
                                 eval "$(verl-like -sc install=bash)"
   --version                     print the version
@@ -32,6 +33,12 @@ RECIPES = {
     "best-of-n": "trainer.best_of_n.recipe.BEST_OF_N",
 }
 """Commands that train, but for `ppo`, which is Hydra's."""
+MODULES = {
+    "serve-reward": "trainer.cli.serve_reward",
+    "explain": "trainer.cli.explain",
+    "export": "trainer.cli.export",
+}
+"""Commands whose module has a `main(arguments)`."""
 HELP = {
     "sft": """usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
 
@@ -117,6 +124,18 @@ defaults that differ from ours, which the command sets.
 
   verl-like migrate openrlhf train_ppo_llama_ray.sh
 """,
+    "export": """usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
+           [--model BASE]
+
+Writes the folder OUT, which `from_pretrained` and vLLM load, of a run folder's newest checkpoint or
+of the global_step_N that is named; LoRA is merged. It needs no GPU and no cluster, whatever number
+of ranks wrote the checkpoint, and the run need not have saved hf_model.
+
+  --role critic    whose model; by default the policy
+  --adapter        the LoRA adapter for peft, not merged
+  --average        the moving average of the weights (actor.ema_decay)
+  --model BASE     the folder that it was trained from, where that has moved
+""",
     "report": """usage: verl-like report RUN_DIR
 
 Writes RUN_DIR/report.html: one file that opens in any browser without a network. A run writes its
@@ -184,14 +203,8 @@ def _plain_command(command: str, arguments: list[str]) -> None:
             from trainer.cli import migrate
 
             migrate.main(*arguments)
-        elif command == "serve-reward":
-            from trainer.cli import serve_reward
-
-            serve_reward.main(arguments)
         else:
-            from trainer.cli import explain
-
-            explain.main(arguments)
+            load_object(f"{MODULES[command]}.main", command)(arguments)
     except VerlLikeError as err:
         sys.exit(f"error: {err}")
 
