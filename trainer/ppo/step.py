@@ -157,7 +157,9 @@ class PPOTrainer(PPORun):
         scores, score_metrics = self.running_norm.scores(batch)
         metrics |= score_metrics
         if algorithm.use_kl_in_reward:
-            batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty, scores)
+            batch, kl_metrics = apply_kl_penalty(
+                batch, self.kl_ctrl, algorithm.kl_penalty, scores, algorithm.kl_penalty_per
+            )
             metrics |= kl_metrics
         else:
             write_columns(batch, token_level_rewards=scores)
