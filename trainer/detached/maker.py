@@ -12,6 +12,7 @@ from typing import Any
 from trainer.detached.activity import Activity
 from trainer.detached.buffer import ExperienceBuffer, Order
 from trainer.detached.experience import Experience
+from trainer.detached.topology import maker_role
 from trainer.ppo.samples import repeat_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
@@ -22,11 +23,6 @@ TakeWeights = Callable[[int], int]
 """Number of a maker -> the version that it holds now, the newest there is."""
 OnLoss = Callable[[int, WorkerDiedError], bool]
 """A maker's group has lost a process: whether the maker goes on."""
-
-
-def role_of(maker: int) -> str:
-    """The role of that maker's group."""
-    return f"rollout_{maker}" if maker else "rollout"
 
 
 class Maker:
@@ -42,7 +38,7 @@ class Maker:
         on_loss: OnLoss,
     ) -> None:
         """`start` begins."""
-        self.number, self.role, self.name = number, role_of(number), f"maker {number}"
+        self.number, self.role, self.name = number, maker_role(number), f"maker {number}"
         self.version = 0
         self._buffer, self._activity = buffer, activity.of(f"maker {number}")
         self._start_generating, self._take_weights = start_generating, take_weights
