@@ -17,10 +17,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.detached.activity import Activity
 from trainer.detached.experience import Experience
-from trainer.detached.ledger import LOST, QUEUED, TAKEN, Ledger
+from trainer.detached.ledger import LOST, MADE_AGAIN, QUEUED, TAKEN, Ledger
 from trainer.detached.pacing import Pacing
 from trainer.detached.pieces import Piece, PieceStream
 from trainer.detached.samplers.registry import Choice, Sampler, Stock
@@ -221,6 +222,22 @@ class ExperienceBuffer:
             with self._change():
                 self._paused = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the prompts stand, the pieces that are open, and the books."""
+        with self._changed:
+            being_made = [order.piece for _, order in self._in_flight.values()]
+            queued = [experience.piece for experience in self._ready]
+            return {
+                "stream": self.stream.state_dict([*queued, *being_made]),
+                "ledger": self.ledger.as_dict(),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there: what was open is made again."""
+        with self._change():
+            self.stream.load_state_dict(state["stream"])
+            self.ledger.load_state_dict(state["ledger"], MADE_AGAIN)
+
     def close(self) -> None:
         """Nothing is begun any more; makers' threads end."""
         with self._change():
@@ -292,17 +309,32 @@ class ExperienceBuffer:
                 last_warning = now
 
     def _choose(self, num_samples: int) -> Choice:
-        lost = [(piece, None) for piece in self.stream.waiting if piece.number < self._horizon()]
-        stock = Stock(
-            ready=tuple(self._ready),
-            coming=[(o.piece, o.version) for _, o in self._in_flight.values()] + lost,
+        """What the sampler chooses: for each trainer rank that has makers of its own, its share."""
+        ranks = self.stream.ranks
+        whole = Choice()
+        for rank in ranks:
+            choice = self._sampler.choose(self._stock(rank, num_samples // len(ranks)))
+            whole.dropped += choice.dropped
+            if not choice.taken:
+                return Choice([], whole.dropped)
+            whole.taken += choice.taken
+        return whole
+
+    def _stock(self, rank: int, num_samples: int) -> Stock:
+        """What there is for one trainer rank, or for any."""
+        horizon = self._horizon()
+        coming: list[tuple[Piece, int | None]] = []
+        coming += [(order.piece, order.version) for _, order in self._in_flight.values()]
+        coming += [(piece, None) for piece in self.stream.waiting if piece.number < horizon]
+        return Stock(
+            ready=tuple(one for one in self._ready if one.piece.rank == rank),
+            coming=[(piece, version) for piece, version in coming if piece.rank == rank],
             num_samples=num_samples,
             version=self.version,
             max_staleness=self._pacing.max_staleness,
             seed=(self._settings.seed, self._num_taken),
             window=self._settings.window,
         )
-        return self._sampler.choose(stock)
 
     def _horizon(self) -> int:
         """One past the highest piece that was ever begun and is still open."""

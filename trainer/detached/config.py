@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.detached.topology import maker_role
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from verl_like.config_key import When, key
+from verl_like.placement.roles import expand_roles
 
 BY_NUMBERS = When(
     "`topology` is null",
@@ -55,7 +58,9 @@ class DetachedSettings:
     """What a maker does where the buffer is full: wait, or push the oldest samples out."""
     sampler: str = key("in_order", registry="sampler")
     """Which of the samples in the buffer become the next batch."""
-    window: int | None = key(None, at_least=0, hint="or null for max_staleness", read_when=HAS_WINDOW)
+    window: int | None = key(
+        None, at_least=0, hint="or null for max_staleness", read_when=HAS_WINDOW
+    )
     """Versions that the samples of a batch may be old; older ones are dropped."""
     max_staleness: int = key(1, at_least=0)
     """Versions of the weights between the draw of a sample and the update that trains on it; makers
@@ -104,3 +109,20 @@ class DetachedConfig(PPOConfig):
     """Makers, trainers, and the buffer between them."""
     trainer: DetachedTrainerConfig = key(factory=DetachedTrainerConfig)
     """The run."""
+
+    @property
+    def child_pools(self) -> frozenset[str]:
+        """Makers' pools: they generate while the driver trains."""
+        pools = expand_roles(self.role_mapping)
+        return frozenset(pools[maker_role(maker)] for maker in range(self.detached.makers))
+
+    def of_role(self, role: str) -> DetachedConfig:
+        """With `detached.maker_settings` for a maker that has some."""
+        for maker, settings in self.detached.maker_settings.items():
+            if role == maker_role(int(maker)):
+                policy = self.actor_rollout_ref
+                rollout = dataclasses.replace(policy.rollout, **settings)
+                return dataclasses.replace(
+                    self, actor_rollout_ref=dataclasses.replace(policy, rollout=rollout)
+                )
+        return self

@@ -19,6 +19,7 @@ from verl_like.errors import LedgerError
 IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
 """Where an open group is: being made, in the buffer, in the trainer's present step."""
 LOST = "lost with its maker"
+MADE_AGAIN = "made again after a resume"
 
 
 @dataclass
@@ -68,9 +69,7 @@ class Ledger:
         for uid in uids:
             self._group(uid).state = state
 
-    def trained(
-        self, uid: str, ranks: Sequence[int], made_by: Sequence[int], version: int
-    ) -> None:
+    def trained(self, uid: str, ranks: Sequence[int], made_by: Sequence[int], version: int) -> None:
         """A group was trained on: the trainer rank of each sample, and the version that made it.
 
         `version` is that of the weights before the update.
@@ -136,10 +135,6 @@ class Ledger:
         for reason, count in reasons.items():
             lines.append(f"  dropped: {count} ({reason})")
         return "\n".join(lines)
-
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return self.as_dict()
 
     def load_state_dict(self, state: dict[str, Any], open_is: str) -> None:
         """Go on with these books; what was open then was not kept: dropped as `open_is`."""

@@ -58,7 +58,7 @@ class PieceStream:
         self._loader = loader
         self._prompts_per_piece = prompts_per_piece
         self._samples_per_prompt = samples_per_prompt
-        self._ranks = list(ranks)
+        self.ranks = list(ranks)
         self._makers_of = makers_of
         self._waiting: list[Piece] = []
         self._batches: dict[int, DataProto] = {}
@@ -134,8 +134,8 @@ class PieceStream:
     def _cut(self) -> None:
         """The pieces of the loader's next batch."""
         batch, self._next_batch = self._next_batch, self._next_batch + 1
-        num_prompts, num_ranks = self._loader.num_prompts(batch), len(self._ranks)
-        for place, rank in enumerate(self._ranks):
+        num_prompts, num_ranks = self._loader.num_prompts(batch), len(self.ranks)
+        for place, rank in enumerate(self.ranks):
             first = place * num_prompts // num_ranks
             last = (place + 1) * num_prompts // num_ranks
             for start in range(first, last, self._prompts_per_piece):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -122,6 +123,14 @@ class DetachedSource(SampleSource):
         """Whether makers rest."""
         return self._is_paused
 
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the prompts, with what would have to be made again, and the books."""
+        return self.buffer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.buffer.load_state_dict(state)
+
     def close(self) -> None:
         """Begin nothing more; what is being made is waited for a little."""
         self.buffer.close()
@@ -146,9 +155,7 @@ class DetachedSource(SampleSource):
             rest = range(rest.start, min(rest.stop, total))
             rest_of_run = sum(map(sizes, range(fresh + 1, total)))
 
-        experiences = self.buffer.take(
-            sizes(fresh), attempt, sum(map(sizes, rest)), rest_of_run
-        )
+        experiences = self.buffer.take(sizes(fresh), attempt, sum(map(sizes, rest)), rest_of_run)
         experiences.sort(key=lambda one: (one.piece.rank, one.piece.number))
         self._drawn += [uid for experience in experiences for uid in experience.uids]
         return concat_rows([experience.fetch() for experience in experiences])

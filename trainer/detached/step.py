@@ -23,12 +23,11 @@ from trainer.detached.pieces import ANY_RANK, PieceStream
 from trainer.detached.recipe import topology_of
 from trainer.detached.samplers.registry import SAMPLERS
 from trainer.detached.source import DetachedSource, Rounds
-from trainer.detached.topology import maker_role
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.step import PPOTrainer
-from trainer.run_folder.tracking import Tracking
 from trainer.run_folder.timeline import Timeline
+from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
 from verl_like.files import write_whole
@@ -168,7 +167,6 @@ class DetachedTrainer(PPOTrainer):
     def close(self) -> None:
         """End the makers, and close the books."""
         self.source.close()
-        self.feed.close()
         self.ledger.check()
         print(self.ledger.describe(), flush=True)
         facts = {"ledger": self.ledger.as_dict(), **self.activity.as_json()}

@@ -93,11 +93,16 @@ class PPOTrainer(PPORun):
         Mini-batches stay the same samples: those of `actor.shuffle` go by numbers given before.
         """
         actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
-        if actor.shuffle:
-            batch = write_columns(batch, sample_number=torch.arange(len(batch)))
+        batch = self.number_rows(batch)
         sizes = actor.ppo_mini_batch_size, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
         num_mini_batches = math.lcm(*(self.num_prompts(batch) // size for size in sizes))
         return balance_ranks(batch, self.groups["actor"].world_size, num_mini_batches)
+
+    def number_rows(self, batch: DataProto) -> DataProto:
+        """The samples with the numbers that `actor.shuffle` goes by."""
+        if self.config.actor_rollout_ref.actor.shuffle:
+            return write_columns(batch, sample_number=torch.arange(len(batch)))
+        return batch
 
     def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
         """`rollout.n` samples of every prompt, each with the version of the policy that made it.
