@@ -39,6 +39,8 @@ class DetachedTrainer(PPOTrainer):
 
     config: DetachedConfig
     source: DetachedSource
+    _trained_by = 0
+    """The version of the weights that the last update began with."""
 
     # ------------------------------------------------------------------------------- what it adds
 
@@ -101,12 +103,12 @@ class DetachedTrainer(PPOTrainer):
             return self.config.trainer.total_training_steps
         return self.loader.total_steps * self.config.detached.train_epochs
 
-    def step(self) -> Metrics:
+    def timed_step(self) -> Metrics:
         """PPO's step, on the samples that come next."""
         filters = self.config.algorithm.filter_groups.enable
         self.source.ask_for(self.global_step, None if filters else self.total_steps)
         with self.activity.of("trainer").busy("train"):
-            return super().step() | self._detached_metrics()
+            return super().timed_step()
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """As PPO does; but rows that go to one rank by `detached.edges` stay there."""
@@ -122,6 +124,7 @@ class DetachedTrainer(PPOTrainer):
 
     def update(self, batch: DataProto) -> Metrics:
         """PPO's update; then the books say what was trained on."""
+        self._trained_by = self.weight_version
         metrics = super().update(batch)
         if self.rounds.place(self.global_step)[1] == 0:
             self.source.buffer.trained(self._ranks_and_versions(batch))
@@ -190,6 +193,19 @@ class DetachedTrainer(PPOTrainer):
             found[str(uid)].append((row // size, version))
         return found
 
-    def _detached_metrics(self) -> Metrics:
-        """What makers and trainers did since the step before."""
-        return self.activity.metrics()
+    def batch_metrics(self, batch: DataProto) -> Metrics:
+        """PPO's, how old the samples were, and what makers and trainers did since the last step."""
+        versions = read_columns(batch, "policy_version")["policy_version"]
+        ages = self._trained_by - versions
+        return {
+            **super().batch_metrics(batch),
+            **self.activity.metrics(),
+            "detached/staleness/mean": float(ages.float().mean()),
+            "detached/staleness/max": float(ages.max()),
+            **{
+                f"detached/staleness/{age}": float(count)
+                for age, count in zip(
+                    *(of.tolist() for of in ages.unique(return_counts=True)), strict=True
+                )
+            },
+        }
