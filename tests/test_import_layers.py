@@ -50,7 +50,8 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     ],
     "workers": [
         ("columns", "config", "cpu"),
-        ("losses", "models", "parallel", "rewards", "weights"),
+        ("losses", "models", "parallel", "rewards"),
+        ("weights",),
         ("rollout", "training"),
         ("roles",),
         ("__init__",),

@@ -25,6 +25,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import VerlLikeError, WeightSyncError
 from workers.weights.channel import Channel, join_store
 from workers.weights.checksum import Hashing, checksum_of
+from workers.weights.kept import changes
 from workers.weights.snapshot import Snapshot, Snapshots
 from workers.weights.sync import SyncReport, WeightSender, sync_figures
 
@@ -113,15 +114,14 @@ class WeightPublisher(WeightSender):
 
         The newest version alone is kept; one that is being delivered stays until that has ended.
         """
-        on_all_ranks = list(senders) != [0]
-        tensors = self.engine.named_full_tensors(on_all_ranks=on_all_ranks, dtype=self.sent_dtype)
+        tensors = self.tensors_to_send(on_all_ranks=list(senders) != [0])
         hashing = Hashing()
         try:
             if self.rank not in senders:
                 return PublishReport()
             self._prepare()
             assert self._snapshots is not None, "made a line above"
-            share = self._snapshots.publish(version, tensors, hashing)
+            share = self._snapshots.publish(version, tensors, hashing, self.merging())
         finally:
             # The other actor ranks are in the same collectives: go through them to the end.
             deque(tensors, maxlen=0)
@@ -134,7 +134,7 @@ class WeightPublisher(WeightSender):
         if self._snapshots is None:
             return None
         with self._snapshots.reading(version) as snapshot:
-            return checksum_of(snapshot.tensors.items())
+            return checksum_of(snapshot.effective())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def open_delivery(self, version: int, sender: int = 0) -> str | None:
@@ -165,7 +165,8 @@ class WeightPublisher(WeightSender):
                 self._own_store(address) as store,
                 closing(Channel(store, 0, num_receivers, HOST)) as channel,
             ):
-                channel.send(snapshot.tensors.items(), bucket_mb, snapshot.hashes)
+                what = changes(store, num_receivers, snapshot.merging)
+                channel.send(snapshot.tensors.items(), bucket_mb, snapshot.hashes, what)
                 agreed = channel.all_agree(True)
         except WeightSyncError as error:
             return SyncReport(f"actor rank {self.rank}: {error}")
