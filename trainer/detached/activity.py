@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 STATES = ("busy", "waiting", "syncing")
 MOST_INTERVALS = 2000
 """Intervals kept of each role, the latest ones: a run's memory does not grow with its steps."""
+SHORTEST_S = 1e-3
+"""Shorter intervals are drawn as part of the one before; who waits in a loop waits on."""
 
 
 class Interval(NamedTuple):
@@ -50,6 +52,9 @@ class _Role:
     counted_to: float
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
     logged: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
+    last_wait: _Entry | None = None
+    """The wait that was ended last, at `waited_until`."""
+    waited_until: float = 0.0
     intervals: deque[Interval] = field(default_factory=lambda: deque(maxlen=MOST_INTERVALS))
 
     def count(self, now: float) -> None:
@@ -57,7 +62,8 @@ class _Role:
         current = self.open[-1]
         self.seconds[current.state] += now - self.counted_to
         last = self.intervals[-1] if self.intervals else None
-        if last and (last.state, last.what) == (current.state, current.what):
+        goes_on = last and (last.state, last.what) == (current.state, current.what)
+        if last and (goes_on or now - self.counted_to < SHORTEST_S):
             self.intervals[-1] = last._replace(end=now)
         elif now > self.counted_to:
             self.intervals.append(Interval(self.counted_to, now, current.state, current.what))
@@ -149,6 +155,8 @@ class Activity:
             role, now = self._role(name), self._now()
             role.count(now)
             entry = _Entry(state, what, now)
+            if state == "waiting" and role.last_wait and now - role.waited_until < SHORTEST_S:
+                entry.since = role.last_wait.since  # a loop looks again at what it waits for
             role.open.append(entry)
         return entry
 
@@ -158,6 +166,8 @@ class Activity:
             role, now = self._role(name), self._now()
             role.count(now)
             role.open.remove(entry)
+            if entry.state == "waiting":
+                role.last_wait, role.waited_until = entry, now
             if role.open[-1] is role.open[0]:
                 role.open[0].since = now
 

@@ -115,6 +115,27 @@ def test_who_waits_names_the_longest_wait_first(seen: Activity, clock: Clock) ->
     assert "trainer has waited 1.0 s for something to do" in seen.who_waits()
 
 
+def test_who_looks_again_in_a_loop_has_waited_all_the_time(seen: Activity, clock: Clock) -> None:
+    for queued in range(5):
+        with seen.of("maker 0").waiting(f"room: {queued} samples are queued"):
+            clock.now += 1
+            lines = seen.who_waits()
+    assert lines == ["maker 0 has waited 5.0 s for room: 4 samples are queued"]
+    clock.now += 1
+    with seen.of("maker 0").waiting("weights of version 2"):
+        assert seen.who_waits() == ["maker 0 has waited 0.0 s for weights of version 2"]
+
+
+def test_moments_are_drawn_as_part_of_what_was_before(seen: Activity, clock: Clock) -> None:
+    with seen.of("trainer").busy("train"):
+        for _ in range(3):
+            clock.now += 2**-14
+            with seen.of("trainer").waiting("samples"):
+                clock.now += 1
+    assert [interval.what for interval in seen.intervals()["trainer"]] == ["train", "samples"]
+    assert seen.seconds()["trainer"]["busy"] == 3 * 2**-14
+
+
 def test_intervals_follow_each_other_without_a_gap(seen: Activity, clock: Clock) -> None:
     trainer = seen.of("trainer")
     clock.now += 1
