@@ -1,1 +1,6 @@
-"""Detached makers and trainers: PPO whose generation does not wait for training."""
+"""PPO whose samples are made beside the training: makers, a bounded buffer between, trainers.
+
+    verl-like detached detached.makers=2 detached.trainers=1 detached.max_staleness=1 ...
+
+`step.DetachedTrainer` is the trainer: PPO's step, whose samples come from `source.DetachedSource`.
+"""
