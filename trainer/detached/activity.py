@@ -27,7 +27,7 @@ SHORTEST_S = 1e-3
 
 
 class Interval(NamedTuple):
-    """A stretch of one role in one state, in seconds since the `Activity` was made."""
+    """A stretch of one role in one state, in seconds since the first block."""
 
     start: float
     end: float
@@ -73,15 +73,15 @@ class _Role:
 class Activity:
     """The states of named roles, such as `maker 0` and `trainer`; any thread may call any method.
 
-    A role is in exactly one state at every moment from the making of this object: that of the block
-    opened last of those still open, and outside all blocks it waits for something to do. So a block
-    inside another interrupts it, and the seconds of a role add up to the wall time.
+    A role is in exactly one state at every moment from the first block of any role: that of the
+    block opened last of those still open, and outside all blocks it waits for something to do. So a
+    block inside another interrupts it, and the seconds of a role add up to the wall time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """The wall time begins now."""
+        """The wall time begins with the first block: not with models that are loaded before."""
         self._clock = clock
-        self._began = clock()
+        self._began: float | None = None
         self._roles: dict[str, _Role] = {}
         self._lock = threading.Lock()
 
@@ -134,7 +134,7 @@ class Activity:
         return {"activity": self.seconds(), "intervals": self.intervals()}
 
     def _now(self) -> float:
-        return self._clock() - self._began
+        return 0.0 if self._began is None else self._clock() - self._began
 
     def _role(self, name: str) -> _Role:
         """The role, which waits for something to do from the start."""
@@ -152,6 +152,8 @@ class Activity:
 
     def _open(self, name: str, state: str, what: str) -> _Entry:
         with self._lock:
+            if self._began is None:
+                self._began = self._clock()
             role, now = self._role(name), self._now()
             role.count(now)
             entry = _Entry(state, what, now)
