@@ -147,7 +147,7 @@ phases took in a run, or from those given: seconds a step, speed-up over the syn
 is idle, what limits, for fewer and more makers. A simulation: nothing is started.
 
   --pieces 4          of a batch, each made by one maker; by default as many as makers
-  --limit 8           pieces that the buffer holds
+  --limit 8           pieces that may be queued or in the making at once
   --at-once           makers take new weights in the middle of a piece
   --fixed-share 0.5   of generation, that fewer rows do not shorten: the longest response's
 """,
