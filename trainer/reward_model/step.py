@@ -13,6 +13,7 @@ import torch
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.loop import Metrics
 from trainer.reward_model.config import RewardModelRunConfig
+from trainer.reward_model.endings import end_as_samples_do
 from trainer.rows.models import longest_row
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
@@ -32,8 +33,10 @@ class RewardModelTrainer(RowTrainer[PairRow]):
     def read_rows(
         cls, config: RewardModelRunConfig, key: str, files: object, tokenizer: object
     ) -> list[PairRow]:
-        """Pairs of responses, or of whole dialogues."""
-        return read_pairs(key, files, tokenizer, longest_row(config), config.data.on_bad_row)
+        """Pairs of responses, or of whole dialogues, that end as samples do."""
+        longest = longest_row(config)
+        rows = read_pairs(key, files, tokenizer, longest, config.data.on_bad_row)
+        return end_as_samples_do(key, rows, tokenizer, config.model.path, longest)
 
     @staticmethod
     def make_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
