@@ -58,7 +58,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     ],
     "trainer": [
         ("config", "hooks", "report"),
-        ("data", "groups", "run_folder"),
+        ("data", "groups", "memory", "run_folder"),
         ("loop",),
         ("launch",),
         ("rows",),
