@@ -62,7 +62,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("launch",),
         ("rows",),
         ("ppo", "preference", "reward_model", "sft"),
-        ("best_of_n", "migrate"),
+        ("best_of_n", "detached", "migrate"),
         ("main_ppo", "api"),
         ("__init__",),
         ("cli",),

@@ -49,6 +49,7 @@ COLUMNS: dict[str, Column] = {
         ),
         Column("token_versions", "[rows, R]", "int32", _ROLLOUT),
         Column("weights_id", "[rows]", "int64", _ROLLOUT),
+        Column("policy_version", "[rows]", "int64", f"{_ROLLOUT}: that of the oldest token"),
         Column("finish_reason", "[rows]", "object", _ROLLOUT),
         Column("old_log_probs", "[rows, R]", "float32", "actor.compute_log_prob"),
         Column("entropys", "[rows, R]", "float32", "actor.compute_log_prob"),
@@ -70,9 +71,6 @@ COLUMNS: dict[str, Column] = {
         ),
         Column("sample_index", "[rows]", "int64", "the driver's repeat by rollout.n"),
         Column("sample_number", "[rows]", "int64", "the driver's balance, if it shuffles"),
-        Column(
-            "policy_version", "[rows]", "int64", "the driver, of the weights that made the sample"
-        ),
         Column("reward_baselines", "[rows]", "float32", "the driver's greedy_scores, for remax"),
         Column("uid", "[rows]", "object", _DATA),
         Column("raw_prompt", "[rows]", "object", _DATA),

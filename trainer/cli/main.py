@@ -21,7 +21,9 @@ USAGE = """usage: verl-like COMMAND ...
   serve-reward [...]            answer reward requests over HTTP
   migrate SYSTEM FILE           turn a script of verl's, OpenRLHF's or TRL's into a
                                 command of ours
+  bench overlap [RUN_DIR]       predict what detached makers would gain a job
   report RUN_DIR                write RUN_DIR/report.html anew
+  export CHECKPOINT OUT         a trained model as a Hugging Face folder
   -sc install=bash              print tab completion; use it with
                                 eval "$(verl-like -sc install=bash)"
   --version                     print the version
@@ -31,8 +33,15 @@ RECIPES = {
     "reward-model": "trainer.reward_model.recipe.REWARD_MODEL",
     "dpo": "trainer.preference.recipe.DPO",
     "best-of-n": "trainer.best_of_n.recipe.BEST_OF_N",
+    "detached": "trainer.detached.recipe.DETACHED",
 }
 """Commands that train, but for `ppo`, which is Hydra's."""
+MODULES = {
+    "serve-reward": "trainer.cli.serve_reward",
+    "explain": "trainer.cli.explain",
+    "export": "trainer.cli.export",
+}
+"""Commands whose module has a `main(arguments)`."""
 HELP = {
     "sft": """usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
 
@@ -119,6 +128,31 @@ those of its defaults that differ from ours, which the command sets.
   verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, both generations of flags
   verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo; also a YAML alone
 """,
+    "export": """usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
+           [--model BASE]
+
+Writes the folder OUT, which `from_pretrained` and vLLM load, of a run folder's newest checkpoint or
+of the global_step_N that is named; LoRA is merged. It needs no GPU and no cluster, whatever number
+of ranks wrote the checkpoint, and the run need not have saved hf_model.
+
+  --role critic    whose model; by default the policy
+  --adapter        the LoRA adapter for peft, not merged
+  --average        the moving average of the weights (actor.ema_decay)
+  --model BASE     the folder that it was trained from, where that has moved
+""",
+    "bench": """usage: verl-like bench overlap RUN_DIR
+       verl-like bench overlap --gen 1.2 --score 0.3 --update 0.8 --sync 0.1
+           [--makers 1,2] [--trainers 1] [--staleness 0,1,4] [--json] ...
+
+Predicts a detached run, whose makers generate while its trainer trains, from the seconds that the
+phases took in a run, or from those given: seconds a step, speed-up over the synchronous run, who
+is idle, what limits, for fewer and more makers. A simulation: nothing is started.
+
+  --pieces 4          of a batch, each made by one maker; by default as many as makers
+  --limit 8           pieces that the buffer holds
+  --at-once           makers take new weights in the middle of a piece
+  --fixed-share 0.5   of generation, that fewer rows do not shorten: the longest response's
+""",
     "report": """usage: verl-like report RUN_DIR
 
 Writes RUN_DIR/report.html: one file that opens in any browser without a network. A run writes its
@@ -186,14 +220,14 @@ def _plain_command(command: str, arguments: list[str]) -> None:
             from trainer.cli import migrate
 
             migrate.main(*arguments)
-        elif command == "serve-reward":
-            from trainer.cli import serve_reward
+        elif command == "bench":
+            from trainer.cli import bench
 
-            serve_reward.main(arguments)
+            if arguments[:1] != ["overlap"]:
+                sys.exit(HELP[command])
+            bench.main(arguments[1:])
         else:
-            from trainer.cli import explain
-
-            explain.main(arguments)
+            load_object(f"{MODULES[command]}.main", command)(arguments)
     except VerlLikeError as err:
         sys.exit(f"error: {err}")
 

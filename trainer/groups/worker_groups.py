@@ -62,8 +62,8 @@ class WorkerGroups:
         """Check the whole placement and import every class; only then start processes.
 
         `worker_code` are the dotted paths that workers import; by default their classes alone.
-        On Ray all pools start at once, in process one by one: there a role may find neighbours from
-        other pools.
+        Pools with processes of their own start at once. Before them, those of the driver's own
+        thread start one by one: there a role may find neighbours from other pools.
         """
         self.config = config
         self._worker_code = list(
@@ -91,16 +91,16 @@ class WorkerGroups:
         order = [*ROLE_WORKERS, *classes]
         pools = self.placement.pools
         roles = {name: sorted(plan.roles, key=order.index) for name, plan in pools.items()}
-        starts = []
+        one_by_one: list[Callable[[], None]] = []
+        at_once: list[Callable[[], None]] = []
         for name, plan in pools.items():
-            starts.append(partial(self._start, plan, {role: classes[role] for role in roles[name]}))
+            start = partial(self._start, plan, {role: classes[role] for role in roles[name]})
+            (at_once if self._starts_beside_others(plan) else one_by_one).append(start)
 
         try:
-            if self.config.trainer.backend != "ray":
-                for start in starts:
-                    start()
-            else:
-                side_by_side(starts)
+            for start in one_by_one:
+                start()
+            side_by_side(at_once)
         except BaseException:
             self.shutdown()
             raise
@@ -185,10 +185,16 @@ class WorkerGroups:
 
             require_shared_folder(Path(self.config.trainer.default_local_dir), nodes.values())
 
+    def _starts_beside_others(self, plan: PoolPlan) -> bool:
+        """Whether the pool has processes of its own, which this one starts."""
+        backend = self.config.trainer.backend
+        is_inline = plan.world_size == 1 and plan.name not in self.config.child_pools
+        return backend == "ray" or (backend == "local" and not is_inline)
+
     def _start(self, plan: PoolPlan, classes: dict[str, type[Worker]]) -> None:
         trainer = self.config.trainer
         recipe = create_colocated_worker_cls(
-            {r: ClassWithInitArgs(c, self.config) for r, c in classes.items()}
+            {r: ClassWithInitArgs(c, self.config.of_role(r)) for r, c in classes.items()}
         )
         limits = Deadlines.of(self.config.watch)
         options: dict[str, Any] = {"seed": trainer.seed, "deadlines": limits}
@@ -198,6 +204,7 @@ class WorkerGroups:
             from verl_like.backends.local.group import LocalWorkerGroup
 
             options.update(device_kind=self._device_kind, neighbours=self._neighbours)
+            options["own_processes"] = plan.name in self.config.child_pools
             if trainer.backend == "torchrun":
                 options["start_rank"] = start_by_torchrun(self.placement, limits)
             group = LocalWorkerGroup(ResourcePool(plan.process_on_nodes), recipe, **options)

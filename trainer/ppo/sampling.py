@@ -9,14 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.ppo.call_results import join_results
 from trainer.ppo.samples import write_samples
 from verl_like.batch.protocol import DataProto
-from workers.columns import select_reads, write_columns
+from workers.columns import select_reads
 from workers.config import model_rewards
 from workers.rewards.weighted import Rewards, WeightedScores
 from workers.roles.rollout import generate
@@ -39,13 +37,7 @@ class SamplingTrainer(Trainer):
         """The rows of prompts with a response each; `settings` go before those of the batch."""
         asked = self.needed(batch, "rollout", "generate_sequences")
         asked.meta_info = asked.meta_info | settings
-        samples = generate(self.groups["rollout"], asked)
-
-        version = samples.meta_info.pop("policy_version")
-        versions = torch.full((len(samples),), version, dtype=torch.int64)
-        batch.pop(PROMPT_COLUMNS)
-        samples.meta_info = {}
-        return write_columns(batch.union(samples), policy_version=versions)
+        return with_responses(batch, generate(self.groups["rollout"], asked))
 
     def with_rewards(self, batch: DataProto, normalize: bool = True) -> tuple[DataProto, Metrics]:
         """The batch with its scores, waited for: for what must see them before the score stage."""
@@ -79,3 +71,10 @@ class SamplingTrainer(Trainer):
     def write_samples(self, name: str, batch: DataProto) -> None:
         """The samples of this step as text, in a folder of that name."""
         write_samples(self.folder / name, self.global_step, batch, self.tokenizer)
+
+
+def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
+    """The rows of prompts with what the rollout made of them."""
+    batch.pop(PROMPT_COLUMNS)
+    samples.meta_info = {}
+    return batch.union(samples)

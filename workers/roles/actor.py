@@ -30,7 +30,7 @@ from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch
 from workers.training.router_loss import BalancedEngine
-from workers.weights.sync import WeightSender
+from workers.weights.delivery import WeightPublisher
 
 if TYPE_CHECKING:
     from workers.config import (
@@ -57,7 +57,7 @@ def log_prob_budget(
     return Budget.of(actor.use_dynamic_bsz, rows, tokens)
 
 
-class ActorWorker(Checkpointed, WeightSender, Worker):
+class ActorWorker(Checkpointed, WeightPublisher, Worker):
     """Scores responses under the current policy and improves it by PPO."""
 
     engine: TrainEngine

@@ -92,11 +92,10 @@ class RolloutWorker(WeightReceiver, Worker):
             data, outputs, self.response_width, int(pad), sampling.truncated_log_probs
         )
         columns["weights_id"] = torch.full((len(data),), self.engine.weights_id)
+        columns["policy_version"] = oldest_versions(outputs, len(data), self.engine.version or 0)
         reasons = [output.finish_reason for output in outputs]
         return DataProto.from_dict(
-            columns,
-            {"finish_reason": reasons + ["pad"] * (len(data) - len(reasons))},
-            {"policy_version": self.engine.version},
+            columns, {"finish_reason": reasons + ["pad"] * (len(data) - len(reasons))}
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
@@ -242,6 +241,15 @@ def _arrived(group: Any, pending: Any) -> bool:
         return bool(there) and group.transport.fetch_header(pending.header).error is None
     except WorkerDiedError:
         return False
+
+
+def oldest_versions(outputs: list[Output], rows: int, current: int) -> Tensor:
+    """[rows]: the version of each response's oldest token; of an empty one the engine's own."""
+    oldest = torch.full((rows,), current, dtype=torch.long)
+    for row, output in enumerate(outputs):
+        if len(output.versions):
+            oldest[row] = int(output.versions.min())
+    return oldest
 
 
 def response_columns(

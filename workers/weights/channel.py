@@ -19,7 +19,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -79,10 +79,15 @@ class Channel:
             if has_own_gpus:
                 self._gpu_group = group_of_gpus(dist.PrefixStore("gpus", store), rank, size)
 
-    def send(self, tensors: NamedTensors, bucket_mb: float) -> None:
-        """Broadcast all tensors; a tensor larger than a bucket travels alone, from where it is."""
+    def send(
+        self, tensors: NamedTensors, bucket_mb: float, hashes: Mapping[str, int] | None = None
+    ) -> None:
+        """Broadcast all tensors; a tensor larger than a bucket travels alone, from where it is.
+
+        Their `hashes` are taken on the way unless they are given, by name.
+        """
         finish = None
-        buckets = self._buckets(tensors, int(bucket_mb * 2**20))
+        buckets = self._buckets(tensors, int(bucket_mb * 2**20), hashes or {})
         for number, (sent, payload) in enumerate(buckets):
             if finish is not None:
                 finish()
@@ -155,7 +160,9 @@ class Channel:
             self._group.allreduce([votes], options).wait()
         return int(votes) == 0
 
-    def _buckets(self, tensors: NamedTensors, limit: int) -> Iterator[tuple[list[Sent], Tensor]]:
+    def _buckets(
+        self, tensors: NamedTensors, limit: int, hashes: Mapping[str, int]
+    ) -> Iterator[tuple[list[Sent], Tensor]]:
         """One bucket after the other: its tensors' names, types, shapes and hashes, and its bytes.
 
         The two buffers take turns: one may travel while the other is being filled.
@@ -168,12 +175,17 @@ class Channel:
             if sent and filled + len(own) > limit:
                 yield sent, self._room(turn, filled)
                 sent, turn, filled = [], 1 - turn, 0
+            value = hashes.get(name)
             if len(own) > limit:
-                yield [(*fact, self.hashing.of(own))], own
+                yield [(*fact, self.hashing.of(own) if value is None else value)], own
                 continue
 
             place = self._room(turn, limit)[filled : filled + len(own)]
-            sent.append((*fact, self.hashing.of_copied(place, own)))
+            if value is None:
+                value = self.hashing.of_copied(place, own)
+            else:
+                place.copy_(own)
+            sent.append((*fact, value))
             filled += len(own)
         if sent:
             yield sent, self._room(turn, filled)

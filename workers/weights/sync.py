@@ -14,9 +14,10 @@ generate.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,9 @@ from verl_like.errors import WeightSyncError
 from workers.weights.channel import Channel, join_store, open_store
 from workers.weights.checksum import NamedTensors
 from workers.weights.sink import describe_problems
+
+_OPENING = threading.Lock()
+"""Addresses are asked for by several threads."""
 
 
 def sync_weights(
@@ -61,6 +65,11 @@ def sync_weights(
         calls = (send, receive) if sender_first else (receive, send)
         reports = [report for side in gather(*(call() for call in calls)) for report in side]
 
+    return sync_figures(reports, version, start)
+
+
+def sync_figures(reports: Sequence[SyncReport], version: int, start: float) -> dict[str, float]:
+    """What a sync that began at `start` has cost; a `WeightSyncError` where a rank refused it."""
     errors = [report.error for report in reports if report.error]
     if errors:
         raise WeightSyncError(f"version {version} was not taken over: " + "; ".join(errors))
@@ -106,15 +115,26 @@ class WeightSender:
     sent_dtype: torch.dtype | None = None
     _weight_store: tuple[dist.TCPStore, str] | None = None
     _num_channels = 0
+    _sync_number = ""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_weight_channel(self) -> str | None:
         """Rank 0 returns the address of the next sync: that of its one store, and a number."""
         if self.rank != 0:
             return None
+        address = self._new_address()
+        self._sync_number = address.rpartition("/")[2]
+        return address
+
+    def _new_address(self) -> str:
+        """A place on this rank's one store that nobody else has been given."""
+        with _OPENING:
+            self._num_channels += 1
+            return f"{self._opened_store()[1]}/{self._num_channels}"
+
+    def _opened_store(self) -> tuple[dist.TCPStore, str]:
         self._weight_store = self._weight_store or open_store()
-        self._num_channels += 1
-        return f"{self._weight_store[1]}/{self._num_channels}"
+        return self._weight_store
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(
@@ -124,9 +144,10 @@ class WeightSender:
         dtype = None if as_trained else self.sent_dtype
         tensors = self.engine.named_full_tensors(on_all_ranks=False, dtype=dtype)
         try:
-            if self._weight_store is None:
+            if self.rank != 0:
                 return SyncReport()
-            store = dist.PrefixStore(str(self._num_channels), self._weight_store[0])
+            assert self._weight_store is not None, "open_weight_channel comes first"
+            store = dist.PrefixStore(self._sync_number, self._weight_store[0])
             with closing(Channel(store, 0, num_receivers, self.device)) as channel:
                 channel.send(tensors, bucket_mb)
                 agreed = channel.all_agree(True)

@@ -161,7 +161,7 @@ def test_rollout_log_probs_are_the_actors_at_every_version(tiny_dir: Path) -> No
         sync_weights(actor, rollout, version)
         assert actor.weights_checksum() == rollout.weights_checksum()
         data = rollout.generate_sequences(prompt_batch(12))
-        assert data.meta_info["policy_version"] == version
+        assert set(data.batch["policy_version"].tolist()) == {version}
         old = actor.compute_log_prob(data)[0].batch["old_log_probs"]
         torch.testing.assert_close(data.batch["rollout_log_probs"], old, atol=1e-5, rtol=0)
         actor.update_actor(make_batch(8)).get()

@@ -229,6 +229,7 @@ def test_the_columns_are_those_of_the_table(worker: RolloutWorker) -> None:
     assert set(out.batch.keys()) == {
         *("prompts", "responses", "input_ids", "attention_mask", "position_ids"),
         *("response_mask", "rollout_log_probs", "token_versions", "weights_id"),
+        "policy_version",
     }
     truncated = worker.generate_sequences(
         prompt_batch(9, meta=META | {"truncated_log_probs": True, "top_k": 2})
@@ -237,7 +238,8 @@ def test_the_columns_are_those_of_the_table(worker: RolloutWorker) -> None:
     assert truncated.batch.keys() == out.batch.keys()
     assert (column >= truncated.batch["rollout_log_probs"]).all()
     assert column.count_nonzero() > 0
-    assert out.meta_info == {"policy_version": 3}
+    assert out.batch["policy_version"].tolist() == [3] * 9
+    assert out.meta_info == {}
     assert set(out.non_tensor_batch) == {"finish_reason"}
     assert torch.equal(out.batch["token_versions"], 3 * out.batch["response_mask"])
     assert set(out.batch["weights_id"].tolist()) == {worker.engine.weights_id} != {0}
@@ -266,6 +268,19 @@ def test_pad_rows_get_empty_responses_and_real_rows_do_not_change(worker: Rollou
     for name, column in padded.batch.items():
         assert torch.equal(column[:4], whole.batch[name][:4])
     assert padded.batch["response_mask"][4:].sum() == 0
+
+
+def test_a_samples_policy_version_is_that_of_its_oldest_token(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(requests: Any, sampling: Any) -> list[Output]:
+        versions = [torch.tensor(row, dtype=torch.int32) for row in ([1, 1, 3], [2], [])]
+        return [Output(row.long(), row.float(), "stop", row) for row in versions]
+
+    monkeypatch.setattr(worker.engine, "generate", generate)
+    found = worker.generate_sequences(prompt_batch(3)).batch["policy_version"]
+    assert found.dtype == torch.int64
+    assert found.tolist() == [1, 2, 3]
 
 
 def test_the_batch_may_override_sampling_and_validation_has_its_own_noise(
