@@ -21,6 +21,7 @@ USAGE = """usage: verl-like COMMAND ...
   serve-reward [...]            answer reward requests over HTTP
   migrate openrlhf FILE         turn a script of OpenRLHF's into a command of ours
   report RUN_DIR                write RUN_DIR/report.html anew
+  compare RUN RUN ...           runs side by side: settings, curves, times
   export CHECKPOINT OUT         a trained model as a Hugging Face folder
   -sc install=bash              print tab completion; use it with
                                 eval "$(verl-like -sc install=bash)"
@@ -36,6 +37,7 @@ RECIPES = {
 MODULES = {
     "serve-reward": "trainer.cli.serve_reward",
     "explain": "trainer.cli.explain",
+    "compare": "trainer.cli.compare",
     "export": "trainer.cli.export",
 }
 """Commands whose module has a `main(arguments)`."""
@@ -123,6 +125,13 @@ became of every flag: renamed, always so here, or not here and what to do instea
 defaults that differ from ours, which the command sets.
 
   verl-like migrate openrlhf train_ppo_llama_ray.sh
+""",
+    "compare": """usage: verl-like compare RUN RUN ... [--page FILE]
+
+Reads two run folders or more, whatever state they are in, and prints: how each ended, the keys that
+are set differently, every metric at its end and at its best (mean and deviation of runs that differ
+in trainer.seed alone), the phases of a step, and the placements. The page, comparison.html here
+unless --page names another, has the same tables and every curve of all runs on one axis.
 """,
     "export": """usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
            [--model BASE]
