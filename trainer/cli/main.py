@@ -23,6 +23,7 @@ USAGE = """usage: verl-like COMMAND ...
                                 command of ours
   bench overlap [RUN_DIR]       predict what detached makers would gain a job
   report RUN_DIR                write RUN_DIR/report.html anew
+  compare RUN RUN ...           runs side by side: settings, curves, times
   export CHECKPOINT OUT         a trained model as a Hugging Face folder
   -sc install=bash              print tab completion; use it with
                                 eval "$(verl-like -sc install=bash)"
@@ -39,6 +40,7 @@ RECIPES = {
 MODULES = {
     "serve-reward": "trainer.cli.serve_reward",
     "explain": "trainer.cli.explain",
+    "compare": "trainer.cli.compare",
     "export": "trainer.cli.export",
 }
 """Commands whose module has a `main(arguments)`."""
@@ -127,6 +129,13 @@ those of its defaults that differ from ours, which the command sets.
   verl-like migrate verl run_qwen2-7b.sh                   verl.trainer.main_ppo
   verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, both generations of flags
   verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo; also a YAML alone
+""",
+    "compare": """usage: verl-like compare RUN RUN ... [--page FILE]
+
+Reads two run folders or more, whatever state they are in, and prints: how each ended, the keys that
+are set differently, every metric at its end and at its best (mean and deviation of runs that differ
+in trainer.seed alone), the phases of a step, and the placements. The page, comparison.html here
+unless --page names another, has the same tables and every curve of all runs on one axis.
 """,
     "export": """usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
            [--model BASE]
