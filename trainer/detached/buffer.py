@@ -175,14 +175,15 @@ class ExperienceBuffer:
         Raises what a maker's thread raised, `StalledError` where nobody can go on, and
         `EndOfSamples` where there is no more.
         """
-        with self._change():
+        with self._changed, self._activity.of("trainer").waiting("samples"):
             self._demand = _Demand(num_samples, attempt, rest_of_version, rest_of_run)
-        try:
-            with self._changed, self._activity.of("trainer").waiting("samples"):
+            self._look_again()
+            try:
                 return self._wait_for_batch(num_samples)
-        finally:
-            with self._change():
+            finally:
+                # before the lock is free: what was taken is no longer asked for
                 self._demand = _Demand(0, 0, rest_of_version, rest_of_run)
+                self._look_again()
 
     def drop_taken(self, uids: Iterable[str], reason: str) -> None:
         """Groups that were taken and are not trained on."""
@@ -279,8 +280,12 @@ class ExperienceBuffer:
     def _change(self) -> Iterator[None]:
         with self._changed:
             yield
-            self._idle.clear()  # whoever waits looks again
-            self._changed.notify_all()
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Whoever waits looks whether it can go on now."""
+        self._idle.clear()
+        self._changed.notify_all()
 
     def _wait_for_batch(self, num_samples: int) -> list[Experience]:
         began = last_warning = time.monotonic()
@@ -290,8 +295,7 @@ class ExperienceBuffer:
             choice = self._choose(num_samples)
             for experience, reason in choice.dropped:
                 self._drop(experience, reason)
-                self._idle.clear()
-                self._changed.notify_all()
+                self._look_again()
             if choice.taken:
                 for experience in choice.taken:
                     self._ready.remove(experience)

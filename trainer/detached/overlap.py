@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +57,7 @@ class Setup:
     pieces: int = 0
     """Of a batch; 0: as many as makers."""
     limit: int = 0
-    """Pieces that the buffer holds; 0: as many as the staleness lets there be."""
+    """Pieces that may be queued or in the making at once; 0: as many as the staleness allows."""
     weights_at_once: bool = False
     """A maker takes new weights in the middle of a piece, not before its next one."""
     fixed_share: float = 0.0
@@ -111,9 +110,9 @@ class _Event(NamedTuple):
 class _Maker:
     version: int = 0
     piece: int | None = None
-    """The number of the piece that it makes, or holds because the buffer is full."""
+    """The number of the piece that it makes."""
     state: str = "idle"
-    """`idle`, `syncing`, `generating`, or `full`: the piece waits for room in the buffer."""
+    """`idle`, `syncing` or `generating`."""
     drawn_by: int = 0
     """The version that began its piece."""
     ends: float = 0.0
@@ -153,14 +152,12 @@ class _Run:
             elif event.kind == "synced":
                 self._synced(event.maker)
             else:
-                self.makers[event.maker].state = "full"
+                self._put(self.makers[event.maker])
         return self._prediction(num_steps)
 
     def _go_on(self) -> None:
         """All that can happen at this moment."""
-        self._store()
         self._take()
-        self._store()  # a batch that was taken has left room
         for number, maker in enumerate(self.makers):
             if maker.state == "idle" and self._may_begin(self.num_begun, lag=0):
                 maker.piece, self.num_begun = self.num_begun, self.num_begun + 1
@@ -174,7 +171,8 @@ class _Run:
         size = self.setup.num_pieces
         num_taken = (self.version + self.is_training) * size
         demand = 0 if self.is_training else size
-        return piece + 1 - num_taken <= demand + (self.setup.max_staleness - lag) * size
+        room = demand + (self.setup.max_staleness - lag) * size
+        return piece + 1 - num_taken <= min(room, self.setup.limit or room)
 
     def _sync(self, number: int) -> None:
         """The maker takes the version that is the newest now."""
@@ -201,17 +199,11 @@ class _Run:
         maker.busy += seconds
         self._at(maker.ends, "generated", number)
 
-    def _store(self) -> None:
-        """Put finished pieces into the buffer; one of the next batch always finds room."""
-        size = self.setup.num_pieces
-        end_of_batch = (self.version + self.is_training + 1) * size
-        limit = self.setup.limit or math.inf
-        for maker in self.makers:
-            if maker.state != "full" or maker.piece is None:
-                continue
-            if len(self.queue) < limit or maker.piece < end_of_batch:
-                self.queue[maker.piece] = maker.drawn_by
-                maker.state, maker.piece = "idle", None
+    def _put(self, maker: _Maker) -> None:
+        """The maker's piece is queued."""
+        assert maker.piece is not None, "a maker makes a piece"
+        self.queue[maker.piece] = maker.drawn_by
+        maker.state, maker.piece = "idle", None
 
     def _take(self) -> None:
         """The trainer takes the next batch, if it waits and all pieces are there."""

@@ -7,6 +7,7 @@ sends that copy while the trainers go on.
 from __future__ import annotations
 
 from trainer.detached.config import DetachedConfig
+from trainer.detached.sync_log import SyncLog
 from trainer.detached.topology import Topology, maker_role
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
@@ -21,6 +22,7 @@ class WeightFeed:
         """Nothing is published yet."""
         self._groups, self._topology = groups, topology
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
+        self._log = SyncLog(config.trainer.default_local_dir) if config.detached.debug else None
         self.version = 0
 
     def publish(self, version: int) -> Metrics:
@@ -37,9 +39,11 @@ class WeightFeed:
             version = self.version
             try:
                 actor, rollout = self._groups["actor"], self._groups[maker_role(maker)]
-                deliver_weights(actor, rollout, version, self._bucket_mb, sender)
+                figures = deliver_weights(actor, rollout, version, self._bucket_mb, sender)
             except WeightSyncError:
                 if version == self.version:
                     raise
                 continue  # newer ones were published meanwhile, and the older are gone
+            if self._log is not None:
+                self._log.add(maker, figures)
             return version
