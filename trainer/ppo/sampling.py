@@ -14,7 +14,7 @@ from trainer.loop import Metrics, Trainer
 from trainer.ppo.call_results import join_results
 from trainer.ppo.samples import write_samples
 from verl_like.batch.protocol import DataProto
-from workers.columns import select_reads
+from workers.columns import PARTIAL_RESPONSE, has_column, select_reads
 from workers.config import model_rewards
 from workers.rewards.weighted import Rewards, WeightedScores
 from workers.roles.rollout import generate
@@ -39,7 +39,9 @@ class SamplingTrainer(Trainer):
         asked.meta_info = asked.meta_info | settings
         samples = generate(self.groups["rollout"], asked)
 
-        batch.pop(PROMPT_COLUMNS)
+        batch.pop(
+            [*PROMPT_COLUMNS, *(name for name in PARTIAL_RESPONSE if has_column(batch, name))]
+        )
         samples.meta_info = {}
         return batch.union(samples)
 
