@@ -86,6 +86,7 @@ def draw_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a process of a test's own, too."""
     for drawing in ("curves", "timeline", "shares"):
         monkeypatch.setattr(f"trainer.report.figures.{drawing}", lambda *_: "")
+    monkeypatch.setattr("trainer.report.detached_figures.drawings", lambda *_: [])
 
 
 @pytest.fixture(scope="session")

@@ -234,9 +234,13 @@ class Trainer(Hooks, ABC):
         finally:
             self.timing[stage] = time.perf_counter() - began
             self.calls += [
-                call | {"stage": stage, "step": self.global_step}
+                call | {"stage": self.stage_of(call, stage), "step": self.global_step}
                 for call in self.groups.take_calls()
             ]
+
+    def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
+        """The stage that a finished call belongs to: that in which it ended."""
+        return ended_in
 
     def take_calls(self) -> list[dict[str, Any]]:
         """The workers' calls since the last time, each with its stage and step."""

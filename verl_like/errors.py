@@ -13,6 +13,7 @@ VerlLikeError
 ├── CallbackError (RuntimeError)       a callback of the user's has raised
 ├── RolloutError (RuntimeError)        generation refused or broke
 ├── WeightSyncError (RuntimeError)     weights that are not provably the trainer's
+├── LedgerError (RuntimeError)         a sample that was lost or counted twice
 └── CheckpointError (RuntimeError)     a checkpoint that cannot be written or trusted
 """
 
@@ -76,6 +77,10 @@ class RolloutError(VerlLikeError, RuntimeError):
 
 class WeightSyncError(VerlLikeError, RuntimeError):
     """The weights of a rollout engine are not provably the trainer's."""
+
+
+class LedgerError(VerlLikeError, RuntimeError):
+    """The books of a detached run do not close: a sample was lost, or counted twice."""
 
 
 class CheckpointError(VerlLikeError, RuntimeError):

@@ -12,8 +12,9 @@ from torch import nn
 
 from verl_like.errors import WeightSyncError
 from workers.weights.checksum import checksum_of
+from workers.weights.delivery import WeightPublisher
 from workers.weights.sink import WeightSink
-from workers.weights.sync import WeightReceiver, WeightSender, sync_weights
+from workers.weights.sync import WeightReceiver, sync_weights
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,10 @@ class PlainTrainer:
         self.module = TiedModel(seed)
 
     def named_full_tensors(
-        self, on_all_ranks: bool = True, dtype: torch.dtype | None = None
+        self,
+        on_all_ranks: bool = True,
+        dtype: torch.dtype | None = None,
+        merged: bool = True,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.module.named_parameters()
 
@@ -63,7 +67,7 @@ class PlainEngine:
         self.version = version
 
 
-class Sender(WeightSender):
+class Sender(WeightPublisher):
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.device, self.engine = rank, CPU, PlainTrainer(0)
 
@@ -79,7 +83,8 @@ class Group:
 
     def __init__(self, workers: Sequence[Any]) -> None:
         self.workers, self.world_size = workers, len(workers)
-        self.pool = ThreadPoolExecutor(len(workers))
+        # calls past the queue have threads of their own
+        self.pool = ThreadPoolExecutor(4 * len(workers))
 
     def shares_processes_with(self, other: Any) -> bool:
         return self is other

@@ -19,8 +19,12 @@ USAGE = """usage: verl-like COMMAND ...
   doctor [--model PATH]         check what a run needs: packages, a remote call, a
                                 weight sync; or how a run treats one model
   serve-reward [...]            answer reward requests over HTTP
-  migrate openrlhf FILE         turn a script of OpenRLHF's into a command of ours
+  migrate SYSTEM FILE           turn a script of verl's, OpenRLHF's or TRL's into a
+                                command of ours
+  bench overlap [RUN_DIR]       predict what detached makers would gain a job
   report RUN_DIR                write RUN_DIR/report.html anew
+  compare RUN RUN ...           runs side by side: settings, curves, times
+  export CHECKPOINT OUT         a trained model as a Hugging Face folder
   -sc install=bash              print tab completion; use it with
                                 eval "$(verl-like -sc install=bash)"
   --version                     print the version
@@ -30,8 +34,16 @@ RECIPES = {
     "reward-model": "trainer.reward_model.recipe.REWARD_MODEL",
     "dpo": "trainer.preference.recipe.DPO",
     "best-of-n": "trainer.best_of_n.recipe.BEST_OF_N",
+    "detached": "trainer.detached.recipe.DETACHED",
 }
 """Commands that train, but for `ppo`, which is Hydra's."""
+MODULES = {
+    "serve-reward": "trainer.cli.serve_reward",
+    "explain": "trainer.cli.explain",
+    "compare": "trainer.cli.compare",
+    "export": "trainer.cli.export",
+}
+"""Commands whose module has a `main(arguments)`."""
 HELP = {
     "sft": """usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
 
@@ -108,14 +120,47 @@ Loads a reward function, prints the address, and answers until it gets SIGINT or
 with the same numbers as the function in process. It listens on this machine alone (port 8000; 0
 takes a free one), unless --host and a secret in the environment variable --token-env are given.
 """,
-    "migrate": """usage: verl-like migrate openrlhf COMMAND-OR-FILE
+    "migrate": """usage: verl-like migrate verl|openrlhf|trl COMMAND-OR-FILE
 
-Reads a command line of OpenRLHF's train_ppo_ray, or a shell script that has one, in either
-generation of its flags, and prints the same run as a `verl-like ppo` command. Below it stands what
-became of every flag: renamed, always so here, or not here and what to do instead; and those of its
-defaults that differ from ours, which the command sets.
+Reads a command line, or a file that has one, and prints the same run as a command of ours. Below it
+stands what became of every flag: renamed, always so here, or not here and what to do instead; and
+those of its defaults that differ from ours, which the command sets.
 
-  verl-like migrate openrlhf train_ppo_llama_ray.sh
+  verl-like migrate verl run_qwen2-7b.sh                   verl.trainer.main_ppo
+  verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, both generations of flags
+  verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo; also a YAML alone
+""",
+    "compare": """usage: verl-like compare RUN RUN ... [--page FILE]
+
+Reads two run folders or more, whatever state they are in, and prints: how each ended, the keys that
+are set differently, every metric at its end and at its best (mean and deviation of runs that differ
+in trainer.seed alone), the phases of a step, and the placements. The page, comparison.html here
+unless --page names another, has the same tables and every curve of all runs on one axis.
+""",
+    "export": """usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
+           [--model BASE]
+
+Writes the folder OUT, which `from_pretrained` and vLLM load, of a run folder's newest checkpoint or
+of the global_step_N that is named; LoRA is merged. It needs no GPU and no cluster, whatever number
+of ranks wrote the checkpoint, and the run need not have saved hf_model.
+
+  --role critic    whose model; by default the policy
+  --adapter        the LoRA adapter for peft, not merged
+  --average        the moving average of the weights (actor.ema_decay)
+  --model BASE     the folder that it was trained from, where that has moved
+""",
+    "bench": """usage: verl-like bench overlap RUN_DIR
+       verl-like bench overlap --gen 1.2 --score 0.3 --update 0.8 --sync 0.1
+           [--makers 1,2] [--trainers 1] [--staleness 0,1,4] [--json] ...
+
+Predicts a detached run, whose makers generate while its trainer trains, from the seconds that the
+phases took in a run, or from those given: seconds a step, speed-up over the synchronous run, who
+is idle, what limits, for fewer and more makers. A simulation: nothing is started.
+
+  --pieces 4          of a batch, each made by one maker; by default as many as makers
+  --limit 8           pieces that may be queued or in the making at once
+  --at-once           makers take new weights in the middle of a piece
+  --fixed-share 0.5   of generation, that fewer rows do not shorten: the longest response's
 """,
     "report": """usage: verl-like report RUN_DIR
 
@@ -184,14 +229,14 @@ def _plain_command(command: str, arguments: list[str]) -> None:
             from trainer.cli import migrate
 
             migrate.main(*arguments)
-        elif command == "serve-reward":
-            from trainer.cli import serve_reward
+        elif command == "bench":
+            from trainer.cli import bench
 
-            serve_reward.main(arguments)
+            if arguments[:1] != ["overlap"]:
+                sys.exit(HELP[command])
+            bench.main(arguments[1:])
         else:
-            from trainer.cli import explain
-
-            explain.main(arguments)
+            load_object(f"{MODULES[command]}.main", command)(arguments)
     except VerlLikeError as err:
         sys.exit(f"error: {err}")
 

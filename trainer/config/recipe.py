@@ -12,7 +12,7 @@ its algorithm it hands over as callables: nothing in `trainer.config` knows one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -30,6 +30,14 @@ def _none_inactive(config: Any) -> dict[str, str]:
 
 def _none_extra(config: Any) -> dict[str, tuple[str, str]]:
     return {}
+
+
+def _as_they_are(overrides: Sequence[str]) -> Sequence[str]:
+    return overrides
+
+
+def _as_it_is(config: Any, keys: Collection[str]) -> None:
+    pass
 
 
 def _nothing() -> None:
@@ -59,29 +67,43 @@ class Recipe(Generic[C]):
     """Further roles of a configuration -> dotted path of the class, and the role whose pool they
     share unless they are mapped.
     """
+    complete: Callable[[Any, Collection[str]], None] = _as_it_is
+    """Writes into a configuration what only the whole of it decides; gets the keys that the user
+    set, too.
+    """
     load_registries: Callable[[], None] = _nothing
     """Imports the modules that register the names which keys may have."""
     checks: Sequence[Callable[[C], None]] = ()
     """Rules between fields: each raises `ConfigError`."""
+    translate: Callable[[Sequence[str]], Sequence[str]] = _as_they_are
+    """Writes the keys of another system in ours, before overrides are looked at."""
     shorthands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Words such as `colocate_all` -> the overrides that `colocate_all=true` stands for."""
     only_noticed: frozenset[str] = frozenset()
     """Keys that are shown, not refused, where nothing reads them."""
+    shares_presets_of: Path | None = None
+    """Folder of another recipe whose groups of presets it has, too; its YAML names that folder in
+    `hydra.searchpath`.
+    """
 
     @property
     def groups(self) -> list[str]:
         """The groups of presets: `placement`, and every folder of YAML beside the recipe's own."""
-        return sorted(
-            {"placement", *(path.parent.name for path in self.config_dir.glob("*/*.yaml"))}
-        )
+        files = (path for folder in self._folders for path in folder.glob("*/*.yaml"))
+        return sorted({"placement", *(path.parent.name for path in files)})
 
     def preset_names(self, group: str) -> list[str]:
         """What `<group>=` may stand for: the files of that folder, of `placement` the mapping too.
 
         Empty where there is no such group.
         """
-        files = [path.stem for path in (self.config_dir / group).glob("*.yaml")]
+        paths = (path for folder in self._folders for path in (folder / group).glob("*.yaml"))
+        files = [path.stem for path in paths]
         return sorted({*files, *(self.placements if group == "placement" else ())})
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [self.config_dir, *([self.shares_presets_of] if self.shares_presets_of else [])]
 
 
 def presets(split: Mapping[str, Sequence[str]]) -> Placements:

@@ -151,3 +151,16 @@ class RunConfig:
         None, allows="above 0", read_when=ON_RAY, may_change_on_resume=True
     )
     """CPU share of one worker process; null takes min(1, CPUs / processes)."""
+
+    @property
+    def child_pools(self) -> frozenset[str]:
+        """Pools that `backend=local` makes of child processes even where they have one process.
+
+        Other pools of one run in the driver's own thread. A recipe whose roles work while the
+        driver does something else overrides this.
+        """
+        return frozenset()
+
+    def of_role(self, role: str) -> RunConfig:
+        """The configuration that this role's workers get; a recipe's may differ between roles."""
+        return self

@@ -191,20 +191,23 @@ class PromptLoader:
     def __iter__(self) -> Iterator[DataProto]:
         """The next batch and all after it, without end."""
         while True:
-            epoch, index = divmod(self._num_taken, len(self))
-            order = self.prompts.rows
-            if self._config.shuffle:
-                order = np.random.default_rng([self._trainer.seed, epoch]).permutation(order)
-            start = index * self._config.train_batch_size
-            chosen = order[start : start + self._num_of_next_batch]
             self._num_taken += 1
-            yield self.prompts.batch(chosen.tolist(), epoch)
+            yield self.batch(self._num_taken - 1)
 
-    @property
-    def _num_of_next_batch(self) -> int:
-        """Prompts of the batch that comes next: fewer in the last one of `data.total_prompts`."""
+    def batch(self, number: int) -> DataProto:
+        """The batch of that number, the run's first being 0, wherever the loader stands."""
+        epoch, index = divmod(number, len(self))
+        order = self.prompts.rows
+        if self._config.shuffle:
+            order = np.random.default_rng([self._trainer.seed, epoch]).permutation(order)
+        start = index * self._config.train_batch_size
+        chosen = order[start : start + self.num_prompts(number)]
+        return self.prompts.batch(chosen.tolist(), epoch)
+
+    def num_prompts(self, number: int) -> int:
+        """Prompts of the batch of that number: fewer in the last one of `data.total_prompts`."""
         size, total = self._config.train_batch_size, self._config.total_prompts
-        left = size if total is None else total - self._num_taken * size
+        left = size if total is None else total - number * size
         return min(left, size) if left > 0 else size
 
     @property

@@ -159,6 +159,10 @@ class AlgorithmConfig:
     """Subtract the KL to the reference from the reward; starts the reference role."""
     kl_penalty: str = key("kl", choices=KL_ESTIMATORS, read_when=KL_IN_REWARD)
     """Estimator of that KL."""
+    kl_penalty_per: str = key("token", choices=("token", "sequence"), read_when=KL_IN_REWARD)
+    """token: each token's reward loses the token's KL; sequence: that of the last token loses the
+    mean KL of the response.
+    """
     kl_ctrl: KLControlConfig = key(factory=KLControlConfig, read_when=KL_IN_REWARD)
     """Its coefficient."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from trainer.ppo.advantages.returns import is_last_inside
 from trainer.ppo.config import KLControlConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.tensor_ops import masked_mean
@@ -84,9 +85,11 @@ def apply_kl_penalty(
     kl_ctrl: KLController,
     kl_penalty: str = "kl",
     normalised_scores: Tensor | None = None,
+    kl_penalty_per: str = "token",
 ) -> tuple[DataProto, dict[str, float]]:
     """The same batch with rewards = scores - weight x KL on response tokens, and two metrics.
 
+    With `kl_penalty_per` sequence the mean KL of a response is taken from its last token alone.
     Scores are `token_level_scores`, or `normalised_scores` where these are given.
     The KL reported, and shown to the controller, is the mean over samples of their tokens' mean.
     """
@@ -98,8 +101,11 @@ def apply_kl_penalty(
         columns["old_log_probs"], columns["ref_log_prob"], kl_penalty
     ).masked_fill(~inside, 0)
     scores = columns["token_level_scores"] if normalised_scores is None else normalised_scores
+    mean_kl = masked_mean(kl, inside, axis=-1)
+    if kl_penalty_per == "sequence":
+        kl = mean_kl[:, None] * is_last_inside(inside)
     write_columns(batch, token_level_rewards=scores - kl_ctrl.value * kl)
-    current_kl = masked_mean(masked_mean(kl, inside, axis=-1), inside.any(dim=-1)).item()
+    current_kl = masked_mean(mean_kl, inside.any(dim=-1)).item()
     metrics = {
         "actor/reward_kl_penalty": current_kl,
         "actor/reward_kl_penalty_coeff": kl_ctrl.value,

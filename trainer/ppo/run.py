@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -27,7 +26,7 @@ from trainer.ppo.metrics import (
 from trainer.ppo.preflight import preflight
 from trainer.ppo.ptx import make_ptx_loader
 from trainer.ppo.running_norm import RunningNorm
-from trainer.ppo.sample_source import SampleSource, SynchronousSource
+from trainer.ppo.sample_source import Draw, SampleSource, SynchronousSource
 from trainer.ppo.sampling import SamplingTrainer
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
@@ -64,11 +63,19 @@ class PPORun(SamplingTrainer):
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.entropy_ctrl = get_entropy_controller(config.actor_rollout_ref.actor)
         self.running_norm = RunningNorm(config.algorithm.running_norm)
-        self.source: SampleSource = SynchronousSource(loader, self.make_samples)
+        self.source: SampleSource = self.make_source()
         self.weight_version = 0
 
+    def make_source(self) -> SampleSource:
+        """Where the samples of every step come from."""
+        return SynchronousSource(self.loader, self.generate, self.make_samples)
+
     @abstractmethod
-    def make_samples(self, prompts: Iterator[DataProto]) -> tuple[DataProto, Metrics]:
+    def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
+        """Samples of these prompts."""
+
+    @abstractmethod
+    def make_samples(self, draw: Draw) -> tuple[DataProto, Metrics]:
         """The samples of one step."""
 
     # ---------------------------------------------------------------------- what the loop asks for

@@ -2,7 +2,7 @@
 
 `PPOTrainer.step` takes one batch a step and does not know who made it:
 
-    source = SynchronousSource(loader, trainer.make_samples)
+    source = SynchronousSource(loader, trainer.generate, trainer.make_samples)
     for step in range(num_steps):
         batch, metrics = source.take()    # every row with the `policy_version` that made it
 
@@ -14,12 +14,14 @@ makers that wait while it is full.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from verl_like.batch.protocol import DataProto
 
 Samples = tuple[DataProto, dict[str, float]]
 """A batch, and metrics of how it was made."""
+Draw = Callable[[int], DataProto]
+"""The number of a draw within its step -> samples of as many prompts as a step has."""
 
 
 class SampleSource(ABC):
@@ -43,15 +45,19 @@ class SynchronousSource(SampleSource):
     length = 0
 
     def __init__(
-        self, prompts: Iterable[DataProto], make: Callable[[Iterator[DataProto]], Samples]
+        self,
+        prompts: Iterable[DataProto],
+        generate: Callable[[DataProto, int], DataProto],
+        make: Callable[[Draw], Samples],
     ) -> None:
-        """`make` draws as many batches of prompts as it needs for the samples of one step."""
+        """`make` draws as often as it needs to for the samples of one step."""
         self._prompts = iter(prompts)
+        self._generate = generate
         self._make = make
 
     def take(self) -> Samples:
         """Make the next batch now."""
-        return self._make(self._prompts)
+        return self._make(lambda attempt: self._generate(next(self._prompts), attempt))
 
     def close(self) -> None:
         """Nothing is ever under way between two calls."""

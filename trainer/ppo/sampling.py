@@ -37,13 +37,7 @@ class SamplingTrainer(Trainer):
         """The rows of prompts with a response each; `settings` go before those of the batch."""
         asked = self.needed(batch, "rollout", "generate_sequences")
         asked.meta_info = asked.meta_info | settings
-        samples = generate(self.groups["rollout"], asked)
-
-        batch.pop(
-            [*PROMPT_COLUMNS, *(name for name in PARTIAL_RESPONSE if has_column(batch, name))]
-        )
-        samples.meta_info = {}
-        return batch.union(samples)
+        return with_responses(batch, generate(self.groups["rollout"], asked))
 
     def with_rewards(self, batch: DataProto, normalize: bool = True) -> tuple[DataProto, Metrics]:
         """The batch with its scores, waited for: for what must see them before the score stage."""
@@ -77,3 +71,11 @@ class SamplingTrainer(Trainer):
     def write_samples(self, name: str, batch: DataProto) -> None:
         """The samples of this step as text, in a folder of that name."""
         write_samples(self.folder / name, self.global_step, batch, self.tokenizer)
+
+
+def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
+    """The rows of prompts with what the rollout made of them."""
+    begun = [name for name in PARTIAL_RESPONSE if has_column(batch, name)]
+    batch.pop([*PROMPT_COLUMNS, *begun])
+    samples.meta_info = {}
+    return batch.union(samples)

@@ -12,7 +12,6 @@ around a step is `trainer.loop.Trainer`, what a run has beside its step is `trai
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 
@@ -33,6 +32,7 @@ from trainer.ppo.mismatch import mismatch_metrics
 from trainer.ppo.ptx import rows_per_update
 from trainer.ppo.reference import update_reference
 from trainer.ppo.run import PPORun
+from trainer.ppo.sample_source import Draw
 from trainer.ppo.samples import repeat_prompts
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.update_samples import samples_of_update
@@ -69,19 +69,19 @@ class PPOTrainer(PPORun):
 
     # ----------------------------------------------------------------------------------- the stages
 
-    def make_samples(self, prompts: Iterator[DataProto]) -> tuple[DataProto, Metrics]:
+    def make_samples(self, draw: Draw) -> tuple[DataProto, Metrics]:
         """The samples of one step; with `filter_groups`, of as many draws as they take."""
         self.call_hook("on_sample_begin")
         filtered = self.config.algorithm.filter_groups
         metrics: Metrics = {}
         if filtered.enable:
             batch, metrics = collect_groups(
-                lambda attempt: self.with_rewards(self.generate(next(prompts), attempt)),
+                lambda attempt: self.with_rewards(draw(attempt)),
                 self.config.data.train_batch_size,
                 filtered,
             )
         else:
-            batch = self.generate(next(prompts))
+            batch = draw(0)
 
         batch, balance_metrics = self.balance(batch)
         self.call_hook("on_sample_end", batch)
@@ -93,11 +93,16 @@ class PPOTrainer(PPORun):
         Mini-batches stay the same samples: those of `actor.shuffle` go by numbers given before.
         """
         actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
-        if actor.shuffle:
-            batch = write_columns(batch, sample_number=torch.arange(len(batch)))
+        batch = self.number_rows(batch)
         sizes = actor.ppo_mini_batch_size, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
         num_mini_batches = math.lcm(*(self.num_prompts(batch) // size for size in sizes))
         return balance_ranks(batch, self.groups["actor"].world_size, num_mini_batches)
+
+    def number_rows(self, batch: DataProto) -> DataProto:
+        """The samples with the numbers that `actor.shuffle` goes by."""
+        if self.config.actor_rollout_ref.actor.shuffle:
+            return write_columns(batch, sample_number=torch.arange(len(batch)))
+        return batch
 
     def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
         """`rollout.n` samples of every prompt, each with the version of the policy that made it.
@@ -126,20 +131,20 @@ class PPOTrainer(PPORun):
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Independent readings of the same samples: all launched, then joined.
 
-        Scores that the batch has already are not made again, nor are old log-probs that the update
-        itself will find or takes from the rollout.
+        What the batch has already is not made again, nor are old log-probs that the update itself
+        will find or takes from the rollout.
         """
         calls = [] if has_column(batch, "token_level_scores") else [self.launch_rewards(batch)]
         bypasses = self.config.algorithm.rollout_correction.bypass_mode
-        if not (bypasses or self.policy_is_current(batch)):
+        if not (bypasses or has_column(batch, "old_log_probs") or self.policy_is_current(batch)):
             wanted = columns_read(self.config.algorithm.adv_estimator)
             squares = {"sum_pi_squared": True} if "sum_pi_squared" in wanted else {}
             calls.append(self.call("actor", "compute_log_prob", batch, **squares))
-        if "ref" in self.groups:
+        if "ref" in self.groups and not has_column(batch, "ref_log_prob"):
             calls.append(self.call("ref", "compute_ref_log_prob", batch))
         if "teacher" in self.groups:
             calls.append(self.call("teacher", "compute_teacher_log_prob", batch))
-        if "critic" in self.groups:
+        if "critic" in self.groups and not has_column(batch, "values"):
             calls.append(self.call("critic", "compute_values", batch))
 
         batch, metrics = join_results(batch, gather(*calls))
@@ -157,7 +162,9 @@ class PPOTrainer(PPORun):
         scores, score_metrics = self.running_norm.scores(batch)
         metrics |= score_metrics
         if algorithm.use_kl_in_reward:
-            batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty, scores)
+            batch, kl_metrics = apply_kl_penalty(
+                batch, self.kl_ctrl, algorithm.kl_penalty, scores, algorithm.kl_penalty_per
+            )
             metrics |= kl_metrics
         else:
             write_columns(batch, token_level_rewards=scores)

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config.recipe import Recipe, presets
 from trainer.preference.config import PreferenceConfig
-from trainer.rows.recipe import check_rows_config
+from trainer.rows.recipe import check_pairs_fit, check_rows_config
 from trainer.rows.recipe import load_registries as load_registries_of_rows
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
@@ -42,13 +42,8 @@ def check_preference_config(config: PreferenceConfig) -> None:
         raise ConfigError(
             "desirable_weight=0 and undesirable_weight=0: nothing is learned; raise one of them."
         )
-    data, is_on_pairs = config.data, not loss_reads(config, "desirable")
-    if is_on_pairs and data.use_dynamic_bsz and 2 * data.max_length > data.max_token_len_per_gpu:
-        raise ConfigError(
-            f"Two responses of data.max_length={data.max_length} tokens do not fit into a pass of "
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} tokens, and a pair is in one "
-            "pass; lower the one, or raise the other."
-        )
+    if not loss_reads(config, "desirable"):
+        check_pairs_fit(config)
     _check_parameters(config)
 
 

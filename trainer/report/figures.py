@@ -119,7 +119,7 @@ def panels_of(data: RunData) -> list[Panel]:
     return own + shared
 
 
-def _styled(draw: Callable[P, str]) -> Callable[P, str]:
+def styled(draw: Callable[P, str]) -> Callable[P, str]:
     """Draw with `RC`, leaving matplotlib's own settings to the rest of the process."""
 
     @functools.wraps(draw)
@@ -132,14 +132,14 @@ def _styled(draw: Callable[P, str]) -> Callable[P, str]:
     return styled
 
 
-@_styled
+@styled
 def curves(data: RunData, panel: Panel) -> str:
     """A panel as SVG; empty when the run has none of its metrics."""
     known = dict.fromkeys(name for line in data.metrics for name in line)
     names = [name for wanted in panel.names for name in known if fnmatchcase(name, wanted)]
     if not names:
         return ""
-    figure = _figure(4.4, 2.5, {"left": 0.16, "right": 0.98, "bottom": 0.17, "top": 0.92})
+    figure = new_figure(4.4, 2.5, {"left": 0.16, "right": 0.98, "bottom": 0.17, "top": 0.92})
     axes = figure.add_subplot()
     if panel.band and f"{panel.band}/min" in known:
         low, high = (_thin(*data.series(f"{panel.band}/{end}")) for end in ("min", "max"))
@@ -161,10 +161,10 @@ def curves(data: RunData, panel: Panel) -> str:
     axes.set_xlabel("step")
     axes.locator_params(axis="x", integer=True)
     axes.legend(loc="best")
-    return _svg(figure, f"{panel.title} by step: {', '.join(names)}")
+    return as_svg(figure, f"{panel.title} by step: {', '.join(names)}")
 
 
-@_styled
+@styled
 def timeline(calls: Sequence[Call]) -> str:
     """The calls as a Gantt chart, a lane for each pool, role and rank.
 
@@ -173,7 +173,7 @@ def timeline(calls: Sequence[Call]) -> str:
     shown = spread(sorted({(call.pool, call.lane) for call in calls}), MOST_LANES)
     row_of = {lane: row for row, lane in enumerate(shown)}
     origin = calls[0].start
-    figure = _figure(9.5, 1.6 + 0.3 * len(shown))
+    figure = new_figure(9.5, 1.6 + 0.3 * len(shown))
     axes = figure.add_subplot()
     titles = {}
     for number, call in enumerate(calls):
@@ -200,14 +200,14 @@ def timeline(calls: Sequence[Call]) -> str:
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("seconds")
-    _colour_legend(axes, {c.method: METHOD_COLOURS.get(c.method, OTHER_COLOUR) for c in calls})
-    return _svg(figure, "Timeline of the last steps, a lane for each pool, role and rank", titles)
+    colour_legend(axes, {c.method: METHOD_COLOURS.get(c.method, OTHER_COLOUR) for c in calls})
+    return as_svg(figure, "Timeline of the last steps, a lane for each pool, role and rank", titles)
 
 
-@_styled
+@styled
 def shares(rows: Sequence[tuple[str, float, float]]) -> str:
     """Phase shares as one bar of 100 per cent."""
-    figure = _figure(9.5, 1.3)
+    figure = new_figure(9.5, 1.3)
     axes = figure.add_subplot()
     left = 0.0
     for (_, _, share), colour in zip(rows, COLOURS, strict=False):
@@ -216,16 +216,16 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
     axes.set_xlim(0, 100)
     axes.set_yticks([])
     axes.set_xlabel("per cent of a step")
-    _colour_legend(
+    colour_legend(
         axes, {f"{n} {share:.1f} %": c for (n, _, share), c in zip(rows, COLOURS, strict=False)}
     )
-    return _svg(
+    return as_svg(
         figure,
         "Shares of a step's time: " + ", ".join(f"{n} {share:.1f} %" for n, _, share in rows),
     )
 
 
-def _colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
+def colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
     """Names and their colours above the axes."""
     from matplotlib.patches import Patch
 
@@ -235,7 +235,7 @@ def _colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
     )
 
 
-def _figure(width: float, height: float, margins: Mapping[str, float] | None = None) -> Figure:
+def new_figure(width: float, height: float, margins: Mapping[str, float] | None = None) -> Figure:
     """An empty figure; given `margins` need not be found, which takes twice as long as drawing."""
     from matplotlib.figure import Figure
 
@@ -252,7 +252,7 @@ def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float],
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _svg(figure: Figure, description: str, titles: Mapping[str, str] | None = None) -> str:
+def as_svg(figure: Figure, description: str, titles: Mapping[str, str] | None = None) -> str:
     """The figure as an `svg` element with a description.
 
     `titles` are shown on hovering over the groups they name.

@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from trainer.report import detached_figures
 from trainer.report import figures as report_figures
 from trainer.report.read import (
     FAILURE_FILE,
@@ -76,6 +77,7 @@ def _content(data: RunData) -> dict[str, Any]:
     panels = report_figures.panels_of(data)
     drawn = [(panel, report_figures.curves(data, panel)) for panel in panels]
     calls = last_steps(data.calls, GANTT_STEPS)
+    drawings = detached_figures.drawings(data, data.detached) if data.detached else []
     phases = phase_shares(data.metrics, data.stages)
     return {
         "name": data.folder.resolve().name,
@@ -87,6 +89,8 @@ def _content(data: RunData) -> dict[str, Any]:
         "gantt": Markup(report_figures.timeline(calls)) if calls else "",
         "gantt_steps": min(GANTT_STEPS, len(data.metrics)),
         "overlap": overlap_share(calls),
+        "drawings": [(drawing, Markup(drawing.svg)) for drawing in drawings],
+        "books": data.detached.books if data.detached else (),
         "shares": Markup(report_figures.shares(phases)) if phases else "",
         "phases": phases,
         "placement": data.placement,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.report.detached import DetachedRun, read_detached
 from verl_like.errors import ConfigError
 
 FAILURE_FILE = "failure.txt"
@@ -56,6 +57,8 @@ class RunData:
     samples: Sequence[Sample]
     failure: str
     notes: Sequence[str]
+    detached: DetachedRun | None = None
+    """Makers and trainers, if the run has them."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """(steps, values) of a metric, from the lines that have it."""
@@ -82,15 +85,17 @@ def read_run(folder: str | Path) -> RunData:
     notes: list[str] = []
     failure = folder / FAILURE_FILE
     calls, stages = _read_timeline(folder / "timeline.json", notes)
+    metrics = _read_metrics(folder / "metrics.jsonl", notes)
     return RunData(
         folder=folder,
-        metrics=_read_metrics(folder / "metrics.jsonl", notes),
+        metrics=metrics,
         calls=calls,
         stages=stages,
         placement=_read_placement(folder / "placement.txt"),
         samples=_read_samples(folder / "rollouts", notes),
         failure=failure.read_text(encoding="utf-8", errors="replace") if failure.is_file() else "",
         notes=notes,
+        detached=read_detached(folder, metrics, notes),
     )
 
 

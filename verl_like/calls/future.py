@@ -51,6 +51,7 @@ class WorkerFuture:
         self.form = form
         self.pieces = list(pieces)
         self._collect = collect
+        self._headers: list[Header] | None = None
         self._outcome: tuple[Any, BaseException | None] | None = None
 
     def get(self, timeout: float | None = None) -> Any:
@@ -70,8 +71,15 @@ class WorkerFuture:
             raise failure
         return value
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Until every worker has answered; raises what failed. The results stay where they are."""
+        if self._outcome is None and self._headers is None:
+            self._headers = wait_for_calls(self.transport, self.name, self.pending, timeout)
+
     def _fetch(self, timeout: float | None) -> tuple[list[Header], list[Any]]:
         """Headers and payloads: at once if all is well and soon here, else by the watched wait."""
+        if self._headers is not None:
+            return self._headers, [self._payload(pending) for pending in self.pending]
         began = time.monotonic()
         soon = 1.0 if timeout is None else min(timeout, 1.0)
         here = self.transport.fetch_all(self.pending, soon)

@@ -44,7 +44,7 @@ LOSS_AGG_MODES = (
     "token-sum",
 )
 """How token losses may become one number."""
-_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_swapped")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 """Estimators of a KL; with a trailing +, the value has k2's gradient."""
 

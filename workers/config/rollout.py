@@ -20,6 +20,8 @@ from workers.config.conditions import (
 
 ENGINES = ("native", "hf", "vllm")
 """The rollout engines."""
+SYNCS = ("full", "changed")
+"""What a weight sync sends."""
 
 
 @dataclass(kw_only=True)
@@ -75,6 +77,8 @@ class RolloutConfig:
         16.0, above=0, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
     )
     """Weights travel to the rollout in pieces of about this size."""
+    sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
+    """What travels to the rollout: all weights, or those that have changed, LoRA as its factors."""
     engine_kwargs: dict[str, Any] = key(
         factory=dict, allows="what vLLM's LLM takes", read_when=ENGINE_IS_VLLM
     )

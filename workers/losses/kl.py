@@ -45,6 +45,16 @@ def k3(log_ratio: Tensor) -> Tensor:
     return (inverse.exp() - inverse - 1).clamp(min=-10.0, max=10.0)
 
 
+def k3_swapped(log_ratio: Tensor) -> Tensor:
+    """exp(x) - 1 - x: k3 with policy and reference in each other's place; clamped to 10.
+
+    Its mean over the policy's samples is above the KL: runs of ColossalChat need it, no others do.
+
+    Source: ColossalChat's `compute_approx_kl`, which does not clamp
+    """
+    return k3(-log_ratio)
+
+
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "kl": k1,
     "k1": k1,
@@ -53,6 +63,7 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "k2": k2,
     "low_var_kl": k3,
     "k3": k3,
+    "k3_swapped": k3_swapped,
 }
 
 

@@ -30,7 +30,7 @@ from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch
 from workers.training.router_loss import BalancedEngine
-from workers.weights.sync import WeightSender
+from workers.weights.delivery import WeightPublisher
 
 if TYPE_CHECKING:
     from workers.config import (
@@ -57,7 +57,7 @@ def log_prob_budget(
     return Budget.of(actor.use_dynamic_bsz, rows, tokens)
 
 
-class ActorWorker(Checkpointed, WeightSender, Worker):
+class ActorWorker(Checkpointed, WeightPublisher, Worker):
     """Scores responses under the current policy and improves it by PPO."""
 
     engine: TrainEngine
@@ -96,6 +96,7 @@ class ActorWorker(Checkpointed, WeightSender, Worker):
         """Load the policy; the schedule spans `total_steps` calls of `update_actor`."""
         self.engine.build(self, total_steps)
         self.sent_dtype = rollout_dtype(self.policy, self.device.type)
+        self.sends_changed = self.policy.rollout.sync == "changed"
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 

@@ -31,6 +31,7 @@ from workers.rollout.build import build_engine, check_engine, ranks_per_engine
 from workers.rollout.partial import partial_outputs
 from workers.rollout.sampling import noise_key
 from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
+from workers.weights.kept import kept_weights
 from workers.weights.sync import SyncReport, WeightReceiver
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class RolloutWorker(WeightReceiver, Worker):
             MESH, self.rank // ranks, is_collect=self.rank % ranks == 0
         )
         self._whole_config = config
+        self.kept = kept_weights(self.config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

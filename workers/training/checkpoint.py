@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
@@ -144,7 +144,7 @@ def load_engine(engine: TrainEngine, folder: Path, average: WeightAverage | None
     ranks = Ranks(engine.group, f"the checkpoint {folder} was not loaded")
     manifest = ranks.all_do(lambda: read_manifest(folder))[ranks.mine]
     faults = ranks.share_files(
-        folder, lambda path: _fault(path, manifest["files"]), _loaded_files(manifest)
+        folder, lambda path: fault(path, manifest["files"]), loaded_files(manifest)
     )
     bad = [f"{name} {fault}" for name, fault in sorted(faults.items()) if fault]
     if bad:
@@ -179,13 +179,21 @@ def load_engine(engine: TrainEngine, folder: Path, average: WeightAverage | None
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
     """This rank's shards of what is trained, and of the model's buffers, as `model.<name>`."""
+    return stored_weights(engine.module, engine.model_config.lora_rank > 0)
+
+
+def stored_weights(module: nn.Module, has_adapter: bool) -> dict[str, Tensor]:
+    """What a checkpoint has of a module's weights, as `model.<name>`.
+
+    Beside an adapter nothing else changes.
+    """
     tensors = {}
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             tensors[f"model.{name}"] = parameter.detach()
 
-    if engine.model_config.lora_rank == 0:
-        tensors |= {f"model.{name}": buffer for name, buffer in persistent_buffers(engine.module)}
+    if not has_adapter:
+        tensors |= {f"model.{name}": buffer for name, buffer in persistent_buffers(module)}
     return tensors
 
 
@@ -250,7 +258,13 @@ def put_optimizer_state(engine: TrainEngine, state: dict[str, Tensor]) -> None:
         engine.optimizer.state[parameters[name]][key] = value
 
 
-def refuse_other_model(folder: Path, here: dict[str, list[int]], saved: dict[str, Any]) -> None:
+def refuse_other_model(
+    folder: Path,
+    here: dict[str, list[int]],
+    saved: dict[str, Any],
+    way_out: str = "Set model.path (and model.lora_rank) as they were, or start anew in another "
+    "trainer.default_local_dir.",
+) -> None:
     """Refuse a checkpoint that lacks tensors, has others, or has them in another shape.
 
     One error lists them all. `here` maps names to the shapes of this model.
@@ -279,9 +293,7 @@ def refuse_other_model(folder: Path, here: dict[str, list[int]], saved: dict[str
             found.append(f"{len(names)} {kind}: {listed}")
     if found:
         raise CheckpointError(
-            f"the checkpoint {folder} is of another model; tensors {'; '.join(found)}. Set "
-            "model.path (and model.lora_rank) as they were, or start anew in another "
-            "trainer.default_local_dir."
+            f"the checkpoint {folder} is of another model; tensors {'; '.join(found)}. {way_out}"
         )
 
 
@@ -299,12 +311,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _loaded_files(manifest: dict[str, Any]) -> list[str]:
+def loaded_files(manifest: dict[str, Any]) -> list[str]:
     """What a resume reads: exports may be taken away."""
     return [name for name in manifest["files"] if name.startswith(("shards/", "random/"))]
 
 
-def _fault(path: Path, files: dict[str, Any]) -> str | None:
+def fault(path: Path, files: dict[str, Any]) -> str | None:
+    """What is wrong with a file of a checkpoint, by what its manifest says of it."""
     name = f"{path.parent.name}/{path.name}"
     if not path.is_file():
         return "is missing"

@@ -12,18 +12,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from workers.models.causal_lm import ScalarHeadModel
 from workers.models.checkpoint_format import checkpoint_format
 from workers.models.folder import model_folder
 from workers.models.state import persistent_buffers
 
 if TYPE_CHECKING:
+    from workers.config import ModelConfig
     from workers.training.engine import TrainEngine
 
 SHARD_BYTES = 5 * 10**9
@@ -36,23 +38,45 @@ def export_huggingface(
     engine: TrainEngine, folder: Path, writes: bool, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Gather the weights on all ranks, by tensors; the one that `writes` puts them in `folder`."""
-    source = model_folder(engine.model_config.path)
     tensors = engine.named_full_tensors()
-    buffers = {name for name, _ in persistent_buffers(engine.module)}
     try:
         if writes:
-            folder.mkdir(parents=True, exist_ok=True)
-            config = _copy_files(source, folder)
-            if engine.head == "scalar":
-                config = _as_classifier(config) | dict(engine.folder_settings)
-                (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-            name = config.get("dtype") or config.get("torch_dtype") or engine.model_config.dtype
-            dtype = getattr(torch, name)
-            typed = ((n, t if n in buffers else t.to(dtype)) for n, t in tensors)
-            _write_weights(checkpoint_format(str(source)).stored(typed), folder, shard_bytes)
+            write_model_folder(
+                engine.module,
+                engine.model_config,
+                tensors,
+                folder,
+                engine.folder_settings,
+                shard_bytes,
+            )
     finally:
         # The other ranks are in the same collectives: go through them to the end.
         deque(tensors, maxlen=0)
+
+
+def write_model_folder(
+    module: Any,
+    model_config: ModelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    settings: Mapping[str, Any],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """The `tensors`, whole and by their Hugging Face names, with the files that go with `module`.
+
+    `settings` is what `config.json` of a classifier says beside the model's own fields.
+    """
+    source = model_folder(model_config.path)
+    buffers = {name for name, _ in persistent_buffers(module)}
+    folder.mkdir(parents=True, exist_ok=True)
+    config = _copy_files(source, folder)
+    if isinstance(module, ScalarHeadModel):
+        config = _as_classifier(config) | dict(settings)
+        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or model_config.dtype)
+    typed = ((n, t if n in buffers else t.to(dtype)) for n, t in tensors)
+    _write_weights(checkpoint_format(str(source)).stored(typed), folder, shard_bytes)
 
 
 def _copy_files(source: Path, folder: Path) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def _proven(
     return None, reasons
 
 
-def _probe() -> tuple[Columns, Tensor]:
+def probe_rows() -> tuple[Columns, Tensor]:
     """Rows in the middle of their columns, and what is read of them: not their last tokens."""
     lengths = torch.tensor(LENGTHS)[:, None]
     places = torch.arange(POSITIONS) - (POSITIONS - lengths) // 2
@@ -175,7 +175,7 @@ def _probe() -> tuple[Columns, Tensor]:
 @torch.no_grad()
 def _rows_alone(model: Any) -> list[Tensor]:
     """What transformers says about each row by itself."""
-    columns, reads = _probe()
+    columns, reads = probe_rows()
     rows = zip(columns["input_ids"], columns["attention_mask"] != 0, reads, strict=True)
     numbers = [model(tokens[m][None], use_cache=False).logits[0, r[m]] for tokens, m, r in rows]
     if not all(row.isfinite().all() for row in numbers):
@@ -186,7 +186,7 @@ def _rows_alone(model: Any) -> list[Tensor]:
 @torch.no_grad()
 def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
     """What is wrong with rows that go through the model this way; nothing is an empty text."""
-    columns, reads = _probe()
+    columns, reads = probe_rows()
     cpu = torch.device("cpu")
     with packed_rows(model) if way.kind == "packed" else torch.no_grad():
         for rows in way.cut(columns, reads, Budget(rows=len(LENGTHS))):

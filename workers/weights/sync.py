@@ -14,9 +14,10 @@ generate.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +30,14 @@ from torch import Tensor
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.future import gather
 from verl_like.errors import WeightSyncError
+from workers.models.lora import adapter_facts
 from workers.weights.channel import Channel, join_store, open_store
 from workers.weights.checksum import NamedTensors
+from workers.weights.kept import KeptWeights, announce, changes
 from workers.weights.sink import describe_problems
+
+_OPENING = threading.Lock()
+"""Addresses are asked for by several threads."""
 
 
 def sync_weights(
@@ -61,6 +67,11 @@ def sync_weights(
         calls = (send, receive) if sender_first else (receive, send)
         reports = [report for side in gather(*(call() for call in calls)) for report in side]
 
+    return sync_figures(reports, version, start)
+
+
+def sync_figures(reports: Sequence[SyncReport], version: int, start: float) -> dict[str, float]:
+    """What a sync that began at `start` has cost; a `WeightSyncError` where a rank refused it."""
     errors = [report.error for report in reports if report.error]
     if errors:
         raise WeightSyncError(f"version {version} was not taken over: " + "; ".join(errors))
@@ -82,8 +93,10 @@ class SyncReport:
 
 
 class _SendingEngine(Protocol):
+    module: Any
+
     def named_full_tensors(
-        self, on_all_ranks: bool, dtype: torch.dtype | None
+        self, on_all_ranks: bool, dtype: torch.dtype | None, merged: bool
     ) -> Iterator[tuple[str, Tensor]]: ...
 
 
@@ -98,37 +111,69 @@ class WeightSender:
 
     Needs `rank`, `device` and `engine`. Weights are cast to `sent_dtype`, where there is one,
     before they are hashed: what arrives is compared bit by bit, and no more travels than is kept.
+    With `sends_changed` that which every receiver holds is left out, and adapters come apart from
+    their base.
     """
 
     rank: int
     device: torch.device
     engine: _SendingEngine
     sent_dtype: torch.dtype | None = None
+    sends_changed = False
     _weight_store: tuple[dist.TCPStore, str] | None = None
     _num_channels = 0
+    _sync_number = ""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_weight_channel(self) -> str | None:
         """Rank 0 returns the address of the next sync: that of its one store, and a number."""
         if self.rank != 0:
             return None
+        address = self._new_address()
+        self._sync_number = address.rpartition("/")[2]
+        return address
+
+    def tensors_to_send(
+        self, *, on_all_ranks: bool = False, as_trained: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The full weights as a rollout gets them (a reference: `as_trained`); collective."""
+        return self.engine.named_full_tensors(
+            on_all_ranks=on_all_ranks,
+            dtype=None if as_trained else self.sent_dtype,
+            merged=as_trained or not self.sends_changed,
+        )
+
+    def merging(self) -> dict[str, Any] | None:
+        """How the receivers of changes put base and adapters together."""
+        if not self.sends_changed:
+            return None
+        dtype = None if self.sent_dtype is None else str(self.sent_dtype)
+        return {"adapters": adapter_facts(self.engine.module), "dtype": dtype}
+
+    def _new_address(self) -> str:
+        """A place on this rank's one store that nobody else has been given."""
+        with _OPENING:
+            self._num_channels += 1
+            return f"{self._opened_store()[1]}/{self._num_channels}"
+
+    def _opened_store(self) -> tuple[dist.TCPStore, str]:
         self._weight_store = self._weight_store or open_store()
-        self._num_channels += 1
-        return f"{self._weight_store[1]}/{self._num_channels}"
+        return self._weight_store
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(
         self, num_receivers: int, bucket_mb: float, as_trained: bool = False
     ) -> SyncReport:
         """Gather tensor by tensor on all actor ranks; rank 0 sends them to all rollout ranks."""
-        dtype = None if as_trained else self.sent_dtype
-        tensors = self.engine.named_full_tensors(on_all_ranks=False, dtype=dtype)
+        tensors = self.tensors_to_send(as_trained=as_trained)
         try:
-            if self._weight_store is None:
+            if self.rank != 0:
                 return SyncReport()
-            store = dist.PrefixStore(str(self._num_channels), self._weight_store[0])
+            assert self._weight_store is not None, "open_weight_channel comes first"
+            store = dist.PrefixStore(self._sync_number, self._weight_store[0])
             with closing(Channel(store, 0, num_receivers, self.device)) as channel:
-                channel.send(tensors, bucket_mb)
+                merging = None if as_trained else self.merging()
+                channel.send(tensors, bucket_mb, None, changes(store, num_receivers, merging))
                 agreed = channel.all_agree(True)
         except WeightSyncError as error:
             return SyncReport(f"actor rank {self.rank}: {error}")
@@ -142,13 +187,15 @@ class WeightSender:
 class WeightReceiver:
     """Mixed into the rollout's worker: the receiving side.
 
-    Needs `rank`, `world_size`, `device` and `engine`.
+    Needs `rank`, `world_size`, `device` and `engine`; with `kept`, what was sent is kept beside the
+    engine.
     """
 
     rank: int
     world_size: int
     device: torch.device
     engine: _ReceivingEngine
+    kept: KeptWeights | None = None
     _joined_store: tuple[dist.TCPStore, str] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -157,15 +204,10 @@ class WeightReceiver:
         problems: list[str] = []
         try:
             store = self._store_of(address)
+            if self.kept is not None and self.kept.announces:
+                announce(store, self.rank + 1, self.kept.manifest)
             with closing(Channel(store, self.rank + 1, self.world_size, self.device)) as channel:
-                tensors = channel.receive()
-                try:
-                    self.engine.load_weights(tensors)
-                except WeightSyncError as problem:
-                    problems.append(str(problem))
-                    deque(tensors, maxlen=0)  # what is still coming, ahead of the vote
-                if channel.corrupt:
-                    problems.append(describe_problems("transfer", corrupt=channel.corrupt))
+                problems += self._load(channel)
                 if channel.all_agree(not problems):
                     self.engine.commit(version)
         except WeightSyncError as problem:
@@ -174,6 +216,20 @@ class WeightReceiver:
 
         error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
         return SyncReport(error, channel.num_bytes, channel.hashing.seconds)
+
+    def _load(self, channel: Channel) -> list[str]:
+        """Load what arrives; what is wrong with it, in words."""
+        arriving = channel.receive()
+        tensors = arriving if self.kept is None else self.kept.taken(channel, arriving)
+        problems: list[str] = []
+        try:
+            self.engine.load_weights(tensors)
+        except WeightSyncError as problem:
+            problems.append(str(problem))
+            deque(arriving, maxlen=0)  # what is still coming, ahead of the vote
+        if channel.corrupt and self.kept is None:
+            problems.append(describe_problems("transfer", corrupt=channel.corrupt))
+        return problems
 
     def _store_of(self, address: str) -> dist.Store:
         """The sender's store, joined once.

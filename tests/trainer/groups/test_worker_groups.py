@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
 from tests.integration.runs import overrides
+from tests.trainer.groups.reporting_role import reporting
 from trainer import load_config
-from trainer.groups.worker_groups import WorkerGroups, side_by_side, worker_class
+from trainer.groups.pool_starter import side_by_side
+from trainer.groups.worker_groups import WorkerGroups
 from verl_like.backends.local.group import LocalWorkerGroup
 
 
@@ -41,5 +44,37 @@ def test_a_pool_that_comes_up_after_the_end_is_ended(
         (plan,) = groups.placement.pools.values()
         assert ended == []
         groups.shutdown()
-        groups._start(plan, {"actor": worker_class(config, "actor")})
+        groups._start(plan)
         assert len(ended) == 2
+
+
+MAKERS = {"rollout": "maker_0_pool", "rollout_1": "maker_1_pool", "actor": "trainer_pool"}
+
+
+def test_a_pool_of_one_beside_the_driver_is_a_child_process(tmp_path: Path) -> None:
+    config = reporting(tmp_path, MAKERS, maker_0_pool=1, maker_1_pool=1, trainer_pool=1)
+    with WorkerGroups(config) as groups:
+        pids = {role: groups[role].who()[0][1] for role in groups}
+        assert pids["actor"] == os.getpid()
+        assert len(set(pids.values())) == 3
+        assert not groups["rollout"].shares_processes_with(groups["actor"])
+        assert groups["rollout"].neighbours() == [["rollout"]]
+        assert groups["actor"].neighbours() == [["actor"]]
+
+
+def test_a_call_on_such_a_pool_does_not_hold_the_driver(tmp_path: Path) -> None:
+    config = reporting(tmp_path, {"rollout": "maker_0_pool"}, maker_0_pool=1)
+    with WorkerGroups(config) as groups:
+        asleep = groups["rollout"].sleep.remote(1.0)
+        assert not asleep.done()
+        assert groups["rollout"].interrupt(7) == [7]
+        assert not asleep.done()
+        asleep.get()
+
+
+def test_roles_of_one_class_may_have_configurations_of_their_own(tmp_path: Path) -> None:
+    config = reporting(tmp_path, MAKERS, maker_0_pool=1, maker_1_pool=1, trainer_pool=1)
+    with WorkerGroups(config) as groups:
+        assert {role: groups[role].experiment() for role in groups} == {
+            role: [f"run of {role}"] for role in MAKERS
+        }

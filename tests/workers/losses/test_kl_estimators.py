@@ -26,6 +26,7 @@ KL_FORMULAS = {
     "k2": lambda x: x * x / 2,
     "low_var_kl": lambda x: math.exp(-x) - 1 + x,
     "k3": lambda x: math.exp(-x) - 1 + x,
+    "k3_swapped": lambda x: math.exp(x) - 1 - x,
 }
 
 

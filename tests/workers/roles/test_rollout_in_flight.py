@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.workers.prompts import META, prompt_batch
-from tests.workers.rollout_engines import beside, wait_until
+from tests.workers.rollout_engines import wait_until
 from tests.workers.samples import RESPONSE, make_batch, started, tiny_config
 from verl_like import RayResourcePool, RayWorkerGroup
 from verl_like.backends.local.group import LocalWorkerGroup
@@ -24,6 +24,7 @@ from workers.columns import PARTIAL_RESPONSE
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.partial import join_prompts, unfinished_rows
+from workers.weights.delivery import deliver_weights, publish_weights
 
 WITHOUT_EOS = META | {"eos_token_id": 63}
 
@@ -77,32 +78,28 @@ def group(tiny_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     pool.release()
 
 
-def bring(actor: ActorWorker, group: Any, version: int, method: str) -> list[Any]:
-    """A delivery: every rank's report of it."""
-    address = actor.open_weight_channel()
-    with beside(lambda: actor.send_weights(2, 1.0)):
-        reports: list[Any] = getattr(group, method).remote(address, version).get()
-    return reports
-
-
 def test_ranks_with_and_without_work_take_weights_at_once_or_all_end_with_an_error(
     tiny_dir: Path, group: Any
 ) -> None:
-    actor = started(ActorWorker, tiny_config(tiny_dir, ppo_mini_batch_size=8), 10)
-    assert [report.error for report in bring(actor, group, 0, "receive_weights")] == [None] * 2
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    actor = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(ActorWorker, config))
+    actor.init_model(10)
+    publish_weights(actor, 0)
+    deliver_weights(actor, group, 0)
 
     group.stand_before_step(3)
     one_row = prompt_batch(1, meta=WITHOUT_EOS)  # and nothing but padding for the second rank
     future = group.generate_sequences.remote(one_row)
     wait_until(lambda: group.is_standing()[0])
-    actor.update_actor(make_batch(8))
-    assert [r.error for r in bring(actor, group, 1, "receive_weights_now")] == [None] * 2
+    actor.update_actor(make_batch(8)).get()
+    publish_weights(actor, 1)
+    deliver_weights(actor, group, 1, at_once=True)
     assert not future.done()
     group.resume()
     samples = future.get()
     assert samples.batch["token_versions"].tolist() == [[0, 0, 1, 1, 1]]
     assert samples.batch["policy_version"].tolist() == [0]
-    assert group.weights_checksum() == [actor.weights_checksum()] * 2
+    assert group.weights_checksum() == actor.weights_checksum() * 2
     now = actor.compute_log_prob(samples)[0].batch["old_log_probs"]
     gap = (now - samples.batch["rollout_log_probs"]).abs()[0]
     assert gap[2:].max() < 1e-5 < gap[:2].max()
@@ -111,11 +108,12 @@ def test_ranks_with_and_without_work_take_weights_at_once_or_all_end_with_an_err
     group.stand_before_step(3)
     future = group.generate_sequences.remote(one_row)
     wait_until(lambda: group.is_standing()[0])
-    reports = bring(actor, group, 2, "receive_weights_now")
-    assert [report.error for report in reports] == [None, "rollout rank 1: this rank takes none"]
+    with pytest.raises(WeightSyncError, match="rollout rank 1: this rank takes none"):
+        deliver_weights(actor, group, 1, at_once=True)
     group.resume()
     with pytest.raises(RolloutError, match="new weights came within a generation .* were refused"):
         future.get()
+    actor.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -84,10 +84,9 @@ def buckets_through(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any])
     """What the sender makes of its buckets of at most 100 bytes is `change` of them."""
     buckets = weight_channel.Channel._buckets
 
-    def changed(channel: Any, tensors: Any, limit: int) -> Any:
-        return iter(
-            change([(held, payload.clone()) for held, payload in buckets(channel, tensors, 100)])
-        )
+    def changed(channel: Any, tensors: Any, limit: int, *known: Any) -> Any:
+        made = buckets(channel, tensors, 100, *known)
+        return iter(change([(held, payload.clone()) for held, payload in made]))
 
     monkeypatch.setattr(weight_channel.Channel, "_buckets", changed)
 
@@ -134,7 +133,7 @@ def test_buckets_stay_within_their_size_and_two_buffers_serve_all() -> None:
     channel.hashing = Hashing()
     tensors = [(f"w{i}", torch.full((7 * i + 1,), float(i))) for i in range(40)]
     seen, sizes = {}, []
-    for held, payload in channel._buckets(iter(tensors), 600):
+    for held, payload in channel._buckets(iter(tensors), 600, {}):
         sizes.append(len(payload))
         pieces = torch.split(payload, [4 * torch.Size(shape).numel() for _, _, shape, _ in held])
         for (name, _, shape, value), piece in zip(held, pieces, strict=True):

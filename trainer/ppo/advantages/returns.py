@@ -30,6 +30,13 @@ def put_back(column: Tensor, order: Tensor | None) -> Tensor:
     return column if order is None else torch.empty_like(column).scatter_(-1, order, column)
 
 
+def is_last_inside(response_mask: Tensor) -> Tensor:
+    """Where the last token inside the mask of each row is: one true a row, none in empty rows."""
+    inside = response_mask.bool()
+    num_from_here = inside.flip(-1).cumsum(-1).flip(-1)
+    return inside & (num_from_here == 1)
+
+
 def discounted_sum(terms: Tensor, decay: float) -> Tensor:
     """out[t] = the sum over s >= t of decay^(s - t) terms[s].
 

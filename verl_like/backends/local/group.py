@@ -1,7 +1,8 @@
 """`LocalWorkerGroup`: a worker group without a cluster.
 
 It takes what `RayWorkerGroup` takes and gives the same numbers, bit for bit. A pool of one process
-is the caller's own thread (`inline`), a larger one is child processes (`children`).
+is the caller's own thread (`inline`), unless it is to run beside that; such a one and larger pools
+are child processes (`children`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from verl_like.process.worker import Worker
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """A worker group of this process (a pool of one) or of child processes (a larger pool)."""
+    """A worker group of this process, or of child processes."""
 
     def __init__(
         self,
@@ -38,11 +39,13 @@ class LocalWorkerGroup(WorkerGroup):
         device_kind: str = "cpu",
         neighbours: dict[str, Worker] | None = None,
         start_rank: StartRank | None = None,
+        own_processes: bool = False,
     ) -> None:
         """Arguments as for `RayWorkerGroup`.
 
-        Groups that are given the same `neighbours` are siblings when they run inline. Processes of
-        a larger pool are those that `start_rank` gives, by default new ones.
+        With `own_processes` a pool of one is a child process, too. Groups that are given the same
+        `neighbours` are siblings when they run inline. Processes of other pools are those that
+        `start_rank` gives, by default new ones.
         """
         roles = ray_cls_with_init.roles(name_prefix)
         classes = {role: made.cls for role, made in roles.items()}
@@ -58,19 +61,20 @@ class LocalWorkerGroup(WorkerGroup):
         for rank, local_rank in enumerate(resource_pool.local_rank_list()):
             facts.append(ProcessFacts(name, rank, size, local_rank, *settings, *times))
         transport: Transport
-        if size == 1 and env:
+        inline = size == 1 and not own_processes
+        if inline and env:
             raise ConfigError(
                 "worker_env: a local pool of one process is this very process; set os.environ "
                 "instead."
             )
-        if size == 1:
+        if inline:
             transport = InlineTransport(
                 recipes, facts[0], limits, {} if neighbours is None else neighbours
             )
         elif device_kind != "cpu" and start_rank is None:
             raise WorkerError(
-                "backend=local runs several processes on CPUs only; use backend=ray for several "
-                "GPUs."
+                f"backend=local has child processes on CPUs only, and {name} would be "
+                f"{size} of them on GPUs. Use backend=ray, or trainer.device=cpu."
             )
         else:
             start_rank = start_rank or start_child_rank

@@ -164,6 +164,14 @@ def gae(case):
     return maybe_whitened(advantages, case), returns
 
 
+def coati(case):
+    advantages, rewards = [], case.scores()
+    for row in range(ROWS):
+        places = positions(case.mask[row])
+        advantages.append(rewards[row] - case.values[row][places[-1]] if places else 0.0)
+    return on_tokens(advantages, case), on_tokens(rewards, case)
+
+
 def grpo_process(case):
     steps = {}
     for row in range(ROWS):
@@ -201,6 +209,7 @@ def squared_norm(case, row, t):
 
 
 TWINS = {
+    "coati": coati,
     "gae": gae,
     "gdpo": gdpo,
     "gpg": of_scores(gpg),

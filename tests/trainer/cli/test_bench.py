@@ -1,0 +1,106 @@
+"""`verl-like bench overlap`: what it prints of given and measured seconds, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.report.report_runs import make_run
+from trainer.cli import bench, main
+from verl_like.errors import ConfigError
+
+GIVEN = ["--gen=1.2", "--score=0.3", "--update=0.8", "--sync=0.1"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    bench.main(arguments)
+    return capsys.readouterr().out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    return json.loads(printed(capsys, *arguments, "--json"))
+
+
+def test_each_run_has_its_seconds_speed_up_and_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, *GIVEN, "--makers=1", "--staleness=0,1").splitlines()
+    runs = [line.split() for line in lines[2:6]]
+    assert runs[1][:5] == ["1", "1", "synchronous", "2.4", "1.00"]
+    assert runs[1][-2:] == ["staleness", "bound"]
+    assert runs[2][2:7] == ["one", "step", "ahead", "1.31", "1.84"]
+    assert runs[3][2:6] == ["staleness", "1", "1.3", "1.84"]
+    assert runs[3][-1] == "makers"
+    assert lines[-1].startswith(
+        "Take detached.makers=1 detached.trainers=1 detached.max_staleness=1: 1.3 s a step, 1.84 "
+    )
+    assert lines[-1].endswith("The makers limit it then: with one maker more a step takes 1.1 s.")
+
+
+def test_json_has_what_the_tables_have(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, *GIVEN)
+    assert found["phases"] == {"generate": [1.2], "score": [0.3], "update": [0.8], "sync": [0.1]}
+    assert [(run["num_makers"], run["run"]) for run in found["runs"]] == [
+        (makers, run)
+        for makers in (1, 2)
+        for run in ("synchronous", "one step ahead", "staleness 1", "staleness 4")
+    ]
+    for run in [*found["runs"], *found["ratios"]]:
+        assert sum(run["shares"]["maker 0"].values()) == pytest.approx(1.0)
+
+
+def test_the_sweep_goes_from_idle_trainers_to_idle_makers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = as_json(capsys, *GIVEN)["ratios"]
+    waiting = [(run["shares"]["trainer"]["waiting"]) for run in found]
+    idle = [run["shares"]["maker 0"]["waiting"] for run in found]
+    assert [run["run"] for run in found] == ["1m4t", "1m2t", "1m1t", "2m1t", "4m1t"]
+    assert waiting[0] > 0.7 > 0.1 > waiting[-1]
+    assert idle[0] < 0.1 < 0.6 < idle[-1]
+
+
+def test_a_job_of_one_phase_is_advised_against(capsys: pytest.CaptureFixture[str]) -> None:
+    said = printed(capsys, "--gen=0.02", "--update=0.8")
+    assert "Detached makers would not help this job: at best 1.02 times" in said
+
+
+def test_a_run_folder_gives_the_seconds_and_options_replace_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = str(make_run(tmp_path / "run", 3))
+    assert as_json(capsys, folder)["phases"]["generate"] == [0.3, 0.3]
+    slower = as_json(capsys, folder, "--gen=3")
+    assert slower["phases"]["generate"] == [3.0]
+    assert slower["phases"]["score"] == [0.15, 0.15]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--gen and --update missing"),
+        (["--gen=1"], "--update missing"),
+        (["--gen=0", "--update=1"], "above 0"),
+        ([*GIVEN, "--limit=1"], "--limit=1 pieces is below a batch of 2"),
+        (["nowhere"], "nowhere is no folder"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bench.main(arguments)
+
+
+@pytest.mark.parametrize("wrong", ["--makers=0", "--staleness=0", "--gen=-1", "--fixed-share=2"])
+def test_an_option_out_of_its_range_ends_with_one_line(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.main([*GIVEN, wrong])
+    assert wrong.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_another_benchmark_shows_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["verl-like", "bench", "speed"])
+    with pytest.raises(SystemExit, match="usage: verl-like bench overlap"):
+        main.main()

@@ -1,0 +1,192 @@
+"""Seconds busy, waiting and syncing of every role, and who waits for what."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from trainer.detached import activity
+from trainer.detached.activity import Activity
+
+
+class Clock:
+    """A clock that the test moves on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def seen(clock: Clock) -> Activity:
+    return Activity(clock)
+
+
+def test_the_seconds_of_a_role_add_up_to_the_wall(seen: Activity, clock: Clock) -> None:
+    maker = seen.of("maker 0")
+    with maker.busy("generate"):
+        clock.now += 4
+    clock.now += 1  # outside all blocks
+    with maker.waiting("the buffer to have room"):
+        clock.now += 2
+    with maker.syncing("weights of version 1"):
+        clock.now += 0.5
+        assert seen.seconds() == {"maker 0": {"busy": 4, "waiting": 3, "syncing": 0.5}}
+
+
+def test_the_wall_begins_with_the_first_block_of_any_role(seen: Activity, clock: Clock) -> None:
+    seen.of("maker 0")
+    clock.now += 9  # models are loaded
+    assert seen.seconds() == {"maker 0": {"busy": 0, "waiting": 0, "syncing": 0}}
+    with seen.of("trainer").busy("train"):
+        clock.now += 5
+    with seen.of("maker 1").busy("generate"):
+        clock.now += 1
+    found = seen.seconds()
+    assert found["maker 0"] == {"busy": 0, "waiting": 6, "syncing": 0}
+    assert found["maker 1"] == {"busy": 1, "waiting": 5, "syncing": 0}
+
+
+def test_a_block_in_a_block_interrupts_it(seen: Activity, clock: Clock) -> None:
+    maker = seen.of("maker 0")
+    with maker.busy("generate"):
+        clock.now += 1
+        with maker.syncing("weights of version 2"):
+            clock.now += 10
+        clock.now += 2
+    assert seen.seconds()["maker 0"] == {"busy": 3, "waiting": 0, "syncing": 10}
+
+
+def test_blocks_of_two_threads_may_close_in_any_order(seen: Activity, clock: Clock) -> None:
+    generating = seen.of("maker 0").busy("generate")
+    delivery = seen.of("maker 0").syncing("weights of version 2")
+    generating.__enter__()
+    delivery.__enter__()
+    clock.now += 1
+    generating.__exit__(None, None, None)
+    clock.now += 2
+    delivery.__exit__(None, None, None)
+    assert seen.seconds()["maker 0"] == {"busy": 0, "waiting": 0, "syncing": 3}
+
+
+def test_a_block_that_an_error_ends_is_closed(seen: Activity, clock: Clock) -> None:
+    def fail_in_a_second() -> None:
+        with seen.of("maker 0").busy("generate"):
+            clock.now += 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_in_a_second()
+    clock.now += 2
+    assert seen.seconds()["maker 0"] == {"busy": 1, "waiting": 2, "syncing": 0}
+
+
+def test_metrics_are_those_since_the_last_time(seen: Activity, clock: Clock) -> None:
+    with seen.of("maker 0").busy("generate"):
+        clock.now += 3
+        seen.metrics()
+        clock.now += 2
+    assert seen.metrics() == {
+        "detached/maker_0/busy_s": 2,
+        "detached/maker_0/waiting_s": 0,
+        "detached/maker_0/syncing_s": 0,
+    }
+
+
+def test_who_waits_names_the_longest_wait_first(seen: Activity, clock: Clock) -> None:
+    with ExitStack() as blocks:
+        blocks.enter_context(seen.of("maker 1").waiting("weights of version 4 (it holds 3)"))
+        clock.now += 2
+        blocks.enter_context(seen.of("maker 0").busy("generate"))
+        blocks.enter_context(seen.of("maker 2").syncing("weights of version 4"))
+        clock.now += 8
+        blocks.enter_context(seen.of("trainer").waiting("a batch"))
+        clock.now += 2.5
+        assert seen.who_waits() == [
+            "maker 1 has waited 12 s for weights of version 4 (it holds 3)",
+            "trainer has waited 2.5 s for a batch",
+            "maker 0 has been busy with generate for 10 s",
+            "maker 2 has been syncing weights of version 4 for 10 s",
+        ]
+    clock.now += 1
+    assert "trainer has waited 1.0 s for something to do" in seen.who_waits()
+
+
+def test_who_looks_again_in_a_loop_has_waited_all_the_time(seen: Activity, clock: Clock) -> None:
+    for queued in range(5):
+        with seen.of("maker 0").waiting(f"room: {queued} samples are queued"):
+            clock.now += 1
+            lines = seen.who_waits()
+    assert lines == ["maker 0 has waited 5.0 s for room: 4 samples are queued"]
+    clock.now += 1
+    with seen.of("maker 0").waiting("weights of version 2"):
+        assert seen.who_waits() == ["maker 0 has waited 0.0 s for weights of version 2"]
+
+
+def test_moments_are_drawn_as_part_of_what_was_before(seen: Activity, clock: Clock) -> None:
+    with seen.of("trainer").busy("train"):
+        for _ in range(3):
+            clock.now += 2**-14
+            with seen.of("trainer").waiting("samples"):
+                clock.now += 1
+    assert [interval.what for interval in seen.intervals()["trainer"]] == ["train", "samples"]
+    assert seen.seconds()["trainer"]["busy"] == 3 * 2**-14
+
+
+def test_intervals_follow_each_other_without_a_gap(seen: Activity, clock: Clock) -> None:
+    trainer = seen.of("trainer")
+    with trainer.waiting("samples"):
+        clock.now += 1
+    for _ in range(2):
+        with trainer.busy("update"):
+            clock.now += 1
+            seen.metrics()  # cuts no interval in two
+            clock.now += 1
+    with trainer.syncing("weights of version 1"):
+        clock.now += 1
+    found = seen.intervals()["trainer"]
+    assert found == [
+        (0, 1, "waiting", "samples"),
+        (1, 5, "busy", "update"),  # nothing was between the two
+        (5, 6, "syncing", "weights of version 1"),
+    ]
+
+
+def test_memory_stays_flat_over_a_long_run(
+    seen: Activity, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activity, "MOST_INTERVALS", 6)
+    for step in range(100):
+        with seen.of("trainer").busy(f"update {step}"):
+            clock.now += 1
+    kept = seen.intervals()["trainer"]
+    assert [interval.what for interval in kept] == [f"update {step}" for step in range(94, 100)]
+    assert seen.seconds()["trainer"]["busy"] == 100
+
+
+def test_the_threads_of_many_roles_lose_no_second() -> None:
+    seen = Activity()
+
+    def work(name: str) -> None:
+        for _ in range(200):
+            with seen.of(name).busy("generate"), seen.of("trainer").waiting("a batch"):
+                pass
+
+    threads = [threading.Thread(target=work, args=(f"maker {i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    walls = [sum(states.values()) for states in seen.seconds().values()]
+    assert len(walls) == 5
+    assert max(walls) - min(walls) < 1e-9
+    assert [role.open[1:] for role in seen._roles.values()] == [[]] * 5

@@ -1,0 +1,215 @@
+"""The simulated run against closed forms, against threads that sleep, and against its own rules."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from trainer.detached.overlap import Phases, Setup, one_step_ahead, simulate, what_limits
+
+PHASES = Phases([1.2], [0.3], [0.8], [0.1])
+
+
+def tailed(seed: int, count: int = 40) -> Phases:
+    """Seconds that differ from step to step, as those of long and short responses do."""
+    draw = random.Random(seed)
+    return Phases(
+        [draw.expovariate(1.0) for _ in range(count)],
+        [draw.uniform(0.0, 0.2) for _ in range(count)],
+        [draw.uniform(0.3, 0.6) for _ in range(count)],
+        [draw.uniform(0.0, 0.3) for _ in range(count)],
+    )
+
+
+def test_staleness_0_is_one_phase_after_the_other() -> None:
+    found = simulate(PHASES, Setup(), 100)
+    assert found.seconds == pytest.approx(1.2 + 0.3 + 0.8 + 0.1, rel=1e-3)  # no sync at first
+    assert found.staleness == {0: 100}
+
+
+def test_makers_share_a_batch_and_trainers_an_update() -> None:
+    found = simulate(PHASES, Setup(num_makers=3, num_trainers=2), 100)
+    assert found.seconds == pytest.approx(1.2 / 3 + 1.1 / 2 + 0.1, rel=2e-3)
+
+
+def test_staleness_1_takes_as_long_as_the_slower_side() -> None:
+    for factor in (0.5, 1.0, 2.0):
+        phases = PHASES.times(train=factor)
+        found = simulate(phases, Setup(max_staleness=1))
+        assert found.seconds == pytest.approx(max(1.2 + 0.1, 1.1 * factor), rel=0.01)
+
+
+def test_one_step_ahead_takes_the_slower_side_and_then_the_weights() -> None:
+    found = one_step_ahead(PHASES, Setup(num_makers=2))
+    assert found.seconds == pytest.approx(max(1.2 / 2, 1.1) + 0.1, rel=0.01)
+    assert found.shares["trainer"]["syncing"] == pytest.approx(0.1 / 1.2, rel=0.01)
+
+
+def test_slow_weights_and_slow_updates_overlap() -> None:
+    phases = Phases([0.05], [0.0], [0.2], [0.2])
+    serial = simulate(phases, Setup(), 20).seconds
+    assert simulate(phases, Setup(max_staleness=1), 20).seconds < 0.75 * serial
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_no_piece_is_older_than_the_bound(bound: int, at_once: bool) -> None:
+    for seed in range(8):
+        setup = Setup(3, max_staleness=bound, pieces=4, weights_at_once=at_once)
+        found = simulate(tailed(seed), setup, 60)
+        assert max(found.staleness) == bound
+        assert found.staleness.total() == 4 * 60
+
+
+@pytest.mark.parametrize("limit", [4, 5, 0])
+def test_every_second_of_a_role_is_counted_once(limit: int) -> None:
+    setup = Setup(3, max_staleness=2, pieces=4, limit=limit, weights_at_once=True)
+    found = simulate(tailed(3), setup, 60)
+    assert sorted(found.shares) == ["maker 0", "maker 1", "maker 2", "trainer"]
+    for shares in found.shares.values():
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert min(shares.values()) >= 0
+
+
+def test_a_full_buffer_stops_makers_and_never_the_trainer() -> None:
+    phases = tailed(1).times(train=3.0)
+    small, large = (simulate(phases, Setup(2, max_staleness=4, limit=n), 60) for n in (2, 0))
+    assert sum(small.staleness[k] * k for k in range(5)) < sum(
+        large.staleness[k] * k for k in range(5)
+    )
+    assert small.shares["trainer"]["busy"] > 0.9
+
+
+def test_a_wider_bound_evens_out_lengths_that_differ() -> None:
+    phases = Phases([0.2, 0.2, 0.2, 3.0], [0.0], [1.0])
+    seconds = [simulate(phases, Setup(max_staleness=bound)).seconds for bound in (0, 1, 2, 4)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[3] == pytest.approx(1.0, rel=0.02)
+    assert seconds[1] > 1.3
+
+
+def test_weights_taken_at_once_leave_a_piece_its_oldest_version() -> None:
+    phases = Phases([3.0], [0.0], [1.0], [0.5])
+    at_once = simulate(phases, Setup(2, max_staleness=2, pieces=4, weights_at_once=True))
+    at_boundary = simulate(phases, Setup(2, max_staleness=2, pieces=4))
+    assert max(at_once.staleness) <= 2
+    assert at_once.shares["maker 0"]["syncing"] >= at_boundary.shares["maker 0"]["syncing"]
+
+
+def test_a_share_of_generation_does_not_shrink_with_the_rows() -> None:
+    found = simulate(PHASES, Setup(num_makers=4, fixed_share=0.5), 100)
+    assert found.seconds == pytest.approx(1.2 * (0.5 + 0.5 / 4) + 1.1 + 0.1, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("phases", "setup", "limit"),
+    [
+        (PHASES, Setup(max_staleness=1), "makers"),
+        (PHASES, Setup(num_makers=4, max_staleness=1), "trainer"),
+        (PHASES, Setup(), "staleness bound"),
+        (Phases([0.1], [0.0], [0.1], [2.0]), Setup(max_staleness=1), "weights"),
+    ],
+)
+def test_what_limits_is_what_would_help_most(phases: Phases, setup: Setup, limit: str) -> None:
+    assert what_limits(phases, setup) == limit
+
+
+def test_more_makers_move_idle_time_from_the_trainer_to_the_makers() -> None:
+    runs = [simulate(PHASES.times(generate=3), Setup(n, max_staleness=1)) for n in (1, 2, 4, 8)]
+    trainer = [round(run.share("trainer", "waiting"), 6) for run in runs]
+    makers = [round(run.share("maker", "waiting"), 6) for run in runs]
+    assert trainer == sorted(trainer, reverse=True)
+    assert makers == sorted(makers)
+    assert (trainer[0], trainer[-1]) == (pytest.approx(0.70, abs=0.02), pytest.approx(0, abs=0.02))
+    assert (makers[0], makers[-1]) == (pytest.approx(0, abs=0.02), pytest.approx(0.5, abs=0.1))
+
+
+def test_200_steps_are_simulated_at_once() -> None:
+    began = time.process_time()
+    simulate(tailed(0), Setup(4, max_staleness=4, pieces=8))
+    assert time.process_time() - began < 0.2
+
+
+@dataclass
+class Threads:
+    """Makers and a trainer as threads that sleep: the rules of the pacing, in real time."""
+
+    phases: Phases
+    setup: Setup
+    version: int = 0
+    num_taken: int = 0
+    num_begun: int = 0
+    is_waiting: bool = True
+    queue: set[int] = field(default_factory=set)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def may_begin(self) -> bool:
+        size, bound = self.setup.num_pieces, self.setup.max_staleness
+        return self.num_begun - self.num_taken < size * (bound + self.is_waiting)
+
+    def make(self, num_steps: int) -> None:
+        held = 0
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.version == num_steps or self.may_begin())
+                if self.version == num_steps:
+                    return
+                piece, self.num_begun = self.num_begun, self.num_begun + 1
+                newest = self.version
+            if held < newest:
+                time.sleep(self.phases.sync[0])
+                held = newest
+            time.sleep(self.setup.piece_seconds(self.phases, piece))
+            with self.changed:
+                self.queue.add(piece)
+                self.changed.notify_all()
+
+    def train(self, num_steps: int) -> None:
+        size = self.setup.num_pieces
+        for step in range(num_steps):
+            batch = set(range(step * size, (step + 1) * size))
+            with self.changed:
+                self.changed.wait_for(lambda batch=batch: batch <= self.queue)
+                self.num_taken, self.is_waiting = self.num_taken + size, False
+                self.changed.notify_all()
+            time.sleep(self.setup.train_seconds(self.phases, step))
+            with self.changed:
+                self.version, self.is_waiting = self.version + 1, True
+                following = {piece + size for piece in batch}
+                if not following <= self.queue:  # else it is taken before a maker looks
+                    self.changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
+
+    def seconds_a_step(self, num_steps: int) -> float:
+        arguments = (num_steps,)
+        makers = [threading.Thread(target=self.make, args=arguments) for _ in range(self.makers)]
+        began = time.perf_counter()
+        for maker in makers:
+            maker.start()
+        self.train(num_steps)
+        spent = time.perf_counter() - began
+        for maker in makers:
+            maker.join()
+        return spent / num_steps
+
+    @property
+    def makers(self) -> int:
+        return self.setup.num_makers
+
+
+@pytest.mark.parametrize(
+    "setup", [Setup(), Setup(max_staleness=1), Setup(num_makers=2, max_staleness=2)]
+)
+def test_the_prediction_is_within_15_per_cent_of_threads_that_sleep(setup: Setup) -> None:
+    phases = Phases([0.04, 0.02, 0.03, 0.08], [0.01], [0.03], [0.01])
+    predicted = simulate(phases, setup, 8).seconds
+    for _ in range(3):  # a busy machine wakes threads late, never early
+        measured = Threads(phases, setup).seconds_a_step(8)
+        if abs(measured / predicted - 1) < 0.15:
+            return
+    assert measured == pytest.approx(predicted, rel=0.15)

@@ -1,0 +1,67 @@
+"""A role that says who it is, and the configuration of a run of such roles; children import it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.config.schema import RunConfig, TrainerConfig
+from verl_like import Dispatch, Worker, register
+
+
+class Reporter(Worker):
+    """Says where it runs and what it was given."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def who(self) -> tuple[str, int]:
+        return self.role, os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def experiment(self) -> str:
+        return self.config.trainer.experiment_name
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def neighbours(self) -> list[str]:
+        return sorted(self.fused_worker_dict)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def interrupt(self, number: int) -> int:
+        return number
+
+
+@dataclass(kw_only=True)
+class ReportingConfig(RunConfig):
+    """Every role is a `Reporter`; pools named `maker_...` run beside the driver."""
+
+    @property
+    def child_pools(self) -> frozenset[str]:
+        return frozenset(pool for pool in self.resource_pool_spec if pool.startswith("maker_"))
+
+    def of_role(self, role: str) -> RunConfig:
+        return replace(self, trainer=replace(self.trainer, experiment_name=f"run of {role}"))
+
+
+def reporting(
+    folder: Path, roles: dict[str, str], backend: str = "local", **pools: int
+) -> ReportingConfig:
+    """`roles` maps role to pool, `pools` says the processes of each."""
+    trainer = TrainerConfig(
+        backend=backend, n_gpus_per_node=sum(pools.values()), default_local_dir=str(folder)
+    )
+    return ReportingConfig(
+        trainer=trainer,
+        resource_pool_spec={pool: [size] for pool, size in pools.items()},
+        role_mapping=roles,
+        role_workers=dict.fromkeys(roles, f"{__name__}.Reporter"),
+        cpus_per_process=0.1,
+    )

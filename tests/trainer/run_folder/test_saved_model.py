@@ -1,0 +1,84 @@
+"""Which model a path means: the run's newest checkpoint, the policy, what it was trained with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.run_folder.saved_model import find_saved_model
+from verl_like.errors import CheckpointError
+
+PPO = {
+    "actor_rollout_ref.model.path": "policy",
+    "actor_rollout_ref.model.lora_rank": 8,
+    "critic.model.path": "value",
+    "critic.model.lora_rank": 0,
+}
+
+
+def checkpoint(
+    folder: Path, step: int, roles: Mapping[str, list[str]], config: Mapping[str, Any]
+) -> Path:
+    """A `global_step_N` with manifests and no tensors."""
+    path = folder / f"global_step_{step}"
+    for role, contents in roles.items():
+        (path / role).mkdir(parents=True)
+        manifest = {"contents": contents}
+        (path / role / "manifest.json").write_text(json.dumps(manifest))
+    marker = {"step": step, "files": {}, "config": config}
+    (path / "commit.json").write_text(json.dumps(marker))
+    return path
+
+
+@pytest.fixture
+def ppo_run(tmp_path: Path) -> Path:
+    roles = {"actor": ["model"], "critic": ["model"]}
+    for step in (2, 10):
+        checkpoint(tmp_path, step, roles, PPO)
+    (tmp_path / "global_step_12").mkdir()  # a save that never ended
+    return tmp_path
+
+
+def test_a_run_folder_means_the_policy_of_its_newest_completed_checkpoint(ppo_run: Path) -> None:
+    saved = find_saved_model(ppo_run)
+    assert saved.folder == ppo_run / "global_step_10" / "actor"
+    assert (saved.model.path, saved.model.lora_rank) == ("policy", 8)
+
+
+def test_a_role_is_named_by_its_folder_or_by_its_name(ppo_run: Path) -> None:
+    by_folder = find_saved_model(ppo_run / "global_step_2" / "critic")
+    by_name = find_saved_model(ppo_run / "global_step_2", role="critic")
+    assert by_folder == by_name
+    assert (by_name.model.path, by_name.model.lora_rank) == ("value", 0)
+
+
+def test_the_base_may_have_moved(ppo_run: Path) -> None:
+    saved = find_saved_model(ppo_run, base="elsewhere")
+    assert (saved.model.path, saved.model.lora_rank) == ("elsewhere", 8)
+
+
+def test_the_one_role_of_another_recipe_needs_no_name(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 1, {"sft": ["model", "optimizer"]}, {"model.path": "base"})
+    assert find_saved_model(tmp_path).model.path == "base"
+
+
+def test_what_is_no_checkpoint_or_holds_no_such_role_is_refused(ppo_run: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is no folder; give a run folder"):
+        find_saved_model(ppo_run / "nowhere")
+    with pytest.raises(CheckpointError, match="global_step_12 holds no completed checkpoint"):
+        find_saved_model(ppo_run / "global_step_12")
+    with pytest.raises(CheckpointError, match="no weights of 'acto'.*Did you mean 'actor'"):
+        find_saved_model(ppo_run, role="acto")
+
+
+def test_several_roles_without_a_policy_have_to_be_told_apart(tmp_path: Path) -> None:
+    roles = {"student": ["model"], "judge": ["model"], "frozen": []}
+    checkpoint(tmp_path, 1, roles, {})
+    with pytest.raises(CheckpointError, match="weights of judge, student; say which with --role"):
+        find_saved_model(tmp_path)
+    with pytest.raises(CheckpointError, match="what 'judge' was trained from.*--model"):
+        find_saved_model(tmp_path, role="judge")

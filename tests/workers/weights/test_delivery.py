@@ -1,0 +1,244 @@
+"""A published version reaches every rollout, whatever the actor does meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import workers.weights.channel as weight_channel
+from tests.verl_like.groups import start
+from tests.workers.stand_ins import (
+    Group,
+    PlainEngine,
+    PlainTrainer,
+    Receiver,
+    checksums,
+    train,
+    versions,
+)
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.errors import WeightSyncError
+from verl_like.process.worker import Worker
+from workers.weights import snapshot as weight_snapshot
+from workers.weights.checksum import Hashing, checksum_of
+from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
+from workers.weights.snapshot import Snapshots
+from workers.weights.sync import SyncReport, WeightReceiver, sync_weights
+
+
+def deliver_to_all(actor: Any, makers: list[Any], version: int) -> list[dict[str, float]]:
+    """At once, from a thread a maker."""
+    with ThreadPoolExecutor(len(makers)) as threads:
+        return list(threads.map(lambda maker: deliver_weights(actor, maker, version), makers))
+
+
+def test_several_groups_take_a_version_at_once_and_no_update_made_since(actor: Group) -> None:
+    makers = [Group([Receiver(0, 2), Receiver(1, 2)]), Group([Receiver()]), Group([Receiver()])]
+    for version in range(3):
+        train(actor)
+        published = checksums(actor)[0]
+        publish_weights(actor, version)
+        assert actor.published_checksum(version)[0] == published
+        train(actor)
+        figures = deliver_to_all(actor, makers, version)
+        assert len({figure["perf/weight_sync_mb"] for figure in figures} - {0.0}) == 1
+        for maker in makers:
+            assert set(checksums(maker)) == {published}
+            assert set(versions(maker)) == {version}
+
+
+def test_a_sync_and_a_delivery_do_not_disturb_each_other(actor: Group) -> None:
+    publish_weights(actor, 1)
+    published = checksums(actor)[0]
+    train(actor)
+    late, synced = Group([Receiver()]), Group([Receiver()])
+    address = actor.open_delivery(1)[0]
+    sync_weights(actor, synced, 2)
+    delivered = actor.deliver_weights.remote(address, 1, 16.0)
+    assert late.receive_weights(address, 1)[0].error is None
+    assert delivered.get()[0].error is None
+    assert checksums(late) == [published]
+    assert checksums(synced) == checksums(actor)[:1]
+
+
+def test_a_version_that_is_no_longer_held_is_refused_by_name_of_the_one_that_is(
+    actor: Group, rollout: Group
+) -> None:
+    with pytest.raises(WeightSyncError, match="actor rank 0 has published no version, so 1 cannot"):
+        deliver_weights(actor, rollout, 1)
+    for version in (1, 2):
+        publish_weights(actor, version)
+    with pytest.raises(WeightSyncError, match="version 1 is not there .* that is held is 2"):
+        deliver_weights(actor, rollout, 1)
+    assert versions(rollout) == [None, None]
+
+
+def test_makers_may_get_their_weights_from_different_ranks(actor: Group) -> None:
+    train(actor)
+    publish_weights(actor, 4, senders=[0, 1])
+    makers = [Group([Receiver()]), Group([Receiver()])]
+    for sender, maker in enumerate(makers):
+        deliver_weights(actor, maker, 4, sender=sender)
+        assert checksums(maker) == checksums(actor)[:1]
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_next_delivery_goes_through(
+    actor: Group, rollout: Group
+) -> None:
+    layer = actor.workers[0].engine.module.layer
+    whole = layer.bias
+    layer.bias = torch.nn.Parameter(torch.zeros(7))
+    publish_weights(actor, 1)
+    words = r"version 1 was not taken over: rollout rank 0.*of another shape: layer.bias.*refused"
+    with pytest.raises(WeightSyncError, match=words):
+        deliver_weights(actor, rollout, 1)
+    assert versions(rollout) == [None, None]
+    layer.bias = whole
+    publish_weights(actor, 2)
+    deliver_weights(actor, rollout, 2)
+    assert versions(rollout) == [2, 2]
+
+
+def test_a_rank_that_does_not_come_is_named_and_its_version_let_go(
+    actor: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=0.5))
+    alone = Group([Receiver(0, 2)])
+    alone.world_size = 2
+    publish_weights(actor, 0)
+    with pytest.raises(WeightSyncError, match="actor rank 0: .*rollout rank 1: not there"):
+        deliver_weights(actor, alone, 0)
+    assert all(held.num_readers == 0 for held in actor.workers[0]._snapshots._both)
+
+
+def test_the_share_of_tensors_that_changed_is_told(actor: Group) -> None:
+    assert publish_weights(actor, 0)["training/weights_changed_share"] == 1.0
+    assert publish_weights(actor, 1)["training/weights_changed_share"] == 0.0
+    with torch.no_grad():
+        actor.workers[0].engine.module.scale += 1
+    num_tensors = len(list(actor.workers[0].engine.module.named_parameters()))
+    found = publish_weights(actor, 2)["training/weights_changed_share"]
+    assert found == pytest.approx(1 / num_tensors)
+
+
+# -------------------------------------------------------------------------------- the two snapshots
+
+
+def filled(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("weight", torch.full((4,), value)), ("scalar", torch.tensor(value))]
+
+
+def published(version: int, snapshots: Snapshots) -> None:
+    snapshots.publish(version, filled(float(version)), Hashing())
+
+
+def test_a_snapshot_stays_as_it_is_while_it_is_read_and_memory_is_used_again() -> None:
+    snapshots = Snapshots()
+    published(0, snapshots)
+    with snapshots.reading(0) as old:
+        places = set()
+        for version in (1, 2, 3):
+            published(version, snapshots)
+            with snapshots.reading(version) as new:
+                assert new.tensors["weight"].tolist() == [version] * 4
+                places.add(new.tensors["weight"].data_ptr())
+        assert old.tensors["weight"].tolist() == [0.0] * 4
+        assert len(places) == 1
+        assert old.tensors["weight"].data_ptr() not in places
+
+
+def test_a_publication_waits_for_memory_that_is_read_and_says_who_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_snapshot, "BUFFER_TIMEOUT_S", 0.05)
+    snapshots = Snapshots()
+    published(0, snapshots)
+    with snapshots.reading(0):
+        published(1, snapshots)
+        second = snapshots.begin_reading(1)
+        with pytest.raises(WeightSyncError, match="version 2 .* deliveries of versions 0 and 1"):
+            published(2, snapshots)
+        monkeypatch.setattr(weight_snapshot, "BUFFER_TIMEOUT_S", 20.0)
+        threading.Timer(0.05, snapshots.end_reading, [second]).start()
+        published(2, snapshots)
+        with snapshots.reading(2) as newest:
+            assert newest is second
+
+
+# ----------------------------------------------------------------------------------- in processes
+
+
+class Trainer(WeightPublisher, Worker):
+    """Learns by adding a number to every weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = PlainTrainer(0)
+        self.sent = threading.Semaphore(0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def learn(self, num_deliveries: int) -> bool:
+        """An update that lasts until so many deliveries have ended; whether they have."""
+        train(Group([self]))
+        return all(self.sent.acquire(timeout=30) for _ in range(num_deliveries))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def deliver_weights(self, *args: Any) -> SyncReport:
+        report = super().deliver_weights(*args)
+        self.sent.release()
+        return report
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        return checksum_of(self.engine.module.named_parameters())
+
+
+class Maker(WeightReceiver, Worker):
+    """Holds weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = PlainEngine(10 + self.rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        return checksum_of(self.engine.module.named_parameters())
+
+
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
+def test_two_makers_hold_the_published_version_while_the_actor_learns(
+    backend: str, request: pytest.FixtureRequest
+) -> None:
+    """On the local backend the trainer is in this process, and its makers are child processes."""
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    with ExitStack() as stack:
+        roles = {"trainer": Trainer, "maker": Maker, "maker_1": Maker}
+        trainer, *makers = (
+            stack.enter_context(
+                start(backend, {role: (cls, ())}, [1 if backend == "ray" or cls is Trainer else 2])
+            )
+            for role, cls in roles.items()
+        )
+        seen = set()
+        for version in range(3):
+            published = trainer.weights_checksum()[0]
+            publish_weights(trainer, version)
+            with ThreadPoolExecutor(2) as threads:
+                deliveries = [
+                    threads.submit(deliver_weights, trainer, maker, version) for maker in makers
+                ]
+                assert trainer.learn(2).get() == [True]
+                for delivery in deliveries:
+                    assert delivery.result()["training/weight_version"] == version
+            assert trainer.published_checksum(version) == [published]
+            for maker in makers:
+                assert set(maker.weights_checksum()) == {published}
+            seen.add(published)
+        assert len(seen) == 3

@@ -1,0 +1,287 @@
+"""`verl-like bench overlap`: whether detached makers would help a job, from its measured seconds.
+
+The phases come from `trainer.detached.measured` or the command line, the numbers from the
+simulation in `trainer.detached.overlap`. Nothing is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from trainer.detached.measured import measured_phases
+from trainer.detached.overlap import (
+    Phases,
+    Prediction,
+    Setup,
+    one_step_ahead,
+    simulate,
+    what_limits,
+)
+from verl_like.errors import ConfigError
+from verl_like.terminal import draw_table, fit, terminal_width
+
+RATIOS = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
+"""(makers, trainers) of the sweep."""
+PHASES = ("gen", "score", "update", "sync")
+WORTH_IT = 1.05
+"""Speed-up below which asynchrony is not advised, and within which two runs are alike."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One predicted run."""
+
+    name: str
+    setup: Setup
+    prediction: Prediction
+    speed_up: float
+    """Over the synchronous run of as many makers and trainers."""
+    limit: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Its numbers."""
+        return {
+            "run": self.name,
+            **asdict(self.setup),
+            "seconds_a_step": self.prediction.seconds,
+            "speed_up": self.speed_up,
+            "limit": self.limit,
+            "shares": self.prediction.shares,
+            "staleness": dict(self.prediction.staleness),
+        }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the predictions, as tables or as JSON."""
+    options = _parser().parse_args(arguments)
+    phases, notes = _phases(options)
+    setups = _setups(options)
+    rows = [row for setup in setups for row in predict(phases, setup, options.staleness)]
+    ratios = sweep(phases, replace(setups[0], max_staleness=max(options.staleness)))
+    advice = advise(phases, rows)
+
+    if options.json:
+        found = {
+            "phases": asdict(phases),
+            "notes": notes,
+            "runs": [row.as_json() for row in rows],
+            "ratios": [row.as_json() for row in ratios],
+            "advice": advice,
+        }
+        print(json.dumps(found))
+        return
+    width = terminal_width()
+    lines = [
+        *(fit(f"{note[0].upper()}{note[1:]}.", width) for note in notes),
+        _phase_line(phases),
+        "",
+        *draw_table(_table(rows), width, num_titles=3, flush_right=True),
+        "",
+        f"Makers to trainers, at staleness {ratios[0].setup.max_staleness}:",
+        *draw_table(_table(ratios), width, num_titles=3, flush_right=True),
+        "",
+        fit(advice, width),
+    ]
+    print("\n".join(lines), flush=True)
+
+
+def predict(phases: Phases, setup: Setup, staleness: Sequence[int]) -> list[Row]:
+    """The synchronous run, the one a step ahead, and those of each staleness above 0."""
+    base = replace(setup, max_staleness=0)
+    synchronous = simulate(phases, base)
+    ahead = one_step_ahead(phases, base)
+    rows = [
+        Row("synchronous", base, synchronous, 1.0, what_limits(phases, base)),
+        Row(
+            "one step ahead",
+            base,
+            ahead,
+            synchronous.seconds / ahead.seconds,
+            what_limits(phases, base, one_step_ahead),
+        ),
+    ]
+    for bound in sorted({bound for bound in staleness if bound > 0}):
+        bounded = replace(setup, max_staleness=bound)
+        rows.append(_row(f"staleness {bound}", phases, bounded, synchronous.seconds))
+    return rows
+
+
+def sweep(phases: Phases, setup: Setup) -> list[Row]:
+    """Fewer and more makers for each trainer: what is idle goes from the one to the other."""
+    rows = []
+    for makers, trainers in RATIOS:
+        ratio = replace(setup, num_makers=makers, num_trainers=trainers)
+        synchronous = simulate(phases, replace(ratio, max_staleness=0)).seconds
+        rows.append(_row(f"{makers}m{trainers}t", phases, ratio, synchronous))
+    return rows
+
+
+def advise(phases: Phases, rows: Sequence[Row]) -> str:
+    """One or two sentences: whether to run detached, how, and what is in the way then."""
+    ahead = [row for row in rows if row.setup.max_staleness]
+    fastest = min(row.prediction.seconds for row in ahead)
+    alike = [row for row in ahead if row.prediction.seconds <= fastest * WORTH_IT]
+    best = min(alike, key=lambda row: row.setup.max_staleness)
+    if best.speed_up < WORTH_IT:
+        return (
+            f"Detached makers would not help this job: at best {best.speed_up:.2f} times as fast "
+            f"as the synchronous run, since one phase takes nearly all of a step."
+        )
+    keys = f"detached.makers={best.setup.num_makers} detached.trainers={best.setup.num_trainers}"
+    return (
+        f"Take {keys} detached.max_staleness={best.setup.max_staleness}: "
+        f"{best.prediction.seconds:.3g} s a step, {best.speed_up:.2f} times as fast as the "
+        f"synchronous run. {_way_on(phases, best)}"
+    )
+
+
+def _way_on(phases: Phases, row: Row) -> str:
+    """What would make the advised run faster."""
+    if row.limit == "weights":
+        return "Taking weights limits it then: send only what changed of them."
+    if row.limit == "staleness bound":
+        return "The staleness bound limits it then: a wider one, or smaller pieces of a batch."
+    grown = {
+        "makers": replace(row.setup, num_makers=row.setup.num_makers + 1),
+        "trainer": replace(row.setup, num_trainers=row.setup.num_trainers + 1),
+    }[row.limit]
+    after = simulate(phases, grown).seconds
+    one = {"makers": "maker", "trainer": "trainer"}[row.limit]
+    verb = "limit" if row.limit == "makers" else "limits"
+    return f"The {row.limit} {verb} it then: with one {one} more a step takes {after:.3g} s."
+
+
+def _row(name: str, phases: Phases, setup: Setup, synchronous: float) -> Row:
+    prediction = simulate(phases, setup)
+    speed_up = synchronous / prediction.seconds
+    return Row(name, setup, prediction, speed_up, what_limits(phases, setup))
+
+
+def _table(rows: Sequence[Row]) -> list[list[str]]:
+    """Heading and cells."""
+    heading = ["makers", "trainers", "run", "s/step", "speed-up", "makers busy", "waiting"]
+    cells = [[*heading, "syncing", "trainer busy", "limited by"]]
+    for row in rows:
+        of = row.prediction.share
+        cells.append(
+            [
+                str(row.setup.num_makers),
+                str(row.setup.num_trainers),
+                row.name,
+                f"{row.prediction.seconds:.3g}",
+                f"{row.speed_up:.2f}",
+                *(f"{of('maker', state):.0%}" for state in ("busy", "waiting", "syncing")),
+                f"{of('trainer', 'busy'):.0%}",
+                row.limit,
+            ]
+        )
+    return cells
+
+
+def _phase_line(phases: Phases) -> str:
+    """The phases' mean seconds."""
+    names = {
+        "generation of a batch": phases.generate,
+        "scores": phases.score,
+        "update and all else": phases.update,
+        "weights taken": phases.sync,
+    }
+    return "; ".join(f"{name} {sum(s) / len(s):.3g} s" for name, s in names.items())
+
+
+def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
+    """From the run folder, the given ones in its stead; or all from the command line."""
+    given = {name: getattr(options, name) for name in PHASES if getattr(options, name)}
+    if options.run_dir:
+        phases, notes = measured_phases(options.run_dir)
+    elif missing := {"gen", "update"} - given.keys():
+        raise ConfigError(
+            f"--{' and --'.join(sorted(missing))} missing: give a run folder, or the seconds of a "
+            "batch by --gen, --score, --update and --sync."
+        )
+    else:
+        phases, notes = Phases([0.0], [0.0], [0.0], [0.0]), []
+    fields = dict(zip(PHASES, ("generate", "score", "update", "sync"), strict=True))
+    phases = replace(phases, **{fields[name]: seconds for name, seconds in given.items()})
+    if not (min(phases.generate) > 0 and min(phases.update) > 0):
+        raise ConfigError("generation and update take time: --gen and --update are above 0.")
+    return phases, notes
+
+
+def _setups(options: argparse.Namespace) -> list[Setup]:
+    """Every number of makers with every number of trainers."""
+    setups = []
+    for trainers in options.trainers:
+        for makers in options.makers:
+            setup = Setup(
+                num_makers=makers,
+                num_trainers=trainers,
+                pieces=options.pieces,
+                limit=options.limit,
+                weights_at_once=options.at_once,
+                fixed_share=options.fixed_share,
+            )
+            if options.limit and options.limit < setup.num_pieces:
+                raise ConfigError(
+                    f"--limit={options.limit} pieces is below a batch of {setup.num_pieces}: the "
+                    f"trainer would wait forever. --limit={setup.num_pieces}, or 0 for none."
+                )
+            setups.append(setup)
+    return setups
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("verl-like bench overlap", description=__doc__)
+    add = parser.add_argument
+    add("run_dir", nargs="?", help="a run folder, whose measured seconds are taken")
+    for name in PHASES:
+        add(f"--{name}", type=_seconds, help="seconds of a batch, or several with commas")
+    add("--makers", type=_counts, default=[1, 2], help="numbers of makers")
+    add("--trainers", type=_counts, default=[1], help="numbers of trainers")
+    add("--staleness", type=_bounds, default=[0, 1, 4], help="bounds, in versions")
+    add("--pieces", type=_bound, default=0, help="pieces of a batch; 0: as many as makers")
+    add("--limit", type=_bound, default=0, help="pieces queued or being made at once; 0: any")
+    add("--at-once", action="store_true", help="weights are taken in the middle of a piece")
+    add("--fixed-share", type=_share, default=0.0, help="of generation, whatever the rows")
+    add("--json", action="store_true", help="the same as JSON")
+    return parser
+
+
+def _seconds(text: str) -> list[float]:
+    seconds = [float(part) for part in text.split(",")]
+    if not all(0 <= second < math.inf for second in seconds):
+        raise argparse.ArgumentTypeError(f"{text}: seconds are 0 or more")
+    return seconds
+
+
+def _counts(text: str) -> list[int]:
+    counts = [int(part) for part in text.split(",")]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1 each")
+    return counts
+
+
+def _bounds(text: str) -> list[int]:
+    bounds = [_bound(part) for part in text.split(",")]
+    if max(bounds) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: one above 0, which is always shown")
+    return bounds
+
+
+def _bound(text: str) -> int:
+    bound = int(text)
+    if bound < 0:
+        raise argparse.ArgumentTypeError(f"{text}: 0 or more")
+    return bound
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: from 0 to 1")
+    return share

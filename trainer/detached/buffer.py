@@ -1,0 +1,410 @@
+"""The experience buffer: what makers have made and trainers have not yet taken, bounded.
+
+    order = buffer.begin(maker, version)      # a maker's thread; waits for room, and for its turn
+    buffer.put(experience)
+    experiences = buffer.take(num_samples)    # the trainer; waits for a batch
+    buffer.publish(version)                   # there are newer weights
+
+It holds references, and bounds samples that are open, queued or being made: by `detached.limit`,
+and by how old they may grow (`trainer.detached.pacing`). One lock guards all of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.detached.activity import Activity
+from trainer.detached.experience import Experience
+from trainer.detached.ledger import LOST, MADE_AGAIN, QUEUED, TAKEN, Ledger
+from trainer.detached.pacing import Pacing
+from trainer.detached.pieces import Piece, PieceStream
+from trainer.detached.samplers.registry import Choice, Sampler, Stock
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import VerlLikeError
+
+logger = logging.getLogger(__name__)
+LOOK_S = 1.0
+"""How often a wait looks whether it has lasted too long."""
+
+
+class StalledError(VerlLikeError, RuntimeError):
+    """Makers and trainer wait for each other; the message says who waits for what."""
+
+
+class EndOfSamples(Exception):
+    """No maker has prompts left, and no batch can be filled."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a maker is to make next."""
+
+    piece: Piece
+    prompts: DataProto
+    uids: list[str]
+    """One for each prompt."""
+    version: int
+    """Of the weights that the maker holds."""
+    attempt: int
+    """The number of the draw, within its step, that it is made for."""
+
+
+@dataclass(frozen=True)
+class BufferSettings:
+    """What the configuration says of the buffer."""
+
+    limit: int
+    evicts: bool
+    """Whether what comes into a full buffer pushes the oldest out, instead of waiting."""
+    seed: int
+    window: int | None = None
+    stall_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class _Demand:
+    """What the trainer waits for, if it does, and what it will ask for later."""
+
+    num_samples: int = 0
+    attempt: int = 0
+    rest_of_version: int = 0
+    """Fresh samples after these, before the next version of the weights."""
+    rest_of_run: int | None = None
+    """Fresh samples after these; None: nobody can say."""
+
+
+class ExperienceBuffer:
+    """Between makers' threads and the trainer's."""
+
+    def __init__(
+        self,
+        stream: PieceStream,
+        pacing: Pacing,
+        sampler: Sampler,
+        settings: BufferSettings,
+        ledger: Ledger,
+        activity: Activity,
+    ) -> None:
+        """Empty, with weights of version 0."""
+        self.stream, self.ledger = stream, ledger
+        self._pacing, self._sampler, self._settings = pacing, sampler, settings
+        self._activity = activity
+        self._changed = threading.Condition()
+        self._ready: list[Experience] = []
+        self._in_flight: dict[int, tuple[int, Order]] = {}
+        """Number of a piece -> who makes it, and what was asked for."""
+        self._makers: set[int] = set()
+        self._idle: set[int] = set()
+        self.version = 0
+        """Of the newest weights that makers can have."""
+        self._demand = _Demand()
+        self._num_taken = 0
+        self._failure: BaseException | None = None
+        self._closed = self._paused = False
+
+    # ------------------------------------------------------------------------------ makers' side
+
+    def join(self, maker: int) -> None:
+        """A maker's thread begins."""
+        with self._change():
+            self._makers.add(maker)
+
+    def leave(self, maker: int, error: BaseException | None = None) -> None:
+        """A maker's thread has ended; its error, if it failed, is raised where the trainer is."""
+        with self._change():
+            self._makers.discard(maker)
+            self._failure = self._failure or error
+
+    def begin(self, maker: int, version: int) -> Order | None:
+        """What the maker makes next, with weights of that version; waits for its turn.
+
+        None: there are newer weights to take first, or it is over.
+        """
+        with self._changed:
+            while True:
+                if self._closed or self.version > version:
+                    self._idle.discard(maker)
+                    return None
+                piece = None if self._paused else self._next_piece(maker, version)
+                if piece is not None:
+                    self._idle.discard(maker)
+                    return self._hand_out(piece, maker, version)
+                if maker not in self._idle:
+                    self._idle.add(maker)
+                    self._changed.notify_all()
+                with self._activity.of(f"maker {maker}").waiting(self._why(version)):
+                    self._changed.wait(LOOK_S)
+
+    def put(self, experience: Experience) -> None:
+        """A piece is made; where the buffer is full and evicts, the oldest makes room."""
+        with self._change():
+            del self._in_flight[experience.piece.number]
+            self.ledger.move(experience.uids, QUEUED)
+            self._ready.append(experience)
+            while self._settings.evicts and self._queued() > self._settings.limit:
+                self._drop(self._ready[0], "pushed out of the full buffer")
+
+    def lost(self, maker: int) -> list[Piece]:
+        """What this maker was making is to be made again, by whoever may; gives the pieces."""
+        with self._change():
+            orders = [order for who, order in self._in_flight.values() if who == maker]
+            for order in orders:
+                del self._in_flight[order.piece.number]
+                self.ledger.drop(order.uids, LOST)
+            pieces = [order.piece for order in orders]
+            self.stream.hand_back(pieces)
+            return pieces
+
+    # ---------------------------------------------------------------------------- trainer's side
+
+    def take(
+        self,
+        num_samples: int,
+        attempt: int = 0,
+        rest_of_version: int = 0,
+        rest_of_run: int | None = None,
+    ) -> list[Experience]:
+        """Experiences of so many samples, as the sampler chooses; waits for them.
+
+        Raises what a maker's thread raised, `StalledError` where nobody can go on, and
+        `EndOfSamples` where there is no more.
+        """
+        with self._changed, self._activity.of("trainer").waiting("samples"):
+            self._demand = _Demand(num_samples, attempt, rest_of_version, rest_of_run)
+            self._look_again()
+            try:
+                return self._wait_for_batch(num_samples)
+            finally:
+                # before the lock is free: what was taken is no longer asked for
+                self._demand = _Demand(0, 0, rest_of_version, rest_of_run)
+                self._look_again()
+
+    def drop_taken(self, uids: Iterable[str], reason: str) -> None:
+        """Groups that were taken and are not trained on."""
+        with self._changed:
+            self.ledger.drop(uids, reason)
+
+    def trained(self, rows: Mapping[str, list[tuple[int, int]]]) -> None:
+        """Groups were trained on: uid -> trainer rank and version of each of its samples."""
+        with self._changed:
+            for uid, samples in rows.items():
+                ranks, versions = zip(*samples, strict=True)
+                self.ledger.trained(uid, ranks, versions, self.version)
+            self.ledger.check()
+
+    def publish(self, version: int) -> None:
+        """There are weights of that version, which makers take before their next piece."""
+        with self._change():
+            self.version = version
+
+    def clear(self, reason: str) -> None:
+        """Throw away what is queued; limit and settings stay."""
+        with self._change():
+            for experience in list(self._ready):
+                self._drop(experience, reason)
+
+    @contextmanager
+    def paused(self, timeout_s: float) -> Iterator[None]:
+        """Within, no maker makes anything: those that do have finished their pieces."""
+        with self._changed:
+            self._paused = True
+            while self._in_flight and self._makers and self._failure is None:
+                if not self._changed.wait(timeout_s):
+                    raise StalledError(f"makers do not come to rest: {self._who_waits()}")
+        try:
+            yield
+        finally:
+            with self._change():
+                self._paused = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the prompts stand, the pieces that are open, and the books."""
+        with self._changed:
+            being_made = [order.piece for _, order in self._in_flight.values()]
+            queued = [experience.piece for experience in self._ready]
+            return {
+                "stream": self.stream.state_dict([*queued, *being_made]),
+                "ledger": self.ledger.as_dict(),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there: what was open is made again."""
+        with self._change():
+            self.stream.load_state_dict(state["stream"])
+            self.ledger.load_state_dict(state["ledger"], MADE_AGAIN)
+
+    def close(self) -> None:
+        """Nothing is begun any more; makers' threads end."""
+        with self._change():
+            self._closed = True
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is begun any more."""
+        return self._closed
+
+    @property
+    def depth(self) -> int:
+        """Samples that are queued."""
+        with self._changed:
+            return self._queued()
+
+    @property
+    def ready(self) -> list[Experience]:
+        """What is queued, in the order in which it came."""
+        with self._changed:
+            return list(self._ready)
+
+    def restore(self, experience: Experience) -> None:
+        """Queue what an earlier run had queued."""
+        with self._change():
+            per_prompt = experience.num_samples // len(experience.uids)
+            self.ledger.begin(experience.maker, experience.uids, per_prompt)
+            self.ledger.move(experience.uids, QUEUED)
+            self._ready.append(experience)
+
+    def in_flight(self, maker: int | None = None) -> list[Piece]:
+        """Pieces that are being made, by one maker or by any."""
+        with self._changed:
+            return [o.piece for who, o in self._in_flight.values() if maker in (None, who)]
+
+    # ----------------------------------------------------------------------------------- inside
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        with self._changed:
+            yield
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Whoever waits looks whether it can go on now."""
+        self._idle.clear()
+        self._changed.notify_all()
+
+    def _wait_for_batch(self, num_samples: int) -> list[Experience]:
+        began = last_warning = time.monotonic()
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            choice = self._choose(num_samples)
+            for experience, reason in choice.dropped:
+                self._drop(experience, reason)
+                self._look_again()
+            if choice.taken:
+                for experience in choice.taken:
+                    self._ready.remove(experience)
+                    self.ledger.move(experience.uids, TAKEN)
+                self._num_taken += 1
+                return choice.taken
+
+            self._raise_if_nobody_can_go_on(num_samples)
+            self._changed.wait(LOOK_S)
+            now = time.monotonic()
+            if now - last_warning > self._settings.stall_s:
+                logger.warning(
+                    "no batch for %.0f s: %s", now - began, "; ".join(self._activity.who_waits())
+                )
+                last_warning = now
+
+    def _choose(self, num_samples: int) -> Choice:
+        """What the sampler chooses: for each trainer rank that has makers of its own, its share."""
+        ranks = self.stream.ranks
+        whole = Choice()
+        for rank in ranks:
+            choice = self._sampler.choose(self._stock(rank, num_samples // len(ranks)))
+            whole.dropped += choice.dropped
+            if not choice.taken:
+                return Choice([], whole.dropped)
+            whole.taken += choice.taken
+        return whole
+
+    def _stock(self, rank: int, num_samples: int) -> Stock:
+        """What there is for one trainer rank, or for any."""
+        horizon = self._horizon()
+        coming: list[tuple[Piece, int | None]] = []
+        coming += [(order.piece, order.version) for _, order in self._in_flight.values()]
+        coming += [(piece, None) for piece in self.stream.waiting if piece.number < horizon]
+        return Stock(
+            ready=tuple(one for one in self._ready if one.piece.rank == rank),
+            coming=[(piece, version) for piece, version in coming if piece.rank == rank],
+            num_samples=num_samples,
+            version=self.version,
+            max_staleness=self._pacing.max_staleness,
+            seed=(self._settings.seed, self._num_taken),
+            window=self._settings.window,
+        )
+
+    def _horizon(self) -> int:
+        """One past the highest piece that was ever begun and is still open."""
+        numbers = [one.piece.number for one in self._ready]
+        return max([*numbers, *self._in_flight, -1]) + 1
+
+    def _raise_if_nobody_can_go_on(self, num_samples: int) -> None:
+        if self._in_flight or self._idle < self._makers:
+            return
+        if self.stream.has_ended:
+            raise EndOfSamples(
+                f"the prompts have ended: {self._queued()} samples are left, a batch has "
+                f"{num_samples}"
+            )
+        if not self._makers:
+            raise StalledError(
+                f"the trainer waits for {num_samples} samples, {self._queued()} are queued, and "
+                "there is no maker left."
+            )
+        raise StalledError(
+            f"the trainer waits for {num_samples} samples, {self._queued()} are queued, nothing is "
+            f"being made, and every maker waits: {self._who_waits()}. A larger detached.limit or "
+            "detached.max_staleness, or another sampler, would let them go on."
+        )
+
+    def _next_piece(self, maker: int, version: int) -> Piece | None:
+        """The first piece that this maker may make, if there is room for it."""
+        piece = self.stream.offer(maker)
+        if piece is None:
+            return None
+        opened = self._queued() + sum(o.piece.num_samples for _, o in self._in_flight.values())
+        opened += piece.num_samples + self.stream.waiting_before(piece)
+        demand = self._demand
+        bounds = [
+            self._pacing.bound(demand.num_samples, demand.rest_of_version, self.version - version)
+        ]
+        if not self._settings.evicts:
+            bounds.append(self._settings.limit)
+        if demand.rest_of_run is not None:
+            bounds.append(demand.num_samples + demand.rest_of_run)
+        return piece if opened <= min(bounds) else None
+
+    def _hand_out(self, piece: Piece, maker: int, version: int) -> Order:
+        self.stream.hand_out(piece)
+        prompts = self.stream.prompts(piece)
+        uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
+        self.ledger.begin(maker, uids, piece.num_samples // len(uids))
+        order = Order(piece, prompts, uids, version, self._demand.attempt)
+        self._in_flight[piece.number] = maker, order
+        return order
+
+    def _drop(self, experience: Experience, reason: str) -> None:
+        self._ready.remove(experience)
+        self.ledger.drop(experience.uids, reason)
+
+    def _queued(self) -> int:
+        return sum(one.num_samples for one in self._ready)
+
+    def _why(self, version: int) -> str:
+        """What a maker with weights of that version waits for, in words."""
+        if self._paused:
+            return "the end of a validation or a checkpoint"
+        return (
+            f"room: {self._queued()} samples are queued, and weights of version {version} may be "
+            f"at most {self._pacing.max_staleness} versions old"
+        )
+
+    def _who_waits(self) -> str:
+        return "; ".join(self._activity.who_waits())

@@ -1,0 +1,159 @@
+"""The rules between fields of a detached run: refused before a device is taken."""
+
+from __future__ import annotations
+
+from trainer.detached.config import DetachedConfig
+from trainer.detached.pieces import ANY_RANK
+from trainer.detached.recipe import topology_of
+from trainer.detached.topology import TRAINER_POOL, Topology
+from verl_like.errors import ConfigError
+from verl_like.placement.roles import expand_roles
+
+
+def check_run(config: DetachedConfig) -> None:
+    """Refuse, with the numbers and the way out, what cannot work."""
+    topology = topology_of(config)
+    _check_pools(config, topology)
+    _check_algorithm(config)
+    _check_pieces(config, topology)
+    _check_buffer(config)
+    _check_rounds(config)
+    _check_maker_settings(config, topology)
+
+
+def routed_ranks(topology: Topology) -> list[int]:
+    """The trainer ranks whose samples come from makers of their own.
+
+    Where every maker serves every rank, rows may go to any: one answer, `ANY_RANK`.
+    """
+    everything = topology.makers * topology.trainers
+    if len(topology.experience) == everything:
+        return [ANY_RANK]
+    return list(range(topology.trainers))
+
+
+def piece_size(config: DetachedConfig, topology: Topology) -> int:
+    """Prompts of a piece: as configured, or a batch in equal parts for the makers."""
+    size = config.data.train_batch_size
+    if config.detached.prompts_per_piece is not None:
+        return config.detached.prompts_per_piece
+    ranks = len(routed_ranks(topology))
+    makers = topology.makers if ranks == 1 else len(topology.makers_of(0))
+    part = size // ranks
+    return next(n for n in range(max(part // makers, 1), 0, -1) if part % n == 0)
+
+
+def samples_per_batch(config: DetachedConfig) -> int:
+    """Samples of a step."""
+    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def open_samples(config: DetachedConfig) -> int:
+    """Samples that the bound of staleness lets be open while the trainer waits for a batch."""
+    detached = config.detached
+    return (detached.max_staleness + 1) * detached.update_steps * samples_per_batch(config)
+
+
+def _check_pools(config: DetachedConfig, topology: Topology) -> None:
+    pools = expand_roles(config.role_mapping)
+    others = {pool: role for role, pool in pools.items() if role not in topology.roles()}
+    for role in topology.roles():
+        if pools.get(role) in others:
+            raise ConfigError(
+                f"role_mapping.{role}={pools[role]} is the pool of {others[pools[role]]} too; a "
+                "maker generates while trainers learn, so it has a pool of its own. For shared "
+                "pools there is `verl-like ppo`."
+            )
+    shared = [pools[role] for role in topology.roles()]
+    if len(set(shared)) < len(shared):
+        raise ConfigError(
+            f"the {topology.makers} makers have the pools {', '.join(shared)}: each needs its own."
+        )
+    trainers = sum(config.resource_pool_spec[pools["actor"]])
+    if pools["actor"] == TRAINER_POOL and trainers != topology.trainers:
+        raise ConfigError(
+            f"resource_pool_spec.{TRAINER_POOL}={config.resource_pool_spec[TRAINER_POOL]} has "
+            f"{trainers} ranks, and detached.trainers={topology.trainers}: set both alike."
+        )
+
+
+def _check_algorithm(config: DetachedConfig) -> None:
+    if config.algorithm.adv_estimator == "remax":
+        raise ConfigError(
+            "algorithm.adv_estimator=remax compares every sample with a greedy answer of the same "
+            "weights, and makers give none. Take rloo, which compares samples with each other, or "
+            "`verl-like ppo`."
+        )
+    if config.trainer.backend == "torchrun":
+        raise ConfigError(
+            "trainer.backend=torchrun starts the ranks of one pool; makers have pools of their "
+            "own. Take trainer.backend=ray or local."
+        )
+
+
+def _check_pieces(config: DetachedConfig, topology: Topology) -> None:
+    batch, ranks = config.data.train_batch_size, len(routed_ranks(topology))
+    size = piece_size(config, topology)
+    if batch % ranks:
+        near = sorted({max(batch // ranks, 1) * ranks, -(-batch // ranks) * ranks})
+        raise ConfigError(
+            f"data.train_batch_size={batch} prompts do not divide among the {ranks} trainer ranks, "
+            f"whose makers differ (detached.edges); nearest that do: {_named(near)}."
+        )
+    part = batch // ranks
+    if part % size:
+        fit = [number for number in range(1, part + 1) if part % number == 0]
+        fit.sort(key=lambda number: abs(number - size))
+        raise ConfigError(
+            f"detached.prompts_per_piece={size} does not divide the {part} prompts of a batch "
+            f"that one trainer rank gets; nearest that do: {_named(fit[:2])}."
+        )
+    total = config.data.total_prompts
+    if config.detached.sampler != "in_order" and total is not None and total % batch:
+        raise ConfigError(
+            f"data.total_prompts={total} ends in a part of a batch of {batch}, which only "
+            "detached.sampler=in_order keeps together. Set it to "
+            f"{max(total // batch, 1) * batch}."
+        )
+
+
+def _check_buffer(config: DetachedConfig) -> None:
+    detached = config.detached
+    batch = samples_per_batch(config)
+    if detached.limit is not None and detached.limit < batch:
+        raise ConfigError(
+            f"detached.limit={detached.limit} samples hold no batch of {batch} "
+            "(data.train_batch_size x actor_rollout_ref.rollout.n): no step could begin. Set it to "
+            f"{batch} or more, or to null."
+        )
+    if detached.window is not None and detached.window > detached.max_staleness:
+        raise ConfigError(
+            f"detached.window={detached.window} is wider than "
+            f"detached.max_staleness={detached.max_staleness}, which makers keep already."
+        )
+    if detached.when_full == "evict_oldest" and detached.limit is None:
+        raise ConfigError("detached.when_full=evict_oldest needs a detached.limit, in samples.")
+
+
+def _check_rounds(config: DetachedConfig) -> None:
+    detached, every = config.detached, config.trainer.save_freq
+    length = detached.update_steps * detached.train_epochs
+    if length > 1 and every > 0 and every % length:
+        raise ConfigError(
+            f"trainer.save_freq={every} falls into a round of detached.update_steps="
+            f"{detached.update_steps} x detached.train_epochs={detached.train_epochs} steps, whose "
+            f"batches no checkpoint holds. Take a multiple of {length}."
+        )
+
+
+def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
+    for maker in config.detached.maker_settings:
+        if not str(maker).isdecimal() or int(maker) >= topology.makers:
+            raise ConfigError(
+                f"detached.maker_settings names maker {maker!r}; this run has makers 0 to "
+                f"{topology.makers - 1}."
+            )
+
+
+def _named(numbers: list[int]) -> str:
+    return " and ".join(map(str, numbers))

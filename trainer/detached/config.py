@@ -1,0 +1,128 @@
+"""The whole configuration tree of a detached run: PPO's, and the section `detached`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.detached.topology import maker_role
+from trainer.ppo.config import PPOConfig, PPOTrainerConfig
+from verl_like.config_key import When, key
+from verl_like.placement.roles import expand_roles
+
+BY_NUMBERS = When(
+    "`topology` is null",
+    lambda detached, _: detached.topology is None,
+    "detached.topology gives the numbers",
+)
+HAS_WINDOW = When(
+    "`sampler` is version_window or your own",
+    lambda detached, _: detached.sampler == "version_window" or "." in detached.sampler,
+    "detached.sampler is not version_window",
+)
+SAVES = When(
+    "`trainer.save_freq` > 0",
+    lambda _, run: run.trainer.save_freq > 0,
+    "trainer.save_freq writes no checkpoints",
+)
+
+
+@dataclass(kw_only=True)
+class DetachedSettings:
+    """Makers, trainers, and the buffer between them."""
+
+    topology: str | None = key(None, allows="<makers>m<trainers>t, such as 2m1t, or null")
+    """Numbers of makers and trainers in a word."""
+    makers: int = key(1, above=0, read_when=BY_NUMBERS)
+    """Groups that generate, each on a pool of its own: roles `rollout`, `rollout_1`, ..."""
+    trainers: int = key(1, above=0, read_when=BY_NUMBERS)
+    """Ranks of the group that learns."""
+    edges: list[list[int]] | None = key(
+        None, allows="a list of [maker, trainer], or null for an even graph"
+    )
+    """Whose samples go to which trainer rank."""
+    weight_edges: list[list[int]] | None = key(
+        None, allows="a list of [trainer, maker], or null for an even graph"
+    )
+    """Which trainer rank sends its weights to whom."""
+    maker_settings: dict[str, Any] = key(
+        factory=dict, allows="number of a maker: {key of actor_rollout_ref.rollout: value}"
+    )
+    """How a maker generates, where that is not as `actor_rollout_ref.rollout` says."""
+    prompts_per_piece: int | None = key(None, above=0, hint="or null for a batch in equal parts")
+    """Prompts that a maker answers in one call; null shares every batch out among the makers."""
+    limit: int | None = key(None, above=0, hint="or null for what max_staleness lets be open")
+    """Samples that may be open at once, queued or being made."""
+    when_full: str = key("wait", choices=("wait", "evict_oldest"))
+    """What a maker does where the buffer is full: wait, or push the oldest samples out."""
+    sampler: str = key("in_order", registry="sampler")
+    """Which of the samples in the buffer become the next batch."""
+    window: int | None = key(
+        None, at_least=0, hint="or null for max_staleness", read_when=HAS_WINDOW
+    )
+    """Versions that the samples of a batch may be old; older ones are dropped."""
+    max_staleness: int = key(1, at_least=0)
+    """Versions of the weights between the draw of a sample and the update that trains on it; makers
+    wait rather than make what could become older. 0 is the synchronous run.
+    """
+    new_weights: str = key("at_boundary", choices=("at_boundary", "at_once"))
+    """When a maker takes newer weights: between two pieces, or in the middle of one."""
+    update_steps: int = key(1, above=0)
+    """Batches that are trained on between two versions of the weights."""
+    train_epochs: int = key(1, above=0)
+    """Times that each of these batches is trained on, from the second on in a new order."""
+    on_maker_loss: str = key(
+        "fail", choices=("fail", "continue", "restart"), may_change_on_resume=True
+    )
+    """What a maker's death means: the run ends; the others take its prompts; it is started anew."""
+    on_resume: str = key(
+        "regenerate",
+        choices=("regenerate", "restore"),
+        read_when=SAVES,
+        may_change_on_resume=True,
+    )
+    """What becomes of samples that were queued when a checkpoint was written: they are made again,
+    or are kept in it.
+    """
+    stall_s: float = key(120.0, above=0, may_change_on_resume=True)
+    """Seconds without a batch after which it is said who waits for whom."""
+    debug: bool = key(False, may_change_on_resume=True)
+    """Write bytes, seconds and memory of every delivery of weights to `syncs.jsonl`."""
+
+
+@dataclass(kw_only=True)
+class DetachedTrainerConfig(PPOTrainerConfig):
+    """The run: length, devices, folder."""
+
+    cls: str = key("trainer.detached.step.DetachedTrainer", allows="a dotted path")
+    """Dotted path of the trainer: DetachedTrainer, or a subclass that overrides stages or hooks."""
+    experiment_name: str = key("detached", allows="a name", may_change_on_resume=True)
+    """Second part of the run folder's name."""
+
+
+@dataclass(kw_only=True)
+class DetachedConfig(PPOConfig):
+    """A run whose samples are made beside the training."""
+
+    detached: DetachedSettings = key(factory=DetachedSettings)
+    """Makers, trainers, and the buffer between them."""
+    trainer: DetachedTrainerConfig = key(factory=DetachedTrainerConfig)
+    """The run."""
+
+    @property
+    def child_pools(self) -> frozenset[str]:
+        """Makers' pools: they generate while the driver trains."""
+        pools = expand_roles(self.role_mapping)
+        return frozenset(pools[maker_role(maker)] for maker in range(self.detached.makers))
+
+    def of_role(self, role: str) -> DetachedConfig:
+        """With `detached.maker_settings` for a maker that has some."""
+        for maker, settings in self.detached.maker_settings.items():
+            if role == maker_role(int(maker)):
+                policy = self.actor_rollout_ref
+                rollout = dataclasses.replace(policy.rollout, **settings)
+                return dataclasses.replace(
+                    self, actor_rollout_ref=dataclasses.replace(policy, rollout=rollout)
+                )
+        return self

@@ -1,0 +1,100 @@
+"""Detached PPO as a recipe: `verl-like detached`.
+
+The numbers of makers and trainers decide pools and roles; `detached_graph` is what they come to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from trainer.config.recipe import Recipe
+from trainer.detached.config import DetachedConfig
+from trainer.detached.topology import TRAINER_POOL, Topology, counts
+from trainer.ppo.config import AlgorithmConfig
+from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
+from verl_like.placement.roles import expand_roles
+from workers.config import RolloutCorrectionConfig
+
+TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
+PLACEMENTS = {"detached": {TRAINER_POOL: TRAINER_ROLES, "maker_0_pool": ["rollout"]}}
+"""The roles of a run; its pools are as many as it has makers, so no preset could name them."""
+ROLLOUT_WORKER = "workers.roles.rollout.RolloutWorker"
+
+
+def topology_of(config: DetachedConfig) -> Topology:
+    """Who sends what to whom."""
+    detached = config.detached
+    return Topology.of(detached.makers, detached.trainers, detached.edges, detached.weight_edges)
+
+
+def complete(config: DetachedConfig, keys: Collection[str]) -> None:
+    """Pools, roles and devices, where the user has not set them."""
+    detached = config.detached
+    if detached.topology is not None:
+        detached.makers, detached.trainers = counts(detached.topology)
+    makers = topology_of(config).roles()
+
+    mapped = expand_roles(config.role_mapping)
+    wanted = {role: TRAINER_POOL for role in TRAINER_ROLES} | makers
+    for role, pool in wanted.items():
+        if role not in mapped:
+            config.role_mapping[role] = pool
+    for role in list(makers)[1:]:
+        config.role_workers.setdefault(role, ROLLOUT_WORKER)
+
+    used = set(config.role_mapping.values())
+    if TRAINER_POOL in used:
+        config.resource_pool_spec.setdefault(TRAINER_POOL, [detached.trainers])
+    for pool in makers.values():
+        if pool in used:
+            config.resource_pool_spec.setdefault(pool, [1])
+    if "trainer.n_gpus_per_node" not in keys:
+        sizes = [max(sizes) for sizes in config.resource_pool_spec.values() if sizes]
+        config.trainer.n_gpus_per_node = sum(sizes)
+    if detached.max_staleness and not chooses_correction(keys):
+        correct_by_default(config.algorithm)
+
+
+def chooses_correction(keys: Collection[str]) -> bool:
+    """Whether the user has said how samples of another policy are corrected, if at all."""
+    section = "algorithm.rollout_correction"
+    return any(key == "correction" or key.startswith(section) for key in keys)
+
+
+def correct_by_default(algorithm: AlgorithmConfig) -> None:
+    """The decoupled objective: PPO's ratio is to the policy before the update, and a truncated
+    weight for every token leads from the policy that drew it to that one.
+    """
+    if algorithm.rollout_correction == RolloutCorrectionConfig():
+        algorithm.rollout_correction.rollout_is = "token"
+
+
+def load_registries() -> None:
+    """Import what registers samplers, and what PPO's keys name."""
+    import trainer.detached.samplers  # noqa: F401
+
+    PPO.load_registries()
+
+
+def check_detached(config: DetachedConfig) -> None:
+    """The rules between fields of a detached run."""
+    from trainer.detached.checks import check_run
+
+    check_run(config)
+
+
+DETACHED = Recipe(
+    name="detached",
+    schema=DetachedConfig,
+    config_dir=Path(__file__).resolve().parent,
+    config_name="detached_trainer",
+    placements=PLACEMENTS,
+    inactive_roles=inactive_roles,
+    extra_roles=extra_roles,
+    complete=complete,
+    load_registries=load_registries,
+    checks=(check, check_detached),
+    only_noticed=PPO.only_noticed,
+    shares_presets_of=PPO.config_dir,
+)

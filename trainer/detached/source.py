@@ -1,0 +1,168 @@
+"""The samples of a detached run's steps: makers' threads, the buffer, and batches that are reused.
+
+`DetachedSource` is what `PPOTrainer.step` asks for samples; it knows neither groups nor weights.
+With `update_steps` U and `train_epochs` E the steps come in rounds of U x E: U fresh batches in
+the order in which they arrive, then the same ones E - 1 times over, each time in a new order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.detached.buffer import ExperienceBuffer
+from trainer.detached.maker import Maker
+from trainer.ppo.sample_source import Draw, Samples, SampleSource
+from trainer.ppo.samples import concat_rows
+from verl_like.batch.protocol import DataProto
+
+Metrics = dict[str, float]
+PAUSE_S = 600.0
+"""How long a pause waits for what the makers are making."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often a batch is trained on, and how many batches there are to a version."""
+
+    update_steps: int
+    train_epochs: int
+    seed: int
+
+    @property
+    def length(self) -> int:
+        """Steps of a round; a version of the weights ends it."""
+        return self.update_steps * self.train_epochs
+
+    def place(self, step: int) -> tuple[int, int, int]:
+        """(round, epoch, batch) of a step, which is 1 or more, all counted from 0."""
+        number, place = divmod(step - 1, self.length)
+        return number, *divmod(place, self.update_steps)
+
+    def order(self, number: int, epoch: int) -> list[int]:
+        """The order of a round's batches in that epoch: as they came in the first."""
+        if epoch == 0:
+            return list(range(self.update_steps))
+        chosen = np.random.default_rng([self.seed, number, epoch]).permutation(self.update_steps)
+        return [int(batch) for batch in chosen]
+
+    def num_fresh(self, steps: int) -> int:
+        """Fresh batches of so many steps from the run's first on."""
+        whole, rest = divmod(steps, self.length)
+        return whole * self.update_steps + min(rest, self.update_steps)
+
+    def ends_with(self, step: int) -> bool:
+        """Whether this step is the last one of its round."""
+        return step % self.length == 0
+
+
+class DetachedSource(SampleSource):
+    """Batches that were made before they are asked for."""
+
+    def __init__(
+        self,
+        buffer: ExperienceBuffer,
+        makers: Sequence[Maker],
+        rounds: Rounds,
+        assemble: Callable[[Draw], Samples],
+    ) -> None:
+        """`assemble` makes a step's samples of as many draws as it needs."""
+        self.buffer, self.makers, self.rounds = buffer, list(makers), rounds
+        self.length = 1
+        self._assemble = assemble
+        self._step = 0
+        self._num_steps: int | None = None
+        self._drawn: list[str] = []
+        self._kept: list[DataProto] = []
+        self._is_paused = self._has_started = False
+
+    def ask_for(self, step: int, num_steps: int | None) -> None:
+        """What `take` gives next: the samples of that step, of `num_steps` in all.
+
+        None: nobody can say how many more samples they need.
+        """
+        self._step, self._num_steps = step, num_steps
+
+    def take(self) -> Samples:
+        """The samples of the step that was asked for."""
+        self._start()
+        number, epoch, place = self.rounds.place(self._step)
+        if epoch:
+            chosen = self.rounds.order(number, epoch)[place]
+            return self._kept[chosen].select(), {"detached/reused": float(epoch)}
+
+        if place == 0:
+            self._kept = []
+        self._drawn = []
+        batch, metrics = self._assemble(self._draw)
+        self._drop_unused(batch)
+        return batch, metrics | {"detached/queue_depth": float(self.buffer.depth)}
+
+    def keep(self, batch: DataProto) -> None:
+        """The batch of this step with its scores, for the epochs in which it comes again."""
+        _, epoch, _ = self.rounds.place(self._step)
+        if self.rounds.train_epochs > 1 and epoch == 0:
+            self._kept.append(batch.select())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, makers do nothing: their groups are the caller's."""
+        with self.buffer.paused(PAUSE_S):
+            self._is_paused = True
+            try:
+                yield
+            finally:
+                self._is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether makers rest."""
+        return self._is_paused
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the prompts, with what would have to be made again, and the books."""
+        return self.buffer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.buffer.load_state_dict(state)
+
+    def close(self) -> None:
+        """Begin nothing more; what is being made is waited for a little."""
+        self.buffer.close()
+        for maker in self.makers:
+            maker.wait_for_end(30.0)
+
+    def _start(self) -> None:
+        if not self._has_started:
+            self._has_started = True
+            for maker in self.makers:
+                maker.start()
+
+    def _draw(self, attempt: int) -> DataProto:
+        """As many samples as the step has, at the next attempt with other prompts."""
+        _, _, place = self.rounds.place(self._step)
+        fresh = self.rounds.num_fresh(self._step) - 1
+        sizes = self.buffer.stream.num_samples
+        rest = range(fresh + 1, fresh + self.rounds.update_steps - place)
+        rest_of_run = None
+        if self._num_steps is not None:
+            total = self.rounds.num_fresh(self._num_steps)
+            rest = range(rest.start, min(rest.stop, total))
+            rest_of_run = sum(map(sizes, range(fresh + 1, total)))
+
+        experiences = self.buffer.take(sizes(fresh), attempt, sum(map(sizes, rest)), rest_of_run)
+        experiences.sort(key=lambda one: (one.piece.rank, one.piece.number))
+        self._drawn += [uid for experience in experiences for uid in experience.uids]
+        return concat_rows([experience.fetch() for experience in experiences])
+
+    def _drop_unused(self, batch: DataProto) -> None:
+        """Groups that were drawn and are not in the batch: dynamic sampling left them out."""
+        used = set(batch.non_tensor_batch["uid"])
+        unused = [uid for uid in self._drawn if uid not in used]
+        if unused:
+            self.buffer.drop_taken(unused, "left out by dynamic sampling")

@@ -1,0 +1,211 @@
+"""`DetachedTrainer`: PPO's step on samples that makers make meanwhile.
+
+The dataflow is `trainer.ppo.step.PPOTrainer.step`, unchanged. What differs is said here: where
+samples come from (`trainer.detached.source`), and that weights are published, not sent: each maker
+takes them when it can.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.detached.activity import Activity
+from trainer.detached.buffer import BufferSettings, EndOfSamples, ExperienceBuffer
+from trainer.detached.checks import open_samples, piece_size, routed_ranks, samples_per_batch
+from trainer.detached.config import DetachedConfig
+from trainer.detached.ledger import Ledger
+from trainer.detached.maker import Maker
+from trainer.detached.pacing import Pacing
+from trainer.detached.pieces import ANY_RANK, PieceStream
+from trainer.detached.recipe import topology_of
+from trainer.detached.samplers.registry import SAMPLERS
+from trainer.detached.source import DetachedSource, Rounds
+from trainer.detached.weights import WeightFeed
+from trainer.loop import Metrics
+from trainer.ppo.step import PPOTrainer
+from trainer.run_folder.timeline import Timeline
+from trainer.run_folder.tracking import Tracking
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import WorkerDiedError
+from verl_like.files import write_whole
+from workers.columns import read_columns
+
+
+class DetachedTrainer(PPOTrainer):
+    """Drives trainers through PPO steps while makers generate."""
+
+    config: DetachedConfig
+    source: DetachedSource
+    _trained_by = 0
+    """The version of the weights that the last update began with."""
+
+    # ------------------------------------------------------------------------------- what it adds
+
+    def make_source(self) -> DetachedSource:
+        """Makers' threads, the buffer, and the books."""
+        config, detached = self.config, self.config.detached
+        self.topology = topology_of(config)
+        self.activity, self.ledger = Activity(), Ledger()
+        self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
+        self.feed = WeightFeed(config, self.groups, self.topology)
+        samples = config.actor_rollout_ref.rollout.n
+        stream = PieceStream(
+            self.loader,
+            piece_size(config, self.topology),
+            samples,
+            routed_ranks(self.topology),
+            self.topology.makers_of,
+        )
+        limit = open_samples(config) if detached.limit is None else detached.limit
+        settings = BufferSettings(
+            limit=limit,
+            evicts=detached.when_full == "evict_oldest",
+            seed=config.trainer.seed,
+            window=detached.window,
+            stall_s=detached.stall_s,
+        )
+        per_version = detached.update_steps * samples_per_batch(config)
+        pacing = Pacing(detached.max_staleness, per_version)
+        sampler = SAMPLERS.look_up(detached.sampler)()
+        buffer = ExperienceBuffer(stream, pacing, sampler, settings, self.ledger, self.activity)
+        makers = [
+            Maker(
+                number,
+                buffer,
+                self.activity,
+                self.start_generating,
+                self.feed.deliver,
+                self.on_maker_loss,
+            )
+            for number in range(self.topology.makers)
+        ]
+        return DetachedSource(buffer, makers, self.rounds, self.make_samples)
+
+    def start_generating(self, role: str, rows: DataProto, attempt: int) -> Any:
+        """The future of the samples of these rows; called in the thread of a maker."""
+        asked = self.needed(rows, role, "generate_sequences")
+        asked.meta_info = asked.meta_info | {"attempt": attempt}
+        return self.groups[role].generate_sequences.remote(asked)
+
+    def on_maker_loss(self, maker: int, error: WorkerDiedError) -> bool:
+        """A maker has lost a process: whether it goes on; called in its thread."""
+        raise error
+
+    # ------------------------------------------------------------------ what is different from PPO
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, those on batches that come again included."""
+        if self.config.data.total_prompts is None and self.config.trainer.total_training_steps:
+            return self.config.trainer.total_training_steps
+        return self.loader.total_steps * self.config.detached.train_epochs
+
+    def timed_step(self) -> Metrics:
+        """PPO's step, on the samples that come next."""
+        filters = self.config.algorithm.filter_groups.enable
+        self.source.ask_for(self.global_step, None if filters else self.total_steps)
+        with self.activity.of("trainer").busy("train"):
+            return super().timed_step()
+
+    def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """As PPO does; but rows that go to one rank by `detached.edges` stay there."""
+        if routed_ranks(self.topology) == [ANY_RANK]:
+            return super().balance(batch)
+        return self.number_rows(batch), {}
+
+    def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """What a batch that comes again has already is not made anew."""
+        batch, metrics = super().score(batch)
+        self.source.keep(batch)
+        return batch, metrics
+
+    def update(self, batch: DataProto) -> Metrics:
+        """PPO's update; then the books say what was trained on."""
+        self._trained_by = self.weight_version
+        metrics = super().update(batch)
+        if self.rounds.place(self.global_step)[1] == 0:
+            self.source.buffer.trained(self._ranks_and_versions(batch))
+        return metrics
+
+    def sync(self) -> Metrics:
+        """The weights are published as a new version, if a round has ended; makers take them."""
+        if self.source.is_paused:  # a validation by other weights, or the end of one
+            metrics = self.feed.publish(self.weight_version)
+            self.feed.deliver(0)
+            return metrics
+        if self.weight_version and not self.rounds.ends_with(self.global_step):
+            return {}
+        self.weight_version += 1
+        with self.activity.of("trainer").syncing(f"weights of version {self.weight_version}"):
+            metrics = self.feed.publish(self.weight_version)
+        self.source.buffer.publish(self.weight_version)
+        return metrics
+
+    def policy_is_current(self, batch: DataProto) -> bool:
+        """Not within a round: the policy has moved since its weights were published."""
+        return self.rounds.length == 1 and super().policy_is_current(batch)
+
+    def validation_metrics(self) -> Metrics:
+        """Makers rest meanwhile, and the first one has the newest weights."""
+        with self.source.paused():
+            self.source.makers[0].take_weights()
+            return super().validation_metrics()
+
+    def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
+        """Generation is that, whatever the trainers did when it ended."""
+        return "gen" if call["method"] == "generate_sequences" else ended_in
+
+    def state_dict(self) -> dict[str, Any]:
+        """PPO's, the books, and the place in the prompts."""
+        return super().state_dict() | {"detached": self.source.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with them; what was open is made again."""
+        super().load_state_dict(state)
+        self.source.load_state_dict(state["detached"])
+
+    def close(self) -> None:
+        """End the makers, and close the books."""
+        self.source.close()
+        self.ledger.check()
+        print(self.ledger.describe(), flush=True)
+        facts = {"ledger": self.ledger.as_dict(), **self.activity.as_json()}
+        write_whole(self.folder / "detached.json", json.dumps(facts))
+
+    def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
+        try:
+            return super()._next_step(tracking, timeline)
+        except EndOfSamples as end:
+            self.global_step -= 1
+            return f"the run ends after step {self.global_step}: {end}"
+
+    def _ranks_and_versions(self, batch: DataProto) -> dict[str, list[tuple[int, int]]]:
+        """Uid -> trainer rank and version of each of its samples."""
+        versions = read_columns(batch, "policy_version")["policy_version"].tolist()
+        size = -(-len(batch) // self.groups["actor"].world_size)
+        found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for row, (uid, version) in enumerate(
+            zip(batch.non_tensor_batch["uid"], versions, strict=True)
+        ):
+            found[str(uid)].append((row // size, version))
+        return found
+
+    def batch_metrics(self, batch: DataProto) -> Metrics:
+        """PPO's, how old the samples were, and what makers and trainers did since the last step."""
+        versions = read_columns(batch, "policy_version")["policy_version"]
+        ages = self._trained_by - versions
+        return {
+            **super().batch_metrics(batch),
+            **self.activity.metrics(),
+            "detached/staleness/mean": float(ages.float().mean()),
+            "detached/staleness/max": float(ages.max()),
+            **{
+                f"detached/staleness/{age}": float(count)
+                for age, count in zip(
+                    *(of.tolist() for of in ages.unique(return_counts=True)), strict=True
+                )
+            },
+        }

@@ -1,0 +1,176 @@
+"""Who sends what to whom: makers give experience to trainer ranks, which give weights to makers.
+
+    topology = Topology.of(*counts("2m1t"))
+    print(topology.describe())
+
+`trainer.detached.recipe` makes it from the configuration, before anything is started. Maker 0 is
+the role `rollout`, maker 1 `rollout_1`, and so on, each on a pool of its own; the trainers are the
+ranks of one pool.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from verl_like.errors import ConfigError
+from verl_like.terminal import draw_table
+
+Edge = tuple[int, int]
+"""(sender, receiver): (maker, trainer rank) of experience, (trainer rank, maker) of weights."""
+TRAINER_POOL = "trainer_pool"
+"""The pool whose ranks are the trainers."""
+PRESETS = ("1m1t", "2m1t", "1m2t", "2m2t")
+"""Names that messages show as examples; there is `<N>m<M>t` for any two numbers."""
+
+
+def maker_role(maker: int) -> str:
+    """The role of a maker."""
+    return f"rollout_{maker}" if maker else "rollout"
+
+
+def maker_pool(maker: int) -> str:
+    """The pool of a maker."""
+    return f"maker_{maker}_pool"
+
+
+def counts(preset: str) -> tuple[int, int]:
+    """Makers and trainers of a name such as `2m1t`."""
+    found = re.fullmatch(r"([1-9]\d*)m([1-9]\d*)t", preset)
+    if found is None:
+        raise ConfigError(
+            f"the topology {preset!r} is none: give makers and trainers as in "
+            f"{', '.join(PRESETS)}, each number 1 or more."
+        )
+    return int(found[1]), int(found[2])
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Makers, trainer ranks, and the edges between them."""
+
+    makers: int
+    trainers: int
+    experience: tuple[Edge, ...]
+    weights: tuple[Edge, ...]
+
+    @classmethod
+    def of(
+        cls,
+        makers: int,
+        trainers: int,
+        edges: Iterable[Sequence[int]] | None = None,
+        weight_edges: Iterable[Sequence[int]] | None = None,
+    ) -> Topology:
+        """The edges given, or those of the default rule; checked.
+
+        Experience: with at least as many trainers as makers every trainer has one maker, with more
+        makers every maker has one trainer. Weights: every maker has one trainer, and trainers may
+        send nothing.
+        """
+        for what, number in (("makers", makers), ("trainers", trainers)):
+            if type(number) is not int or number < 1:
+                raise ConfigError(f"detached.{what}={number}: a number of 1 or more.")
+        if edges is None:
+            num = max(makers, trainers)
+            experience = tuple((i % makers, i % trainers) for i in range(num))
+        else:
+            experience = _pairs("detached.edges", edges, ("maker", makers), ("trainer", trainers))
+        if weight_edges is None:
+            weights = tuple((maker % trainers, maker) for maker in range(makers))
+        else:
+            ends = ("trainer", trainers), ("maker", makers)
+            weights = _pairs("detached.weight_edges", weight_edges, *ends)
+
+        made = cls(makers, trainers, tuple(sorted(experience)), tuple(sorted(weights)))
+        made._check_reached()
+        return made
+
+    def trainers_of(self, maker: int) -> list[int]:
+        """The trainer ranks that get this maker's experience."""
+        return [trainer for sender, trainer in self.experience if sender == maker]
+
+    def makers_of(self, trainer: int) -> list[int]:
+        """The makers whose experience this trainer rank gets."""
+        return [maker for maker, receiver in self.experience if receiver == trainer]
+
+    def weight_sender(self, maker: int) -> int:
+        """The trainer rank that sends this maker its weights."""
+        return next(trainer for trainer, receiver in self.weights if receiver == maker)
+
+    def weight_receivers(self, trainer: int) -> list[int]:
+        """The makers that this trainer rank sends weights to; none for a rank that only learns."""
+        return [maker for sender, maker in self.weights if sender == trainer]
+
+    def roles(self) -> dict[str, str]:
+        """Role of every maker -> its pool."""
+        return {maker_role(maker): maker_pool(maker) for maker in range(self.makers)}
+
+    def describe(self, width: int | None = None) -> str:
+        """The table of edges, no wider than `width` columns."""
+        rows = [("sender", "role or rank", "pool", "experience to", "weights to")]
+        for maker in range(self.makers):
+            to = _named("trainer", self.trainers_of(maker))
+            rows.append((f"maker {maker}", maker_role(maker), maker_pool(maker), to, "-"))
+        for trainer in range(self.trainers):
+            to = _named("maker", self.weight_receivers(trainer))
+            rows.append((f"trainer {trainer}", f"rank {trainer}", TRAINER_POOL, "-", to))
+        return "\n".join(draw_table(rows, width))
+
+    def _check_reached(self) -> None:
+        """Refuse a maker that sends to nobody or has not one sender, a trainer without samples."""
+        for maker in range(self.makers):
+            if not self.trainers_of(maker):
+                raise ConfigError(
+                    f"detached.edges: maker {maker} sends its samples to nobody. Add "
+                    f"[{maker},{maker % self.trainers}]."
+                )
+            senders = [trainer for trainer, receiver in self.weights if receiver == maker]
+            if not senders:
+                raise ConfigError(
+                    f"detached.weight_edges: maker {maker} gets weights from nobody, so it would "
+                    f"sample from its first ones for ever. Add [{maker % self.trainers},{maker}]."
+                )
+            if len(senders) > 1:
+                raise ConfigError(
+                    f"detached.weight_edges: maker {maker} gets weights from trainers "
+                    f"{', '.join(map(str, senders))}, which hold the same ones. Keep one edge."
+                )
+        for trainer in range(self.trainers):
+            if not self.makers_of(trainer):
+                raise ConfigError(
+                    f"detached.edges: trainer {trainer} gets samples from nobody, and the other "
+                    f"trainers would wait for it. Add [{trainer % self.makers},{trainer}]."
+                )
+
+
+def _pairs(
+    key: str, edges: Iterable[Sequence[int]], sender: tuple[str, int], receiver: tuple[str, int]
+) -> tuple[Edge, ...]:
+    """The edges of a setting; `sender` and `receiver` are what they are called and their number."""
+    pairs: list[Edge] = []
+    for edge in edges:
+        ends = list(edge) if isinstance(edge, Iterable) and not isinstance(edge, str) else [edge]
+        if len(ends) != 2 or any(type(end) is not int for end in ends):
+            raise ConfigError(
+                f"{key}: {edge} is no edge. An edge is [{sender[0]},{receiver[0]}], two numbers."
+            )
+        for end, (what, number) in zip(ends, (sender, receiver), strict=True):
+            if not 0 <= end < number:
+                raise ConfigError(
+                    f"{key}: [{ends[0]},{ends[1]}] names {what} {end}, and there is none: this "
+                    f"run has {what}s 0 to {number - 1} (detached.{what}s={number})."
+                )
+        pairs.append((ends[0], ends[1]))
+
+    for (first, second), number in Counter(pairs).items():
+        if number > 1:
+            raise ConfigError(f"{key}: [{first},{second}] is there {number} times. Keep one.")
+    return tuple(pairs)
+
+
+def _named(what: str, numbers: Sequence[int]) -> str:
+    """`trainer 0, 2`; a dash for none."""
+    return f"{what} {', '.join(map(str, numbers))}" if numbers else "-"

@@ -1,0 +1,33 @@
+"""ColossalChat's advantages: a response is one action, with one reward and one value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.ppo.advantages.groups import on_tokens, scores_of
+from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from trainer.ppo.advantages.returns import is_last_inside
+
+
+@ADVANTAGE_ESTIMATORS.register("coati")
+@torch.no_grad()
+def compute_coati_advantage(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The response's reward less the value of its last token, on every token; not whitened.
+
+    The reward is the sum over the row: with `kl_penalty_per=sequence` the score less the mean KL.
+    Every token's value learns that reward. There is no discount and no sum of later errors, so a
+    token's share in the reward is never asked for.
+
+    Watch: `critic/advantages/mean` far from 0 for long: the value does not follow the rewards, and
+    all responses are pushed the same way. Raise `critic.optim.lr`, or set `trainer.critic_warmup`.
+
+    Source: ColossalChat, `NaiveExperienceMaker` of 2023 (its value was first the mean over
+    positions, later that of the last one)
+    """
+    rewards = scores_of(token_level_rewards)
+    last_values = values.masked_fill(~is_last_inside(response_mask), 0).sum(dim=-1)
+    advantages = on_tokens(rewards - last_values, response_mask)
+    return advantages, on_tokens(rewards, response_mask)

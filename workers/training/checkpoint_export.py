@@ -1,0 +1,117 @@
+"""A role's part of a checkpoint as a Hugging Face folder, or as the adapter that peft loads.
+
+`verl-like export` calls it, in one process without a cluster, whatever wrote the checkpoint:
+weights are stored by name at full shape. The whole model is in host memory while it runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from verl_like.errors import CheckpointError
+from verl_like.files import put_in_place
+from workers.models.causal_lm import empty_model
+from workers.models.load import SCORE, load_weights
+from workers.models.lora import add_adapter, merged_tensors, save_adapter
+from workers.models.state import named_state
+from workers.training.checkpoint import (
+    fault,
+    loaded_files,
+    read_manifest,
+    refuse_other_model,
+    stored_weights,
+)
+from workers.training.hf_export import write_model_folder
+
+if TYPE_CHECKING:
+    from workers.config import ModelConfig
+
+CPU = torch.device("cpu")
+OTHER_BASE = "Name the folder that it was trained from with --model."
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    model_config: ModelConfig,
+    out: Path,
+    *,
+    as_adapter: bool = False,
+    of_average: bool = False,
+    settings: Mapping[str, Any],
+) -> None:
+    """Write the folder `out`, whole or not at all.
+
+    `model_config` is what the role was trained with, `of_average` takes the moving average of the
+    weights in their place, and `settings` goes into a classifier's `config.json`.
+    """
+    if as_adapter and model_config.lora_rank == 0:
+        raise CheckpointError(
+            f"{checkpoint} has no adapter: it was trained with lora_rank=0. Export it whole."
+        )
+    module = trained_module(checkpoint, model_config, of_average)
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        if as_adapter:
+            trained = [(n, p.detach()) for n, p in module.named_parameters() if p.requires_grad]
+            save_adapter(part, module, model_config, trained)
+        else:
+            weights = ((name, weight.detach()) for name, weight in named_state(module))
+            merged = merged_tensors(module, weights)
+            write_model_folder(module, model_config, merged, part, settings)
+        put_in_place(part, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool) -> Any:
+    """The module on the CPU: what was never trained from its base, the rest from the checkpoint."""
+    manifest = read_manifest(checkpoint)
+    _refuse_damaged(checkpoint, manifest)
+    saved = manifest["tensors"]
+    has_adapter = model_config.lora_rank > 0
+
+    head = "scalar" if f"model.{SCORE}" in saved else "token"
+    module = empty_model(model_config, head, CPU)
+    if has_adapter:
+        add_adapter(module, model_config)
+    load_weights(module, model_config, head, CPU)
+
+    weights = stored_weights(module, has_adapter)
+    shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
+    refuse_other_model(checkpoint, shapes, saved, OTHER_BASE)
+    dcp.load(weights, checkpoint_id=checkpoint / "shards", no_dist=True)
+    if of_average:
+        _put_average(checkpoint, module, saved)
+    return module
+
+
+def _put_average(checkpoint: Path, module: Any, saved: Mapping[str, Any]) -> None:
+    averages: dict[str, Tensor] = {}
+    for name, facts in saved.items():
+        if name.startswith("average."):
+            averages[name] = torch.empty(facts["shape"], dtype=torch.float32)
+    if not averages:
+        raise CheckpointError(
+            f"{checkpoint} holds no moving average: it was trained without actor.ema_decay. Leave "
+            "out --average."
+        )
+    dcp.load(averages, checkpoint_id=checkpoint / "shards", no_dist=True)
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, average in averages.items():
+            parameters[name.removeprefix("average.")].copy_(average)
+
+
+def _refuse_damaged(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+    names = [name for name in loaded_files(dict(manifest)) if name.startswith("shards/")]
+    bad = [f"{n} {found}" for n in names if (found := fault(checkpoint / n, manifest["files"]))]
+    if bad:
+        raise CheckpointError(f"the checkpoint {checkpoint} is damaged: {'; '.join(bad)}.")

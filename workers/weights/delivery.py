@@ -1,0 +1,202 @@
+"""Weights for rollouts that the trainer does not wait for: published once, delivered to each.
+
+    publish_weights(actor, version)                  # between updates: a copy in host memory
+    deliver_weights(actor, rollout_1, version)       # from any thread, while the actor goes on
+    deliver_weights(actor, rollout_2, version)       # at the same time, from another
+
+A delivery is verified and voted on as `workers.weights.sync` does it. It goes from host memory to
+host memory, over gloo: nothing of it touches a GPU that is computing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.errors import VerlLikeError, WeightSyncError
+from workers.weights.channel import Channel, join_store
+from workers.weights.checksum import Hashing, checksum_of
+from workers.weights.kept import changes
+from workers.weights.snapshot import Snapshot, Snapshots
+from workers.weights.sync import SyncReport, WeightSender, sync_figures
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What one rank has published: nothing, if it was not asked to send."""
+
+    num_bytes: int = 0
+    hash_s: float = 0.0
+    changed_share: float | None = None
+
+
+def publish_weights(
+    actor_group: Any, version: int, senders: Sequence[int] = (0,)
+) -> dict[str, float]:
+    """Keep the actor's weights as `version` in the host memory of the ranks that send them."""
+    start = time.perf_counter()
+    reports: list[PublishReport] = actor_group.publish_weights(version, list(senders))
+    shares = [report.changed_share for report in reports if report.changed_share is not None]
+    return {
+        "timing_s/publish_weights": time.perf_counter() - start,
+        "perf/published_mb": max(report.num_bytes for report in reports) / 2**20,
+        "training/weights_changed_share": min(shares),
+    }
+
+
+def deliver_weights(
+    actor_group: Any,
+    rollout_group: Any,
+    version: int,
+    bucket_mb: float = 16.0,
+    sender: int = 0,
+    at_once: bool = False,
+) -> dict[str, float]:
+    """Bring one rollout group to the published `version`, proven equal; call it from any thread.
+
+    The actor goes on with whatever it computes. The group takes the weights when it has ended the
+    calls before, and its next ones wait; `at_once` it takes them in the middle of a generation.
+    Raises `WeightSyncError` where it fails on any rank, with what both sides say, and
+    `WorkerDiedError` where a rollout rank is gone.
+    """
+    start = time.perf_counter()
+    if rollout_group.shares_processes_with(actor_group):
+        raise WeightSyncError(
+            f"version {version} cannot be delivered to a rollout in the actor's own processes: "
+            "sync_weights(actor_group, rollout_group, version) hands it over."
+        )
+    address = actor_group.open_delivery(version, sender)[sender]
+
+    # either group may run in the thread that calls it, so each side has one
+    with ThreadPoolExecutor(1, "weights sender") as beside:
+        sending = beside.submit(
+            actor_group.deliver_weights, address, rollout_group.world_size, bucket_mb, sender
+        )
+        receive = rollout_group.receive_weights_now if at_once else rollout_group.receive_weights
+        try:
+            received: list[SyncReport] = receive.remote(address, version).get()
+        except VerlLikeError as error:
+            error.add_note(f"delivery of version {version}: {_words_of(sending)}")
+            raise
+        sent: list[SyncReport] = sending.result()
+    return sync_figures([*received, *sent], version, start)
+
+
+def _words_of(sending: Future[list[SyncReport]]) -> str:
+    """What the sending side says in the end."""
+    error = sending.exception()
+    if error is not None:
+        return str(error)
+    errors = [report.error for report in sending.result() if report.error]
+    return "; ".join(errors) or "the sender saw nothing wrong"
+
+
+class WeightPublisher(WeightSender):
+    """Mixed into the actor's worker: snapshots of its weights, and their delivery beside its work.
+
+    Deliveries come in threads of their own. Each has a connection of its own to the store, since
+    whoever waits on one holds up all others on it.
+    """
+
+    _snapshots: Snapshots | None = None
+    _deliveries: dict[str, Snapshot]
+    _idle_stores: deque[dist.TCPStore]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def publish_weights(self, version: int, senders: Sequence[int] = (0,)) -> PublishReport:
+        """Copy the full weights, in the type that a rollout gets them in, on these ranks.
+
+        The newest version alone is kept; one that is being delivered stays until that has ended.
+        """
+        tensors = self.tensors_to_send(on_all_ranks=list(senders) != [0])
+        hashing = Hashing()
+        try:
+            if self.rank not in senders:
+                return PublishReport()
+            self._prepare()
+            assert self._snapshots is not None, "made a line above"
+            share = self._snapshots.publish(version, tensors, hashing, self.merging())
+        finally:
+            # The other actor ranks are in the same collectives: go through them to the end.
+            deque(tensors, maxlen=0)
+        with self._snapshots.reading(version) as snapshot:
+            return PublishReport(snapshot.num_bytes, hashing.seconds, share)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def published_checksum(self, version: int) -> str | None:
+        """Hash of a published version, comparable with a rollout's `weights_checksum`."""
+        if self._snapshots is None:
+            return None
+        with self._snapshots.reading(version) as snapshot:
+            return checksum_of(snapshot.effective())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def open_delivery(self, version: int, sender: int = 0) -> str | None:
+        """The sender returns the address of a delivery, and holds that version for it."""
+        if self.rank != sender:
+            return None
+        if self._snapshots is None:
+            raise WeightSyncError(
+                f"actor rank {self.rank} has published no version, so {version} cannot be "
+                f"delivered from it: actor.publish_weights({version}, senders=[{self.rank}])."
+            )
+        snapshot = self._snapshots.begin_reading(version)
+        address = self._new_address()
+        self._deliveries[address] = snapshot
+        return address
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def deliver_weights(
+        self, address: str, num_receivers: int, bucket_mb: float, sender: int = 0
+    ) -> SyncReport:
+        """Send the version that was held for this address to the ranks that come to it."""
+        if self.rank != sender:
+            return SyncReport()
+        assert self._snapshots is not None, "whoever has an address has published"
+        snapshot = self._deliveries.pop(address)
+        try:
+            with (
+                self._own_store(address) as store,
+                closing(Channel(store, 0, num_receivers, HOST)) as channel,
+            ):
+                what = changes(store, num_receivers, snapshot.merging)
+                channel.send(snapshot.tensors.items(), bucket_mb, snapshot.hashes, what)
+                agreed = channel.all_agree(True)
+        except WeightSyncError as error:
+            return SyncReport(f"actor rank {self.rank}: {error}")
+        finally:
+            self._snapshots.end_reading(snapshot)
+        problem = None if agreed else "a rollout rank refused the weights"
+        return SyncReport(problem, channel.num_bytes, channel.hashing.seconds)
+
+    def _prepare(self) -> None:
+        """Before the first publication: what deliveries need.
+
+        Their store is opened here, where the environment is that of this role's calls.
+        """
+        if self._snapshots is None:
+            self._opened_store()
+            self._deliveries, self._idle_stores = {}, deque()
+            self._snapshots = Snapshots()
+
+    @contextmanager
+    def _own_store(self, address: str) -> Iterator[dist.Store]:
+        """The store of one delivery, over a connection that no other one uses meanwhile."""
+        place, _, number = address.rpartition("/")
+        try:
+            connection = self._idle_stores.pop()
+        except IndexError:
+            connection = join_store(place)
+        yield dist.PrefixStore(number, connection)
+        self._idle_stores.append(connection)  # after an error it may be broken, and is let go
