@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
-from trainer.report.read import Call, RunData, pools_at_work, spread
+from trainer.report.calls import Call, pools_at_work
+from trainer.report.read import RunData, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -165,8 +166,8 @@ def curves(data: RunData, panel: Panel) -> str:
 
 
 @styled
-def timeline(calls: Sequence[Call]) -> str:
-    """The calls as a Gantt chart, a lane for each pool, role and rank.
+def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
+    """The calls as a Gantt chart, a lane for each pool, role and rank; dotted where time was cut.
 
     Under it stands when pools worked at the same time.
     """
@@ -195,6 +196,8 @@ def timeline(calls: Sequence[Call]) -> str:
     for row in range(1, len(shown) + 1):
         if row == len(shown) or shown[row - 1][0] != shown[row][0]:
             axes.axhline(row - 0.5, color="#888888", linewidth=0.8)
+    for cut in cuts:
+        axes.axvline(cut - origin, color="#888888", linewidth=1.0, linestyle=":")
     labels = [*(f"{pool}  {lane}" for pool, lane in shown), "2 pools or more at work"]
     axes.set_yticks([*range(len(shown)), len(shown) + 0.2], labels)
     axes.invert_yaxis()

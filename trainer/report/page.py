@@ -13,12 +13,11 @@ from typing import Any
 
 from trainer.report import detached_figures
 from trainer.report import figures as report_figures
+from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import (
     FAILURE_FILE,
     STOPPED,
     RunData,
-    last_steps,
-    overlap_share,
     phase_shares,
     read_run,
 )
@@ -76,7 +75,7 @@ def _content(data: RunData) -> dict[str, Any]:
 
     panels = report_figures.panels_of(data)
     drawn = [(panel, report_figures.curves(data, panel)) for panel in panels]
-    calls = last_steps(data.calls, GANTT_STEPS)
+    calls, cuts = without_pauses(last_steps(data.calls, GANTT_STEPS))
     drawings = detached_figures.drawings(data, data.detached) if data.detached else []
     phases = phase_shares(data.metrics, data.stages)
     return {
@@ -86,8 +85,9 @@ def _content(data: RunData) -> dict[str, Any]:
         "notes": data.notes,
         "panels": [(panel, Markup(svg)) for panel, svg in drawn if svg],
         "missing": [panel.title for panel, svg in drawn if not svg],
-        "gantt": Markup(report_figures.timeline(calls)) if calls else "",
-        "gantt_steps": min(GANTT_STEPS, len(data.metrics)),
+        "gantt": Markup(report_figures.timeline(calls, cuts)) if calls else "",
+        "gantt_steps": len({call.step for call in calls}),
+        "has_cuts": bool(cuts),
         "overlap": overlap_share(calls),
         "drawings": [(drawing, Markup(drawing.svg)) for drawing in drawings],
         "books": data.detached.books if data.detached else (),
@@ -98,10 +98,18 @@ def _content(data: RunData) -> dict[str, Any]:
     }
 
 
+def _steps(data: RunData) -> str:
+    """How many were trained; the validation before the first is none, a resumed run goes on."""
+    steps = {line["step"] for line in data.metrics if line["step"] > 0}
+    if not steps or len(steps) == max(steps):
+        return str(len(steps))
+    return f"{len(steps)} ({min(steps):.0f} to {max(steps):.0f})"
+
+
 def _facts(data: RunData) -> list[tuple[str, str]]:
     """The numbers at the top: (what, how much)."""
     outcome = {"": "no failure", STOPPED: "stopped"}.get(data.failure, "failed")
-    facts = [("outcome", outcome), ("steps", str(len(data.metrics)))]
+    facts = [("outcome", outcome), ("steps", _steps(data))]
     _, scores = data.series("critic/score/mean")
     if scores:
         facts.append(("reward, first to last", f"{scores[0]:.3g} → {scores[-1]:.3g}"))

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.report.calls import AFTER_STEP, Call, read_timeline
 from trainer.report.detached import DetachedRun, read_detached
 from verl_like.errors import ConfigError
 
 FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by Ctrl-C.\n"
 """What is in `FAILURE_FILE` where nothing failed."""
-AFTER_STEP = ("testing", "save_checkpoint")
-"""What is timed beside a step's stages, and `timing_s/step` does not include."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call on one worker, from its start to its end in seconds of the trace's clock."""
-
-    pool: str
-    lane: str
-    role: str
-    method: str
-    start: float
-    end: float
-    step: int
 
 
 @dataclass(frozen=True)
@@ -84,7 +69,7 @@ def read_run(folder: str | Path) -> RunData:
         raise ConfigError(f"{folder} {what}, so there is nothing to report.{hint}")
     notes: list[str] = []
     failure = folder / FAILURE_FILE
-    calls, stages = _read_timeline(folder / "timeline.json", notes)
+    calls, stages = read_timeline(folder / "timeline.json", notes)
     metrics = _read_metrics(folder / "metrics.jsonl", notes)
     return RunData(
         folder=folder,
@@ -137,40 +122,6 @@ def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _read_timeline(path: Path, notes: list[str]) -> tuple[list[Call], list[str]]:
-    """The calls of a run's Chrome trace, in order of their starts, and the stages of a step."""
-    try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
-        return _calls_in(trace["traceEvents"]), list(trace["otherData"]["stages"])
-    except FileNotFoundError:
-        notes.append(f"{path.name} is not there.")
-    except (ValueError, KeyError, TypeError):
-        notes.append(f"{path.name} is half written, or not a run's, and left out.")
-    return [], []
-
-
-def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
-    pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-
-    calls = []
-    for e in events:
-        if e["ph"] != "X":  # names of pools and lanes
-            continue
-        call = Call(
-            pool=pools[e["pid"]],
-            lane=lanes[e["pid"], e["tid"]],
-            role=e["cat"],
-            method=e["name"],
-            start=e["ts"] / 1e6,
-            end=(e["ts"] + e["dur"]) / 1e6,
-            step=e.get("args", {}).get("step", 0),
-        )
-        calls.append(call)
-
-    return sorted(calls, key=lambda call: call.start)
 
 
 def _read_placement(path: Path) -> list[list[str]]:
@@ -246,32 +197,3 @@ def phase_shares(
     for phase in by_remainder[: 1000 - sum(tenths.values())]:
         tenths[phase] += 1
     return [(phase, seconds[phase] / len(timed), tenths[phase] / 10) for phase in seconds]
-
-
-def last_steps(calls: Sequence[Call], count: int) -> list[Call]:
-    """The calls of the last `count` steps."""
-    steps = sorted({call.step for call in calls})[-count:]
-    return [call for call in calls if call.step in steps]
-
-
-def pools_at_work(calls: Sequence[Call]) -> list[tuple[float, float, int]]:
-    """(start, end, number of pools at work) of every stretch from the first call to the last."""
-    starts = [(call.start, 1, call.pool) for call in calls]
-    ends = [(call.end, -1, call.pool) for call in calls]
-    edges = sorted(starts + ends)
-    running: Counter[str] = Counter()
-    stretches: list[tuple[float, float, int]] = []
-    for (time, change, pool), (until, _, _) in zip(edges, edges[1:], strict=False):
-        running[pool] += change
-        number = sum(count > 0 for count in running.values())
-        if until > time:
-            stretches.append((time, until, number))
-    return stretches
-
-
-def overlap_share(calls: Sequence[Call]) -> float:
-    """Share of the time with any pool at work in which two or more were."""
-    stretches = pools_at_work(calls)
-    working = sum(end - start for start, end, number in stretches if number)
-    overlapping = sum(end - start for start, end, number in stretches if number > 1)
-    return overlapping / working if working else 0.0

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.report.report_runs import make_run
+from trainer.report.calls import last_steps, overlap_share, pools_at_work
 from trainer.report.figures import PANELS, panels_of
 from trainer.report.page import close_run, write_report
-from trainer.report.read import last_steps, overlap_share, phase_shares, pools_at_work, read_run
+from trainer.report.read import phase_shares, read_run
 from verl_like.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("figures")
