@@ -14,13 +14,8 @@ from typing import Any
 from trainer.report import detached_figures
 from trainer.report import figures as report_figures
 from trainer.report.calls import last_steps, overlap_share, without_pauses
-from trainer.report.read import (
-    FAILURE_FILE,
-    STOPPED,
-    RunData,
-    phase_shares,
-    read_run,
-)
+from trainer.report.read import FAILURE_FILE, STOPPED, RunData, phase_shares, read_run
+from trainer.report.summary import summary
 
 REPORT_FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -46,7 +41,10 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
                 STOPPED if stopped else "".join(traceback.format_exception(failure)),
                 encoding="utf-8",
             )
-        print(f"report: {write_report(folder)}", flush=True)
+        data = read_run(folder)
+        for line in summary(data):
+            print(line)
+        print(f"report: {_write(data)}", flush=True)
     except OSError as err:  # a full disk, say
         logger.error("the report could not be written (%s); try: verl-like report %s", err, folder)
     except Exception:  # noqa: BLE001 - the process edge: the run's own error follows
@@ -55,9 +53,12 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
 
 def write_report(folder: str | Path) -> Path:
     """Write the report of the run in `folder`, whole or not at all, and return its path."""
+    return _write(read_run(folder))
+
+
+def _write(data: RunData) -> Path:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    data = read_run(folder)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined
     )
@@ -94,7 +95,13 @@ def _content(data: RunData) -> dict[str, Any]:
         "shares": Markup(report_figures.shares(phases)) if phases else "",
         "phases": phases,
         "placement": data.placement,
-        "samples": data.samples,
+        "summary": summary(data),
+        "starts": data.starts,
+        "config": data.config,
+        "tables": [
+            ("Samples", "samples", data.samples),
+            ("Validation samples", "validated", data.validated),
+        ],
     }
 
 

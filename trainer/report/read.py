@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by Ctrl-C.\n"
 """What is in `FAILURE_FILE` where nothing failed."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
+SHOWN_STARTS = 5
+WRITTEN_FIELDS = ("step", "uid", "sample", "data_source", "input", "output", "gts", "score")
+"""Of a sample's line; what else is there, a reward has returned."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,18 @@ class Sample:
     prompt: str
     response: str
     truth: str
+    parts: str = ""
+    """What the rewards returned beside the score, by name."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the run, or of its going on."""
+
+    time: str
+    host: str
+    command: str
+    versions: str
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,10 @@ class RunData:
     notes: Sequence[str]
     detached: DetachedRun | None = None
     """Makers and trainers, if the run has them."""
+    validated: Sequence[Sample] = ()
+    starts: Sequence[Start] = ()
+    config: str = ""
+    """`config.yaml` as it is."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """(steps, values) of a metric, from the lines that have it."""
@@ -78,10 +97,31 @@ def read_run(folder: str | Path) -> RunData:
         stages=stages,
         placement=_read_placement(folder / "placement.txt"),
         samples=_read_samples(folder / "rollouts", notes),
-        failure=failure.read_text(encoding="utf-8", errors="replace") if failure.is_file() else "",
+        validated=_read_samples(folder / "validation", notes),
+        starts=_read_starts(folder / "starts.jsonl", notes),
+        config=_read_text(folder / "config.yaml"),
+        failure=_read_text(failure),
         notes=notes,
         detached=read_detached(folder, metrics, notes),
     )
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file; empty where it is not there."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _read_starts(path: Path, notes: list[str]) -> list[Start]:
+    """The first and the last starts of the run; none of one that older code has made."""
+    rows = _read_lines(path, notes) if path.is_file() else []
+    starts = []
+    for row in spread(rows, SHOWN_STARTS):
+        versions = row.get("versions")
+        named = versions.items() if isinstance(versions, dict) else ()
+        shown = ", ".join(f"{name} {version}" for name, version in named)
+        time, host, command = (_shorten(row.get(name, "")) for name in ("time", "host", "command"))
+        starts.append(Start(time, host, command, shown))
+    return starts
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -153,9 +193,17 @@ def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:
                     prompt=_shorten(row.get("input", "")),
                     response=_shorten(row.get("output", "")),
                     truth=_shorten(row.get("gts", "")),
+                    parts=_shorten(", ".join(_parts(row))),
                 )
             )
     return samples
+
+
+def _parts(row: Mapping[str, Any]) -> Iterator[str]:
+    """Each thing that a reward returned, with its name."""
+    for name, value in row.items():
+        if name not in WRITTEN_FIELDS and value is not None:
+            yield f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _shorten(text: Any) -> str:
