@@ -56,7 +56,7 @@ def _best_validations(data: RunData) -> Iterator[str]:
         if not name.startswith("val-core/") or not finite:
             continue
         best = max(finite)
-        step = steps[values.index(best)]
+        step = max(step for step, value in zip(steps, values, strict=True) if value == best)
         last = "" if step == steps[-1] else f", {values[-1]:.4g} at the last"
         yield f"best {name}: {best:.4g} after step {step:.0f}{last}"
 

@@ -29,10 +29,10 @@ PACKAGES = (
 
 def note_start(folder: Path) -> None:
     """Add the line of this start."""
-    line = {
+    line = {  # orig_argv: a command's main takes words out of argv
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(sys.orig_argv),
         "versions": {"python": platform.python_version(), **_versions()},
     }
     with (folder / STARTS_FILE).open("a", encoding="utf-8") as file:

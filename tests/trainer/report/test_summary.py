@@ -40,6 +40,11 @@ def test_it_says_where_the_time_went_and_which_validation_was_best(tmp_path: Pat
     ]
 
 
+def test_of_equal_validations_the_last_is_the_best(tmp_path: Path) -> None:
+    lines = [STEP | {"val-core/x": score} for score in (0.5, 0.25, 0.5)]
+    assert summary(run_of(tmp_path, *lines))[1] == "best val-core/x: 0.5 after step 2"
+
+
 def test_a_good_run_has_nothing_to_look_at(tmp_path: Path) -> None:
     assert what_to_look_at(run_of(tmp_path, *[STEP] * 12)) == []
 

@@ -14,9 +14,9 @@ from trainer.run_folder.starts import note_start
 def test_a_start_says_command_host_and_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["verl-like", "ppo", "a=two words"])
+    monkeypatch.setattr("sys.orig_argv", ["verl-like", "ppo", "a=two words"])
     note_start(tmp_path)
-    monkeypatch.setattr("sys.argv", ["verl-like", "ppo", "a=3"])
+    monkeypatch.setattr("sys.orig_argv", ["verl-like", "ppo", "a=3"])
     note_start(tmp_path)
     first, second = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
     assert first["command"] == "verl-like ppo 'a=two words'"
