@@ -19,9 +19,11 @@ USAGE = """usage: verl-like COMMAND ...
   doctor [--model PATH]         check what a run needs: packages, a remote call, a
                                 weight sync; or how a run treats one model
   serve-reward [...]            answer reward requests over HTTP
-  migrate openrlhf FILE         turn a script of OpenRLHF's into a command of ours
+  migrate SYSTEM FILE           turn a script of verl's, OpenRLHF's or TRL's into a
+                                command of ours
   bench overlap [RUN_DIR]       predict what detached makers would gain a job
   report RUN_DIR                write RUN_DIR/report.html anew
+  compare RUN RUN ...           runs side by side: settings, curves, times
   export CHECKPOINT OUT         a trained model as a Hugging Face folder
   -sc install=bash              print tab completion; use it with
                                 eval "$(verl-like -sc install=bash)"
@@ -38,6 +40,7 @@ RECIPES = {
 MODULES = {
     "serve-reward": "trainer.cli.serve_reward",
     "explain": "trainer.cli.explain",
+    "compare": "trainer.cli.compare",
     "export": "trainer.cli.export",
 }
 """Commands whose module has a `main(arguments)`."""
@@ -117,14 +120,22 @@ Loads a reward function, prints the address, and answers until it gets SIGINT or
 with the same numbers as the function in process. It listens on this machine alone (port 8000; 0
 takes a free one), unless --host and a secret in the environment variable --token-env are given.
 """,
-    "migrate": """usage: verl-like migrate openrlhf COMMAND-OR-FILE
+    "migrate": """usage: verl-like migrate verl|openrlhf|trl COMMAND-OR-FILE
 
-Reads a command line of OpenRLHF's train_ppo_ray, or a shell script that has one, in either
-generation of its flags, and prints the same run as a `verl-like ppo` command. Below it stands what
-became of every flag: renamed, always so here, or not here and what to do instead; and those of its
-defaults that differ from ours, which the command sets.
+Reads a command line, or a file that has one, and prints the same run as a command of ours. Below it
+stands what became of every flag: renamed, always so here, or not here and what to do instead; and
+those of its defaults that differ from ours, which the command sets.
 
-  verl-like migrate openrlhf train_ppo_llama_ray.sh
+  verl-like migrate verl run_qwen2-7b.sh                   verl.trainer.main_ppo
+  verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, both generations of flags
+  verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo; also a YAML alone
+""",
+    "compare": """usage: verl-like compare RUN RUN ... [--page FILE]
+
+Reads two run folders or more, whatever state they are in, and prints: how each ended, the keys that
+are set differently, every metric at its end and at its best (mean and deviation of runs that differ
+in trainer.seed alone), the phases of a step, and the placements. The page, comparison.html here
+unless --page names another, has the same tables and every curve of all runs on one axis.
 """,
     "export": """usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
            [--model BASE]

@@ -93,7 +93,7 @@ def compose_tree(overrides: Sequence[str], recipe: Recipe[Any]) -> DictConfig:
 
 def prepare_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> list[str]:
     """What Hydra gets: keys are known, shorthands written out, own names take no `+`."""
-    overrides = add_torchrun(expand_shorthands(recipe, overrides))
+    overrides = add_torchrun(expand_shorthands(recipe, recipe.translate(overrides)))
     check_overrides(overrides, recipe)
     _check_presets(overrides, recipe)
 

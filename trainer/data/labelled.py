@@ -7,8 +7,8 @@
 A row of a file is a `prompt` with a `completion` (or `response`), a text or messages, and a `label`
 that is true of a good one; or a pair as `trainer.data.pairs` reads it, which makes two rows.
 
-Each row also has a response to another prompt after its own. Which one is fixed for the run: that
-of the next row in an order from the seed. So their log-probs under a reference are computed once.
+Each row also has a response to another prompt after its own. Which one is fixed for the run, from
+the seed. So their log-probs under a reference are computed once.
 """
 
 from __future__ import annotations
@@ -106,9 +106,19 @@ def _label(row: Row) -> bool:
 def _with_mismatched(
     found: Sequence[tuple[LMRow, bool]], max_length: int, seed: int
 ) -> list[LabelledRow]:
-    """The rows, each with the response of the next one in an order from the seed."""
-    order = np.random.default_rng([seed, len(found)]).permutation(len(found))
-    others = dict(zip(order.tolist(), np.roll(order, -1).tolist(), strict=True))
+    """The rows, each with the response of another one in an order from the seed.
+
+    Rows of a prompt stand together there, and the response is of as many rows further as the
+    largest such group has: to another prompt, unless more than half of the rows have the same one.
+    """
+    order = np.random.default_rng([seed, len(found)]).permutation(len(found)).tolist()
+    prompts = [row.ids[: row.in_loss.argmax()].tobytes() for row, _ in found]
+    groups: dict[bytes, list[int]] = {}
+    for number in order:
+        groups.setdefault(prompts[number], []).append(number)
+    together = [number for group in groups.values() for number in group]
+    shift = max(map(len, groups.values())) if len(groups) > 1 else 1
+    others = dict(zip(together, np.roll(together, -shift).tolist(), strict=True))
     rows = []
     for number, (response, label) in enumerate(found):
         other, _ = found[others[number]]

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from trainer.config.compose import compose_tree, from_composed, prepare_overrides
+from trainer.config.keys import config_keys
+from trainer.config.recipe import Recipe
+from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import why_unused
+from trainer.migrate import verl
 from trainer.migrate.openrlhf import translate as openrlhf
 from trainer.migrate.translation import Translation
-from trainer.ppo.config import PPOConfig
+from trainer.migrate.trl import translate as trl
 from trainer.ppo.recipe import PPO
+from trainer.preference.recipe import DPO
+from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, nearest
 
-SYSTEMS = {"openrlhf": openrlhf.translate}
-REQUIRED = ("actor_rollout_ref.model.path", "data.train_files")
-"""Keys that a run cannot do without, which a variable of the shell often gives."""
+SYSTEMS: Mapping[str, Callable[[str], Translation]] = {
+    "verl": verl.translate,
+    "openrlhf": openrlhf.translate,
+    "trl": trl.translate,
+}
+RECIPES: Mapping[str, Recipe[Any]] = {
+    "ppo": PPO,
+    "sft": SFT,
+    "reward-model": REWARD_MODEL,
+    "dpo": DPO,
+}
+"""Program of a translation -> its recipe."""
 
 
 def migrate(system: str, text: str) -> Translation:
@@ -37,15 +56,22 @@ def migrate(system: str, text: str) -> Translation:
     return done
 
 
-def _why_unread(config: PPOConfig, key: str) -> str | None:
+def _why_unread(config: RunConfig, key: str) -> str | None:
     is_key = not key.startswith(("placement", "role_mapping.", "resource_pool_spec."))
     return why_unused(config, key) if is_key and "engine_kwargs." not in key else None
 
 
-def _composed(done: Translation) -> PPOConfig:
-    """The configuration, but for settings that a variable of the shell will give."""
+def _composed(done: Translation) -> RunConfig:
+    """The configuration, but for settings that a variable of the shell will give.
+
+    A key that a run cannot do without has a stand-in for its variable.
+    """
+    recipe = RECIPES[done.program]
     settings = [override for override in done.overrides() if "$" not in override]
-    for key in REQUIRED:
-        if "$" in done.settings.get(key, ""):
-            settings.append(f"{key}=given")
-    return from_composed(compose_tree(prepare_overrides(settings, PPO), PPO), [], PPO)
+    for key in config_keys(recipe.schema):
+        if key.rules.required and "$" in done.settings.get(key.name, ""):
+            settings.append(f"{key.name}=given")
+    config: RunConfig = from_composed(
+        compose_tree(prepare_overrides(settings, recipe), recipe), [], recipe
+    )
+    return config

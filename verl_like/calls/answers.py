@@ -17,6 +17,8 @@ from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
 
 NAMED_LATE = 8
 """Ranks that a message names as late, at most."""
+AFTER_DEATH_S = 1.0
+"""What the other ranks get to finish, at most, when one has died: its death explains the rest."""
 
 
 def wait_for_calls(
@@ -29,9 +31,9 @@ def wait_for_calls(
 ) -> list[Header]:
     """The headers of a group call, in rank order; raises the first failure once it is certain.
 
-    When one rank fails, the others get a grace period before the error is raised: they may be stuck
-    in a collective that it left. `setting` names the deadline, unless `timeout` is given; it runs
-    `since` then.
+    When one rank fails, the others get a grace period before the error is raised, a short one when
+    it died: they may be stuck in a collective that it left. `setting` names the deadline, unless
+    `timeout` is given; it runs `since` then.
     """
     limits = transport.deadlines
     transport.report_abandoned()
@@ -46,7 +48,8 @@ def wait_for_calls(
         calls.give_up(transport.lost(p.rank for p in calls.open.values()))
         if calls.failures:
             failed_at = patience.age_s if failed_at is None else failed_at
-            if patience.age_s - failed_at >= limits.grace_s:
+            grace_s = calls.grace_s(limits.grace_s)
+            if patience.age_s - failed_at >= grace_s:
                 break
         elif patience.over():
             way_out = f"raise watch.{setting}" if timeout is None else "give more time"
@@ -56,7 +59,7 @@ def wait_for_calls(
     if calls.failures:
         error = _with_others([calls.failures[rank] for rank in sorted(calls.failures)])
         if calls.open:
-            error.add_note(f"not finished {limits.grace_s:.0f} s after the failure: {calls.late()}")
+            error.add_note(f"not finished {grace_s:.0f} s after the failure: {calls.late()}")
         raise error
     return [calls.headers[p.rank] for p in pending]
 
@@ -92,6 +95,11 @@ class _OpenCalls:
                 del self.open[reference]
                 where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
                 self.failures[call.rank] = WorkerDiedError(f"{where}: {lost[call.rank]}")
+
+    def grace_s(self, limit_s: float) -> float:
+        """Seconds that those without an answer get after the first failure."""
+        died = any(isinstance(failure, WorkerDiedError) for failure in self.failures.values())
+        return min(limit_s, AFTER_DEATH_S) if died else limit_s
 
     def late(self) -> str:
         """Who has not answered; of many the first ones, and how many more."""

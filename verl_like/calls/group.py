@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -187,6 +188,24 @@ class _FirstRank(_Target):
         return [(0, True)]
 
 
+class Outstanding:
+    """The futures of a group that somebody still holds; several threads may add and look."""
+
+    def __init__(self) -> None:
+        self._futures: weakref.WeakSet[WorkerFuture] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, future: WorkerFuture) -> None:
+        """It leaves when nobody holds it any more."""
+        with self._lock:
+            self._futures.add(future)
+
+    def all(self) -> list[WorkerFuture]:
+        """Those of now."""
+        with self._lock:
+            return list(self._futures)
+
+
 class WorkerGroup:
     """The workers of one role (or of several, fused) on one pool.
 
@@ -198,7 +217,7 @@ class WorkerGroup:
         self.transport = transport
         self.roles = dict(roles)
         self.prefixed = prefixed
-        self.outstanding: weakref.WeakSet[WorkerFuture] = weakref.WeakSet()
+        self.outstanding = Outstanding()
         self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
         self._mesh_known_at: dict[int, float] = {}
         self.learn_mesh_facts(transport.started)
@@ -269,7 +288,7 @@ class WorkerGroup:
 
     def _read_outstanding(self) -> None:
         """Wait for calls whose results nobody has read: one of them may register a mesh."""
-        for future in list(self.outstanding):
+        for future in self.outstanding.all():
             with contextlib.suppress(Exception):  # kept by the future, for whoever reads it
                 future.get()
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from verl_like.calls.messages import Call, Header, Held, Pending, payload_of
 from verl_like.calls.waiting import Deadlines
@@ -19,6 +19,7 @@ from verl_like.errors import WorkerError
 from verl_like.process.facts import ProcessFacts
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 FINISHED_KEPT = 100_000
 """Headers kept of finished calls that nobody takes."""
 
@@ -26,7 +27,7 @@ FINISHED_KEPT = 100_000
 class Transport(ABC):
     """Carries calls to the processes of one pool.
 
-    Every process runs a `WorkerHost`, one call at a time.
+    Every process runs a `WorkerHost`, one call at a time. Several threads of the driver may call.
     """
 
     kind: str
@@ -125,7 +126,7 @@ class Transport(ABC):
 
     def take_finished(self) -> list[Header]:
         """The headers of the calls finished since the last time: what a timeline is drawn from."""
-        return [self.finished.popleft() for _ in range(len(self.finished))]
+        return list(take_all(self.finished))
 
     def share(self, value: Any) -> Any:
         """A value that several ranks will get: backends with a store put it there once."""
@@ -133,8 +134,7 @@ class Transport(ABC):
 
     def report_abandoned(self) -> None:
         """Log the failures of finished calls that nobody will ask for any more."""
-        for _ in range(len(self.abandoned)):
-            name, headers = self.abandoned.popleft()
+        for name, headers in take_all(self.abandoned):
             if len(self.wait(headers, 0.0)) < len(headers):
                 self.abandoned.append((name, headers))
                 continue
@@ -152,3 +152,13 @@ class Transport(ABC):
         except WorkerError as error:
             return str(error)
         return None
+
+
+def take_all(entries: deque[T]) -> Iterator[T]:
+    """What is there now, taken out; other threads may add and take at the same time."""
+    for _ in range(len(entries)):
+        try:
+            entry = entries.popleft()
+        except IndexError:  # another thread has taken the rest
+            return
+        yield entry

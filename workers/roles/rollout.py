@@ -36,6 +36,7 @@ from workers.rollout.base import (
 )
 from workers.rollout.build import build_engine, check_engine, ranks_per_engine
 from workers.rollout.sampling import noise_key
+from workers.weights.kept import kept_weights
 from workers.weights.sync import SyncReport, WeightReceiver
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class RolloutWorker(WeightReceiver, Worker):
             MESH, self.rank // ranks, is_collect=self.rank % ranks == 0
         )
         self._whole_config = config
+        self.kept = kept_weights(self.config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -67,6 +67,23 @@ def test_a_mismatched_response_is_anothers_after_the_rows_own_prompt(
     assert [said(row.mismatched, tokenizer) for row in again] == others
 
 
+def test_rows_of_a_prompt_do_not_lend_each_other_their_responses(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    pairs = [
+        {"prompt": f"say {letter}", "chosen": f"{letter}1", "rejected": f"{letter}2"}
+        for letter in "aabc"
+    ]
+    rows = read(tokenizer, tmp_path, *pairs)
+    own = [said(row.response, tokenizer) for row in rows]
+    others = [said(row.mismatched, tokenizer) for row in rows]
+    assert all(prompt[-1] != reply[0] for prompt, reply in others)
+    assert sorted(reply for _, reply in others) == sorted(reply for _, reply in own)
+
+    same = [said(row.mismatched, tokenizer) for row in read(tokenizer, tmp_path, pairs[0])]
+    assert same == [("say a", "a2"), ("say a", "a1")]
+
+
 def test_messages_are_read_as_those_of_pairs(tokenizer: Any) -> None:
     asked = [{"role": "user", "content": "say a"}]
     reply = [{"role": "assistant", "content": "aa"}]

@@ -11,7 +11,8 @@ import pytest
 from tests.integration.runs import overrides
 from tests.trainer.groups.reporting_role import reporting
 from trainer import load_config
-from trainer.groups.worker_groups import WorkerGroups, side_by_side, worker_class
+from trainer.groups.pool_starter import side_by_side
+from trainer.groups.worker_groups import WorkerGroups
 from verl_like.backends.local.group import LocalWorkerGroup
 
 
@@ -43,7 +44,7 @@ def test_a_pool_that_comes_up_after_the_end_is_ended(
         (plan,) = groups.placement.pools.values()
         assert ended == []
         groups.shutdown()
-        groups._start(plan, {"actor": worker_class(config, "actor")})
+        groups._start(plan)
         assert len(ended) == 2
 
 

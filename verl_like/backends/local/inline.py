@@ -1,11 +1,14 @@
 """Calls in the caller's own process and thread: `breakpoint()` in a worker works.
 
-A call runs when it is made; its future keeps the result or the error.
+A call runs when it is made; its future keeps the result or the error. Calls of several threads run
+in turn, whichever inline group they are for: they share the process's random state and environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -19,6 +22,9 @@ from verl_like.calls.waiting import Deadlines
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import Recipes, WorkerHost
 from verl_like.process.worker import Worker
+
+_one_call = threading.RLock()
+"""Held by the thread whose call runs; a call within a call is in the same thread."""
 
 
 class InlineTransport(Transport):
@@ -43,7 +49,8 @@ class InlineTransport(Transport):
         super().__init__([facts], deadlines)
         self.process_key = id(neighbours)
         self.host = WorkerHost(copy.deepcopy(recipes), facts, neighbours)
-        header = Done(self.host.start(None))
+        with _one_call:
+            header = Done(self.host.start(None))
         self.started = wait_for_calls(
             self, f"start of {facts.name}", [Pending(0, header, header, facts.name)]
         )
@@ -52,7 +59,8 @@ class InlineTransport(Transport):
         """Runs the call now."""
         isolated = copy.deepcopy(call)
         given = [self.fetch(part) if isinstance(part, Done | Future) else part for part in parts]
-        payload, header = self.host.call(isolated, given)
+        with contextlib.nullcontext() if call.past_queue else _one_call:
+            payload, header = self.host.call(isolated, given)
         is_batch = isinstance(payload, DataProto)
         own = payload.writable_copy() if is_batch else copy.deepcopy(payload)
         return Pending(rank, Done(own), Done(header), call.role)

@@ -117,6 +117,7 @@ class NodeProbe:
         self._known: dict[str, dict[str, Any]] = {}
         self._asked: dict[str, float] = {}
         self._silent: dict[str, int] = {}
+        self._asking = threading.Lock()
 
     def name(self, node_id: str) -> str:
         """The node's address."""
@@ -124,10 +125,11 @@ class NodeProbe:
 
     def why_gone(self, node_id: str) -> str | None:
         """Why nothing on that node can ever answer; None while it lives."""
-        if time.monotonic() - self._asked.get(node_id, 0.0) >= self.every_s:
-            self._asked[node_id] = time.monotonic()
-            silent = 0 if self._answers(node_id) else self._silent.get(node_id, 0) + 1
-            self._silent[node_id] = silent
+        with self._asking:  # threads that wait for the same silence count it once
+            if time.monotonic() - self._asked.get(node_id, 0.0) >= self.every_s:
+                self._asked[node_id] = time.monotonic()
+                silent = 0 if self._answers(node_id) else self._silent.get(node_id, 0) + 1
+                self._silent[node_id] = silent
         if self._silent.get(node_id, 0) < self.patience:
             return None
         node = self._node(node_id)
@@ -151,6 +153,17 @@ class NodeProbe:
         if node_id not in self._known:
             self._known |= {node["NodeID"]: node for node in ray.nodes()}
         return self._known[node_id]
+
+
+def why_gone(node_id: str) -> str | None:
+    """Why no worker can be started on that node; None while it lives."""
+    known = {node["NodeID"]: node for node in ray.nodes()}
+    node = known.get(node_id)
+    if node is None or not node["Alive"]:
+        where = node["NodeManagerAddress"] if node else "of this pool"
+        return f"its node {where} ({node_id[:8]}) is gone: Ray has declared it dead."
+    probe = NodeProbe(every_s=0.0)
+    return next(filter(None, (probe.why_gone(node_id) for _ in range(probe.patience))), None)
 
 
 def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> list[Node]:

@@ -1,0 +1,129 @@
+"""One pool is lost and started anew while the others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.groups.reporting_role import reporting
+from trainer.groups.worker_groups import WorkerGroups
+from verl_like.errors import PlacementError, WorkerDiedError
+
+ROLES = {"rollout": "maker_0_pool", "rollout_1": "maker_1_pool", "actor": "trainer_pool"}
+BACKENDS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def groups(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerGroups]:
+    """Two makers, the second of two processes, and a trainer; a test leaves all of them alive."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_session")
+    folder = tmp_path_factory.mktemp("run")
+    config = reporting(folder, ROLES, request.param, maker_0_pool=1, maker_1_pool=2, trainer_pool=1)
+    with WorkerGroups(config) as started:
+        yield started
+
+
+def pids(groups: WorkerGroups, role: str) -> list[int]:
+    return [pid for _, pid in groups[role].who()]
+
+
+def test_a_killed_maker_is_seen_at_once_and_started_anew(groups: WorkerGroups) -> None:
+    before = {role: pids(groups, role) for role in ROLES}
+    lost_group, seen = groups["rollout"], []
+
+    def sample() -> None:
+        try:
+            lost_group.sleep(60.0)
+        except WorkerDiedError as error:
+            seen.append((time.monotonic(), str(error)))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    time.sleep(0.3)
+    killed_at = time.monotonic()
+    os.kill(before["rollout"][0], signal.SIGKILL)
+    thread.join(20)
+    ((seen_at, words),) = seen
+    assert seen_at - killed_at < 5
+    assert "rollout.sleep, rollout rank 0 of 1" in words
+
+    groups.restart("maker_0_pool")
+    assert groups["rollout"] is not lost_group
+    assert pids(groups, "rollout")[0] not in before["rollout"]
+    assert pids(groups, "rollout_1") == before["rollout_1"]
+    assert pids(groups, "actor") == before["actor"]
+    with pytest.raises(WorkerDiedError):
+        lost_group.who()
+
+
+def test_a_living_pool_is_ended_before_it_is_started_anew(groups: WorkerGroups) -> None:
+    groups.take_calls()
+    before, waiting = pids(groups, "rollout_1"), groups["rollout_1"].sleep.remote(60.0)
+    groups.restart("maker_1_pool")
+    with pytest.raises(WorkerDiedError):
+        waiting.get()
+    after = pids(groups, "rollout_1")
+    assert len(set(before + after)) == 4
+    calls = {call["pid"] for call in groups.take_calls() if call["method"] == "who"}
+    assert calls == {*before, *after}, "those of the ended processes are in the timeline, too"
+    for pid in before:
+        assert not _is_running(pid)
+
+
+def _is_running(pid: int, within_s: float = 5.0) -> bool:
+    """Whether it still is after that time; Ray ends its workers a moment after they are killed."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z":
+                return False
+        except OSError:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_rank_that_dies_does_not_wait_for_the_others_to_end(groups: WorkerGroups) -> None:
+    sleeping = groups["rollout_1"].sleep.remote(60.0)
+    killed_at = time.monotonic()
+    os.kill(pids_of_transport(groups, "rollout_1")[1], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="rollout_1.sleep, rollout_1 rank 1 of 2") as caught:
+        sleeping.get()
+    assert time.monotonic() - killed_at < 5
+    assert "not finished 1 s after the failure: rollout_1 rank 0 of 2" in caught.value.__notes__[0]
+    groups.restart("maker_1_pool")
+
+
+def pids_of_transport(groups: WorkerGroups, role: str) -> list[int]:
+    """Without a call: the processes are busy."""
+    return [header.pid for header in groups[role].transport.started]
+
+
+def test_what_has_no_process_of_its_own_is_not_restarted(tmp_path: Path) -> None:
+    config = reporting(tmp_path, {"actor": "trainer_pool"}, trainer_pool=1)
+    with WorkerGroups(config) as groups:
+        with pytest.raises(PlacementError, match="'trainer_pool' .* the driver's own"):
+            groups.restart("trainer_pool")
+        with pytest.raises(PlacementError, match="no pool 'trainer_pol' to restart. Did you mean"):
+            groups.restart("trainer_pol")
+        assert groups["actor"].who() == [("actor", os.getpid())]
+
+
+def test_a_restart_after_the_end_leaves_no_process(tmp_path: Path) -> None:
+    config = reporting(tmp_path, {"rollout": "maker_0_pool"}, maker_0_pool=1)
+    with WorkerGroups(config) as groups:
+        groups.shutdown()
+        before = groups["rollout"]
+        groups.restart("maker_0_pool")
+        assert groups["rollout"] is before
+        with pytest.raises(WorkerDiedError):
+            before.who()

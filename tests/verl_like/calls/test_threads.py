@@ -1,0 +1,173 @@
+"""Several threads of the driver call groups at the same time, as the detached makers' do."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from tests.verl_like.groups import start
+from tests.verl_like.sample_workers import Adder, Faulty
+from verl_like import DataProto
+from verl_like.calls.group import Outstanding
+from verl_like.calls.transport import take_all
+
+ROLES = {"add": (Adder, (1,)), "more": (Adder, (10,)), "faulty": (Faulty, ())}
+BACKENDS = ["inline", "child", pytest.param("ray", marks=pytest.mark.ray)]
+NUM_CALLS = 25
+
+
+@pytest.fixture(autouse=True)
+def threads_change_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def pools(request: pytest.FixtureRequest):
+    """Two pools of one process with the same roles."""
+    options = {"own_processes": True} if request.param == "child" else {}
+    if request.param == "ray":
+        request.getfixturevalue("ray_session")
+    with contextlib.ExitStack() as stack:
+        made = [
+            stack.enter_context(start(request.param, ROLES, [1], seed=seed, **options))
+            for seed in (1, 2)
+        ]
+        yield [fused.spawn(ROLES) for fused in made]
+
+
+def in_threads(jobs: list[Callable[[], object]]) -> None:
+    """Each in a thread of its own; the first error is raised."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for done in [pool.submit(job) for job in jobs]:
+            done.result()
+
+
+def add_rows(group, amount: int, first: int) -> None:
+    """Batches of several sizes, whose rows say which call they are of."""
+    for call in range(NUM_CALLS):
+        x = torch.arange(1 + call % 4) + first + 100 * call
+        letters = np.array([f"{call}"] * len(x), dtype=object)
+        added = group.add.remote(DataProto.from_dict({"x": x}, {"o": letters})).get()
+        assert torch.equal(added.batch["x"], x + amount)
+        assert list(added.non_tensor_batch["o"]) == list(letters)
+
+
+def test_every_thread_gets_the_results_of_its_own_calls(pools) -> None:
+    for groups in pools:
+        groups["add"].transport.take_finished()
+    jobs: list[Callable[[], object]] = []
+    for number, groups in enumerate(pools):
+        jobs.append(lambda g=groups, n=number: add_rows(g["add"], 1, 10_000 * n))
+        jobs.append(lambda g=groups, n=number: add_rows(g["more"], 10, 10_000 * n + 5_000))
+    taken: list[str] = []
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.is_set():
+            for groups in pools:
+                headers = groups["add"].transport.take_finished()
+                taken.extend(header.role for header in headers)
+            time.sleep(0.001)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    in_threads(jobs)
+    is_over.set()
+    watching.join()
+    taken += [header.role for g in pools for header in g["add"].transport.take_finished()]
+    assert taken.count("add") == taken.count("more") == 2 * NUM_CALLS
+
+
+def test_calls_past_the_queue_come_back_to_their_threads_while_it_is_busy(pools) -> None:
+    if pools[0]["add"].transport.place(0) == "in the caller's thread":
+        busy = None
+    else:
+        busy = pools[0]["faulty"].sleeps(1.0)
+
+    def ask(first: int) -> None:
+        for value in range(first, first + NUM_CALLS):
+            assert pools[0]["faulty"].stop(value) == [value]
+
+    in_threads([lambda first=first: ask(first) for first in (0, 1000, 2000)])
+    assert busy is None or busy.get() == [0]
+
+
+def test_two_threads_on_inline_pools_draw_what_one_thread_draws() -> None:
+    drawn = []
+    for together in (False, True):
+        with start("inline", ROLES, [1], seed=5) as one, start("inline", ROLES, [1], seed=6) as two:
+            groups = [one.spawn(ROLES)["add"], one.spawn(ROLES)["more"], two.spawn(ROLES)["add"]]
+            values: list[list[float]] = [[] for _ in groups]
+
+            def draw(number: int, groups=groups, values=values) -> None:
+                for _ in range(40):
+                    values[number] += groups[number].draw()
+
+            torch.manual_seed(3)
+            if together:
+                in_threads([lambda number=number: draw(number) for number in range(3)])
+            else:
+                for number in range(3):
+                    draw(number)
+            drawn.append((values, torch.rand(1)))
+    assert drawn[0] == drawn[1]
+
+
+def test_what_another_thread_has_taken_is_not_taken_twice() -> None:
+    class Emptied(deque[int]):
+        """Somebody takes its last entry once its length is known."""
+
+        def __len__(self) -> int:
+            return super().__len__() + 1
+
+    assert list(take_all(Emptied([1, 2]))) == [1, 2]
+
+
+class Held:
+    """In the place of a future."""
+
+
+def test_calls_are_added_while_another_thread_looks_at_them() -> None:
+    outstanding, kept = Outstanding(), [Held() for _ in range(60_000)]
+    for each in kept[:5000]:
+        outstanding.add(each)
+    meeting, seen = threading.Barrier(2), []
+
+    def look() -> None:
+        meeting.wait()
+        while len(seen) < 10:
+            seen.append(len(outstanding.all()))
+
+    def add() -> None:
+        meeting.wait()
+        for each in kept[5000:]:
+            outstanding.add(each)
+
+    in_threads([look, add])
+    assert seen == sorted(seen)
+    assert len(outstanding.all()) == len(kept)
+
+
+def test_calls_nobody_reads_are_reported_once_whoever_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with start("inline", ROLES, [1]) as fused:
+        groups = fused.spawn(ROLES)
+        row = DataProto.from_dict({"x": torch.zeros(1)})
+        for _ in range(40):
+            groups["faulty"].raises.remote(row)
+        in_threads([lambda: [groups["add"].pid() for _ in range(10)] for _ in range(4)])
+    unread = [r for r in caplog.records if "its result was never read" in r.getMessage()]
+    assert len(unread) == 40

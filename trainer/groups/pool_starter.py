@@ -1,0 +1,144 @@
+"""The processes of one pool, started on the backend that the configuration names.
+
+`WorkerGroups` asks for every pool at the start of a run, and for one again when it restarts that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.schema import RunConfig
+from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
+from verl_like.calls.waiting import Deadlines
+from verl_like.errors import PlacementError, WorkerDiedError
+from verl_like.placement.plan import Placement, PoolPlan
+from verl_like.placement.pools import ResourcePool
+from verl_like.process.worker import Worker
+
+if TYPE_CHECKING:
+    from verl_like.backends.local.children import StartRank
+    from verl_like.backends.ray import RayResourcePool
+
+
+class PoolStarter:
+    """Starts pools of a plan; on Ray it keeps their places until they are released."""
+
+    def __init__(self, config: RunConfig, placement: Placement) -> None:
+        """Nothing is started yet."""
+        self.config, self.placement = config, placement
+        self.limits = Deadlines.of(config.watch)
+        self._neighbours: dict[str, Worker] = {}
+        self._ray_pools: dict[str, RayResourcePool] = {}
+
+    def has_own_processes(self, plan: PoolPlan) -> bool:
+        """Whether this starts processes for the pool: not the driver's own, nor torchrun's."""
+        backend = self.config.trainer.backend
+        is_inline = plan.world_size == 1 and plan.name not in self.config.child_pools
+        return backend == "ray" or (backend == "local" and not is_inline)
+
+    def start(self, plan: PoolPlan, classes: Mapping[str, type[Worker]]) -> WorkerGroup:
+        """The group of all roles of a pool, in the order of `classes`."""
+        trainer = self.config.trainer
+        made = {r: ClassWithInitArgs(c, self.config.of_role(r)) for r, c in classes.items()}
+        recipe = create_colocated_worker_cls(made)
+        options: dict[str, Any] = {"seed": trainer.seed, "deadlines": self.limits}
+        options["log_dir"] = str(Path(trainer.default_local_dir).resolve() / "logs")
+        if trainer.backend == "ray":
+            from verl_like.backends.ray import RayWorkerGroup
+
+            return RayWorkerGroup(self._ray_pool(plan), recipe, **options)
+
+        from verl_like.backends.local.group import LocalWorkerGroup
+
+        options["device_kind"] = "cuda" if plan.nodes[0].kind == "GPU" else "cpu"
+        options["neighbours"] = self._neighbours
+        options["own_processes"] = plan.name in self.config.child_pools
+        if trainer.backend == "torchrun":
+            options["start_rank"] = start_by_torchrun(self.placement, self.limits)
+        return LocalWorkerGroup(ResourcePool(plan.process_on_nodes), recipe, **options)
+
+    def check_restart(self, plan: PoolPlan) -> None:
+        """Refuse a restart that cannot come about: no process to start, or its node is gone."""
+        backend = self.config.trainer.backend
+        if not self.has_own_processes(plan):
+            whose = "torchrun started" if backend == "torchrun" else "are the driver's own"
+            raise PlacementError(
+                f"pool '{plan.name}' cannot be restarted: its processes {whose}. On "
+                "trainer.backend=ray every pool has processes that can be started anew."
+            )
+        if backend != "ray":
+            return
+        from verl_like.backends.ray.cluster import why_gone
+
+        for node in plan.nodes:
+            if reason := why_gone(node.key):
+                raise WorkerDiedError(
+                    f"pool '{plan.name}' cannot be restarted: {reason} Bring the node back, or "
+                    "start the run anew on the others."
+                )
+
+    def release(self) -> None:
+        """Give the places on the cluster back; the groups on them have ended."""
+        for pool in self._ray_pools.values():
+            pool.release()
+
+    def _ray_pool(self, plan: PoolPlan) -> RayResourcePool:
+        """The places of a pool: a restart takes those that it had."""
+        from verl_like.backends.ray import RayResourcePool
+
+        if plan.name not in self._ray_pools:
+            self._ray_pools[plan.name] = RayResourcePool(
+                plan.process_on_nodes,
+                use_gpu=plan.nodes[0].kind == "GPU",
+                name_prefix=plan.name,
+                cpus_per_process=plan.cpus_per_process,
+                nodes=plan.nodes,
+                deadlines=self.limits,
+            )
+        return self._ray_pools[plan.name]
+
+
+def start_by_torchrun(placement: Placement, limits: Deadlines) -> StartRank:
+    """What finds torchrun's processes; they are the ranks of one pool."""
+    from verl_like.backends.torchrun.ranks import ServingRanks, num_processes
+
+    sizes = {name: plan.world_size for name, plan in placement.pools.items()}
+    if list(sizes.values()) != [num_processes()]:
+        pools = ", ".join(f"{name} of {size}" for name, size in sizes.items())
+        raise PlacementError(
+            f"torchrun started {num_processes()} processes, which are the ranks of one pool; this "
+            f"run has {pools}. Leave trainer.n_gpus_per_node and resource_pool_spec out, take "
+            "placement=colocate, or trainer.backend=ray."
+        )
+    return ServingRanks(limits.start_s).start
+
+
+def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
+    """Make these calls in a thread each, and wait for all.
+
+    The first one's error is raised then, with the others in its notes.
+    """
+    errors: dict[int, BaseException] = {}
+
+    def attempt(number: int) -> None:
+        try:
+            calls[number]()
+        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
+            errors[number] = error
+
+    threads = [
+        threading.Thread(target=attempt, args=(n,), name="start", daemon=True)
+        for n in range(len(calls))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        first, *others = (errors[number] for number in sorted(errors))
+        for other in others:
+            first.add_note(f"another start failed, too: {type(other).__name__}: {other}")
+        raise first
