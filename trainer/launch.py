@@ -20,6 +20,7 @@ from trainer.report.page import close_run
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import open_run_folder
 from trainer.run_folder.result import RunResult
+from trainer.run_folder.starts import note_start
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
@@ -61,6 +62,7 @@ def run(
         at_end.callback(torch.set_num_threads, threads_before)
         inputs = trainer_cls.prepare(config, at_end)
         folder = open_run_folder(config)
+        note_start(folder)
         try:
             with WorkerGroups(config, trainer_cls.worker_code(config)) as groups:
                 write_whole(folder / "placement.txt", f"{groups.placement}\n")

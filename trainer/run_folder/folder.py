@@ -2,6 +2,7 @@
 
 <run folder>/
   config.yaml        the configuration, resolved            (here, at start)
+  starts.jsonl       commands, hosts, package versions      (trainer.run_folder.starts, at start)
   inputs/            model, rows, rewards of a Python run   (trainer.api)
   placement.txt      which role runs where                  (trainer.launch, at start)
   metrics.jsonl      a line a step                          (trainer.run_folder.tracking)
