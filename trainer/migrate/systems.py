@@ -10,7 +10,9 @@ from trainer.config.keys import config_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import why_unused
+from trainer.detached.recipe import DETACHED
 from trainer.migrate import verl
+from trainer.migrate.coati import translate as coati
 from trainer.migrate.openrlhf import translate as openrlhf
 from trainer.migrate.translation import Translation
 from trainer.migrate.trl import translate as trl
@@ -24,9 +26,11 @@ SYSTEMS: Mapping[str, Callable[[str], Translation]] = {
     "verl": verl.translate,
     "openrlhf": openrlhf.translate,
     "trl": trl.translate,
+    "coati": coati.translate,
 }
 RECIPES: Mapping[str, Recipe[Any]] = {
     "ppo": PPO,
+    "detached": DETACHED,
     "sft": SFT,
     "reward-model": REWARD_MODEL,
     "dpo": DPO,

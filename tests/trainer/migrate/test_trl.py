@@ -18,6 +18,8 @@ from trainer.migrate.trl.flags import (
     DEFAULTS_IN,
     RENAMED,
     RENAMED_IN,
+    TOGETHER,
+    TOGETHER_IN,
 )
 from trainer.migrate.trl.translate import translate
 from verl_like.errors import ConfigError
@@ -116,6 +118,7 @@ def test_every_field_has_a_word(program: str) -> None:
 def test_the_tables_do_not_overlap_and_their_defaults_have_a_key() -> None:
     for program, own in RENAMED_IN.items():
         names = [*RENAMED, *own, *ALWAYS, *ABSENT, *ABSENT_IN[program]]
+        names += [*TOGETHER, *TOGETHER_IN[program]]
         assert len(set(names)) == len(names)
         assert set(DEFAULTS) | set(DEFAULTS_IN[program]) <= {*RENAMED, *own}
 
