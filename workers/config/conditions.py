@@ -265,6 +265,11 @@ ROLLOUT_IS_APART = When(
     _rollout_is_apart,
     "actor and rollout share their processes: weights do not travel in pieces",
 )
+SAMPLES_BESIDE = When(
+    "samples are made beside the training",
+    lambda _, run: hasattr(run, "detached"),
+    "samples are made before they are trained on: this is for detached runs",
+)
 VALIDATES = When(
     "the run validates",
     _validates,

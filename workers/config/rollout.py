@@ -12,6 +12,7 @@ from workers.config.conditions import (
     ENGINE_IS_VLLM,
     ROLLOUT_IS_APART,
     ROLLOUT_SAMPLES,
+    SAMPLES_BESIDE,
     VALIDATES,
     VALIDATION_SAMPLES,
 )
@@ -71,6 +72,8 @@ class RolloutConfig:
     """Weights travel to the rollout in pieces of about this size."""
     sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
     """What travels to the rollout: all weights, or those that have changed, LoRA as its factors."""
+    double_buffer: bool = key(False, read_when=SAMPLES_BESIDE, may_change_on_resume=True)
+    """Receive new weights while generating with the old ones: one more copy, in host memory."""
     engine_kwargs: dict[str, Any] = key(
         factory=dict, allows="what vLLM's LLM takes", read_when=ENGINE_IS_VLLM
     )
