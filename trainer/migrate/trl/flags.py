@@ -15,6 +15,7 @@ PLACES = {
 }
 """Beginning of a key of the recipes on rows -> where PPO has it."""
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 
 RENAMED = {
     "adam_epsilon": "optim.eps",
@@ -208,7 +209,6 @@ ABSENT = {
     "use_rslora": NOT_THIS_LORA,
     "use_weighting": "losses are those of `loss=`, or your own by its dotted path",
     "vespo_*": "there is no such loss; policy_loss.loss_mode takes your own by its dotted path",
-    "vllm_importance_sampling_*": "say algorithm.rollout_correction, or a preset `correction=`",
     "vllm_structured_outputs_regex": "responses are drawn freely",
 }
 """Fields without a counterpart -> the way out."""
@@ -282,6 +282,11 @@ TOGETHER_IN: dict[str, dict[str, str]] = {
         "sync_ref_model": "`actor_rollout_ref.ref.update_every`",
         "top_k": f"`{ROLLOUT}.top_k`",
         "use_vllm": f"`{ROLLOUT}.name`",
+        "vllm_importance_sampling_cap": f"`{CORRECTION}.rollout_is_threshold`",
+        "vllm_importance_sampling_clip_max": f"`{CORRECTION}.rollout_is_threshold`",
+        "vllm_importance_sampling_clip_min": f"`{CORRECTION}.rollout_is_threshold`",
+        "vllm_importance_sampling_correction": f"`{CORRECTION}.rollout_is`",
+        "vllm_importance_sampling_mode": f"`{CORRECTION}.rollout_is`",
     },
     "sft": {"completion_only_loss": "`data.loss_on`"},
     "reward": {},
