@@ -7,6 +7,7 @@ DETACHED = ("1mmt_prompt", "mmmt_prompt", "1mmt_dummy", "mmmt_dummy")
 """The scripts: `PPOTrainer` in one group of processes; `DetachedPPOTrainer` on Ray."""
 
 RENAMED = {
+    "debug": "detached.debug",
     "grad_checkpoint": "actor_rollout_ref.model.enable_gradient_checkpointing",
     "kl_coef": "algorithm.kl_ctrl.kl_coef",
     "log_dir": "trainer.default_local_dir",
@@ -47,7 +48,6 @@ TOGETHER = {
 
 ALWAYS = {
     "critic_model": "the model's family stands in its folder",
-    "debug": "detached.debug=true writes the cost of every delivery of weights",
     "maker_strategy": "a maker is an engine: actor_rollout_ref.rollout.name",
     "merge_lora_weights": "hf_model in checkpoint.save_contents is merged",
     "model": "the model's family stands in its folder",

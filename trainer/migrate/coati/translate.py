@@ -123,7 +123,7 @@ def _makers_and_trainers(given: _Given, done: Translation, *, one_maker: bool) -
     done.rename("--num_makers, --num_trainers", [], settings)
     batch = train * trainers
     sizes = {"data.train_batch_size": batch, f"{ACTOR}.ppo_mini_batch_size": batch}
-    done.rename(f"--train_batch_size {train} of {trainers} trainers", [], sizes)
+    done.rename(f"--train_batch_size {train} of every trainer", [], sizes)
     total = {"trainer.total_training_steps": max(made // batch, 1)}
     done.rename("--experience_batch_size, --experience_steps", [], total)
     for name, default in (("update_steps", 2), ("train_epochs", 1)):
