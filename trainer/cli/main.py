@@ -19,8 +19,8 @@ USAGE = """usage: verl-like COMMAND ...
   doctor [--model PATH]         check what a run needs: packages, a remote call, a
                                 weight sync; or how a run treats one model
   serve-reward [...]            answer reward requests over HTTP
-  migrate SYSTEM FILE           turn a script of verl's, OpenRLHF's or TRL's into a
-                                command of ours
+  migrate SYSTEM FILE           turn a script of verl's, OpenRLHF's, TRL's or
+                                ColossalChat's into a command of ours
   bench overlap [RUN_DIR]       predict what detached makers would gain a job
   report RUN_DIR                write RUN_DIR/report.html anew
   compare RUN RUN ...           runs side by side: settings, curves, times
@@ -120,7 +120,7 @@ Loads a reward function, prints the address, and answers until it gets SIGINT or
 with the same numbers as the function in process. It listens on this machine alone (port 8000; 0
 takes a free one), unless --host and a secret in the environment variable --token-env are given.
 """,
-    "migrate": """usage: verl-like migrate verl|openrlhf|trl COMMAND-OR-FILE
+    "migrate": """usage: verl-like migrate verl|openrlhf|trl|coati COMMAND-OR-FILE
 
 Reads a command line, or a file that has one, and prints the same run as a command of ours. Below it
 stands what became of every flag: renamed, always so here, or not here and what to do instead; and
@@ -129,6 +129,7 @@ those of its defaults that differ from ours, which the command sets.
   verl-like migrate verl run_qwen2-7b.sh                   verl.trainer.main_ppo
   verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, both generations of flags
   verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo; also a YAML alone
+  verl-like migrate coati mmmt_prompt.sh                   train_prompts, 1mmt_prompt, mmmt_prompt
 """,
     "compare": """usage: verl-like compare RUN RUN ... [--page FILE]
 
