@@ -13,6 +13,7 @@ from contextlib import ExitStack
 import torch
 
 from trainer.config.schema import RunConfig
+from trainer.groups.nodes import needs_of_pools
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import check_callbacks
 from trainer.loop import Trainer
@@ -103,9 +104,8 @@ def nominal_placement(config: RunConfig) -> Placement:
         Node(f"node {number}", trainer.n_gpus_per_node, cpus, "device")
         for number in range(trainer.nnodes)
     ]
-    return Placement.plan(
-        config.resource_pool_spec, config.role_mapping, nodes, config.cpus_per_process
-    )
+    spec, needs = config.resource_pool_spec, needs_of_pools(config)
+    return Placement.plan(spec, config.role_mapping, nodes, config.cpus_per_process, needs)
 
 
 def trainer_class(config: RunConfig) -> type[Trainer]:

@@ -19,7 +19,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trainer.config.checks import check_fields, check_resume
+from trainer.config.checks import check_fields, check_pool_resources, check_resume
 from trainer.config.keys import Key, config_keys, leaf_keys
 from trainer.config.placement import expand_shorthands, preset_tree, settle, share
 from trainer.config.recipe import Recipe
@@ -123,9 +123,23 @@ def prepare_overrides(
     _check_presets(overrides, recipe, own_presets)
     overrides = [_as_list(override, recipe) for override in overrides]
 
-    takes_any = [key.name for key in config_keys(recipe.schema) if key.takes_any]
-    own_names = tuple(section + sign for section in takes_any for sign in ".=")
-    return [f"++{o}" if o.startswith(own_names) else o for o in overrides]
+    takes_any = [key for key in config_keys(recipe.schema) if key.takes_any]
+    of_sections = tuple(f"{key.name}." for key in takes_any if key.item_schema)
+    written = [_in_braces(o) if o.startswith(of_sections) else o for o in overrides]
+    own_names = tuple(key.name + sign for key in takes_any for sign in ".=")
+    return [f"++{o}" if o.startswith(own_names) else o for o in written]
+
+
+def _in_braces(override: str) -> str:
+    """`pool_resources.a.cpus=1` as `pool_resources={a: {cpus: 1}}`.
+
+    OmegaConf makes sections with names of the user's own of whole values alone.
+    """
+    name, _, value = override.partition("=")
+    section, *names = name.split(".")
+    for part in reversed(names):
+        value = f"{{{part}: {value}}}"
+    return f"{section}={value}"
 
 
 def add_torchrun(overrides: Sequence[str]) -> list[str]:
@@ -156,9 +170,24 @@ def check_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
         of_hydra = name.split(".")[0].split("/")[0] == "hydra"
         if not (name in known or of_hydra or name.startswith(own_names)):
             unknown.append(no_such_key(name, recipe))
+        for key in keys:
+            if key.takes_any and key.item_schema and name.startswith(f"{key.name}."):
+                _check_item_key(name, key)
     if unknown:
         apart = " " if len(unknown) == 1 else "\n"
         raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg job"]))
+
+
+def _check_item_key(name: str, section: Key) -> None:
+    """Refuse `pool_resources.a.cpu`: the sections that the user names have keys of the schema."""
+    own_name, _, rest = name.removeprefix(f"{section.name}.").partition(".")
+    assert section.item_schema is not None, "only such keys come here"
+    known = [key.name for key in config_keys(section.item_schema)]
+    if rest and rest.partition(".")[0] not in known:
+        hint = nearest(rest, known)
+        raise ConfigError(
+            f"There is no key {name!r}.{hint} {section.name}.{own_name} has {', '.join(known)}."
+        )
 
 
 def no_such_key(name: str, recipe: Recipe[Any]) -> str:
@@ -254,6 +283,7 @@ def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe
 
     check_fields(config)
     check_resume(config)
+    check_pool_resources(config)
     for check in recipe.checks:
         check(config)
 
