@@ -24,7 +24,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,17 @@ class Checkpoints:
         every = self.trainer.save_freq
         return every > 0 and (step % every == 0 or step == total_steps)
 
-    def write(self, step: int, groups: Any, state: dict[str, Any]) -> None:
-        """Write all roles and the driver's `state`; it becomes a checkpoint with `commit`."""
+    def write(
+        self,
+        step: int,
+        groups: Any,
+        state: dict[str, Any],
+        write_more: Callable[[Path], None] = lambda _: None,
+    ) -> None:
+        """Write all roles and the driver's `state`; it becomes a checkpoint with `commit`.
+
+        `write_more` puts further files into the folder.
+        """
         part = self._part(step)
         with self._naming_failures(step):
             shutil.rmtree(part, ignore_errors=True)
@@ -81,6 +90,7 @@ class Checkpoints:
                 *(groups[role].save_checkpoint.remote(str(part / role), step) for role in groups)
             )
             save_random_state(part / "random.pt")
+            write_more(part)
             write_whole(part / "trainer.json", json.dumps(state, indent=1))
             marker = {"step": step, "files": _marked_files(part), "config": self.config}
             write_whole(part / MARKER, json.dumps(marker, indent=1))

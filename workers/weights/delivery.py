@@ -4,18 +4,23 @@
     deliver_weights(actor, rollout_1, version)       # from any thread, while the actor goes on
     deliver_weights(actor, rollout_2, version)       # at the same time, from another
 
+    deliver_weights(actor, rollout_1, version, ahead=True)     # while the rollout goes on, too
+    load_delivered(rollout_1, version)                         # between two generations
+
 A delivery is verified and voted on as `workers.weights.sync` does it. It goes from host memory to
 host memory, over gloo: nothing of it touches a GPU that is computing.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,12 +34,16 @@ from workers.weights.kept import changes
 from workers.weights.snapshot import Snapshot, Snapshots
 from workers.weights.sync import SyncReport, WeightSender, sync_figures
 
+logger = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What one rank has published: nothing, if it was not asked to send."""
+    """What one rank has published: nothing, if it was not asked to send.
+
+    `changed_share` is that of the tensors that are not as in the version before, if there was one.
+    """
 
     num_bytes: int = 0
     hash_s: float = 0.0
@@ -47,12 +56,16 @@ def publish_weights(
     """Keep the actor's weights as `version` in the host memory of the ranks that send them."""
     start = time.perf_counter()
     reports: list[PublishReport] = actor_group.publish_weights(version, list(senders))
-    shares = [report.changed_share for report in reports if report.changed_share is not None]
-    return {
+    figures = {
         "timing_s/publish_weights": time.perf_counter() - start,
         "perf/published_mb": max(report.num_bytes for report in reports) / 2**20,
-        "training/weights_changed_share": min(shares),
     }
+    shares = [report.changed_share for report in reports if report.changed_share is not None]
+    if shares:
+        figures["training/weights_changed_share"] = min(shares)
+        if min(shares) == 0:
+            _warn_of_weights_that_stand_still()
+    return figures
 
 
 def deliver_weights(
@@ -61,14 +74,16 @@ def deliver_weights(
     version: int,
     bucket_mb: float = 16.0,
     sender: int = 0,
+    ahead: bool = False,
     at_once: bool = False,
 ) -> dict[str, float]:
     """Bring one rollout group to the published `version`, proven equal; call it from any thread.
 
     The actor goes on with whatever it computes. The group takes the weights when it has ended the
-    calls before, and its next ones wait; `at_once` it takes them in the middle of a generation.
-    Raises `WeightSyncError` where it fails on any rank, with what both sides say, and
-    `WorkerDiedError` where a rollout rank is gone.
+    calls before: its next ones wait. With `ahead` it keeps them beside its engine, which goes on
+    too, until `load_delivered`; to one group the two are called one after the other. `at_once` it
+    loads them in the middle of a generation. Raises `WeightSyncError` where it fails on any rank,
+    with what both sides say, and `WorkerDiedError` where a rollout rank is gone.
     """
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
@@ -76,6 +91,9 @@ def deliver_weights(
             f"version {version} cannot be delivered to a rollout in the actor's own processes: "
             "sync_weights(actor_group, rollout_group, version) hands it over."
         )
+    receive = rollout_group.receive_ahead if ahead else rollout_group.receive_weights
+    if at_once:
+        receive = rollout_group.receive_weights_now
     address = actor_group.open_delivery(version, sender)[sender]
 
     # either group may run in the thread that calls it, so each side has one
@@ -83,7 +101,6 @@ def deliver_weights(
         sending = beside.submit(
             actor_group.deliver_weights, address, rollout_group.world_size, bucket_mb, sender
         )
-        receive = rollout_group.receive_weights_now if at_once else rollout_group.receive_weights
         try:
             received: list[SyncReport] = receive.remote(address, version).get()
         except VerlLikeError as error:
@@ -91,6 +108,23 @@ def deliver_weights(
             raise
         sent: list[SyncReport] = sending.result()
     return sync_figures([*received, *sent], version, start)
+
+
+@cache
+def _warn_of_weights_that_stand_still() -> None:
+    """Once per process."""
+    logger.warning(
+        "A new version of the weights is bit for bit the one before: no update in between has "
+        "moved what a rollout gets. Are all advantages zero, is actor.optim.lr too small for the "
+        "type of the rollout's weights (rollout.dtype), or does everything stand frozen?"
+    )
+
+
+def load_delivered(rollout_group: Any, version: int) -> dict[str, float]:
+    """Have a rollout group generate with the version that was delivered to it ahead."""
+    start = time.perf_counter()
+    reports: list[SyncReport] = rollout_group.load_received(version)
+    return sync_figures(reports, version, start)
 
 
 def _words_of(sending: Future[list[SyncReport]]) -> str:

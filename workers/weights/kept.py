@@ -12,6 +12,7 @@ accumulates.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,9 @@ def changes(
 
 def kept_weights(config: RolloutConfig) -> KeptWeights | None:
     """A copy where the configuration asks for one."""
-    return KeptWeights(announces=True) if config.sync == "changed" else None
+    if config.sync == "full" and not config.double_buffer:
+        return None
+    return KeptWeights(announces=config.sync == "changed")
 
 
 def effective_tensors(
@@ -86,6 +89,10 @@ class KeptWeights:
     def __init__(self, announces: bool) -> None:
         """`announces`: the sender is told what is held, and leaves that out."""
         self.announces = announces
+        self.version: int | None = None
+        """What is held, whole; None while it is arriving."""
+        self.lock = threading.Lock()
+        """Held while something arrives or is read."""
         self.tensors: dict[str, Tensor] = {}
         self.manifest: Manifest = {}
         self.merging: dict[str, Any] = {"adapters": {}, "dtype": None}
@@ -106,6 +113,7 @@ class KeptWeights:
 
         After an error all that may be damaged is sent again.
         """
+        self.version = None
         for name, tensor in arriving:
             self.manifest.pop(name, None)
             own = self.tensors.get(name)

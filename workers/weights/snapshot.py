@@ -90,9 +90,14 @@ class Snapshots:
         tensors: NamedTensors,
         hashing: Hashing,
         merging: dict[str, Any] | None = None,
-    ) -> float:
-        """Copy the weights as `version`; the share of the tensors that are not as they were."""
-        before = dict(self._newest.hashes) if self._newest is not None else {}
+    ) -> float | None:
+        """Copy the weights as `version`; the share of tensors that the version before had not.
+
+        None where there was none before, or the version is the same and its weights are others.
+        """
+        newest = self._newest
+        is_next = newest is not None and newest.version != version
+        before = dict(newest.hashes) if newest is not None else {}
         target = self._take_turn(version)
         try:
             target.fill(version, tensors, hashing, merging)
@@ -102,7 +107,7 @@ class Snapshots:
             with self._changed:
                 self._is_filling = False
                 self._changed.notify_all()
-        return target.changed_share(before)
+        return target.changed_share(before) if is_next else None
 
     def begin_reading(self, version: int) -> Snapshot:
         """The snapshot of this version, which stays as it is until `end_reading`."""

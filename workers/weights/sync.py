@@ -17,8 +17,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -200,22 +200,78 @@ class WeightReceiver:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:
-        """Load what actor rank 0 sends; the version flips if every rank has verified its copy."""
+        """Load what the actor sends; the version flips if every rank has verified its copy."""
+        return self._receive(address, self._load, lambda: self.engine.commit(version))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def receive_ahead(self, address: str, version: int) -> SyncReport:
+        """Keep what the actor sends, verified, while the engine generates with what it has."""
+        kept = self.kept_copy()
+
+        def done() -> None:
+            kept.version = version
+
+        return self._receive(address, self._keep, done)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_received(self, version: int) -> SyncReport:
+        """Load the version that was received ahead; it flips if every rank has loaded it."""
+        kept, error = self.kept_copy(), None
+        with kept.lock:
+            try:
+                if kept.version != version:
+                    raise WeightSyncError(f"holds version {kept.version}, not {version}")
+                self.engine.load_weights(kept.effective())
+            except WeightSyncError as problem:
+                error = f"rollout rank {self.rank}: {problem}"
+            votes = torch.tensor([0 if error is None else 1])
+            if self.world_size > 1:
+                dist.all_reduce(votes)
+            if int(votes) == 0:
+                self.engine.commit(version)
+        return SyncReport(error)
+
+    def kept_copy(self) -> KeptWeights:
+        """Where weights wait for their engine."""
+        if self.kept is None:
+            raise WeightSyncError(
+                "this rollout keeps no copy of its weights, so it cannot receive them ahead: set "
+                "actor_rollout_ref.rollout.double_buffer=true."
+            )
+        return self.kept
+
+    def _receive(
+        self, address: str, take: Callable[[Channel], list[str]], done: Callable[[], None]
+    ) -> SyncReport:
+        """What the actor sends to this address: `take` gives what is wrong with it, in words.
+
+        `done` is called where no rank has anything to say.
+        """
         problems: list[str] = []
         try:
-            store = self._store_of(address)
-            if self.kept is not None and self.kept.announces:
-                announce(store, self.rank + 1, self.kept.manifest)
-            with closing(Channel(store, self.rank + 1, self.world_size, self.device)) as channel:
-                problems += self._load(channel)
-                if channel.all_agree(not problems):
-                    self.engine.commit(version)
+            with self.kept.lock if self.kept is not None else nullcontext():
+                store = self._store_of(address)
+                if self.kept is not None and self.kept.announces:
+                    announce(store, self.rank + 1, self.kept.manifest)
+                own = Channel(store, self.rank + 1, self.world_size, self.device)
+                with closing(own) as channel:
+                    problems += take(channel)
+                    if channel.all_agree(not problems):
+                        done()
         except WeightSyncError as problem:
             self._joined_store = None
             return SyncReport(f"rollout rank {self.rank}: {' '.join(problems) or problem}")
 
         error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
         return SyncReport(error, channel.num_bytes, channel.hashing.seconds)
+
+    def _keep(self, channel: Channel) -> list[str]:
+        """Keep what arrives; what is wrong with it, in words."""
+        try:
+            self.kept_copy().take(channel, channel.receive())
+        except WeightSyncError as problem:
+            return [str(problem)]
+        return []
 
     def _load(self, channel: Channel) -> list[str]:
         """Load what arrives; what is wrong with it, in words."""

@@ -201,19 +201,28 @@ def test_the_states_of_the_books_follow_a_sample() -> None:
 
 
 def test_a_resumed_buffer_makes_again_what_was_open() -> None:
+    state, queued = buffer_of_three_pieces().state_dict()
+    resumed = make_buffer(max_staleness=4)
+    resumed.load_state_dict(state, [one.piece for one in queued], [])
+    assert [begin(resumed).uids[0] for _ in range(4)] == ["0", "2", "4", "6"]
+    assert resumed.ledger.makers[0].dropped == {"made again after a resume": 6}
+    resumed.ledger.check()
+
+
+def test_a_resumed_buffer_may_keep_what_was_queued() -> None:
+    state, queued = buffer_of_three_pieces().state_dict()
+    resumed = make_buffer(max_staleness=4)
+    resumed.load_state_dict(state, [], queued)
+    assert [begin(resumed).uids[0] for _ in range(2)] == ["2", "6"]
+    assert resumed.depth == 4
+    assert resumed.ledger.makers[0].dropped == {"made again after a resume": 2}
+    resumed.ledger.check()
+
+
+def buffer_of_three_pieces() -> ExperienceBuffer:
+    """Pieces 0 and 2 are queued, piece 1 is being made."""
     buffer = make_buffer(max_staleness=4)
     orders = [begin(buffer) for _ in range(3)]
     finish(buffer, orders[0])
     finish(buffer, orders[2])
-    state = buffer.state_dict()
-
-    resumed = make_buffer(max_staleness=4)
-    resumed.load_state_dict(state)
-    assert [begin(resumed).uids for _ in range(4)] == [
-        ["0", "1"],
-        ["2", "3"],
-        ["4", "5"],
-        ["6", "7"],
-    ]
-    assert resumed.ledger.makers[0].dropped == {"made again after a resume": 6}
-    resumed.ledger.check()
+    return buffer

@@ -143,8 +143,12 @@ def test_a_resumed_synchronous_run_goes_on_bit_for_bit(tiny_dir: Path, tmp_path:
     assert shared_numbers(part) == shared_numbers(whole)
 
 
-def test_a_resumed_run_repeats_no_sample_and_loses_none(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = ("detached.max_staleness=2", "detached.makers=2", "trainer.save_freq=1")
+@pytest.mark.parametrize("on_resume", ["regenerate", "restore"])
+def test_a_resumed_run_repeats_no_sample_and_loses_none(
+    tiny_dir: Path, tmp_path: Path, on_resume: str
+) -> None:
+    staleness = ("detached.max_staleness=2", f"detached.on_resume={on_resume}")
+    settings = (*staleness, "detached.makers=2", "trainer.save_freq=1")
     detached(tiny_dir, tmp_path, *settings, "trainer.total_training_steps=3")
     detached(tiny_dir, tmp_path, *settings, "trainer.total_training_steps=6")
     texts = [(tmp_path / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 7)]
