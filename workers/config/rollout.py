@@ -10,7 +10,6 @@ from workers.config.conditions import (
     CUT_BY_SAMPLES,
     ENGINE_IS_NOT_HF,
     ENGINE_IS_VLLM,
-    IS_DETACHED,
     ROLLOUT_IS_APART,
     ROLLOUT_SAMPLES,
     SAMPLES_BESIDE,
@@ -66,7 +65,7 @@ class RolloutConfig:
     keep_kv: bool = key(False, read_when=WEIGHTS_COME_AT_ONCE)
     """Keep the KV cache of what is in flight when new weights arrive; false computes it again."""
     max_new_tokens_per_call: int | None = key(
-        None, above=0, hint="or null for whole responses", read_when=IS_DETACHED
+        None, above=0, hint="or null for whole responses", read_when=SAMPLES_BESIDE
     )
     """Tokens of a response that one call draws; what is unfinished then goes on in a later one."""
     sampling_kwargs: dict[str, Any] = key(

@@ -13,6 +13,7 @@ Decoding issues no collective: ranks decode different numbers of steps. Ranks th
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from workers.rollout.build import build_engine, check_engine, ranks_per_engine
 from workers.rollout.partial import partial_outputs
 from workers.rollout.sampling import noise_key
 from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
+from workers.weights.channel import Channel
 from workers.weights.kept import kept_weights
 from workers.weights.sync import SyncReport, WeightReceiver
 
@@ -99,16 +101,36 @@ class RolloutWorker(WeightReceiver, Worker):
     def receive_weights_now(self, address: str, version: int) -> SyncReport:
         """`receive_weights` in the middle of a generation, which goes on with them.
 
-        It stands still until the vote. Its later tokens are of the new version; where any rank has
-        refused the weights, it ends with an error instead.
+        It stands still from the first of them, or with `rollout.double_buffer` once all are here,
+        until the vote. Its later tokens are of the new version; where a rank has refused the
+        weights, it ends with an error instead.
         """
         if not self.engine.can_take_weights_in_flight:
             raise WeightSyncError(
                 f"rollout: {type(self.engine).__name__} takes no weights within a generation; "
                 "receive_weights brings them between two."
             )
-        with self.engine.control.held():
-            return self.receive_weights(address, version)
+        with ExitStack() as standing:
+
+            def take(channel: Channel) -> list[str]:
+                if self.kept is None:
+                    standing.enter_context(self.engine.control.held())
+                    return self._load(channel)
+                problems = self._keep(channel)  # while the engine goes on
+                if not problems:
+                    standing.enter_context(self.engine.control.held())
+                    problems = self._load_kept()
+                return problems
+
+            return self._receive(address, take, lambda: self.engine.commit(version))
+
+    def _load_kept(self) -> list[str]:
+        """Load what is kept beside the engine; what is wrong with it, in words."""
+        try:
+            self.engine.load_weights(self.kept_copy().effective())
+        except WeightSyncError as problem:
+            return [str(problem)]
+        return []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def pause(self) -> None:

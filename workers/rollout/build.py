@@ -149,6 +149,11 @@ class StandbyEngine(RolloutEngine):
     """Takes part in syncs and generates nothing: another rank's engine uses this rank's device."""
 
     vocab_size = 2**31
+    can_take_weights_in_flight = True
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
+        """Nothing: the engine's own rank answers."""
+        return []
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """None."""

@@ -59,11 +59,15 @@ class Stepping(RolloutWorker):
             self.engine.load_weights = refuse
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(
+    params=["local", "local, a second buffer", pytest.param("ray", marks=pytest.mark.ray)]
+)
 def group(tiny_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Two ranks, which have no weights yet."""
-    recipe = ClassWithInitArgs(Stepping, tiny_config(tiny_dir))
-    if request.param == "local":
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.rollout.double_buffer = "buffer" in request.param
+    recipe = ClassWithInitArgs(Stepping, config)
+    if request.param != "ray":
         made: Any = LocalWorkerGroup(ResourcePool([2]), recipe)
         made.init_model()
         yield made

@@ -28,7 +28,8 @@ from tests.workers.rollout_engines import (
     wait_until,
 )
 from verl_like.errors import RolloutError, WeightSyncError
-from workers.rollout.base import Output, Request, RolloutEngine
+from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine
+from workers.rollout.build import StandbyEngine
 from workers.rollout.hf import HFEngine
 from workers.rollout.native.engine import NativeEngine
 
@@ -284,3 +285,11 @@ def test_partial_responses_that_cannot_go_on_are_refused_by_name(
     partial = Output(ids, torch.zeros(len(ids)), "abort", torch.zeros(len(ids)).int())
     with pytest.raises(RolloutError, match=words):
         engine.generate([Request([11], 1, "row 0", partial)], settings())
+
+
+def test_a_rank_that_stands_by_answers_nothing_and_takes_weights() -> None:
+    standby = StandbyEngine(EngineLimits(prompt_width=9, response_width=RESPONSE))
+    with standby.control.held():
+        standby.load_weights([("any", torch.zeros(1))])
+        standby.commit(1)
+    assert standby.generate(requests_of(PROMPTS), LONG) == []
