@@ -12,7 +12,7 @@ its algorithm it hands over as callables: nothing in `trainer.config` knows one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -30,6 +30,10 @@ def _none_inactive(config: Any) -> dict[str, str]:
 
 def _none_extra(config: Any) -> dict[str, tuple[str, str]]:
     return {}
+
+
+def _no_defaults(config: Any, keys: Collection[str]) -> list[str]:
+    return []
 
 
 def _nothing() -> None:
@@ -61,6 +65,11 @@ class Recipe(Generic[C]):
     """
     load_registries: Callable[[], None] = _nothing
     """Imports the modules that register the names which keys may have."""
+    settle_defaults: Callable[[Any, Collection[str]], list[str]] = _no_defaults
+    """Sets what follows from other keys, where the user has not; returns notices to show.
+
+    It gets the configuration and the keys that the user set, before the checks.
+    """
     checks: Sequence[Callable[[C], None]] = ()
     """Rules between fields: each raises `ConfigError`."""
     shorthands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

@@ -14,6 +14,7 @@ import torch
 from trainer.config.offload import device_type_of
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.ptx import longest_row
+from trainer.ppo.quantization import quantization_of
 from trainer.ppo.sizes import rows_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -23,7 +24,7 @@ from workers.models.attention import resolve_attention, why_no_flash, why_no_ker
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
 from workers.models.memory_shapes import ModelShapes, model_shapes
-from workers.models.precision import precision_of, rollout_dtype
+from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.parallel.fsdp import Sharding, settle
 from workers.training.lm_head import positions_at_once
 
@@ -121,8 +122,12 @@ def _engine(
     sharding: Sharding,
     device_type: str,
 ) -> RoleMemory:
-    """A training engine; a frozen one keeps its weights in the type that it computes in."""
+    """A training engine; a frozen one keeps its weights in the type that it computes in.
+
+    Or in int8, and then whole on every rank.
+    """
     trains = role in ("actor", "critic")
+    quantization = quantization_of(config, role)
     precision = precision_of(model, device_type)
     compute = precision.compute
     kept = precision.weights if trains else compute
@@ -130,10 +135,10 @@ def _engine(
     pool = expand_roles(config.role_mapping)[role]
     ranks = sum(config.resource_pool_spec[pool])
     shards = 1
-    if ranks > 1 and sharding.strategy not in ("ddp", "single"):
+    if ranks > 1 and not quantization and sharding.strategy not in ("ddp", "single"):
         shards = ranks if sharding.fsdp_size == -1 else sharding.fsdp_size
 
-    weights = shapes.num_weights * kept.itemsize / shards
+    weights = shapes.held(kept, quantization) / shards
     trained = shapes.num_trained * kept.itemsize / shards if trains else 0
     moments = 2 * trained
     weights += _averages(config, role, shapes, compute) / shards
@@ -149,7 +154,7 @@ def _engine(
         activations = shapes.saved(tokens, at_once, model.enable_gradient_checkpointing)
     if activations is not None:
         activations += chunked
-    names = [str(kept).removeprefix("torch."), str(compute).removeprefix("torch.")]
+    names = [quantization or name_of(kept), name_of(compute)]
     return RoleMemory(
         role=role,
         pool=pool,
@@ -220,7 +225,7 @@ def _rollout(config: PPOConfig, device_type: str, device_bytes: int | None) -> R
     dtype = rollout_dtype(policy, device_type)
     pools = expand_roles(config.role_mapping)
     shapes = model_shapes(replace(policy.model, lora_rank=0), "token", dtype)
-    weights: float = shapes.num_weights * dtype.itemsize
+    weights: float = shapes.held(dtype, rollout.quantization)
     width = config.data.max_prompt_length + config.data.max_response_length
     per_sample = shapes.key_value_numbers * dtype.itemsize * width
     cache: float = min(rollout.kv_cache_gb * GIB, rollout.max_num_seqs * per_sample)
@@ -232,10 +237,11 @@ def _rollout(config: PPOConfig, device_type: str, device_bytes: int | None) -> R
     ranks = sum(config.resource_pool_spec[pools["rollout"]])
     is_whole = ranks == 1 or policy.actor.strategy == "ddp"
     beside_actor = pools["actor"] == pools["rollout"]
-    if rollout.name == "native" and beside_actor and is_whole and dtype == kept:
+    may_share = rollout.name == "native" and not rollout.quantization
+    if may_share and beside_actor and is_whole and dtype == kept:
         weights = 0  # the actor's own module
-    name = str(dtype).removeprefix("torch.")
-    return RoleMemory("rollout", pools["rollout"], name, weights=weights, kv_cache=cache)
+    types = " / ".join(filter(None, [rollout.quantization, name_of(dtype)]))
+    return RoleMemory("rollout", pools["rollout"], types, weights=weights, kv_cache=cache)
 
 
 def pool_bytes(roles: list[RoleMemory]) -> dict[str, float]:

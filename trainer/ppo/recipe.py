@@ -14,6 +14,7 @@ from trainer.config import compose
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.default_correction import correct_by_default
 from verl_like.registry import registry_of
 from workers.config import model_rewards
 from workers.config.conditions import has_teacher, teacher_is_alone
@@ -120,6 +121,7 @@ PPO = Recipe(
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
     load_registries=load_registries,
+    settle_defaults=correct_by_default,
     checks=(check,),
     shorthands=SHORTHANDS,
     only_noticed=KEYS_OF_VERLS_COMMAND,
