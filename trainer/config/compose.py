@@ -278,8 +278,7 @@ def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe
     assert isinstance(config, recipe.schema), f"the schema gave a {type(config).__name__}"
 
     keys = override_keys(overrides)
-    recipe.complete(config, keys)
-    notices = settle(recipe, config, keys)
+    notices = [*recipe.complete(config, keys), *settle(recipe, config, keys)]
 
     check_fields(config)
     check_resume(config)

@@ -14,6 +14,7 @@ from trainer.config import compose
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.default_correction import correct_by_default
 from trainer.ppo.verl.overrides import translate
 from verl_like.registry import registry_of
 from workers.config import model_rewards
@@ -121,6 +122,7 @@ PPO = Recipe(
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
     load_registries=load_registries,
+    complete=correct_by_default,
     checks=(check,),
     translate=translate,
     shorthands=SHORTHANDS,
