@@ -78,3 +78,13 @@ def test_the_gain_of_bfloat16_is_judged_by_what_the_processor_has(
     assert "has no bfloat16 products" in bench.verdict(0.4, [])
     assert bench.verdict(1.79, ["amx_bf16"]).endswith("with amx_bf16: the goal of 1.5 is reached")
     assert bench.verdict(1.2, ["amx_bf16"]).endswith("is not reached")
+
+
+def test_the_benchmark_of_deliveries_compares_one_maker_with_more() -> None:
+    fanout = load("benchmarks/bench_weight_fanout.py")
+    full, changed = fanout.measure("small", rounds=1).values()
+    number, width = fanout.SIZES["small"]
+    for makers in ("1 makers", "2 makers", "4 makers"):
+        assert full[makers]["mib_each"] * 2**20 == number * width * width * 4
+        assert changed[makers]["mib_each"] * 2**20 == number * 2 * 4 * width * 4
+        assert full[makers]["ratio_to_one"] > 0

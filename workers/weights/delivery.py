@@ -78,10 +78,12 @@ def deliver_weights(
 ) -> dict[str, float]:
     """Bring one rollout group to the published `version`, proven equal; call it from any thread.
 
-    Without a version to the newest: `training/weight_version` says which one it was. The actor goes on with whatever it computes. The group takes the weights when it has ended the
-    calls before: its next ones wait. With `ahead` it keeps them beside its engine, which goes on
-    too, until `load_delivered`; to one group the two are called one after the other. Raises `WeightSyncError` where it fails on any rank, with what
-    both sides say, and `WorkerDiedError` where a rollout rank is gone.
+    Without a version to the newest: `training/weight_version` says which one it was. The actor goes
+    on with whatever it computes. The group takes the weights when it has ended the calls before:
+    its next ones wait. With `ahead` it keeps them beside its engine, which goes on too, until
+    `load_delivered`; to one group the two are called one after the other. Raises `WeightSyncError`
+    where it fails on any rank, with what both sides say, and `WorkerDiedError` where a rollout rank
+    is gone.
     """
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
