@@ -47,10 +47,11 @@ class Trainer:
         self.module = Weights()
         fully_shard(self.module, mesh=init_device_mesh("cpu", (2,)))
 
-    def named_full_tensors(self, on_all_ranks: bool, dtype: Any = None) -> Any:
+    def named_full_tensors(self, on_all_ranks: bool, dtype: Any = None, merged: bool = True) -> Any:
         """As the training engine gathers them."""
         from workers.parallel.fsdp import tensor_on_first
 
+        assert merged
         assert not on_all_ranks
         for name, parameter in self.module.named_parameters():
             tensor = tensor_on_first(parameter)
@@ -140,6 +141,7 @@ def rank_main(rank: int, port: int, path: str) -> None:
     else:
         worker = WeightReceiver()
         worker.rank, worker.world_size, worker.engine = 0, 1, Engine()
+    worker.device = torch.device("cpu")
     hashes = []
 
     def sync(round_: int, key: str = "address") -> None:

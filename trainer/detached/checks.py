@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.detached.config import DetachedConfig
 from trainer.detached.pieces import ANY_RANK
 from trainer.detached.recipe import topology_of
-from trainer.detached.topology import TRAINER_POOL, Topology
+from trainer.detached.topology import TRAINER_POOL, Topology, maker_role
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 
@@ -152,6 +152,13 @@ def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
             raise ConfigError(
                 f"detached.maker_settings names maker {maker!r}; this run has makers 0 to "
                 f"{topology.makers - 1}."
+            )
+        sync = config.actor_rollout_ref.rollout.sync
+        if config.of_role(maker_role(int(maker))).actor_rollout_ref.rollout.sync != sync:
+            raise ConfigError(
+                f"detached.maker_settings gives maker {maker} another rollout.sync than the "
+                f"{sync!r} of actor_rollout_ref.rollout.sync: trainers send alike to all makers. "
+                "Set that key instead."
             )
 
 

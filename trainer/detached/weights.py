@@ -8,6 +8,7 @@ as it is there, and `deliver` has it loaded.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from trainer.detached.config import DetachedConfig
 from trainer.detached.sync_log import SyncLog
@@ -26,8 +27,8 @@ class WeightFeed:
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
         self._log = SyncLog(config.trainer.default_local_dir) if config.detached.debug else None
         self._num_published = 0
-        self._arrived: dict[int, int] = {}
-        """Versions that makers have beside their engines."""
+        self._arrived: dict[int, tuple[Any, int]] = {}
+        """By maker, the version that it has beside its engine, and the group that has it."""
         self._threads: dict[int, ThreadPoolExecutor] = {}
         for maker in range(topology.makers):
             if config.of_role(maker_role(maker)).actor_rollout_ref.rollout.double_buffer:
@@ -53,14 +54,15 @@ class WeightFeed:
         """Unless a publication with a higher number has come, which will be delivered next."""
         if number == self._num_published:
             self._arrived.pop(maker, None)
-            self._arrived[maker] = self._deliver(maker, ahead=True)
+            rollout = self._groups[maker_role(maker)]
+            self._arrived[maker] = rollout, self._deliver(maker, ahead=True)
 
     def _load(self, maker: int) -> int:
-        """What has arrived; a maker that has nothing, or is new, is sent it now."""
-        version = self._arrived.pop(maker, None)
-        if version is None:
+        """What has arrived; a maker that has nothing, or was started anew, is sent it now."""
+        group, version = self._arrived.pop(maker, (None, 0))
+        if group is not self._groups[maker_role(maker)]:
             return self._deliver(maker)
-        load_delivered(self._groups[maker_role(maker)], version)
+        load_delivered(group, version)
         return version
 
     def _deliver(self, maker: int, ahead: bool = False) -> int:

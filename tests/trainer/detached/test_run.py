@@ -183,6 +183,7 @@ def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
         (["detached.topology=2x"], "topology '2x' is none"),
         (["detached.when_full=evict_oldest"], "needs a detached.limit"),
         (["detached.maker_settings.4={name: hf}"], "maker '4'; this run has makers 0 to 0"),
+        (["detached.maker_settings.0={sync: changed}"], "maker 0 another rollout.sync than the 'f"),
         (["detached.train_epochs=2", "trainer.save_freq=3"], "Take a multiple of 2"),
         (["trainer.backend=torchrun"], "makers have pools of their own"),
     ],

@@ -1,0 +1,189 @@
+"""What it costs to bring a version of the weights to 1, 2 and 4 makers at once.
+
+    python benchmarks/bench_weight_fanout.py [--rounds 9] [--small]
+
+A trainer with LoRA adapters in this process publishes, and makers in processes of their own
+receive, verify and load; all of the weights (`full`) or the factors alone (`changed`). In every
+round each number of makers has its turn. `--small` is for the tests. Prints JSON: medians over the
+rounds of the seconds until the last maker has its weights, their ratio to those of one maker, and
+the MiB that each maker was sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+from torch import Tensor, nn
+
+from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.process.worker import Worker
+from workers.config import ModelConfig
+from workers.models.lora import add_adapter, is_adapter, merged_tensors, split_tensors
+from workers.weights.checksum import NamedTensors, checksum_of
+from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
+from workers.weights.kept import KeptWeights
+from workers.weights.sink import WeightSink
+from workers.weights.sync import WeightReceiver
+
+NUMBERS_OF_MAKERS = (1, 2, 4)
+SIZES = {"whole": (25, 1024), "small": (3, 64)}
+"""Layers, and their width: 25 weights of 4 MiB."""
+
+
+def layers(size: str) -> nn.Sequential:
+    """Linear layers of random weights."""
+    number, width = SIZES[size]
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(number)))
+
+
+class Engine:
+    """Takes the place of a training engine."""
+
+    def __init__(self, size: str) -> None:
+        self.module = layers(size)
+        config = ModelConfig(path="", lora_rank=4, target_modules=[str(i) for i in range(99)])
+        add_adapter(self.module, config)
+
+    def named_full_tensors(
+        self, on_all_ranks: bool = True, dtype: Any = None, merged: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """As the training engine does."""
+        arranged = merged_tensors if merged else split_tensors
+        yield from arranged(self.module, self.module.named_parameters())
+
+
+class Trainer(WeightPublisher, Worker):
+    """Changes its adapters, and publishes."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__()
+        self.engine = Engine(size)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin(self, sync: str) -> None:
+        """Send so from now on."""
+        self.sends_changed = sync == "changed"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def learn(self) -> None:
+        """An update of the adapters."""
+        with torch.no_grad():
+            for name, parameter in self.engine.module.named_parameters():
+                if is_adapter(name):
+                    parameter += 0.01 * torch.randn_like(parameter)
+
+
+class Rollout:
+    """Takes the place of a rollout engine."""
+
+    def __init__(self, size: str) -> None:
+        self.module, self.version = layers(size), -1
+
+    def load_weights(self, tensors: NamedTensors) -> None:
+        """Into the module."""
+        sink = WeightSink(self.module)
+        for name, tensor in tensors:
+            sink.write_tensor(name, tensor)
+        sink.verify("engine")
+
+    def commit(self, version: int) -> None:
+        """All ranks have loaded it."""
+        self.version = version
+
+
+class Maker(WeightReceiver, Worker):
+    """Receives."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__()
+        self.engine = Rollout(size)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin(self, sync: str) -> None:
+        """Receive so from now on."""
+        self.kept = KeptWeights(announces=True) if sync == "changed" else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Comparable with that of what was published."""
+        return checksum_of(self.engine.module.named_parameters())
+
+
+def measure(size: str, rounds: int) -> dict[str, Any]:
+    """Figures of both ways to send, by number of makers."""
+    with ExitStack() as stack:
+
+        def group(cls: type, own_processes: bool) -> Any:
+            recipe = ClassWithInitArgs(cls, size)
+            made = LocalWorkerGroup(ResourcePool([1]), recipe, own_processes=own_processes)
+            stack.callback(made.shutdown)
+            return made
+
+        trainer = group(Trainer, own_processes=False)
+        makers = [group(Maker, own_processes=True) for _ in range(max(NUMBERS_OF_MAKERS))]
+        found = {}
+        for sync in ("full", "changed"):
+            for each in (trainer, *makers):
+                each.begin(sync)
+            found[sync] = figures_of(trainer, makers, rounds)
+    return found
+
+
+def figures_of(trainer: Any, makers: list[Any], rounds: int) -> dict[str, Any]:
+    """By number of makers; the weights of every maker are compared with the trainer's."""
+    seconds: dict[int, list[float]] = {number: [] for number in NUMBERS_OF_MAKERS}
+    publish_s, sent_mb = [], {}
+    with ThreadPoolExecutor(len(makers)) as threads:
+
+        def deliver(receiving: list[Any]) -> list[dict[str, float]]:
+            return list(threads.map(lambda maker: deliver_weights(trainer, maker), receiving))
+
+        publish_weights(trainer, 0)
+        deliver(makers)  # the first one is whole, and connects
+        turns = [number for _ in range(rounds) for number in NUMBERS_OF_MAKERS]
+        for version, number in enumerate(turns, 1):
+            trainer.learn()
+            publish_s.append(publish_weights(trainer, version)["timing_s/publish_weights"])
+            began = time.perf_counter()
+            figures = deliver(makers[:number])
+            seconds[number].append(time.perf_counter() - began)
+            sent_mb[number] = max(figure["perf/weight_sync_mb"] for figure in figures)
+            published = trainer.published_checksum(version)
+            assert all(maker.weights_checksum() == published for maker in makers[:number])
+
+    found: dict[str, Any] = {"publish_s": statistics.median(publish_s)}
+    medians = {number: statistics.median(values) for number, values in seconds.items()}
+    for number, median in medians.items():
+        found[f"{number} makers"] = {
+            "seconds": median,
+            "ratio_to_one": median / medians[1],
+            "mib_each": sent_mb[number],
+        }
+    return found
+
+
+def main() -> None:
+    """Both ways to send."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--small", action="store_true")
+    arguments = parser.parse_args()
+    size = "small" if arguments.small else "whole"
+    print(json.dumps(measure(size, arguments.rounds), indent=1))
+
+
+if __name__ == "__main__":
+    main()
