@@ -33,7 +33,7 @@ BELOW: dict[str, set[str]] = {
     "workers": {"verl_like"},
     "trainer": {"verl_like", "workers"},
 }
-OPTIONAL = {"vllm", "flash_attn", "peft", "wandb"}
+OPTIONAL = {"vllm", "flash_attn", "peft", "wandb", "mlflow"}
 
 ORDER: dict[str, list[tuple[str, ...]]] = {
     "verl_like": [
@@ -50,19 +50,23 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     ],
     "workers": [
         ("columns", "config", "cpu"),
-        ("losses", "models", "parallel", "rewards", "weights"),
+        ("losses", "models", "parallel", "rewards"),
+        ("weights",),
         ("rollout", "training"),
         ("roles",),
         ("__init__",),
     ],
     "trainer": [
         ("config", "hooks", "report"),
-        ("data", "groups", "run_folder"),
+        ("data", "groups", "memory", "run_folder"),
         ("loop",),
-        ("launch",),
+        ("command_errors", "compare", "launch"),
         ("rows",),
         ("ppo", "preference", "reward_model", "sft"),
-        ("best_of_n", "detached", "migrate"),
+        ("best_of_n", "detached"),
+        ("migrate",),
+        ("evaluation",),
+        ("multirun",),
         ("main_ppo", "api"),
         ("__init__",),
         ("cli",),

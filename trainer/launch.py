@@ -20,7 +20,9 @@ from trainer.loop import Trainer
 from trainer.report.page import close_run
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import open_run_folder
+from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.result import RunResult
+from trainer.run_folder.starts import note_start
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
@@ -56,12 +58,14 @@ def run(
         show_plan(nominal_placement(config), config, trainer_cls)
         return RunResult.of(config, trainer_cls.role)
 
-    # a folder that this run cannot go on from is refused before anything is read
-    Checkpoints(config)
     with ExitStack() as at_end:
         at_end.callback(torch.set_num_threads, threads_before)
+        # a folder that this run cannot go on from is refused before anything is read
+        lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
+        Checkpoints(config)
         inputs = trainer_cls.prepare(config, at_end)
-        folder = open_run_folder(config)
+        folder = open_run_folder(config, lock)
+        note_start(folder)
         try:
             with WorkerGroups(config, trainer_cls.worker_code(config)) as groups:
                 write_whole(folder / "placement.txt", f"{groups.placement}\n")

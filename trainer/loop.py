@@ -104,6 +104,11 @@ class Trainer(Hooks, ABC):
         """Take over what `state_dict` gave."""
         self.global_step = state["global_step"]
 
+    def write_more(self, folder: Path) -> None:
+        """Files of a checkpoint that `state_dict`, which was asked for just before, has no room
+        for.
+        """
+
     def close(self) -> None:
         """End what the recipe itself has under way; called once, after the last step."""
 
@@ -211,7 +216,8 @@ class Trainer(Hooks, ABC):
         if not self.checkpoints.is_due(self.global_step, last_step):
             return {}
         with self.clock("save_checkpoint"):
-            self.checkpoints.write(self.global_step, self.groups, self.state_dict())
+            state = self.state_dict()
+            self.checkpoints.write(self.global_step, self.groups, state, self.write_more)
         return {"timing_s/save_checkpoint": self.timing["save_checkpoint"]}
 
     def resume(self) -> None:

@@ -42,7 +42,10 @@ class PlainTrainer:
         self.module = TiedModel(seed)
 
     def named_full_tensors(
-        self, on_all_ranks: bool = True, dtype: torch.dtype | None = None
+        self,
+        on_all_ranks: bool = True,
+        dtype: torch.dtype | None = None,
+        merged: bool = True,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.module.named_parameters()
 

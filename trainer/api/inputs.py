@@ -32,7 +32,9 @@ def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
     if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
         raise ConfigError(
             f"model is a {type(model).__name__}: give a folder, a name on the hub, or a model of "
-            "transformers; of a module around one, give the model inside."
+            "transformers; of a module around one, give the model inside. A module of your own "
+            "has no class that other processes could load it by: transformers' AutoConfig.register "
+            "and AutoModelForCausalLM.register give it one."
         )
     if hasattr(model, "merge_and_unload"):
         raise ConfigError(

@@ -48,10 +48,10 @@ class PPO(PythonRun):
         - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
         - `prompts`, `val_prompts`: texts, chats, or dicts with a `prompt` (a list, a
           `datasets.Dataset`, any iterable of them), or file names.
-        - `reward`: a function; its parameters name what it reads: `prompt`, `response`, columns of
-          the row, verl's `solution_str`, `ground_truth`, ..., or `**row` for all. Without one, the
-          rule of each row's data_source. `rewards=[...]` is the configuration's list, in which
-          functions may stand.
+        - `reward`: a function, or a module's `forward`; its parameters name what it reads:
+          `prompt`, `response`, columns of the row, verl's `solution_str`, `ground_truth`, ..., or
+          `**row` for all. Or a reward model of transformers. Without one, the rule of each row's
+          data_source. `rewards=[...]` is the configuration's list, in which these may stand.
         - `folder`: the run folder; a new one in `runs/verl_like` by default.
         - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
         """

@@ -34,7 +34,8 @@ def reward_list(
     """The items of `rewards`: functions, or dicts as the configuration has them.
 
     A dict's `function` may be one, too. `columns` are those of the rows, where they are known: a
-    parameter that nothing fills is then refused.
+    parameter that nothing fills is then refused. A reward model in memory is written into `folder`;
+    any other torch module is the function that its `forward` is.
     """
     items: list[dict[str, Any]] = []
     for reward in rewards:
@@ -48,11 +49,30 @@ def reward_list(
         if callable(function):
             taken = [other["name"] for other in items if "name" in other]
             item.setdefault("name", _free_name(function, taken))
+            if hasattr(function, "save_pretrained"):
+                del item["function"]
+                place = model_folder_of(function, folder / item["name"])
+                items.append({**item, "kind": "model", "path": place})
+                continue
+            if hasattr(function, "forward"):  # a module: its __call__ says nothing of parameters
+                function = function.forward
             if columns is not None:
                 Call.of(function, dict(item.get("kwargs", {})), columns)
             item["path"], item["function"] = place_of_function(function, folder / item["name"])
         items.append(item)
     return items
+
+
+def model_folder_of(model: Any, path: Path) -> str:
+    """The folder that a reward model in memory is written into, for a role of its own."""
+    if getattr(model.config, "num_labels", None) != 1 or not hasattr(model, "score"):
+        raise ConfigError(
+            f"a reward is a {type(model).__name__}: of models of transformers a reward is a "
+            "sequence classifier with one label, as trainer.RewardModel makes one. To score by "
+            "another one, give a function that calls it."
+        )
+    model.save_pretrained(path)
+    return str(path)
 
 
 def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, str]:

@@ -245,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--trainers", type=_counts, default=[1], help="numbers of trainers")
     add("--staleness", type=_bounds, default=[0, 1, 4], help="bounds, in versions")
     add("--pieces", type=_bound, default=0, help="pieces of a batch; 0: as many as makers")
-    add("--limit", type=_bound, default=0, help="pieces that the buffer holds; 0: any number")
+    add("--limit", type=_bound, default=0, help="pieces queued or being made at once; 0: any")
     add("--at-once", action="store_true", help="weights are taken in the middle of a piece")
     add("--fixed-share", type=_share, default=0.0, help="of generation, whatever the rows")
     add("--json", action="store_true", help="the same as JSON")

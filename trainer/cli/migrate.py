@@ -1,4 +1,4 @@
-"""`verl-like migrate openrlhf COMMAND-OR-FILE`: a foreign command line in our settings."""
+"""`verl-like migrate SYSTEM COMMAND-OR-FILE`: a foreign command line in our settings."""
 
 from __future__ import annotations
 

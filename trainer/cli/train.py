@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.command_errors import ending_in_words
 from trainer.config.compose import compose_tree, load_config, prepare_overrides
 from trainer.config.recipe import Recipe
 from trainer.config.show import annotated_yaml
@@ -25,8 +25,5 @@ def main(recipe: Recipe[Any], arguments: Sequence[str]) -> None:
     config = load_config(arguments, recipe)
     from trainer.launch import run
 
-    try:
+    with ending_in_words(config.trainer.default_local_dir):
         run(config)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint, where there is one")
-        sys.exit(130)

@@ -32,6 +32,10 @@ def _none_extra(config: Any) -> dict[str, tuple[str, str]]:
     return {}
 
 
+def _as_they_are(overrides: Sequence[str]) -> Sequence[str]:
+    return overrides
+
+
 def _as_it_is(config: Any, keys: Collection[str]) -> None:
     pass
 
@@ -71,6 +75,8 @@ class Recipe(Generic[C]):
     """Imports the modules that register the names which keys may have."""
     checks: Sequence[Callable[[C], None]] = ()
     """Rules between fields: each raises `ConfigError`."""
+    translate: Callable[[Sequence[str]], Sequence[str]] = _as_they_are
+    """Writes the keys of another system in ours, before overrides are looked at."""
     shorthands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Words such as `colocate_all` -> the overrides that `colocate_all=true` stands for."""
     only_noticed: frozenset[str] = frozenset()

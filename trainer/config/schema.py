@@ -41,7 +41,7 @@ RESUMES_FROM_PATH = When(
 )
 TRACKERS: Registry[Any] = Registry("tracker")
 """What `trainer.logger` may name: built-in ones, and functions (config, total_steps) -> tracker."""
-for _built_in in ("console", "tensorboard", "wandb"):
+for _built_in in ("console", "tensorboard", "wandb", "mlflow"):
     TRACKERS.register(_built_in)(_built_in)  # `trainer.run_folder.tracking` has their classes
 
 

@@ -5,10 +5,10 @@
     batch = loader.take(64)                 # the columns of `lm_rows`, and `desirable`
 
 A row of a file is a `prompt` with a `completion` (or `response`), a text or messages, and a `label`
-that is true of a good one; or a pair as `trainer.data.pairs` reads it, which makes two rows.
+that is true (or 1) of a good one; or a pair as `trainer.data.pairs` reads it, which makes two rows.
 
-Each row also has a response to another prompt after its own. Which one is fixed for the run: that
-of the next row in an order from the seed. So their log-probs under a reference are computed once.
+Each row also has a response to another prompt after its own. Which one is fixed for the run, from
+the seed. So their log-probs under a reference are computed once.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from workers.columns import write_columns
 logger = logging.getLogger(__name__)
 RESPONSES = ("completion", "response")
 """The columns that a row's response may stand in."""
+LABELS = {"true": True, "1": True, "false": False, "0": False}
+"""A label as text, in which CSV files have it -> what it says."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +100,28 @@ def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
 
 def _label(row: Row) -> bool:
     label = row["label"]
-    if not isinstance(label, bool):
+    text = str(label).lower()
+    if text not in LABELS:
         raise ValueError(f"'label' is {label!r}, neither true nor false")
-    return label
+    return LABELS[text]
 
 
 def _with_mismatched(
     found: Sequence[tuple[LMRow, bool]], max_length: int, seed: int
 ) -> list[LabelledRow]:
-    """The rows, each with the response of the next one in an order from the seed."""
-    order = np.random.default_rng([seed, len(found)]).permutation(len(found))
-    others = dict(zip(order.tolist(), np.roll(order, -1).tolist(), strict=True))
+    """The rows, each with the response of another one in an order from the seed.
+
+    Rows of a prompt stand together there, and the response is of as many rows further as the
+    largest such group has: to another prompt, unless more than half of the rows have the same one.
+    """
+    order = np.random.default_rng([seed, len(found)]).permutation(len(found)).tolist()
+    prompts = [row.ids[: row.in_loss.argmax()].tobytes() for row, _ in found]
+    groups: dict[bytes, list[int]] = {}
+    for number in order:
+        groups.setdefault(prompts[number], []).append(number)
+    together = [number for group in groups.values() for number in group]
+    shift = max(map(len, groups.values())) if len(groups) > 1 else 1
+    others = dict(zip(together, np.roll(together, -shift).tolist(), strict=True))
     rows = []
     for number, (response, label) in enumerate(found):
         other, _ = found[others[number]]

@@ -22,10 +22,12 @@ from typing import Any, NamedTuple
 STATES = ("busy", "waiting", "syncing")
 MOST_INTERVALS = 2000
 """Intervals kept of each role, the latest ones: a run's memory does not grow with its steps."""
+SHORTEST_S = 1e-3
+"""Shorter intervals are drawn as part of the one before; who waits in a loop waits on."""
 
 
 class Interval(NamedTuple):
-    """A stretch of one role in one state, in seconds since the `Activity` was made."""
+    """A stretch of one role in one state, in seconds since the first block."""
 
     start: float
     end: float
@@ -50,6 +52,9 @@ class _Role:
     counted_to: float
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
     logged: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
+    last_wait: _Entry | None = None
+    """The wait that was ended last, at `waited_until`."""
+    waited_until: float = 0.0
     intervals: deque[Interval] = field(default_factory=lambda: deque(maxlen=MOST_INTERVALS))
 
     def count(self, now: float) -> None:
@@ -57,7 +62,8 @@ class _Role:
         current = self.open[-1]
         self.seconds[current.state] += now - self.counted_to
         last = self.intervals[-1] if self.intervals else None
-        if last and (last.state, last.what) == (current.state, current.what):
+        goes_on = last and (last.state, last.what) == (current.state, current.what)
+        if last and (goes_on or now - self.counted_to < SHORTEST_S):
             self.intervals[-1] = last._replace(end=now)
         elif now > self.counted_to:
             self.intervals.append(Interval(self.counted_to, now, current.state, current.what))
@@ -67,15 +73,15 @@ class _Role:
 class Activity:
     """The states of named roles, such as `maker 0` and `trainer`; any thread may call any method.
 
-    A role is in exactly one state at every moment from the making of this object: that of the block
-    opened last of those still open, and outside all blocks it waits for something to do. So a block
-    inside another interrupts it, and the seconds of a role add up to the wall time.
+    A role is in exactly one state at every moment from the first block of any role: that of the
+    block opened last of those still open, and outside all blocks it waits for something to do. So a
+    block inside another interrupts it, and the seconds of a role add up to the wall time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """The wall time begins now."""
+        """The wall time begins with the first block: not with models that are loaded before."""
         self._clock = clock
-        self._began = clock()
+        self._began: float | None = None
         self._roles: dict[str, _Role] = {}
         self._lock = threading.Lock()
 
@@ -128,7 +134,7 @@ class Activity:
         return {"activity": self.seconds(), "intervals": self.intervals()}
 
     def _now(self) -> float:
-        return self._clock() - self._began
+        return 0.0 if self._began is None else self._clock() - self._began
 
     def _role(self, name: str) -> _Role:
         """The role, which waits for something to do from the start."""
@@ -146,9 +152,13 @@ class Activity:
 
     def _open(self, name: str, state: str, what: str) -> _Entry:
         with self._lock:
+            if self._began is None:
+                self._began = self._clock()
             role, now = self._role(name), self._now()
             role.count(now)
             entry = _Entry(state, what, now)
+            if state == "waiting" and role.last_wait and now - role.waited_until < SHORTEST_S:
+                entry.since = role.last_wait.since  # a loop looks again at what it waits for
             role.open.append(entry)
         return entry
 
@@ -158,6 +168,8 @@ class Activity:
             role, now = self._role(name), self._now()
             role.count(now)
             role.open.remove(entry)
+            if entry.state == "waiting":
+                role.last_wait, role.waited_until = entry, now
             if role.open[-1] is role.open[0]:
                 role.open[0].since = now
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -175,14 +175,15 @@ class ExperienceBuffer:
         Raises what a maker's thread raised, `StalledError` where nobody can go on, and
         `EndOfSamples` where there is no more.
         """
-        with self._change():
+        with self._changed, self._activity.of("trainer").waiting("samples"):
             self._demand = _Demand(num_samples, attempt, rest_of_version, rest_of_run)
-        try:
-            with self._changed, self._activity.of("trainer").waiting("samples"):
+            self._look_again()
+            try:
                 return self._wait_for_batch(num_samples)
-        finally:
-            with self._change():
+            finally:
+                # before the lock is free: what was taken is no longer asked for
                 self._demand = _Demand(0, 0, rest_of_version, rest_of_run)
+                self._look_again()
 
     def drop_taken(self, uids: Iterable[str], reason: str) -> None:
         """Groups that were taken and are not trained on."""
@@ -222,21 +223,32 @@ class ExperienceBuffer:
             with self._change():
                 self._paused = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the prompts stand, the pieces that are open, and the books."""
+    def state_dict(self) -> tuple[dict[str, Any], list[Experience]]:
+        """Where the prompts stand, the pieces that are being made, the books; and what is queued,
+        which is not in the first.
+        """
         with self._changed:
             being_made = [order.piece for _, order in self._in_flight.values()]
-            queued = [experience.piece for experience in self._ready]
-            return {
-                "stream": self.stream.state_dict([*queued, *being_made]),
+            state = {
+                "stream": self.stream.state_dict(being_made),
                 "ledger": self.ledger.as_dict(),
+                "num_taken": self._num_taken,
             }
+            return state, list(self._ready)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there: what was open is made again."""
+    def load_state_dict(
+        self, state: dict[str, Any], again: Sequence[Piece], kept: Sequence[Experience]
+    ) -> None:
+        """Go on from there: of what was queued `again` is made again, `kept` is queued still."""
         with self._change():
             self.stream.load_state_dict(state["stream"])
+            self.stream.hand_back(again)
             self.ledger.load_state_dict(state["ledger"], MADE_AGAIN)
+            self._num_taken = state["num_taken"]
+            for experience in kept:
+                per_prompt = experience.num_samples // len(experience.uids)
+                self.ledger.restore(experience.maker, experience.uids, per_prompt, MADE_AGAIN)
+                self._ready.append(experience)
 
     def close(self) -> None:
         """Nothing is begun any more; makers' threads end."""
@@ -260,14 +272,6 @@ class ExperienceBuffer:
         with self._changed:
             return list(self._ready)
 
-    def restore(self, experience: Experience) -> None:
-        """Queue what an earlier run had queued."""
-        with self._change():
-            per_prompt = experience.num_samples // len(experience.uids)
-            self.ledger.begin(experience.maker, experience.uids, per_prompt)
-            self.ledger.move(experience.uids, QUEUED)
-            self._ready.append(experience)
-
     def in_flight(self, maker: int | None = None) -> list[Piece]:
         """Pieces that are being made, by one maker or by any."""
         with self._changed:
@@ -279,8 +283,12 @@ class ExperienceBuffer:
     def _change(self) -> Iterator[None]:
         with self._changed:
             yield
-            self._idle.clear()  # whoever waits looks again
-            self._changed.notify_all()
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Whoever waits looks whether it can go on now."""
+        self._idle.clear()
+        self._changed.notify_all()
 
     def _wait_for_batch(self, num_samples: int) -> list[Experience]:
         began = last_warning = time.monotonic()
@@ -290,8 +298,7 @@ class ExperienceBuffer:
             choice = self._choose(num_samples)
             for experience, reason in choice.dropped:
                 self._drop(experience, reason)
-                self._idle.clear()
-                self._changed.notify_all()
+                self._look_again()
             if choice.taken:
                 for experience in choice.taken:
                     self._ready.remove(experience)

@@ -149,6 +149,16 @@ class Ledger:
                 dropped[open_is] += left
             self.makers[int(maker)] = Account(row["made"], row["trained"], dropped)
 
+    def restore(
+        self, maker: int, uids: Iterable[str], samples_per_group: int, counted_as: str
+    ) -> None:
+        """These groups of the books that were loaded were kept: they are queued still."""
+        account = self.makers[maker]
+        for uid in uids:
+            account.dropped[counted_as] -= samples_per_group
+            self._open[uid] = _Group(maker, samples_per_group, QUEUED)
+        account.dropped += Counter()  # a reason without samples is none
+
     def _row(self, maker: int, account: Account) -> dict[str, Any]:
         return {
             "made": account.made,

@@ -21,8 +21,8 @@ StartGenerating = Callable[[str, DataProto, int], Any]
 """(role, rows, attempt) -> the future of their samples."""
 TakeWeights = Callable[[int], int]
 """Number of a maker -> the version that it holds now, the newest there is."""
-OnLoss = Callable[[int, WorkerDiedError], bool]
-"""A maker's group has lost a process: whether the maker goes on."""
+OnLoss = Callable[[int, WorkerDiedError, int], bool]
+"""(maker, error, samples that were being made) -> whether the maker goes on."""
 
 
 class Maker:
@@ -67,9 +67,10 @@ class Maker:
                 try:
                     self._next()
                 except WorkerDiedError as error:
-                    self._buffer.lost(self.number)
-                    self.version = 0
-                    if not self._on_loss(self.number, error):
+                    pieces = self._buffer.lost(self.number)
+                    self.version = 0  # whatever comes up in its place has no weights
+                    num_samples = sum(piece.num_samples for piece in pieces)
+                    if not self._on_loss(self.number, error, num_samples):
                         break
         except BaseException as error:  # noqa: BLE001 - raised where the trainer waits for samples
             self._buffer.leave(self.number, error)

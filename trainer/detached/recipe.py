@@ -11,8 +11,10 @@ from pathlib import Path
 from trainer.config.recipe import Recipe
 from trainer.detached.config import DetachedConfig
 from trainer.detached.topology import TRAINER_POOL, Topology, counts
+from trainer.ppo.config import AlgorithmConfig
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from verl_like.placement.roles import expand_roles
+from workers.config import RolloutCorrectionConfig
 
 TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
 PLACEMENTS = {"detached": {TRAINER_POOL: TRAINER_ROLES, "maker_0_pool": ["rollout"]}}
@@ -50,6 +52,22 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> None:
     if "trainer.n_gpus_per_node" not in keys:
         sizes = [max(sizes) for sizes in config.resource_pool_spec.values() if sizes]
         config.trainer.n_gpus_per_node = sum(sizes)
+    if detached.max_staleness and not chooses_correction(keys):
+        correct_by_default(config.algorithm)
+
+
+def chooses_correction(keys: Collection[str]) -> bool:
+    """Whether the user has said how samples of another policy are corrected, if at all."""
+    section = "algorithm.rollout_correction"
+    return any(key == "correction" or key.startswith(section) for key in keys)
+
+
+def correct_by_default(algorithm: AlgorithmConfig) -> None:
+    """The decoupled objective: PPO's ratio is to the policy before the update, and a truncated
+    weight for every token leads from the policy that drew it to that one.
+    """
+    if algorithm.rollout_correction == RolloutCorrectionConfig():
+        algorithm.rollout_correction.rollout_is = "token"
 
 
 def load_registries() -> None:
@@ -75,6 +93,7 @@ DETACHED = Recipe(
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
     complete=complete,
+    translate=PPO.translate,
     load_registries=load_registries,
     checks=(check, check_detached),
     only_noticed=PPO.only_noticed,

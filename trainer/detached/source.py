@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trainer.detached.buffer import ExperienceBuffer
+from trainer.detached.experience import Experience
 from trainer.detached.maker import Maker
+from trainer.detached.pieces import Piece
 from trainer.ppo.sample_source import Draw, Samples, SampleSource
 from trainer.ppo.samples import concat_rows
 from verl_like.batch.protocol import DataProto
@@ -78,6 +81,7 @@ class DetachedSource(SampleSource):
         self._num_steps: int | None = None
         self._drawn: list[str] = []
         self._kept: list[DataProto] = []
+        self._queued: list[Experience] = []
         self._is_paused = self._has_started = False
 
     def ask_for(self, step: int, num_steps: int | None) -> None:
@@ -124,12 +128,37 @@ class DetachedSource(SampleSource):
         return self._is_paused
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the prompts, with what would have to be made again, and the books."""
-        return self.buffer.state_dict()
+        """The place in the prompts, the books, and what is queued, but for its samples."""
+        state, self._queued = self.buffer.state_dict()
+        queued = [
+            {
+                "piece": asdict(one.piece),
+                "maker": one.maker,
+                "version": one.version,
+                "uids": one.uids,
+            }
+            for one in self._queued
+        ]
+        return state | {"queued": queued}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
-        self.buffer.load_state_dict(state)
+    def write_samples(self, folder: Path) -> None:
+        """The samples that were queued at the last `state_dict`, a file a piece."""
+        folder.mkdir()
+        for one in self._queued:
+            one.fetch().save_to_disk(folder / f"{one.piece.number}.safetensors")
+
+    def load_state_dict(self, state: dict[str, Any], folder: Path | None) -> None:
+        """Go on there: with the samples that were queued if they are in `folder`, else they are
+        made again.
+        """
+        queued = state.pop("queued")
+        pieces = [Piece(**one.pop("piece")) for one in queued]
+        kept = []
+        if folder is not None and folder.is_dir():
+            for piece, facts in zip(pieces, queued, strict=True):
+                rows = DataProto.load_from_disk(folder / f"{piece.number}.safetensors")
+                kept.append(Experience(piece, rows=rows, **facts))
+        self.buffer.load_state_dict(state, [] if kept else pieces, kept)
 
     def close(self) -> None:
         """Begin nothing more; what is being made is waited for a little."""

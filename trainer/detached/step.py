@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trainer.detached.activity import Activity
@@ -17,6 +18,7 @@ from trainer.detached.buffer import BufferSettings, EndOfSamples, ExperienceBuff
 from trainer.detached.checks import open_samples, piece_size, routed_ranks, samples_per_batch
 from trainer.detached.config import DetachedConfig
 from trainer.detached.ledger import Ledger
+from trainer.detached.losses import MakerLosses
 from trainer.detached.maker import Maker
 from trainer.detached.pacing import Pacing
 from trainer.detached.pieces import ANY_RANK, PieceStream
@@ -29,9 +31,11 @@ from trainer.ppo.step import PPOTrainer
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import WorkerDiedError
 from verl_like.files import write_whole
 from workers.columns import read_columns
+
+SAMPLES = "queued_samples"
+"""The folder of a checkpoint that holds what was queued."""
 
 
 class DetachedTrainer(PPOTrainer):
@@ -71,6 +75,7 @@ class DetachedTrainer(PPOTrainer):
         pacing = Pacing(detached.max_staleness, per_version)
         sampler = SAMPLERS.look_up(detached.sampler)()
         buffer = ExperienceBuffer(stream, pacing, sampler, settings, self.ledger, self.activity)
+        losses = MakerLosses(config, self.groups, self.topology, self.init_arguments)
         makers = [
             Maker(
                 number,
@@ -78,7 +83,7 @@ class DetachedTrainer(PPOTrainer):
                 self.activity,
                 self.start_generating,
                 self.feed.deliver,
-                self.on_maker_loss,
+                losses,
             )
             for number in range(self.topology.makers)
         ]
@@ -89,10 +94,6 @@ class DetachedTrainer(PPOTrainer):
         asked = self.needed(rows, role, "generate_sequences")
         asked.meta_info = asked.meta_info | {"attempt": attempt}
         return self.groups[role].generate_sequences.remote(asked)
-
-    def on_maker_loss(self, maker: int, error: WorkerDiedError) -> bool:
-        """A maker has lost a process: whether it goes on; called in its thread."""
-        raise error
 
     # ------------------------------------------------------------------ what is different from PPO
 
@@ -165,7 +166,16 @@ class DetachedTrainer(PPOTrainer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with them; what was open is made again."""
         super().load_state_dict(state)
-        self.source.load_state_dict(state["detached"])
+        start = self.checkpoints.start
+        folder = None
+        if self.config.detached.on_resume == "restore" and start is not None:
+            folder = start / SAMPLES
+        self.source.load_state_dict(state["detached"], folder)
+
+    def write_more(self, folder: Path) -> None:
+        """The samples that are queued, if a resume shall find them."""
+        if self.config.detached.on_resume == "restore":
+            self.source.write_samples(folder / SAMPLES)
 
     def close(self) -> None:
         """End the makers, and close the books."""

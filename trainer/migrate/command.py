@@ -23,16 +23,25 @@ ENDS = {";", "&&", "||", "|", "&", ">", ">>", "<", "2>", "2>&1"}
 
 def read_flags(text: str, program: str) -> Flags:
     """The flags of the first command in which `program` runs."""
-    for words in _commands(text):
-        places = [place for place, word in enumerate(words) if _runs(word, program)]
-        if places:
-            return _flags(words[places[0] + 1 :])
-    if text.lstrip().startswith("--"):  # the flags alone
-        (words,) = _commands(text)[:1]
-        return _flags(words)
+    return as_flags(read_words(text, program)[1])
+
+
+def read_words(text: str, *programs: str) -> tuple[str, list[str]]:
+    """The first of `programs` that a command of the text runs, and the words after it.
+
+    The text may be these words alone; then the program is "".
+    """
+    commands = commands_of(text)
+    for words in commands:
+        for place, word in enumerate(words):
+            for program in programs:
+                if _runs(word, program):
+                    return program, words[place + 1 :]
+    if len(commands) == 1 and all(word.startswith("--") or "=" in word for word in commands[0][:1]):
+        return "", commands[0]
     raise ConfigError(
-        f"no command that runs {program} is in the text; give a script or a command line with "
-        f"`python -m openrlhf.cli.{program} --flag value ...`, or its flags alone."
+        f"no command that runs {' or '.join(programs)} is in the text; give a script or a command "
+        "line that runs it, or its settings alone."
     )
 
 
@@ -40,7 +49,7 @@ def _runs(word: str, program: str) -> bool:
     return re.split(r"[./]", word.removesuffix(".py"))[-1] == program
 
 
-def _commands(text: str) -> list[list[str]]:
+def commands_of(text: str) -> list[list[str]]:
     """The words of every command; a line that ends with a backslash goes on in the next."""
     joined = re.sub(r"\\[ \t]*\n", " ", text)
     commands = []
@@ -72,7 +81,8 @@ def _lines(text: str) -> list[str]:
     return lines
 
 
-def _flags(words: list[str]) -> Flags:
+def as_flags(words: list[str]) -> Flags:
+    """Flags and their values, in the order of the words."""
     flags: Flags = {}
     current: list[str] | None = None
     for word in words:

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from trainer.config.compose import compose_tree, from_composed, prepare_overrides
+from trainer.config.keys import Key, config_keys
+from trainer.config.recipe import Recipe
+from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import why_unused
+from trainer.detached.recipe import DETACHED
+from trainer.migrate import verl
+from trainer.migrate.coati import translate as coati
 from trainer.migrate.openrlhf import translate as openrlhf
 from trainer.migrate.translation import Translation
-from trainer.ppo.config import PPOConfig
+from trainer.migrate.trl import translate as trl
+from trainer.migrate.variables import filled, variables_of
 from trainer.ppo.recipe import PPO
+from trainer.preference.recipe import DPO
+from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, nearest
 
-SYSTEMS = {"openrlhf": openrlhf.translate}
-REQUIRED = ("actor_rollout_ref.model.path", "data.train_files")
-"""Keys that a run cannot do without, which a variable of the shell often gives."""
+SYSTEMS: Mapping[str, Callable[[str], Translation]] = {
+    "verl": verl.translate,
+    "openrlhf": openrlhf.translate,
+    "trl": trl.translate,
+    "coati": coati.translate,
+}
+RECIPES: Mapping[str, Recipe[Any]] = {
+    "ppo": PPO,
+    "detached": DETACHED,
+    "sft": SFT,
+    "reward-model": REWARD_MODEL,
+    "dpo": DPO,
+}
+"""Program of a translation -> its recipe."""
 
 
 def migrate(system: str, text: str) -> Translation:
@@ -24,7 +48,7 @@ def migrate(system: str, text: str) -> Translation:
         )
     done = SYSTEMS[system](text)
     try:
-        config = _composed(done)
+        config = _composed(done, variables_of(text))
     except ConfigError as error:
         raise ConfigError(
             f"the command does not start as it is: {error}\n\n{done.report(None)}"
@@ -37,15 +61,31 @@ def migrate(system: str, text: str) -> Translation:
     return done
 
 
-def _why_unread(config: PPOConfig, key: str) -> str | None:
+def _why_unread(config: RunConfig, key: str) -> str | None:
     is_key = not key.startswith(("placement", "role_mapping.", "resource_pool_spec."))
     return why_unused(config, key) if is_key and "engine_kwargs." not in key else None
 
 
-def _composed(done: Translation) -> PPOConfig:
-    """The configuration, but for settings that a variable of the shell will give."""
-    settings = [override for override in done.overrides() if "$" not in override]
-    for key in REQUIRED:
-        if "$" in done.settings.get(key, ""):
+def _composed(done: Translation, variables: Mapping[str, str]) -> RunConfig:
+    """The configuration, with the values of the script's variables where they are known.
+
+    A text that only the shell knows has a stand-in; other settings of the shell's are left out.
+    """
+    recipe = RECIPES[done.program]
+    texts = {key.name for key in config_keys(recipe.schema) if _is_text(key)}
+    settings = []
+    for key, value in done.settings.items():
+        known = filled(value, variables)
+        if "$" not in known:
+            settings.append(f"{key}={known}")
+        elif key in texts:
             settings.append(f"{key}=given")
-    return from_composed(compose_tree(prepare_overrides(settings, PPO), PPO), [], PPO)
+    config: RunConfig = from_composed(
+        compose_tree(prepare_overrides(settings, recipe), recipe), [], recipe
+    )
+    return config
+
+
+def _is_text(key: Key) -> bool:
+    """Whether any text is a value of it."""
+    return key.kind in (str, Any) and not (key.rules.choices or key.rules.registry)

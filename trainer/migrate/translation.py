@@ -13,6 +13,8 @@ from verl_like.terminal import fit
 class Translation:
     """Settings of ours, and what happened to each flag, in the order of the flags."""
 
+    program: str = "ppo"
+    """The command of ours that runs it."""
     settings: dict[str, str] = field(default_factory=dict)
     """Key -> value as it stands on the command line."""
     renamed: list[str] = field(default_factory=list)
@@ -58,10 +60,10 @@ class Translation:
         """The settings as `load_config` takes them."""
         return [f"{key}={value}" for key, value in self.settings.items()]
 
-    def command(self, name: str = "verl-like ppo") -> str:
+    def command(self) -> str:
         """The settings as a command for a shell; variables of the script stay variables."""
         words = [f"{key}={value}" for key, value in self.settings.items()]
-        return " \\\n    ".join([name, *map(_quoted, words)])
+        return " \\\n    ".join([f"verl-like {self.program}", *map(_quoted, words)])
 
     def report(self, width: int | None) -> str:
         """The command, then a paragraph for every kind of flag that there is."""

@@ -1,59 +1,36 @@
-"""Memory of every role on a device, from shapes: shown in the plan, and held against the device's.
+"""Memory of PPO's roles on a device: shown in the plan, and held against the device's.
 
-Roles of one pool share its devices. What they keep is added up; of what a call takes on top (whole
-layers, activations, logits) the largest counts, since they take turns.
+`trainer.memory` counts a model's; here is what the roles are, and how many tokens a pass has.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from trainer.config.offload import device_type_of
+from trainer.memory import (
+    GIB,
+    LargestPass,
+    RoleMemory,
+    check_fit,
+    engine_memory,
+    hf_config_of,
+    memory_of_this_gpu,
+    memory_table,
+)
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.ptx import longest_row
 from trainer.ppo.sizes import rows_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
-from verl_like.terminal import draw_table
 from workers.config import FSDPConfig, ModelConfig, critic_model, model_rewards, teacher_model
 from workers.models.attention import resolve_attention, why_no_flash, why_no_kernel
 from workers.models.causal_lm import Head
-from workers.models.folder import model_folder
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.models.precision import precision_of, rollout_dtype
 from workers.parallel.fsdp import Sharding, settle
-from workers.training.lm_head import positions_at_once
-
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class RoleMemory:
-    """Bytes of one role on one device; `host` are those that it keeps in the machine's memory."""
-
-    role: str
-    pool: str
-    types: str
-    weights: float = 0
-    gradients: float = 0
-    moments: float = 0
-    whole: float = 0
-    activations: float | None = 0
-    kv_cache: float = 0
-    host: float = 0
-
-    @property
-    def kept(self) -> float:
-        """What stays on the device between calls."""
-        return self.weights + self.moments + self.kv_cache - self.host
-
-    @property
-    def call(self) -> float:
-        """What a call takes on top of it, offloaded parts included."""
-        return self.gradients + self.whole + (self.activations or 0) + self.host
 
 
 def role_memories(
@@ -95,7 +72,7 @@ def attention_of(config: PPOConfig, device_type: str) -> str:
     from transformers import AutoModelForCausalLM
 
     model = config.actor_rollout_ref.model
-    hf_config = _hf_config(model)
+    hf_config = hf_config_of(model)
     cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     compute = precision_of(model, device_type).compute
     device = torch.device(device_type)
@@ -106,13 +83,6 @@ def attention_of(config: PPOConfig, device_type: str) -> str:
     return f"packed rows by FlashAttention ({kernel}), padded rows by {chosen}"
 
 
-def _hf_config(model: ModelConfig) -> Any:
-    from transformers import AutoConfig
-
-    folder = model_folder(model.path, weights=False)
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
-
-
 def _engine(
     config: PPOConfig,
     role: str,
@@ -121,45 +91,20 @@ def _engine(
     sharding: Sharding,
     device_type: str,
 ) -> RoleMemory:
-    """A training engine; a frozen one keeps its weights in the type that it computes in."""
-    trains = role in ("actor", "critic")
-    precision = precision_of(model, device_type)
-    compute = precision.compute
-    kept = precision.weights if trains else compute
-    shapes = model_shapes(model, head, compute)
+    """A role with a training engine."""
+    compute = precision_of(model, device_type).compute
     pool = expand_roles(config.role_mapping)[role]
-    ranks = sum(config.resource_pool_spec[pool])
-    shards = 1
-    if ranks > 1 and sharding.strategy not in ("ddp", "single"):
-        shards = ranks if sharding.fsdp_size == -1 else sharding.fsdp_size
-
-    weights = shapes.num_weights * kept.itemsize / shards
-    trained = shapes.num_trained * kept.itemsize / shards if trains else 0
-    moments = 2 * trained
-    weights += _averages(config, role, shapes, compute) / shards
-    offloads = device_type == "cuda"
-    host = offloads * (sharding.param_offload * weights + sharding.optimizer_offload * moments)
-    tokens, reads = tokens_at_once(config, role)
-    at_once, chunked = reads, 0
-    if head == "token":
-        at_once = positions_at_once(_hf_config(model), reads, model.use_fused_kernels)
-        chunked = shapes.beside_chunks(reads, trains) if at_once < reads else 0
-    activations: float | None = shapes.logits(at_once)
-    if trains:
-        activations = shapes.saved(tokens, at_once, model.enable_gradient_checkpointing)
-    if activations is not None:
-        activations += chunked
-    names = [str(kept).removeprefix("torch."), str(compute).removeprefix("torch.")]
-    return RoleMemory(
-        role=role,
-        pool=pool,
-        types=" / ".join(dict.fromkeys(names)),
-        weights=weights,
-        gradients=trained,
-        moments=moments,
-        whole=_whole(shapes, shards, kept != compute, trains, sharding.strategy),
-        activations=activations,
-        host=host,
+    return engine_memory(
+        role,
+        pool,
+        sum(config.resource_pool_spec[pool]),
+        model,
+        head,
+        sharding,
+        device_type,
+        LargestPass(*tokens_at_once(config, role)),
+        trains=role in ("actor", "critic"),
+        averages=_averages(config, role, model_shapes(model, head, compute), compute),
     )
 
 
@@ -172,22 +117,6 @@ def _averages(config: PPOConfig, role: str, shapes: ModelShapes, compute: torch.
     if role == "ref" and follows and compute != torch.float32:
         return shapes.num_weights * torch.float32.itemsize
     return 0
-
-
-def _whole(
-    shapes: ModelShapes, shards: int, casts: bool, trains: bool, strategy: str = "fsdp"
-) -> float:
-    """Weights that a pass holds beside its shards: gathered ones, or a copy in the compute type.
-
-    FSDP holds what is outside the layers, and two layers of which one is on its way (all of them
-    under shard_grad_op); with a gradient of each in a backward pass, but for layers that wait.
-    """
-    if shards > 1:
-        layer = (shapes.num_weights - shapes.num_outside_layers) / shapes.num_layers
-        in_use = shapes.num_outside_layers + 2 * layer
-        gathered = shapes.num_weights if strategy == "shard_grad_op" else in_use
-        return (gathered + trains * in_use) * shapes.compute_bytes
-    return shapes.num_weights * shapes.compute_bytes if casts else 0
 
 
 def tokens_at_once(config: PPOConfig, role: str) -> tuple[int, int]:
@@ -238,68 +167,10 @@ def _rollout(config: PPOConfig, device_type: str, device_bytes: int | None) -> R
     return RoleMemory("rollout", pools["rollout"], name, weights=weights, kv_cache=cache)
 
 
-def pool_bytes(roles: list[RoleMemory]) -> dict[str, float]:
-    """Bytes on a device of each pool: what its roles keep, and the largest call."""
-    pools: dict[str, float] = {}
-    for pool in dict.fromkeys(role.pool for role in roles):
-        own = [role for role in roles if role.pool == pool]
-        pools[pool] = sum(role.kept for role in own) + max(role.call for role in own)
-    return pools
-
-
-HEAD = (
-    *("role", "pool", "weights / compute", "weights", "gradients", "moments"),
-    *("whole layers", "activations", "KV cache", "of it in host memory"),
-)
-
-
-def memory_table(
-    config: PPOConfig,
-    device_type: str,
-    device_bytes: int | None = None,
-    max_columns: int | None = None,
-) -> str:
-    """The table of `role_memories`, GiB on each device, and the sum of every pool."""
-    roles = role_memories(config, device_type, device_bytes)
-    lines: list[tuple[str, ...]] = [HEAD]
-    for role in roles:
-        numbers = (role.weights, role.gradients, role.moments, role.whole, role.activations)
-        cells = [_gib(number) for number in (*numbers, role.kv_cache, role.host)]
-        lines.append((role.role, role.pool, role.types, *cells))
-    sums = [
-        f"{pool}: {_gib(total)} GiB on each device at most" + _beside(total, device_bytes)
-        for pool, total in pool_bytes(roles).items()
-    ]
-    title = f"Memory (GiB on each device, {device_type}, from shapes; rows of full length)"
-    sums.append(f"attention: {attention_of(config, device_type)}")
-    return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])
-
-
-def _gib(number: float | None) -> str:
-    if number is None:
-        return "?"
-    return f"{number / GIB:.1f}" if number >= GIB / 10 or not number else f"{number / GIB:.4f}"
-
-
-def _beside(total: float, device_bytes: int | None) -> str:
-    if device_bytes is None:
-        return ""
-    verdict = "fits" if total <= device_bytes else "does NOT fit"
-    return f", of {device_bytes / GIB:.1f}: {verdict}"
-
-
 def check_memory(config: PPOConfig, device_type: str, device_bytes: int | None) -> None:
     """Refuse a run whose roles do not fit on their devices."""
-    if device_bytes is None:
-        return
-    roles = role_memories(config, device_type, device_bytes)
-    for pool, total in pool_bytes(roles).items():
-        if total > device_bytes:
-            parts = "; ".join(_story(role) for role in roles if role.pool == pool)
-            raise ConfigError(
-                f"Pool {pool!r} does not fit: its roles take {_gib(total)} GiB on each device, "
-                f"which has {_gib(device_bytes)}. {parts}. {WAYS_OUT}"
-            )
+    if device_bytes is not None:
+        check_fit(role_memories(config, device_type, device_bytes), device_bytes, WAYS_OUT)
 
 
 WAYS_OUT = (
@@ -307,17 +178,6 @@ WAYS_OUT = (
     "model.enable_gradient_checkpointing=true, fsdp_config.param_offload and optimizer_offload, a "
     "lower rollout.gpu_memory_utilization or kv_cache_gb, or more devices."
 )
-
-
-def _story(role: RoleMemory) -> str:
-    return f"{role.role}: {_gib(role.kept)} kept, {_gib(role.call)} in a call"
-
-
-def memory_of_this_gpu(device_type: str) -> int | None:
-    """Bytes of the first GPU that this process sees; None where it sees none."""
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def plan_text(
@@ -331,6 +191,8 @@ def plan_text(
         device_type = device_type_of(config.trainer)
         device_bytes = memory_of_this_gpu(device_type)
     try:
-        return memory_table(config, device_type, device_bytes, max_columns)
+        roles = role_memories(config, device_type, device_bytes)
+        table = memory_table(roles, device_type, device_bytes, max_columns)
+        return f"{table}\nattention: {attention_of(config, device_type)}"
     except (ConfigError, OSError, ValueError) as error:
         return f"Memory: not known: {error}"

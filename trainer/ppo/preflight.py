@@ -6,8 +6,9 @@ from typing import Any
 
 from trainer.config.offload import check_offload, device_type_of
 from trainer.data.model_config import num_positions, read_model_config
+from trainer.memory import memory_of_this_gpu
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.memory import check_memory, memory_of_this_gpu
+from trainer.ppo.memory import check_memory
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.models.random_init import check_weights

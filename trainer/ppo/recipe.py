@@ -14,6 +14,7 @@ from trainer.config import compose
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.verl.overrides import translate
 from verl_like.registry import registry_of
 from workers.config import model_rewards
 from workers.config.conditions import has_teacher, teacher_is_alone
@@ -121,6 +122,7 @@ PPO = Recipe(
     extra_roles=extra_roles,
     load_registries=load_registries,
     checks=(check,),
+    translate=translate,
     shorthands=SHORTHANDS,
     only_noticed=KEYS_OF_VERLS_COMMAND,
 )

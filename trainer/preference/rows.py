@@ -13,6 +13,7 @@ from trainer.data.labelled import LabelledRow, labelled_batch, read_labelled
 from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.preference.config import PreferenceConfig
+from trainer.rows.models import longest_row
 from verl_like.batch.protocol import DataProto
 from workers.columns import write_columns
 from workers.config.preference import loss_reads
@@ -23,7 +24,7 @@ NumberedRow = tuple[int, PairRow | LabelledRow]
 
 def read_rows(config: PreferenceConfig, key: str, files: Any, tokenizer: Any) -> list[NumberedRow]:
     """Those of the files that the configuration's `key` names."""
-    length, on_bad_row = config.data.max_length, config.data.on_bad_row
+    length, on_bad_row = longest_row(config), config.data.on_bad_row
     if loss_reads(config, "desirable"):
         seed = config.trainer.seed
         return list(enumerate(read_labelled(key, files, tokenizer, length, seed, on_bad_row)))

@@ -9,6 +9,7 @@ are computed before a checkpoint is loaded, so a resumed run has the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,11 +28,13 @@ from trainer.preference.rows import (
     read_rows,
     with_mismatched,
 )
+from trainer.rows.models import RowModel
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns, write_columns
 from workers.config.preference import loss_reads
 from workers.losses.preference.measures import measures
+from workers.parallel.fsdp import settle
 
 ONE_ROW = 1e-6
 """Less than the share of one row; sums of shares are not exact."""
@@ -59,6 +62,21 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     ) -> DataProto:
         """Rows padded on the right, each with its `row_number`."""
         return make_batch(rows, uids, pad_token_id)
+
+    @classmethod
+    def models(cls, config: PreferenceConfig) -> dict[str, RowModel]:
+        """The reference's model beside the one that is trained, where it is another."""
+        found = super().models(config)
+        if config.ref.model.path is not None and "ref" in config.role_mapping:
+            model = replace(config.model, path=config.ref.model.path, lora_rank=0)
+            sharding = settle(config.model.strategy, config.ref.fsdp_config)
+            found["ref"] = RowModel("ref.model.path", model, sharding, trains=False)
+        return found
+
+    @classmethod
+    def num_sides(cls, config: PreferenceConfig) -> int:
+        """Two of a pair, one of a response with a label."""
+        return 1 if loss_reads(config, "desirable") else 2
 
     # ------------------------------------------------------------------------------- the reference
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
-from trainer.report.read import Call, RunData, pools_at_work, spread
+from trainer.report.calls import Call, pools_at_work
+from trainer.report.read import RunData, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +27,8 @@ METHOD_COLOURS = {
 }
 OTHER_COLOUR, OVERLAP_COLOUR = "#9a9a9a", "#222222"
 MOST_POINTS, MOST_LANES = 1000, 16
+SMOOTHED_FROM, WINDOWS = 300, 50
+"""Points from which a curve has its running mean on top, over a part in so many of them."""
 RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
@@ -100,6 +103,11 @@ PANELS = (
     ),
     Panel("Speed", "Tokens a second and device.", ("perf/throughput",)),
 )
+REWARD_PARTS = Panel(
+    "Rewards by name",
+    "What each reward and its parts gave, before weights.",
+    ("reward/*/mean",),
+)
 BOOKKEEPING = ("step", "timing", "perf/", "val-", "training/")
 """How the names of numbers begin that say nothing of what is learned."""
 MOST_OWN_PANELS = 12
@@ -111,7 +119,8 @@ def panels_of(data: RunData) -> list[Panel]:
     learned = [name for name in known if not name.startswith(BOOKKEEPING)]
     wanted = [name for panel in PANELS for name in panel.names]
     if not learned or any(fnmatchcase(name, pattern) for name in learned for pattern in wanted):
-        return list(PANELS)
+        has_parts = any(fnmatchcase(name, REWARD_PARTS.names[0]) for name in known)
+        return [PANELS[0], *([REWARD_PARTS] if has_parts else []), *PANELS[1:]]
 
     validated = [name for name in known if name.startswith("val-core/")]
     own = [Panel(name, "", (name,)) for name in [*learned[:MOST_OWN_PANELS], *validated]]
@@ -119,7 +128,7 @@ def panels_of(data: RunData) -> list[Panel]:
     return own + shared
 
 
-def _styled(draw: Callable[P, str]) -> Callable[P, str]:
+def styled(draw: Callable[P, str]) -> Callable[P, str]:
     """Draw with `RC`, leaving matplotlib's own settings to the rest of the process."""
 
     @functools.wraps(draw)
@@ -132,14 +141,14 @@ def _styled(draw: Callable[P, str]) -> Callable[P, str]:
     return styled
 
 
-@_styled
+@styled
 def curves(data: RunData, panel: Panel) -> str:
     """A panel as SVG; empty when the run has none of its metrics."""
     known = dict.fromkeys(name for line in data.metrics for name in line)
     names = [name for wanted in panel.names for name in known if fnmatchcase(name, wanted)]
     if not names:
         return ""
-    figure = _figure(4.4, 2.5, {"left": 0.16, "right": 0.98, "bottom": 0.17, "top": 0.92})
+    figure = new_figure(4.4, 2.5, {"left": 0.16, "right": 0.98, "bottom": 0.17, "top": 0.92})
     axes = figure.add_subplot()
     if panel.band and f"{panel.band}/min" in known:
         low, high = (_thin(*data.series(f"{panel.band}/{end}")) for end in ("min", "max"))
@@ -150,6 +159,9 @@ def curves(data: RunData, panel: Panel) -> str:
         if values in drawn:  # rewards are the scores where nothing is subtracted
             continue
         drawn.append(values)
+        if len(steps) > SMOOTHED_FROM:
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+            steps, values = _thin(*running_mean(*data.series(name)))
         axes.plot(
             steps,
             values,
@@ -161,19 +173,19 @@ def curves(data: RunData, panel: Panel) -> str:
     axes.set_xlabel("step")
     axes.locator_params(axis="x", integer=True)
     axes.legend(loc="best")
-    return _svg(figure, f"{panel.title} by step: {', '.join(names)}")
+    return as_svg(figure, f"{panel.title} by step: {', '.join(names)}")
 
 
-@_styled
-def timeline(calls: Sequence[Call]) -> str:
-    """The calls as a Gantt chart, a lane for each pool, role and rank.
+@styled
+def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
+    """The calls as a Gantt chart, a lane for each pool, role and rank; dotted where time was cut.
 
     Under it stands when pools worked at the same time.
     """
     shown = spread(sorted({(call.pool, call.lane) for call in calls}), MOST_LANES)
     row_of = {lane: row for row, lane in enumerate(shown)}
     origin = calls[0].start
-    figure = _figure(9.5, 1.6 + 0.3 * len(shown))
+    figure = new_figure(9.5, 1.6 + 0.3 * len(shown))
     axes = figure.add_subplot()
     titles = {}
     for number, call in enumerate(calls):
@@ -195,19 +207,21 @@ def timeline(calls: Sequence[Call]) -> str:
     for row in range(1, len(shown) + 1):
         if row == len(shown) or shown[row - 1][0] != shown[row][0]:
             axes.axhline(row - 0.5, color="#888888", linewidth=0.8)
+    for cut in cuts:
+        axes.axvline(cut - origin, color="#888888", linewidth=1.0, linestyle=":")
     labels = [*(f"{pool}  {lane}" for pool, lane in shown), "2 pools or more at work"]
     axes.set_yticks([*range(len(shown)), len(shown) + 0.2], labels)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("seconds")
-    _colour_legend(axes, {c.method: METHOD_COLOURS.get(c.method, OTHER_COLOUR) for c in calls})
-    return _svg(figure, "Timeline of the last steps, a lane for each pool, role and rank", titles)
+    colour_legend(axes, {c.method: METHOD_COLOURS.get(c.method, OTHER_COLOUR) for c in calls})
+    return as_svg(figure, "Timeline of the last steps, a lane for each pool, role and rank", titles)
 
 
-@_styled
+@styled
 def shares(rows: Sequence[tuple[str, float, float]]) -> str:
     """Phase shares as one bar of 100 per cent."""
-    figure = _figure(9.5, 1.3)
+    figure = new_figure(9.5, 1.3)
     axes = figure.add_subplot()
     left = 0.0
     for (_, _, share), colour in zip(rows, COLOURS, strict=False):
@@ -216,16 +230,16 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
     axes.set_xlim(0, 100)
     axes.set_yticks([])
     axes.set_xlabel("per cent of a step")
-    _colour_legend(
+    colour_legend(
         axes, {f"{n} {share:.1f} %": c for (n, _, share), c in zip(rows, COLOURS, strict=False)}
     )
-    return _svg(
+    return as_svg(
         figure,
         "Shares of a step's time: " + ", ".join(f"{n} {share:.1f} %" for n, _, share in rows),
     )
 
 
-def _colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
+def colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
     """Names and their colours above the axes."""
     from matplotlib.patches import Patch
 
@@ -235,7 +249,7 @@ def _colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
     )
 
 
-def _figure(width: float, height: float, margins: Mapping[str, float] | None = None) -> Figure:
+def new_figure(width: float, height: float, margins: Mapping[str, float] | None = None) -> Figure:
     """An empty figure; given `margins` need not be found, which takes twice as long as drawing."""
     from matplotlib.figure import Figure
 
@@ -246,13 +260,30 @@ def _figure(width: float, height: float, margins: Mapping[str, float] | None = N
     return figure
 
 
+def running_mean(
+    steps: Sequence[float], values: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """The mean over a window around each step; narrower at the ends. nan and inf do not count."""
+    import numpy as np
+
+    finite = np.isfinite(values)
+    half = len(values) // (2 * WINDOWS)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    places = np.arange(len(values))
+    begin, end = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
+    number = counts[end] - counts[begin]
+    means = np.where(number > 0, (sums[end] - sums[begin]) / np.maximum(number, 1), np.nan)
+    return list(steps), means.tolist()
+
+
 def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """At most `MOST_POINTS` points: more cannot be told apart on a screen."""
     points = spread(list(zip(steps, values, strict=True)), MOST_POINTS)
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _svg(figure: Figure, description: str, titles: Mapping[str, str] | None = None) -> str:
+def as_svg(figure: Figure, description: str, titles: Mapping[str, str] | None = None) -> str:
     """The figure as an `svg` element with a description.
 
     `titles` are shown on hovering over the groups they name.

@@ -13,10 +13,13 @@ import torch
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.loop import Metrics
 from trainer.reward_model.config import RewardModelRunConfig
+from trainer.reward_model.endings import end_as_samples_do
+from trainer.rows.models import longest_row
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
+from workers.models.causal_lm import Head
 
 
 class RewardModelTrainer(RowTrainer[PairRow]):
@@ -24,19 +27,26 @@ class RewardModelTrainer(RowTrainer[PairRow]):
 
     config: RewardModelRunConfig
     role: ClassVar[str] = "reward_model"
+    head: ClassVar[Head] = "scalar"
 
     @classmethod
     def read_rows(
         cls, config: RewardModelRunConfig, key: str, files: object, tokenizer: object
     ) -> list[PairRow]:
-        """Pairs of responses, or of whole dialogues."""
-        data = config.data
-        return read_pairs(key, files, tokenizer, data.max_length, data.on_bad_row)
+        """Pairs of responses, or of whole dialogues, that end as samples do."""
+        longest = longest_row(config)
+        rows = read_pairs(key, files, tokenizer, longest, config.data.on_bad_row)
+        return end_as_samples_do(key, rows, tokenizer, config.model.path, longest)
 
     @staticmethod
     def make_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
         """Both sides of every pair, padded on the right."""
         return pair_batch(rows, uids, pad_token_id)
+
+    @classmethod
+    def num_sides(cls, config: RewardModelRunConfig) -> int:
+        """Two of every pair."""
+        return 2
 
     @classmethod
     def worker_code(cls, config: RewardModelRunConfig) -> list[str]:

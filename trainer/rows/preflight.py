@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from trainer.config.offload import check_offload
+from collections.abc import Mapping
+
+from trainer.config.offload import check_offload, device_type_of
 from trainer.data.model_config import num_positions, read_model_config
+from trainer.memory import check_fit, memory_of_this_gpu
 from trainer.rows.config import RowConfig
+from trainer.rows.memory import WAYS_OUT, role_memories
+from trainer.rows.models import RowModel, longest_row
 from verl_like.errors import ConfigError
 from workers.models.random_init import check_weights
 
 
-def preflight(config: RowConfig) -> None:
-    """Refuse a model that is not there, or too short for the rows, and offloading on CPUs."""
-    model = config.model
-    check_offload(config.trainer, {"model": (model.strategy, model.fsdp_config)})
-    check_weights("model.path", model.path, model.random_init_seed)
-    path, longest = config.model.path, config.data.max_length
-    limit = num_positions(read_model_config("model.path", path))
-    if limit is not None and longest > limit:
-        raise ConfigError(
-            f"data.max_length={longest} tokens, but model.path={path} has {limit} positions. "
-            f"Lower it by {longest - limit}."
-        )
+def preflight(config: RowConfig, models: Mapping[str, RowModel], num_sides: int) -> None:
+    """Refuse models that are not there, too short for the rows or too large; offloading on CPUs.
+
+    `models` are those of the roles; an item of the data has `num_sides` rows.
+    """
+    check_offload(config.trainer, {"model": (config.model.strategy, config.model.fsdp_config)})
+    longest = longest_row(config)
+    for own in models.values():
+        path = own.model.path
+        check_weights(own.key, path, own.model.random_init_seed)
+        limit = num_positions(read_model_config(own.key, path))
+        if limit is not None and longest > limit:
+            raise ConfigError(
+                f"data.max_length={longest} tokens, but {own.key}={path} has {limit} positions. "
+                f"Lower it by {longest - limit}."
+            )
+
+    device_type = device_type_of(config.trainer)
+    device_bytes = memory_of_this_gpu(device_type)
+    if device_bytes is not None:
+        check_fit(role_memories(config, models, num_sides, device_type), device_bytes, WAYS_OUT)

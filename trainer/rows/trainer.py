@@ -19,10 +19,14 @@ from trainer.data.row_loader import RowLoader
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.rows.config import RowConfig
+from trainer.rows.memory import plan_text
+from trainer.rows.models import RowModel, longest_row
 from trainer.rows.preflight import preflight
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
+from workers.models.causal_lm import Head
+from workers.parallel.fsdp import settle
 
 R = TypeVar("R")
 
@@ -32,6 +36,7 @@ class RowTrainer(Trainer, Generic[R]):
 
     config: RowConfig
     role: ClassVar[str]
+    head: ClassVar[Head] = "token"
     stages: ClassVar[Sequence[str]] = ("data", "update")
 
     def __init__(
@@ -101,7 +106,7 @@ class RowTrainer(Trainer, Generic[R]):
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """The rows to train and to validate on, once the model has been looked at."""
-        preflight(config)
+        preflight(config, cls.models(config), cls.num_sides(config))
         tokenizer = load_tokenizer(config.model.path, "model.path")
         data = config.data
         rows = cls.read_rows(config, "data.train_files", data.train_files, tokenizer)
@@ -112,6 +117,17 @@ class RowTrainer(Trainer, Generic[R]):
         return loader, cls.read_rows(config, "data.val_files", data.val_files, tokenizer)
 
     @classmethod
+    def models(cls, config: Any) -> dict[str, RowModel]:
+        """The models that take the rows, by role."""
+        sharding = settle(config.model.strategy, config.model.fsdp_config)
+        return {cls.role: RowModel("model.path", config.model, sharding, cls.head)}
+
+    @classmethod
+    def num_sides(cls, config: Any) -> int:
+        """Rows of a model that an item of the data makes: two of a pair."""
+        return 1
+
+    @classmethod
     def worker_code(cls, config: Any) -> list[str]:
         """The worker's class, the optimizer and its schedule."""
         optim = config.optim
@@ -119,14 +135,16 @@ class RowTrainer(Trainer, Generic[R]):
 
     @classmethod
     def describe(cls, config: Any, max_columns: int | None = None) -> list[str]:
-        """The sizes of a step; a dry run reads the rows for it, and so finds what is wrong."""
+        """Sizes and memory; a dry run reads the rows beside, and so finds what is wrong."""
         sizes = f"A step: {step_sizes(config)}"
+        memory = plan_text(config, cls.models(config), cls.num_sides(config), max_columns)
         if not config.trainer.dry_run:
-            return [sizes]
+            return [sizes, memory]
         with ExitStack() as at_end:
             loader, *validation = cls.prepare(config, at_end)
         return [
             sizes,
+            memory,
             f"{len(loader)} rows to train on, {sum(map(len, validation))} to validate on",
         ]
 
@@ -168,7 +186,7 @@ def step_sizes(config: RowConfig) -> str:
     if data.use_dynamic_bsz:
         pass_of = f"{data.max_token_len_per_gpu:,} tokens"
     return (
-        f"{data.train_batch_size} rows of at most {data.max_length:,} tokens over all ranks, "
+        f"{data.train_batch_size} rows of at most {longest_row(config):,} tokens over all ranks, "
         f"in passes of at most {pass_of} on each"
     )
 

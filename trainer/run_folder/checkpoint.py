@@ -24,7 +24,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ from verl_like.process.random_state import load_random_state, save_random_state
 
 MARKER = "commit.json"
 LATEST = "latest_checkpointed_iteration.txt"
-WANDB_ID = "wandb_run_id.txt"
-"""What `trainer.run_folder.tracking` remembers its W&B run by, so that a resumed run goes on in it.
+WANDB_ID, MLFLOW_ID = "wandb_run_id.txt", "mlflow_run_id.txt"
+"""What `trainer.run_folder` remembers a tracker's own run by, so that a resumed run goes on in it.
 """
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,17 @@ class Checkpoints:
         every = self.trainer.save_freq
         return every > 0 and (step % every == 0 or step == total_steps)
 
-    def write(self, step: int, groups: Any, state: dict[str, Any]) -> None:
-        """Write all roles and the driver's `state`; it becomes a checkpoint with `commit`."""
+    def write(
+        self,
+        step: int,
+        groups: Any,
+        state: dict[str, Any],
+        write_more: Callable[[Path], None] = lambda _: None,
+    ) -> None:
+        """Write all roles and the driver's `state`; it becomes a checkpoint with `commit`.
+
+        `write_more` puts further files into the folder.
+        """
         part = self._part(step)
         with self._naming_failures(step):
             shutil.rmtree(part, ignore_errors=True)
@@ -81,6 +90,7 @@ class Checkpoints:
                 *(groups[role].save_checkpoint.remote(str(part / role), step) for role in groups)
             )
             save_random_state(part / "random.pt")
+            write_more(part)
             write_whole(part / "trainer.json", json.dumps(state, indent=1))
             marker = {"step": step, "files": _marked_files(part), "config": self.config}
             write_whole(part / MARKER, json.dumps(marker, indent=1))
@@ -130,9 +140,8 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
         last = self.start_step if self.goes_on_here else -1
         if not self.goes_on_here:
-            (self.folder / WANDB_ID).unlink(
-                missing_ok=True
-            )  # the numbers of this run go to a W&B run of their own
+            for name in (WANDB_ID, MLFLOW_ID):  # this run's numbers go to one of their own there
+                (self.folder / name).unlink(missing_ok=True)
         metrics = self.folder / "metrics.jsonl"
         if metrics.is_file():
             written = metrics.read_text(encoding="utf-8").splitlines()

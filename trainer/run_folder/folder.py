@@ -1,11 +1,14 @@
 """The run folder (`trainer.default_local_dir`), and what is written into it when a run starts.
 
 <run folder>/
+  run.lock           whose the folder is, while it runs     (trainer.run_folder.lock)
   config.yaml        the configuration, resolved            (here, at start)
+  starts.jsonl       commands, hosts, package versions      (trainer.run_folder.starts, at start)
   inputs/            model, rows, rewards of a Python run   (trainer.api)
   placement.txt      which role runs where                  (trainer.launch, at start)
   metrics.jsonl      a line a step                          (trainer.run_folder.tracking)
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
+  mlflow_run_id.txt  the MLflow run, if there is one        (trainer.run_folder.mlflow_tracker)
   timeline.json      what every worker did when             (trainer.run_folder.timeline)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
@@ -17,18 +20,32 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer.config.flat import config_hash, flat_config, flatten
 from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
+from trainer.run_folder.lock import FolderLock
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 
+CONFIG_FILE = "config.yaml"
 
-def open_run_folder(config: RunConfig) -> Path:
-    """Make the folder and write `config.yaml`.
+
+def saved_config(folder: Path) -> dict[str, Any]:
+    """Dotted key -> value of what a run wrote when it started."""
+    path = folder / CONFIG_FILE
+    try:
+        return flatten(OmegaConf.to_container(OmegaConf.load(path)))
+    except (OSError, ValueError, YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as a run's configuration: {error}") from error
+
+
+def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
+    """Make the folder, lock it and write `config.yaml`.
 
     Refuses a folder that cannot be written or holds another run's metrics.
     """
@@ -36,8 +53,9 @@ def open_run_folder(config: RunConfig) -> Path:
     _refuse_other_run(folder, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock.take()
         tree = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
-        write_whole(folder / "config.yaml", f"# config hash {config_hash(config)}\n{tree}")
+        write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:
         raise ConfigError(
             f"trainer.default_local_dir={folder} cannot be written ({err}); give a folder that can."
@@ -50,11 +68,11 @@ def _refuse_other_run(folder: Path, config: RunConfig) -> None:
 
     A folder with a checkpoint is for `trainer.run_folder.checkpoint` to judge.
     """
-    metrics, saved = folder / "metrics.jsonl", folder / "config.yaml"
+    metrics, saved = folder / "metrics.jsonl", folder / CONFIG_FILE
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0 and saved.is_file()
     if config.trainer.resume_mode != "auto" or not has_metrics or any(folder.glob("global_step_*")):
         return
-    before, now = flatten(OmegaConf.to_container(OmegaConf.load(saved))), flat_config(config)
+    before, now = saved_config(folder), flat_config(config)
     differs = []
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key] and not may_change_on_resume(type(config), key):

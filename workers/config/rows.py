@@ -28,6 +28,8 @@ HAS_VALIDATION = When(
     lambda _, run: run.trainer.val_before_train or run.trainer.test_freq > 0,
     "this run never validates: set trainer.test_freq or trainer.val_before_train",
 )
+LONGEST_ROW = 1024
+"""Tokens that a row is cut to unless `data.max_length` says so, or the model has less positions."""
 
 
 @dataclass(kw_only=True)
@@ -46,8 +48,8 @@ class RowDataConfig:
     """The same for validation; empty: no validation."""
     train_batch_size: int = key(64, above=0)
     """Rows per optimizer step, over all ranks; the last step may have fewer."""
-    max_length: int = key(1024, above=1)
-    """Tokens that a row is cut to."""
+    max_length: int | None = key(None, above=1, hint="or null for as many as the model takes")
+    """Tokens that a row is cut to; null: as many as the model has positions, 1,024 at most."""
     on_bad_row: str = key("error", choices=("error", "skip"))
     """A row that is none (columns, an empty response, equal ones): error, or skip and count it."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.errors import ConfigError, nearest
+from workers.models.adapters import PARTS, merged_weight
 from workers.models.causal_lm import ScalarHeadModel
 
 if TYPE_CHECKING:
@@ -119,9 +120,43 @@ def merged_tensors(
 def _merge(layer: Any, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if layer.disable_adapters:
         return base
-    delta = layer.scaling[NAME] * (b.float() @ a.float())
-    delta = delta.T if layer.fan_in_fan_out else delta
-    return (base.float() + delta).to(layer.get_base_layer().weight.dtype).to(base.dtype)
+    merged = merged_weight(base, a, b, layer.scaling[NAME], layer.fan_in_fan_out)
+    return merged.to(layer.get_base_layer().weight.dtype).to(base.dtype)
+
+
+def split_tensors(
+    module: nn.Module, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors by parameter name -> adapters beside their base, under the names of `PARTS`.
+
+    What else there is has the name that `merged_tensors` gives it.
+    """
+    layers = adapted_layers(module)
+    for name, tensor in tensors:
+        prefix, kind = _split(name)
+        if prefix not in layers:
+            yield name, tensor
+        else:
+            own = kind.removesuffix(f".{NAME}.weight").removeprefix("base_layer.")
+            yield f"{prefix}.{own}", tensor
+
+
+def adapter_parts(module: nn.Module) -> set[str]:
+    """The names of what `split_tensors` takes apart."""
+    return {f"{layer}.{part}" for layer in adapted_layers(module) for part in PARTS}
+
+
+def adapter_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """By layer, what merges an adapter into its base: plain values, for another process."""
+    facts: dict[str, dict[str, Any]] = {}
+    for name, layer in adapted_layers(module).items():
+        facts[name] = {
+            "rank": layer.r[NAME],
+            "alpha": layer.lora_alpha[NAME],
+            "scaling": float(layer.scaling[NAME]),
+            "transposed": bool(layer.fan_in_fan_out),
+        }
+    return facts
 
 
 @contextmanager

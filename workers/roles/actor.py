@@ -96,6 +96,7 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
         """Load the policy; the schedule spans `total_steps` calls of `update_actor`."""
         self.engine.build(self, total_steps)
         self.sent_dtype = rollout_dtype(self.policy, self.device.type)
+        self.sends_changed = self.policy.rollout.sync == "changed"
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from workers.models.attention import say_once
 from workers.models.causal_lm import Head, empty_model, to_training
 from workers.models.load import load_weights
-from workers.models.lora import add_adapter, merged_tensors
+from workers.models.lora import adapter_parts, add_adapter, merged_tensors, split_tensors
 from workers.models.precision import computing_in, frozen, precision_of
 from workers.models.state import named_state, persistent_buffers
 from workers.parallel.fsdp import (
@@ -361,23 +361,30 @@ class TrainEngine:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def named_full_tensors(
-        self, on_all_ranks: bool = True, dtype: torch.dtype | None = None
+        self,
+        on_all_ranks: bool = True,
+        dtype: torch.dtype | None = None,
+        merged: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, whole, on the CPU, one at a time; collective.
 
         Parameters, in `dtype` or their own, then persistent buffers, always in their own: passes
-        read them so. LoRA adapters are merged into the weights they stand beside. Every rank must
-        run the iterator to its end; unless the tensors are wanted `on_all_ranks`, it is empty on
-        all but rank 0. On one CPU rank the tensors are the live weights: do not write.
+        read them so. LoRA adapters are merged into the weights they stand beside; unless `merged`,
+        base and factors come apart, in their own types. Every rank must run the iterator to its
+        end; unless the tensors are wanted `on_all_ranks`, it is empty on all but rank 0. On one CPU
+        rank the tensors are the live weights: do not write.
         """
-        buffers = {name for name, _ in persistent_buffers(self.module)}
+        kept = {name for name, _ in persistent_buffers(self.module)}
+        if not merged:
+            kept |= adapter_parts(self.module)
+        arranged = merged_tensors if merged else split_tensors
         with resident(self.module, None, self.sharding, self.device):
             whole = full_tensor if on_all_ranks else tensor_on_first
             named = ((name, whole(weight)) for name, weight in named_state(self.module))
-            for name, tensor in merged_tensors(
+            for name, tensor in arranged(
                 self.module, ((name, tensor) for name, tensor in named if tensor is not None)
             ):
-                keeps = dtype is None or name in buffers or not tensor.is_floating_point()
+                keeps = dtype is None or name in kept or not tensor.is_floating_point()
                 yield name, tensor if keeps else tensor.to(dtype)
 
     def weights_checksum(self, dtype: torch.dtype | None = None) -> str:

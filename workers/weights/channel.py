@@ -21,6 +21,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -36,6 +37,8 @@ END = -1
 """In the place of a bucket's size: there are no more."""
 Sent = tuple[str, str, list[int], int]
 """Name, dtype, shape and hash of a tensor."""
+Manifest = dict[str, list[Any]]
+"""Of every tensor, by name: dtype, shape and hash."""
 FORM_TIMEOUT = timedelta(seconds=20)
 """How long a rank waits for the others to join."""
 TRANSFER_TIMEOUT = timedelta(seconds=120)
@@ -59,6 +62,14 @@ def join_store(address: str) -> dist.TCPStore:
         return dist.TCPStore(host, int(port), is_master=False, timeout=FORM_TIMEOUT)
 
 
+@dataclass(frozen=True)
+class Changes:
+    """A sync of what has changed: what the receivers hold, and how the whole is put together."""
+
+    held: Manifest
+    merging: dict[str, Any]
+
+
 class Channel:
     """This process's end; rank 0 sends, ranks 1..num_receivers receive."""
 
@@ -68,6 +79,10 @@ class Channel:
         self.rank, self.device = rank, device
         self.corrupt: list[str] = []
         self.num_bytes = 0
+        self.manifest: Manifest = {}
+        """Of what the sender has, and of what has arrived."""
+        self.summary: dict[str, Any] = {}
+        """Of the whole, where parts of it are held already: its manifest, and how to merge it."""
         self.hashing = Hashing()
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         size = num_receivers + 1
@@ -80,14 +95,20 @@ class Channel:
                 self._gpu_group = group_of_gpus(dist.PrefixStore("gpus", store), rank, size)
 
     def send(
-        self, tensors: NamedTensors, bucket_mb: float, hashes: Mapping[str, int] | None = None
+        self,
+        tensors: NamedTensors,
+        bucket_mb: float,
+        hashes: Mapping[str, int] | None = None,
+        changes: Changes | None = None,
     ) -> None:
         """Broadcast all tensors; a tensor larger than a bucket travels alone, from where it is.
 
-        Their `hashes` are taken on the way unless they are given, by name.
+        Their `hashes` are taken on the way unless they are given, by name. Of `changes` those are
+        left out that every receiver holds.
         """
         finish = None
-        buckets = self._buckets(tensors, int(bucket_mb * 2**20), hashes or {})
+        held = None if changes is None else changes.held
+        buckets = self._buckets(tensors, int(bucket_mb * 2**20), hashes or {}, held)
         for number, (sent, payload) in enumerate(buckets):
             if finish is not None:
                 finish()
@@ -96,7 +117,10 @@ class Channel:
             self.num_bytes += payload.numel()
         if finish is not None:
             finish()
-        self._send_header(END, {})
+        whole = {}
+        if changes is not None:
+            whole = {"manifest": self.manifest, "merging": changes.merging}
+        self._send_header(END, whole)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """What the sender broadcasts, tensor by tensor, each valid until the next.
@@ -113,6 +137,7 @@ class Channel:
             if before is not None:
                 yield from self._verified(*before)
             if payload is None or finish is None:
+                self.summary = header
                 return
             finish()
             self.num_bytes += size
@@ -128,8 +153,9 @@ class Channel:
         if header["number"] != expected:
             self.corrupt.append(f"bucket {header['number']} in the place of bucket {expected}")
 
+        self.manifest |= {name: fact for name, *fact in header["tensors"]}
         tensors = [
-            (name, _dtype(dtype), shape, value) for name, dtype, shape, value in header["tensors"]
+            (name, dtype_of(dtype), shape, value) for name, dtype, shape, value in header["tensors"]
         ]
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape, _ in tensors]
         if sum(sizes) != payload.numel():
@@ -161,7 +187,11 @@ class Channel:
         return int(votes) == 0
 
     def _buckets(
-        self, tensors: NamedTensors, limit: int, hashes: Mapping[str, int]
+        self,
+        tensors: NamedTensors,
+        limit: int,
+        hashes: Mapping[str, int],
+        held: Manifest | None = None,
     ) -> Iterator[tuple[list[Sent], Tensor]]:
         """One bucket after the other: its tensors' names, types, shapes and hashes, and its bytes.
 
@@ -172,10 +202,15 @@ class Channel:
         for name, tensor in tensors:
             own = byte_view(tensor.detach().cpu().contiguous())
             fact = name, str(tensor.dtype), list(tensor.shape)
+            value = hashes.get(name)
+            if held is not None:
+                value = self.hashing.of(own) if value is None else value
+                self.manifest[name] = [*fact[1:], value]
+                if held.get(name) == self.manifest[name]:
+                    continue
             if sent and filled + len(own) > limit:
                 yield sent, self._room(turn, filled)
                 sent, turn, filled = [], 1 - turn, 0
-            value = hashes.get(name)
             if len(own) > limit:
                 yield [(*fact, self.hashing.of(own) if value is None else value)], own
                 continue
@@ -293,7 +328,8 @@ def _aligned(piece: Tensor, dtype: torch.dtype) -> Tensor:
     return piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """The type of this name, as a bucket's header has it."""
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return dtype
 

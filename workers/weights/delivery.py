@@ -4,18 +4,23 @@
     deliver_weights(actor, rollout_1, version)       # from any thread, while the actor goes on
     deliver_weights(actor, rollout_2, version)       # at the same time, from another
 
+    deliver_weights(actor, rollout_1, version, ahead=True)     # while the rollout goes on, too
+    load_delivered(rollout_1, version)                         # between two generations
+
 A delivery is verified and voted on as `workers.weights.sync` does it. It goes from host memory to
 host memory, over gloo: nothing of it touches a GPU that is computing.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,15 +30,20 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import VerlLikeError, WeightSyncError
 from workers.weights.channel import Channel, join_store
 from workers.weights.checksum import Hashing, checksum_of
+from workers.weights.kept import changes
 from workers.weights.snapshot import Snapshot, Snapshots
 from workers.weights.sync import SyncReport, WeightSender, sync_figures
 
+logger = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What one rank has published: nothing, if it was not asked to send."""
+    """What one rank has published: nothing, if it was not asked to send.
+
+    `changed_share` is that of the tensors that are not as in the version before, if there was one.
+    """
 
     num_bytes: int = 0
     hash_s: float = 0.0
@@ -46,30 +56,47 @@ def publish_weights(
     """Keep the actor's weights as `version` in the host memory of the ranks that send them."""
     start = time.perf_counter()
     reports: list[PublishReport] = actor_group.publish_weights(version, list(senders))
-    shares = [report.changed_share for report in reports if report.changed_share is not None]
-    return {
+    figures = {
         "timing_s/publish_weights": time.perf_counter() - start,
         "perf/published_mb": max(report.num_bytes for report in reports) / 2**20,
-        "training/weights_changed_share": min(shares),
     }
+    shares = [report.changed_share for report in reports if report.changed_share is not None]
+    if shares:
+        figures["training/weights_changed_share"] = min(shares)
+        if min(shares) == 0:
+            _warn_of_weights_that_stand_still()
+    return figures
 
 
 def deliver_weights(
-    actor_group: Any, rollout_group: Any, version: int, bucket_mb: float = 16.0, sender: int = 0
+    actor_group: Any,
+    rollout_group: Any,
+    version: int | None = None,
+    bucket_mb: float = 16.0,
+    sender: int = 0,
+    ahead: bool = False,
+    at_once: bool = False,
 ) -> dict[str, float]:
     """Bring one rollout group to the published `version`, proven equal; call it from any thread.
 
+    Without a version to the newest; `training/weight_version` says which one it was.
+
     The actor goes on with whatever it computes. The group takes the weights when it has ended the
-    calls before: its next ones wait. Raises `WeightSyncError` where it fails on any rank, with what
-    both sides say, and `WorkerDiedError` where a rollout rank is gone.
+    calls before, and its next ones wait; `at_once` it takes them in the middle of a generation.
+    With `ahead` it keeps them beside its engine, which goes on too, until `load_delivered`; to one
+    group the two are called one after the other. Raises `WeightSyncError` where it fails on any
+    rank, with what both sides say, and `WorkerDiedError` where a rollout rank is gone.
     """
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
         raise WeightSyncError(
-            f"version {version} cannot be delivered to a rollout in the actor's own processes: "
+            "weights cannot be delivered to a rollout in the actor's own processes: "
             "sync_weights(actor_group, rollout_group, version) hands it over."
         )
-    address = actor_group.open_delivery(version, sender)[sender]
+    receive = rollout_group.receive_ahead if ahead else rollout_group.receive_weights
+    if at_once:
+        receive = rollout_group.receive_weights_now
+    address, version = actor_group.open_delivery(version, sender)[sender]
 
     # either group may run in the thread that calls it, so each side has one
     with ThreadPoolExecutor(1, "weights sender") as beside:
@@ -77,14 +104,29 @@ def deliver_weights(
             actor_group.deliver_weights, address, rollout_group.world_size, bucket_mb, sender
         )
         try:
-            received: list[SyncReport] = rollout_group.receive_weights.remote(
-                address, version
-            ).get()
+            received: list[SyncReport] = receive.remote(address, version).get()
         except VerlLikeError as error:
             error.add_note(f"delivery of version {version}: {_words_of(sending)}")
             raise
         sent: list[SyncReport] = sending.result()
-    return sync_figures([*received, *sent], version, start)
+    return sync_figures([*received, *sent], int(version), start)
+
+
+@cache
+def _warn_of_weights_that_stand_still() -> None:
+    """Once per process."""
+    logger.warning(
+        "A new version of the weights is bit for bit the one before: no update in between has "
+        "moved what a rollout gets. Are all advantages zero, is actor.optim.lr too small for the "
+        "type of the rollout's weights (rollout.dtype), or does everything stand frozen?"
+    )
+
+
+def load_delivered(rollout_group: Any, version: int) -> dict[str, float]:
+    """Have a rollout group generate with the version that was delivered to it ahead."""
+    start = time.perf_counter()
+    reports: list[SyncReport] = rollout_group.load_received(version)
+    return sync_figures(reports, version, start)
 
 
 def _words_of(sending: Future[list[SyncReport]]) -> str:
@@ -113,15 +155,14 @@ class WeightPublisher(WeightSender):
 
         The newest version alone is kept; one that is being delivered stays until that has ended.
         """
-        on_all_ranks = list(senders) != [0]
-        tensors = self.engine.named_full_tensors(on_all_ranks=on_all_ranks, dtype=self.sent_dtype)
+        tensors = self.tensors_to_send(on_all_ranks=list(senders) != [0])
         hashing = Hashing()
         try:
             if self.rank not in senders:
                 return PublishReport()
             self._prepare()
             assert self._snapshots is not None, "made a line above"
-            share = self._snapshots.publish(version, tensors, hashing)
+            share = self._snapshots.publish(version, tensors, hashing, self.merging())
         finally:
             # The other actor ranks are in the same collectives: go through them to the end.
             deque(tensors, maxlen=0)
@@ -134,22 +175,27 @@ class WeightPublisher(WeightSender):
         if self._snapshots is None:
             return None
         with self._snapshots.reading(version) as snapshot:
-            return checksum_of(snapshot.tensors.items())
+            return checksum_of(snapshot.effective())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def open_delivery(self, version: int, sender: int = 0) -> str | None:
-        """The sender returns the address of a delivery, and holds that version for it."""
+    def open_delivery(
+        self, version: int | None = None, sender: int = 0
+    ) -> tuple[str, int | None] | None:
+        """The sender returns the address of a delivery and its version, which it holds for it.
+
+        Without a version it is the newest.
+        """
         if self.rank != sender:
             return None
         if self._snapshots is None:
             raise WeightSyncError(
-                f"actor rank {self.rank} has published no version, so {version} cannot be "
-                f"delivered from it: actor.publish_weights({version}, senders=[{self.rank}])."
+                f"actor rank {self.rank} has published no version of its weights, so none can be "
+                f"delivered from it: actor.publish_weights(version, senders=[{self.rank}])."
             )
         snapshot = self._snapshots.begin_reading(version)
         address = self._new_address()
         self._deliveries[address] = snapshot
-        return address
+        return address, snapshot.version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def deliver_weights(
@@ -165,7 +211,8 @@ class WeightPublisher(WeightSender):
                 self._own_store(address) as store,
                 closing(Channel(store, 0, num_receivers, HOST)) as channel,
             ):
-                channel.send(snapshot.tensors.items(), bucket_mb, snapshot.hashes)
+                what = changes(store, num_receivers, snapshot.merging)
+                channel.send(snapshot.tensors.items(), bucket_mb, snapshot.hashes, what)
                 agreed = channel.all_agree(True)
         except WeightSyncError as error:
             return SyncReport(f"actor rank {self.rank}: {error}")

@@ -7,14 +7,16 @@ deliveries read it while the trainer goes on.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl_like.errors import WeightSyncError
 from workers.weights.checksum import Hashing, NamedTensors, byte_view
+from workers.weights.kept import effective_tensors
 
 BUFFER_TIMEOUT_S = 120.0
 """How long a publication waits for a delivery to end whose memory it needs."""
@@ -28,12 +30,20 @@ class Snapshot:
         self.version: int | None = None
         self.tensors: dict[str, Tensor] = {}
         self.hashes: dict[str, int] = {}
+        self.merging: dict[str, Any] | None = None
+        """Where adapters come apart from their base: how they are put together."""
         self.num_readers = 0
 
-    def fill(self, version: int, tensors: NamedTensors, hashing: Hashing) -> None:
+    def fill(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        hashing: Hashing,
+        merging: dict[str, Any] | None = None,
+    ) -> None:
         """Copy these tensors, into the memory of the version before where they have its shapes."""
         before, self.tensors, self.hashes = self.tensors, {}, {}
-        self.version = None
+        self.version, self.merging = None, merging
         for name, tensor in tensors:
             own = before.pop(name, None)
             if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
@@ -42,6 +52,12 @@ class Snapshot:
             self.hashes[name] = hashing.of_copied(byte_view(own), source)
             self.tensors[name] = own
         self.version = version
+
+    def effective(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights as a rollout has them in the end."""
+        if self.merging is None:
+            return self.tensors.items()
+        return effective_tensors(self.tensors, self.merging)
 
     @property
     def num_bytes(self) -> int:
@@ -68,28 +84,39 @@ class Snapshots:
         self._is_filling = False
         self._changed = threading.Condition()
 
-    def publish(self, version: int, tensors: NamedTensors, hashing: Hashing) -> float:
-        """Copy the weights as `version`; the share of the tensors that are not as they were."""
-        before = dict(self._newest.hashes) if self._newest is not None else {}
+    def publish(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        hashing: Hashing,
+        merging: dict[str, Any] | None = None,
+    ) -> float | None:
+        """Copy the weights as `version`; the share of tensors that the version before had not.
+
+        None where there was none before, or the version is the same and its weights are others.
+        """
+        newest = self._newest
+        is_next = newest is not None and newest.version != version
+        before = dict(newest.hashes) if newest is not None else {}
         target = self._take_turn(version)
         try:
-            target.fill(version, tensors, hashing)
+            target.fill(version, tensors, hashing, merging)
             with self._changed:
                 self._newest = target
         finally:
             with self._changed:
                 self._is_filling = False
                 self._changed.notify_all()
-        return target.changed_share(before)
+        return target.changed_share(before) if is_next else None
 
-    def begin_reading(self, version: int) -> Snapshot:
-        """The snapshot of this version, which stays as it is until `end_reading`."""
+    def begin_reading(self, version: int | None = None) -> Snapshot:
+        """The snapshot of this version, or the newest; it stays as it is until `end_reading`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._newest is not None or not self._is_filling, BUFFER_TIMEOUT_S
             )
             held = None if self._newest is None else self._newest.version
-            if self._newest is None or held != version:
+            if self._newest is None or version not in (held, None):
                 is_held = "none is held" if held is None else f"the one that is held is {held}"
                 raise WeightSyncError(
                     f"version {version} is not there to be delivered: {is_held}. "
@@ -105,8 +132,8 @@ class Snapshots:
             self._changed.notify_all()
 
     @contextmanager
-    def reading(self, version: int) -> Iterator[Snapshot]:
-        """Within, the snapshot of this version stays as it is."""
+    def reading(self, version: int | None = None) -> Iterator[Snapshot]:
+        """Within, the snapshot of this version, or the newest, stays as it is."""
         snapshot = self.begin_reading(version)
         try:
             yield snapshot

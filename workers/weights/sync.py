@@ -17,8 +17,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -30,8 +30,10 @@ from torch import Tensor
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.future import gather
 from verl_like.errors import WeightSyncError
+from workers.models.lora import adapter_facts
 from workers.weights.channel import Channel, join_store, open_store
 from workers.weights.checksum import NamedTensors
+from workers.weights.kept import KeptWeights, announce, changes
 from workers.weights.sink import describe_problems
 
 _OPENING = threading.Lock()
@@ -91,8 +93,10 @@ class SyncReport:
 
 
 class _SendingEngine(Protocol):
+    module: Any
+
     def named_full_tensors(
-        self, on_all_ranks: bool, dtype: torch.dtype | None
+        self, on_all_ranks: bool, dtype: torch.dtype | None, merged: bool
     ) -> Iterator[tuple[str, Tensor]]: ...
 
 
@@ -107,12 +111,15 @@ class WeightSender:
 
     Needs `rank`, `device` and `engine`. Weights are cast to `sent_dtype`, where there is one,
     before they are hashed: what arrives is compared bit by bit, and no more travels than is kept.
+    With `sends_changed` that which every receiver holds is left out, and adapters come apart from
+    their base.
     """
 
     rank: int
     device: torch.device
     engine: _SendingEngine
     sent_dtype: torch.dtype | None = None
+    sends_changed = False
     _weight_store: tuple[dist.TCPStore, str] | None = None
     _num_channels = 0
     _sync_number = ""
@@ -125,6 +132,23 @@ class WeightSender:
         address = self._new_address()
         self._sync_number = address.rpartition("/")[2]
         return address
+
+    def tensors_to_send(
+        self, *, on_all_ranks: bool = False, as_trained: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The full weights as a rollout gets them (a reference: `as_trained`); collective."""
+        return self.engine.named_full_tensors(
+            on_all_ranks=on_all_ranks,
+            dtype=None if as_trained else self.sent_dtype,
+            merged=as_trained or not self.sends_changed,
+        )
+
+    def merging(self) -> dict[str, Any] | None:
+        """How the receivers of changes put base and adapters together."""
+        if not self.sends_changed:
+            return None
+        dtype = None if self.sent_dtype is None else str(self.sent_dtype)
+        return {"adapters": adapter_facts(self.engine.module), "dtype": dtype}
 
     def _new_address(self) -> str:
         """A place on this rank's one store that nobody else has been given."""
@@ -141,15 +165,15 @@ class WeightSender:
         self, num_receivers: int, bucket_mb: float, as_trained: bool = False
     ) -> SyncReport:
         """Gather tensor by tensor on all actor ranks; rank 0 sends them to all rollout ranks."""
-        dtype = None if as_trained else self.sent_dtype
-        tensors = self.engine.named_full_tensors(on_all_ranks=False, dtype=dtype)
+        tensors = self.tensors_to_send(as_trained=as_trained)
         try:
             if self.rank != 0:
                 return SyncReport()
             assert self._weight_store is not None, "open_weight_channel comes first"
             store = dist.PrefixStore(self._sync_number, self._weight_store[0])
             with closing(Channel(store, 0, num_receivers, self.device)) as channel:
-                channel.send(tensors, bucket_mb)
+                merging = None if as_trained else self.merging()
+                channel.send(tensors, bucket_mb, None, changes(store, num_receivers, merging))
                 agreed = channel.all_agree(True)
         except WeightSyncError as error:
             return SyncReport(f"actor rank {self.rank}: {error}")
@@ -163,38 +187,105 @@ class WeightSender:
 class WeightReceiver:
     """Mixed into the rollout's worker: the receiving side.
 
-    Needs `rank`, `world_size`, `device` and `engine`.
+    Needs `rank`, `world_size`, `device` and `engine`; with `kept`, what was sent is kept beside the
+    engine.
     """
 
     rank: int
     world_size: int
     device: torch.device
     engine: _ReceivingEngine
+    kept: KeptWeights | None = None
     _joined_store: tuple[dist.TCPStore, str] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:
-        """Load what actor rank 0 sends; the version flips if every rank has verified its copy."""
+        """Load what the actor sends; the version flips if every rank has verified its copy."""
+        return self._receive(address, self._load, lambda: self.engine.commit(version))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def receive_ahead(self, address: str, version: int) -> SyncReport:
+        """Keep what the actor sends, verified, while the engine generates with what it has."""
+        kept = self.kept_copy()
+
+        def done() -> None:
+            kept.version = version
+
+        return self._receive(address, self._keep, done)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_received(self, version: int) -> SyncReport:
+        """Load the version that was received ahead; it flips if every rank has loaded it."""
+        kept, error = self.kept_copy(), None
+        with kept.lock:
+            try:
+                if kept.version != version:
+                    raise WeightSyncError(f"holds version {kept.version}, not {version}")
+                self.engine.load_weights(kept.effective())
+            except WeightSyncError as problem:
+                error = f"rollout rank {self.rank}: {problem}"
+            votes = torch.tensor([0 if error is None else 1])
+            if self.world_size > 1:
+                dist.all_reduce(votes)
+            if int(votes) == 0:
+                self.engine.commit(version)
+        return SyncReport(error)
+
+    def kept_copy(self) -> KeptWeights:
+        """Where weights wait for their engine."""
+        if self.kept is None:
+            raise WeightSyncError(
+                "this rollout keeps no copy of its weights, so it cannot receive them ahead: set "
+                "actor_rollout_ref.rollout.double_buffer=true."
+            )
+        return self.kept
+
+    def _receive(
+        self, address: str, take: Callable[[Channel], list[str]], done: Callable[[], None]
+    ) -> SyncReport:
+        """What the actor sends to this address: `take` gives what is wrong with it, in words.
+
+        `done` is called where no rank has anything to say.
+        """
         problems: list[str] = []
         try:
-            store = self._store_of(address)
-            with closing(Channel(store, self.rank + 1, self.world_size, self.device)) as channel:
-                tensors = channel.receive()
-                try:
-                    self.engine.load_weights(tensors)
-                except WeightSyncError as problem:
-                    problems.append(str(problem))
-                    deque(tensors, maxlen=0)  # what is still coming, ahead of the vote
-                if channel.corrupt:
-                    problems.append(describe_problems("transfer", corrupt=channel.corrupt))
-                if channel.all_agree(not problems):
-                    self.engine.commit(version)
+            with self.kept.lock if self.kept is not None else nullcontext():
+                store = self._store_of(address)
+                if self.kept is not None and self.kept.announces:
+                    announce(store, self.rank + 1, self.kept.manifest)
+                own = Channel(store, self.rank + 1, self.world_size, self.device)
+                with closing(own) as channel:
+                    problems += take(channel)
+                    if channel.all_agree(not problems):
+                        done()
         except WeightSyncError as problem:
             self._joined_store = None
             return SyncReport(f"rollout rank {self.rank}: {' '.join(problems) or problem}")
 
         error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
         return SyncReport(error, channel.num_bytes, channel.hashing.seconds)
+
+    def _keep(self, channel: Channel) -> list[str]:
+        """Keep what arrives; what is wrong with it, in words."""
+        try:
+            self.kept_copy().take(channel, channel.receive())
+        except WeightSyncError as problem:
+            return [str(problem)]
+        return []
+
+    def _load(self, channel: Channel) -> list[str]:
+        """Load what arrives; what is wrong with it, in words."""
+        arriving = channel.receive()
+        tensors = arriving if self.kept is None else self.kept.taken(channel, arriving)
+        problems: list[str] = []
+        try:
+            self.engine.load_weights(tensors)
+        except WeightSyncError as problem:
+            problems.append(str(problem))
+            deque(arriving, maxlen=0)  # what is still coming, ahead of the vote
+        if channel.corrupt and self.kept is None:
+            problems.append(describe_problems("transfer", corrupt=channel.corrupt))
+        return problems
 
     def _store_of(self, address: str) -> dist.Store:
         """The sender's store, joined once.

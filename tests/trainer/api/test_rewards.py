@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from trainer.api.rewards import reward_list
 from verl_like.errors import ConfigError
@@ -75,9 +77,58 @@ def test_settings_stand_beside_a_function_and_other_kinds_stay(tmp_path: Path) -
     assert [first["name"], third["name"]] == ["reward", "reward_2"]
 
 
+class Judge(torch.nn.Module):
+    """A module that reads a response; its weight is a part of the score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, response: str) -> torch.Tensor:
+        return self.scale * len(response)
+
+
+class OfTensors(Judge):
+    """One that reads tensors, which nobody gives."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return input_ids.sum()
+
+
+def test_a_module_that_reads_a_response_is_a_function(tmp_path: Path) -> None:
+    (item,) = reward_list([Judge()], tmp_path, ["letter"])
+    assert item["name"] == "Judge"
+    scorer = Scorer(FunctionSpec(item["path"], item["function"], columns=["letter"]), 20.0)
+    try:
+        scorer.start()
+        assert scorer.score([SAMPLE]) == [(6.0, {}, None)]
+    finally:
+        scorer.stop()
+
+
+def test_a_reward_model_in_memory_becomes_a_role_s_folder(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_labels=1, **sizes)
+    given = {"name": "taste", "function": LlamaForSequenceClassification(config), "weight": 0.5}
+    (item,) = reward_list([given], tmp_path, [])
+    assert item == {
+        "name": "taste",
+        "weight": 0.5,
+        "kind": "model",
+        "path": str(tmp_path / "taste"),
+    }
+    assert {"config.json", "model.safetensors"} <= {
+        file.name for file in Path(item["path"]).iterdir()
+    }
+    config.num_labels = 2
+    with pytest.raises(ConfigError, match="a sequence classifier with one label"):
+        reward_list([LlamaForSequenceClassification(config)], tmp_path, [])
+
+
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
+        (OfTensors(), "'input_ids'.*called by keyword with prompt, response"),
         (lambda response, topic: 0.0, r"'topic'.*the rows' columns letter"),
         ("mine.py", "a reward is a str: give a function, or a dict"),
         ({"function": Bonus(threading.Lock())}, "cannot be sent to its process.*pickle"),

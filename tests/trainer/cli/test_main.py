@@ -14,6 +14,7 @@ import pytest
 from tests.forked import run_program
 from trainer import main_ppo
 from trainer.cli import main
+from verl_like.errors import RewardError, WaitTimeoutError
 
 COMMAND = Path(sys.executable).parent / "verl-like"
 
@@ -119,9 +120,12 @@ def test_a_config_that_cannot_work_ends_with_one_line(decoys: Path) -> None:
             "",
         ),
         (KeyboardInterrupt(), 130, "stopped; the same command goes on from the last checkpoint"),
+        (WaitTimeoutError("the driver waited"), "error: the driver waited", ""),
+        (RewardError("no score"), "error: no score", ""),
+        (ZeroDivisionError("in the user's code"), 1, "ZeroDivisionError: in the user's code"),
     ],
 )
-def test_a_full_disk_and_ctrl_c_end_with_one_line(
+def test_a_run_that_fails_ends_without_hydras_words(
     raised: BaseException,
     code: int | str,
     said: str,
@@ -141,7 +145,9 @@ def test_a_full_disk_and_ctrl_c_end_with_one_line(
     with pytest.raises(SystemExit) as ended:
         main_ppo.main()
     assert str(ended.value.code).startswith(str(code))
-    assert said in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Error executing job" not in err
 
 
 def test_tab_completes_keys(decoys: Path) -> None:

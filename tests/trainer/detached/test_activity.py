@@ -33,9 +33,9 @@ def seen(clock: Clock) -> Activity:
 
 def test_the_seconds_of_a_role_add_up_to_the_wall(seen: Activity, clock: Clock) -> None:
     maker = seen.of("maker 0")
-    clock.now += 1  # outside all blocks
     with maker.busy("generate"):
         clock.now += 4
+    clock.now += 1  # outside all blocks
     with maker.waiting("the buffer to have room"):
         clock.now += 2
     with maker.syncing("weights of version 1"):
@@ -43,11 +43,17 @@ def test_the_seconds_of_a_role_add_up_to_the_wall(seen: Activity, clock: Clock) 
         assert seen.seconds() == {"maker 0": {"busy": 4, "waiting": 3, "syncing": 0.5}}
 
 
-def test_a_role_has_waited_before_it_is_first_named(seen: Activity, clock: Clock) -> None:
-    clock.now += 5
+def test_the_wall_begins_with_the_first_block_of_any_role(seen: Activity, clock: Clock) -> None:
+    seen.of("maker 0")
+    clock.now += 9  # models are loaded
+    assert seen.seconds() == {"maker 0": {"busy": 0, "waiting": 0, "syncing": 0}}
+    with seen.of("trainer").busy("train"):
+        clock.now += 5
     with seen.of("maker 1").busy("generate"):
         clock.now += 1
-    assert seen.seconds()["maker 1"] == {"busy": 1, "waiting": 5, "syncing": 0}
+    found = seen.seconds()
+    assert found["maker 0"] == {"busy": 0, "waiting": 6, "syncing": 0}
+    assert found["maker 1"] == {"busy": 1, "waiting": 5, "syncing": 0}
 
 
 def test_a_block_in_a_block_interrupts_it(seen: Activity, clock: Clock) -> None:
@@ -115,9 +121,31 @@ def test_who_waits_names_the_longest_wait_first(seen: Activity, clock: Clock) ->
     assert "trainer has waited 1.0 s for something to do" in seen.who_waits()
 
 
+def test_who_looks_again_in_a_loop_has_waited_all_the_time(seen: Activity, clock: Clock) -> None:
+    for queued in range(5):
+        with seen.of("maker 0").waiting(f"room: {queued} samples are queued"):
+            clock.now += 1
+            lines = seen.who_waits()
+    assert lines == ["maker 0 has waited 5.0 s for room: 4 samples are queued"]
+    clock.now += 1
+    with seen.of("maker 0").waiting("weights of version 2"):
+        assert seen.who_waits() == ["maker 0 has waited 0.0 s for weights of version 2"]
+
+
+def test_moments_are_drawn_as_part_of_what_was_before(seen: Activity, clock: Clock) -> None:
+    with seen.of("trainer").busy("train"):
+        for _ in range(3):
+            clock.now += 2**-14
+            with seen.of("trainer").waiting("samples"):
+                clock.now += 1
+    assert [interval.what for interval in seen.intervals()["trainer"]] == ["train", "samples"]
+    assert seen.seconds()["trainer"]["busy"] == 3 * 2**-14
+
+
 def test_intervals_follow_each_other_without_a_gap(seen: Activity, clock: Clock) -> None:
     trainer = seen.of("trainer")
-    clock.now += 1
+    with trainer.waiting("samples"):
+        clock.now += 1
     for _ in range(2):
         with trainer.busy("update"):
             clock.now += 1
@@ -127,7 +155,7 @@ def test_intervals_follow_each_other_without_a_gap(seen: Activity, clock: Clock)
         clock.now += 1
     found = seen.intervals()["trainer"]
     assert found == [
-        (0, 1, "waiting", "something to do"),
+        (0, 1, "waiting", "samples"),
         (1, 5, "busy", "update"),  # nothing was between the two
         (5, 6, "syncing", "weights of version 1"),
     ]

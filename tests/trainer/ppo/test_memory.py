@@ -9,8 +9,9 @@ import pytest
 
 from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
 from trainer.cli.explain import explain
+from trainer.memory import GIB, pool_bytes
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.memory import GIB, check_memory, pool_bytes, role_memories, tokens_at_once
+from trainer.ppo.memory import check_memory, role_memories, tokens_at_once
 from trainer.ppo.preflight import preflight
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError

@@ -84,8 +84,8 @@ def buckets_through(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any])
     """What the sender makes of its buckets of at most 100 bytes is `change` of them."""
     buckets = weight_channel.Channel._buckets
 
-    def changed(channel: Any, tensors: Any, limit: int, hashes: Any) -> Any:
-        made = buckets(channel, tensors, 100, hashes)
+    def changed(channel: Any, tensors: Any, limit: int, *known: Any) -> Any:
+        made = buckets(channel, tensors, 100, *known)
         return iter(change([(held, payload.clone()) for held, payload in made]))
 
     monkeypatch.setattr(weight_channel.Channel, "_buckets", changed)

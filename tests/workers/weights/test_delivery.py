@@ -25,6 +25,7 @@ from tests.workers.stand_ins import (
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from verl_like.process.worker import Worker
+from workers.weights import delivery
 from workers.weights import snapshot as weight_snapshot
 from workers.weights.checksum import Hashing, checksum_of
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
@@ -58,7 +59,7 @@ def test_a_sync_and_a_delivery_do_not_disturb_each_other(actor: Group) -> None:
     published = checksums(actor)[0]
     train(actor)
     late, synced = Group([Receiver()]), Group([Receiver()])
-    address = actor.open_delivery(1)[0]
+    address, _ = actor.open_delivery(1)[0]
     sync_weights(actor, synced, 2)
     delivered = actor.deliver_weights.remote(address, 1, 16.0)
     assert late.receive_weights(address, 1)[0].error is None
@@ -70,13 +71,15 @@ def test_a_sync_and_a_delivery_do_not_disturb_each_other(actor: Group) -> None:
 def test_a_version_that_is_no_longer_held_is_refused_by_name_of_the_one_that_is(
     actor: Group, rollout: Group
 ) -> None:
-    with pytest.raises(WeightSyncError, match="actor rank 0 has published no version, so 1 cannot"):
+    with pytest.raises(WeightSyncError, match="actor rank 0 has published no version of its"):
         deliver_weights(actor, rollout, 1)
     for version in (1, 2):
         publish_weights(actor, version)
     with pytest.raises(WeightSyncError, match="version 1 is not there .* that is held is 2"):
         deliver_weights(actor, rollout, 1)
     assert versions(rollout) == [None, None]
+    assert deliver_weights(actor, rollout)["training/weight_version"] == 2.0
+    assert versions(rollout) == [2, 2]
 
 
 def test_makers_may_get_their_weights_from_different_ranks(actor: Group) -> None:
@@ -117,14 +120,22 @@ def test_a_rank_that_does_not_come_is_named_and_its_version_let_go(
     assert all(held.num_readers == 0 for held in actor.workers[0]._snapshots._both)
 
 
-def test_the_share_of_tensors_that_changed_is_told(actor: Group) -> None:
-    assert publish_weights(actor, 0)["training/weights_changed_share"] == 1.0
-    assert publish_weights(actor, 1)["training/weights_changed_share"] == 0.0
+def test_the_share_of_tensors_that_changed_is_told_and_none_is_warned_of_once(
+    actor: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    share = "training/weights_changed_share"
+    delivery._warn_of_weights_that_stand_still.cache_clear()
+    assert share not in publish_weights(actor, 0)
+    assert share not in publish_weights(actor, 0)
+    assert not caplog.messages
+    assert publish_weights(actor, 1)[share] == publish_weights(actor, 2)[share] == 0.0
+    assert [text[:47] for text in caplog.messages] == [
+        "A new version of the weights is bit for bit the"
+    ]
     with torch.no_grad():
         actor.workers[0].engine.module.scale += 1
     num_tensors = len(list(actor.workers[0].engine.module.named_parameters()))
-    found = publish_weights(actor, 2)["training/weights_changed_share"]
-    assert found == pytest.approx(1 / num_tensors)
+    assert publish_weights(actor, 3)[share] == pytest.approx(1 / num_tensors)
 
 
 # -------------------------------------------------------------------------------- the two snapshots
@@ -235,8 +246,8 @@ def test_two_makers_hold_the_published_version_while_the_actor_learns(
                     threads.submit(deliver_weights, trainer, maker, version) for maker in makers
                 ]
                 assert trainer.learn(2).get() == [True]
-                for delivery in deliveries:
-                    assert delivery.result()["training/weight_version"] == version
+                for under_way in deliveries:
+                    assert under_way.result()["training/weight_version"] == version
             assert trainer.published_checksum(version) == [published]
             for maker in makers:
                 assert set(maker.weights_checksum()) == {published}

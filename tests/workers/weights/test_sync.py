@@ -67,7 +67,7 @@ def test_processes_have_equal_weights_after_each_version() -> None:
 
 
 def sharded_actor_and_lonely_rollout(
-    tiny_dir: Path, folder: Path, fsdp_size: int, lora_rank: int
+    tiny_dir: Path, folder: Path, fsdp_size: int, lora_rank: int, sync: str
 ) -> list[Any]:
     """All ranks but the last train one sharded actor, the last is a rollout in a pool of its own.
 
@@ -81,6 +81,7 @@ def sharded_actor_and_lonely_rollout(
     )
     config = tiny_config(tiny_dir, ppo_mini_batch_size=12)
     config.actor_rollout_ref.model.lora_rank = lora_rank
+    config.actor_rollout_ref.rollout.sync = sync
     config.actor_rollout_ref.actor.fsdp_config.fsdp_size = fsdp_size
     found = []
     for version in range(5):
@@ -108,11 +109,14 @@ def sharded_actor_and_lonely_rollout(
     return found
 
 
-@pytest.mark.parametrize(("world", "fsdp_size", "lora_rank"), [(4, -1, 4), (5, 2, 0)])
+@pytest.mark.parametrize(
+    ("world", "fsdp_size", "lora_rank", "sync"),
+    [(4, -1, 4, "full"), (3, -1, 4, "changed"), (5, 2, 0, "full")],
+)
 def test_a_sharded_actor_fills_a_rollout_in_another_pool(
-    tiny_dir: Path, tmp_path: Path, world: int, fsdp_size: int, lora_rank: int
+    tiny_dir: Path, tmp_path: Path, world: int, fsdp_size: int, lora_rank: int, sync: str
 ) -> None:
-    arguments = (str(tiny_dir), str(tmp_path / "actor"), fsdp_size, lora_rank)
+    arguments = (str(tiny_dir), str(tmp_path / "actor"), fsdp_size, lora_rank, sync)
     results = run(world, sharded_actor_and_lonely_rollout, *arguments)
     assert results == [results[0]] * world
     assert [error for error, _ in results[0]] == [None] * 5

@@ -1,0 +1,144 @@
+"""What a comparison says of runs: their settings, their ends, their times, on one axis."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from tests.trainer.report.report_runs import make_run
+from trainer.cli import compare as command
+from trainer.compare import tables
+from trainer.compare.page import write_comparison
+from trainer.compare.results import best_of, end_of
+from trainer.compare.runs import groups_by_seed, read_runs
+from trainer.compare.text import comparison_text
+from verl_like.errors import ConfigError
+
+NAMED = {"trainer": {"experiment_name": "x", "seed": 1}, "optim": {"lr": 1e-3}}
+
+
+def run_of(folder: Path, values: Mapping[str, list[float]], **changed: Any) -> Path:
+    """A run folder with these metrics, a value a step, and `NAMED` with these sections."""
+    folder.mkdir(parents=True)
+    config = OmegaConf.merge(NAMED, changed, {"trainer": {"experiment_name": folder.name}})
+    OmegaConf.save(config, folder / "config.yaml")
+    steps = zip(*values.values(), strict=True)
+    lines = [{"step": n, **dict(zip(values, v, strict=True))} for n, v in enumerate(steps, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Path]:
+    """Two seeds of one run, and one with another learning rate that failed."""
+    rise = [float(step) for step in range(20)]
+    first = run_of(tmp_path / "a", {"critic/score/mean": rise})
+    other_seed = [value + 2 for value in rise]
+    second = run_of(tmp_path / "b", {"critic/score/mean": other_seed}, trainer={"seed": 2})
+    third = run_of(tmp_path / "c", {"critic/score/mean": rise}, optim={"lr": 0.1})
+    (third / "failure.txt").write_text("Traceback\n  line\nValueError: too large")
+    return [first, second, third]
+
+
+def test_keys_that_differ_are_listed_and_names_are_not(three: list[Path]) -> None:
+    assert tables.differences(read_runs(three)) == [
+        ["key", "a", "b", "c"],
+        ["trainer.seed", "1", "2", "1"],
+        ["optim.lr", "0.001", "0.001", "0.1"],
+    ]
+
+
+def test_runs_that_differ_in_their_seed_share_a_column_with_mean_and_deviation(
+    three: list[Path],
+) -> None:
+    runs = read_runs(three)
+    assert {name: len(group) for name, group in groups_by_seed(runs).items()} == {"a": 2, "c": 1}
+    heading, row = tables.results(runs)
+    assert heading == ["metric", "a (2 seeds)", "best", "c", "best"]
+    ends = np.asarray([np.mean([18, 19]), np.mean([20, 21])])
+    assert row == [
+        "critic/score/mean",
+        f"{ends.mean():.4g} ± {ends.std(ddof=1):.2g}",
+        "20 ± 1.4",
+        "18.5",
+        "19",
+    ]
+
+
+def test_how_each_run_ended_is_said(three: list[Path]) -> None:
+    outcomes = [row[-1] for row in tables.overview(read_runs(three))[1:]]
+    assert outcomes == ["no failure", "no failure", "failed: ValueError: too large"]
+
+
+def test_the_best_loss_is_the_lowest_and_a_policy_loss_has_no_best(tmp_path: Path) -> None:
+    values = {"loss": [3.0, 1.0, 2.0], "actor/pg_loss": [3.0, 1.0, 2.0], "nan": [1.0, 2.0, 3.0]}
+    values["nan"][2] = float("nan")
+    runs = read_runs([run_of(tmp_path / name, values) for name in "ab"])
+    best, end = best_of(runs[:1], "loss"), end_of(runs[:1], "nan")
+    assert best is not None
+    assert end is not None
+    assert (best.mean, best.deviation, end.mean) == (1.0, None, 2.0)
+    assert best_of(runs, "actor/pg_loss") is None
+
+
+def test_runs_of_two_recipes_show_the_metrics_of_both(tmp_path: Path) -> None:
+    first = run_of(tmp_path / "a", {"critic/score/mean": [1.0]})
+    second = run_of(tmp_path / "b", {"loss": [2.0]})
+    names = [row[0] for row in tables.results(read_runs([first, second]))]
+    assert names == ["metric", "critic/score/mean", "loss"]
+
+
+def test_times_and_placements_stand_beside_each_other(tmp_path: Path) -> None:
+    runs = read_runs([make_run(tmp_path / name, 3) for name in "ab"])
+    rows = tables.phases(runs)
+    assert rows[0] == ["phase", "a", "b"]
+    assert ["gen", "0.300 s, 30.0 %", "0.300 s, 30.0 %"] in rows
+    ((names, placement),) = tables.placements(runs)
+    assert names == "a, b"
+    assert "critic_pool" in placement[2]
+
+
+@pytest.mark.usefixtures("figures")
+def test_a_curve_of_every_run_is_on_the_page(three: list[Path], tmp_path: Path) -> None:
+    runs = read_runs(three[:2])
+    page = write_comparison(runs, tmp_path / "out" / "page.html").read_text()
+    assert re.findall(r'data-figure="([^"]+)"', page) == ["critic/score/mean"]
+    (svg,) = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert {">a<", ">b<"} <= set(re.findall(r">[ab]<", svg))
+    page = re.sub(r'xmlns(:xlink)?="[^"]*"|<!DOCTYPE[^>]*>', "", page)
+    assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', page) == []
+
+
+@pytest.mark.usefixtures("figures")
+def test_two_runs_of_1000_steps_take_five_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(make_run(tmp_path / name, 1000)) for name in "ab"]
+    monkeypatch.chdir(tmp_path)
+    began = time.process_time()
+    command.main(folders)
+    assert time.process_time() - began < 5
+    assert capsys.readouterr().out.endswith("comparison: comparison.html\n")
+
+
+def test_no_line_is_wider_than_the_terminal(three: list[Path]) -> None:
+    text = comparison_text(read_runs(three), 40)
+    assert max(map(len, text.splitlines())) <= 40
+
+
+def test_one_run_or_no_run_is_refused(three: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs two run folders or more; there is 1"):
+        read_runs([three[0], f"{three[0]}/"])
+    with pytest.raises(ConfigError, match="has no metrics.jsonl.*Run folders in it"):
+        read_runs([three[0], tmp_path])
+    (three[1] / "config.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="config.yaml cannot be read as a run's configuration"):
+        read_runs(three)

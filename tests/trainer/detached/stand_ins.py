@@ -1,0 +1,81 @@
+"""A loader of numbered prompts, and a buffer on it, for tests without models."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.data.prompts import as_objects
+from trainer.detached.activity import Activity
+from trainer.detached.buffer import BufferSettings, ExperienceBuffer, Order
+from trainer.detached.experience import Experience
+from trainer.detached.ledger import Ledger
+from trainer.detached.pacing import Pacing
+from trainer.detached.pieces import PieceStream
+from trainer.detached.samplers import SAMPLERS
+from verl_like.batch.protocol import DataProto
+
+
+class NumberedPrompts:
+    """Batches of `size` prompts, `num_batches` of them; prompt 5 of the run has the uid "5"."""
+
+    def __init__(self, size: int = 4, num_batches: int | None = None) -> None:
+        self.size, self.num_batches = size, num_batches
+
+    def num_prompts(self, number: int) -> int:
+        is_there = self.num_batches is None or number < self.num_batches
+        return self.size if is_there else 0
+
+    def batch(self, number: int) -> DataProto:
+        first = number * self.size
+        uids = [str(first + place) for place in range(self.size)]
+        tensors = {"input_ids": torch.arange(first, first + self.size)[:, None]}
+        return DataProto.from_dict(tensors, {"uid": as_objects(uids)})
+
+
+def make_buffer(
+    *,
+    piece: int = 2,
+    batch: int = 4,
+    samples: int = 1,
+    max_staleness: int = 1,
+    sampler: str = "in_order",
+    limit: int = 1000,
+    evicts: bool = False,
+    num_batches: int | None = None,
+    window: int | None = None,
+) -> ExperienceBuffer:
+    """A buffer of an unlimited run, at version 1 of the weights."""
+    stream = PieceStream(NumberedPrompts(batch, num_batches), piece, samples)
+    pacing = Pacing(max_staleness, batch * samples)
+    settings = BufferSettings(limit, evicts, seed=1, window=window)
+    chosen = SAMPLERS.look_up(sampler)()
+    buffer = ExperienceBuffer(stream, pacing, chosen, settings, Ledger(), Activity())
+    buffer.publish(1)
+    return buffer
+
+
+def begin(buffer: ExperienceBuffer, maker: int = 0, version: int | None = None) -> Order:
+    """What the maker is given, which must be something."""
+    order = buffer.begin(maker, buffer.version if version is None else version)
+    assert order is not None
+    return order
+
+
+def finish(buffer: ExperienceBuffer, order: Order, maker: int = 0) -> Experience:
+    """The order is made, and queued."""
+    experience = Experience(order.piece, maker, order.version, order.uids, order.prompts)
+    buffer.put(experience)
+    return experience
+
+
+def may_begin(buffer: ExperienceBuffer, maker: int = 0, version: int | None = None) -> bool:
+    """Whether there is room for a maker's next piece at this moment."""
+    held = buffer.version if version is None else version
+    return buffer._next_piece(maker, held) is not None
+
+
+def train(buffer: ExperienceBuffer, taken: list[Experience], version: int) -> None:
+    """All of it was trained on by rank 0."""
+    rows = {uid: [(0, one.version)] for one in taken for uid in one.uids}
+    buffer.trained(rows)
+    buffer.publish(version)

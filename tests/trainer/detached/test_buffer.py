@@ -1,0 +1,228 @@
+"""Makers wait for room and never make what could become too old; the trainer waits for a batch."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from tests.trainer.detached.stand_ins import begin, finish, make_buffer, may_begin, train
+from trainer.detached.buffer import EndOfSamples, ExperienceBuffer, StalledError
+from trainer.detached.ledger import IN_FLIGHT, QUEUED
+
+
+def test_makers_run_ahead_as_far_as_staleness_allows_and_no_further() -> None:
+    buffer = make_buffer(max_staleness=1)
+    for _ in range(2):  # one batch of 4 prompts in pieces of 2
+        finish(buffer, begin(buffer))
+    assert not may_begin(buffer)
+    assert buffer.depth == 4
+
+
+def test_a_synchronous_run_makes_nothing_before_it_is_asked() -> None:
+    buffer = make_buffer(max_staleness=0)
+    assert not may_begin(buffer)
+
+    taken: list[str] = []
+    trainer = threading.Thread(
+        target=lambda: taken.extend(uid for one in buffer.take(4) for uid in one.uids)
+    )
+    buffer.join(0)
+    trainer.start()
+    for _ in range(2):
+        finish(buffer, begin(buffer))
+    trainer.join(5)
+    assert taken == ["0", "1", "2", "3"]
+    assert not may_begin(buffer)
+
+
+def test_a_maker_with_old_weights_may_make_less() -> None:
+    buffer = make_buffer(max_staleness=1)
+    buffer.publish(2)
+    assert may_begin(buffer, version=2)
+    assert not may_begin(buffer, version=1)
+
+
+def test_the_limit_counts_what_is_queued_and_what_is_being_made() -> None:
+    buffer = make_buffer(max_staleness=4, limit=6)
+    finish(buffer, begin(buffer))
+    begin(buffer)
+    begin(buffer)
+    assert not may_begin(buffer)
+
+
+def test_a_full_buffer_that_evicts_keeps_the_newest() -> None:
+    buffer = make_buffer(max_staleness=4, limit=4, evicts=True)
+    for _ in range(3):
+        finish(buffer, begin(buffer))
+    assert [one.uids for one in buffer.ready] == [["2", "3"], ["4", "5"]]
+    assert buffer.ledger.makers[0].dropped == {"pushed out of the full buffer": 2}
+    buffer.ledger.check()
+
+
+def test_what_a_lost_maker_was_making_comes_next_for_the_others() -> None:
+    buffer = make_buffer(max_staleness=4)
+    lost, kept = begin(buffer, maker=0), begin(buffer, maker=1)
+    assert buffer.lost(0) == [lost.piece]
+    again = begin(buffer, maker=1)
+    assert again.uids == lost.uids
+    finish(buffer, kept, maker=1)
+    finish(buffer, again, maker=1)
+    assert [one.piece.number for one in buffer.take(4)] == [0, 1]
+    assert buffer.ledger.makers[0].dropped == {"lost with its maker": 2}
+    buffer.ledger.check()
+
+
+def test_clear_throws_away_what_is_queued_and_keeps_the_limit() -> None:
+    buffer = make_buffer(max_staleness=1, limit=4)
+    finish(buffer, begin(buffer))
+    buffer.clear("asked for")
+    assert buffer.depth == 0
+    assert buffer.ledger.makers[0].dropped == {"asked for": 2}
+    finish(buffer, begin(buffer))
+    finish(buffer, begin(buffer))
+    assert not may_begin(buffer)
+
+
+def test_prompts_that_end_end_the_taking_with_what_is_left() -> None:
+    buffer = make_buffer(num_batches=1, piece=4)
+    finish(buffer, begin(buffer))
+    assert len(buffer.take(4)) == 1
+    with pytest.raises(EndOfSamples, match="0 samples are left, a batch has 4"):
+        buffer.take(4)
+
+
+def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
+    buffer = make_buffer(limit=2, max_staleness=1, piece=2)
+    makers = threading.Thread(target=lambda: [finish(buffer, begin(buffer)), buffer.begin(0, 1)])
+    buffer.join(0)
+    makers.start()
+    with pytest.raises(StalledError, match=r"waits for 4 samples, 2 are queued.*maker 0.*room"):
+        buffer.take(4)
+    buffer.close()
+    makers.join(5)
+
+
+def test_without_a_maker_the_trainer_does_not_wait() -> None:
+    with pytest.raises(StalledError, match="there is no maker left"):
+        make_buffer().take(4)
+
+
+def test_a_makers_error_is_the_trainers() -> None:
+    buffer = make_buffer()
+    buffer.join(0)
+    buffer.leave(0, ValueError("no such model"))
+    with pytest.raises(ValueError, match="no such model"):
+        buffer.take(4)
+
+
+def test_a_pause_waits_for_what_is_being_made_and_begins_nothing() -> None:
+    buffer = make_buffer(max_staleness=4)
+    buffer.join(0)
+    order = begin(buffer)
+    threading.Timer(0.05, lambda: finish(buffer, order)).start()
+    with buffer.paused(5):
+        assert buffer.in_flight() == []
+        maker = threading.Thread(target=lambda: finish(buffer, begin(buffer)))
+        maker.start()
+        time.sleep(0.05)
+        assert buffer.in_flight() == []
+    maker.join(5)
+    assert buffer.depth == 4
+
+
+@pytest.mark.parametrize("sampler", ["in_order", "ready_first", "random"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_no_sample_is_trained_on_too_late_whatever_the_makers_do(
+    sampler: str, max_staleness: int
+) -> None:
+    buffer = make_buffer(max_staleness=max_staleness, sampler=sampler, samples=1)
+    threads = [threading.Thread(target=_make, args=(buffer, maker)) for maker in range(3)]
+    for maker, thread in enumerate(threads):
+        buffer.join(maker)
+        thread.start()
+    try:
+        seen: list[str] = []
+        for version in range(1, 25):
+            taken = buffer.take(4)
+            assert all(version - one.version <= max_staleness for one in taken)
+            seen += [uid for one in taken for uid in one.uids]
+            train(buffer, taken, version + 1)
+    finally:
+        buffer.close()
+        for thread in threads:
+            thread.join(5)
+    assert len(set(seen)) == len(seen) == 24 * 4
+    assert sum(account.dropped.total() for account in buffer.ledger.makers.values()) == 0
+    if sampler == "in_order":
+        assert seen == [str(number) for number in range(24 * 4)]
+
+
+def _make(buffer: ExperienceBuffer, maker: int) -> None:
+    """A maker of uneven speed, which takes newer weights as it sees them."""
+    pace = random.Random(maker)
+    while not buffer.is_closed:
+        order = buffer.begin(maker, buffer.version)
+        if order is not None:
+            time.sleep(pace.random() * 0.004 * (1 + 4 * maker))
+            finish(buffer, order, maker)
+
+
+def test_samples_outside_the_window_are_dropped_and_made_up_for() -> None:
+    buffer = make_buffer(max_staleness=3, sampler="version_window", window=1)
+    old = finish(buffer, begin(buffer))
+    buffer.publish(3)
+    young = [finish(buffer, begin(buffer)) for _ in range(2)]
+    assert buffer.take(4) == young
+    assert buffer.ledger.makers[0].dropped == {"older than 1 versions": old.num_samples}
+
+
+def test_a_random_batch_is_the_same_for_the_same_seed_and_takes_no_sample_twice() -> None:
+    def drawn() -> list[list[int]]:
+        buffer = make_buffer(max_staleness=5, sampler="random")
+        for _ in range(8):
+            finish(buffer, begin(buffer))
+        return [[one.piece.number for one in buffer.take(4)] for _ in range(4)]
+
+    first = drawn()
+    assert first == drawn()
+    assert sorted(number for batch in first for number in batch) == list(range(8))
+    assert first != [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_states_of_the_books_follow_a_sample() -> None:
+    buffer = make_buffer()
+    order = begin(buffer)
+    assert buffer.ledger.uids(IN_FLIGHT) == ["0", "1"]
+    finish(buffer, order)
+    assert buffer.ledger.uids(QUEUED) == ["0", "1"]
+
+
+def test_a_resumed_buffer_makes_again_what_was_open() -> None:
+    state, queued = buffer_of_three_pieces().state_dict()
+    resumed = make_buffer(max_staleness=4)
+    resumed.load_state_dict(state, [one.piece for one in queued], [])
+    assert [begin(resumed).uids[0] for _ in range(4)] == ["0", "2", "4", "6"]
+    assert resumed.ledger.makers[0].dropped == {"made again after a resume": 6}
+    resumed.ledger.check()
+
+
+def test_a_resumed_buffer_may_keep_what_was_queued() -> None:
+    state, queued = buffer_of_three_pieces().state_dict()
+    resumed = make_buffer(max_staleness=4)
+    resumed.load_state_dict(state, [], queued)
+    assert [begin(resumed).uids[0] for _ in range(2)] == ["2", "6"]
+    assert resumed.depth == 4
+    assert resumed.ledger.makers[0].dropped == {"made again after a resume": 2}
+    resumed.ledger.check()
+
+
+def buffer_of_three_pieces() -> ExperienceBuffer:
+    """Pieces 0 and 2 are queued, piece 1 is being made."""
+    buffer = make_buffer(max_staleness=4)
+    orders = [begin(buffer) for _ in range(3)]
+    finish(buffer, orders[0])
+    finish(buffer, orders[2])
+    return buffer

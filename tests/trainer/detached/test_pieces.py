@@ -1,0 +1,57 @@
+"""Prompts go out in order, each once, to makers that may make them."""
+
+from __future__ import annotations
+
+from tests.trainer.detached.stand_ins import NumberedPrompts
+from trainer.detached.pieces import Piece, PieceStream
+
+
+def uids(stream: PieceStream, piece: Piece) -> list[str]:
+    return list(stream.prompts(piece).non_tensor_batch["uid"])
+
+
+def next_of(stream: PieceStream, maker: int = 0) -> Piece:
+    piece = stream.offer(maker)
+    assert piece is not None
+    stream.hand_out(piece)
+    return piece
+
+
+def test_a_batch_is_cut_in_the_order_of_its_prompts() -> None:
+    stream = PieceStream(NumberedPrompts(5), prompts_per_piece=2, samples_per_prompt=3)
+    pieces = [next_of(stream) for _ in range(4)]
+    assert [uids(stream, piece) for piece in pieces] == [["0", "1"], ["2", "3"], ["4"], ["5", "6"]]
+    assert [piece.num_samples for piece in pieces] == [6, 6, 3, 6]
+
+
+def test_a_piece_handed_back_is_the_next_to_go_out() -> None:
+    stream = PieceStream(NumberedPrompts(), 2, 1)
+    first, second = next_of(stream), next_of(stream)
+    stream.hand_back([second, first])
+    assert [next_of(stream), next_of(stream)] == [first, second]
+    assert next_of(stream).number == 2
+
+
+def test_makers_of_one_rank_get_its_part_of_every_batch() -> None:
+    stream = PieceStream(NumberedPrompts(4), 2, 1, ranks=(0, 1), makers_of=lambda rank: [rank])
+    of_rank_1 = [next_of(stream, maker=1) for _ in range(2)]
+    assert [uids(stream, piece) for piece in of_rank_1] == [["2", "3"], ["6", "7"]]
+    assert stream.waiting_before(of_rank_1[1]) == 4  # both parts of rank 0
+    assert uids(stream, next_of(stream, maker=0)) == ["0", "1"]
+
+
+def test_prompts_that_end_give_nothing_more() -> None:
+    stream = PieceStream(NumberedPrompts(2, num_batches=1), 2, 1)
+    assert uids(stream, next_of(stream)) == ["0", "1"]
+    assert stream.has_ended
+    assert stream.offer(0) is None
+
+
+def test_a_resumed_stream_goes_on_with_what_was_open_first() -> None:
+    stream = PieceStream(NumberedPrompts(4), 2, 1)
+    pieces = [next_of(stream) for _ in range(3)]
+    state = stream.state_dict([pieces[2], pieces[0]])
+
+    resumed = PieceStream(NumberedPrompts(4), 2, 1)
+    resumed.load_state_dict(state)
+    assert [next_of(resumed).number for _ in range(4)] == [0, 2, 3, 4]

@@ -1,0 +1,194 @@
+"""Detached runs on the tiny model: staleness 0 is the synchronous run, and no sample is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import calls, lines, numbers, overrides
+from trainer import load_config, run
+from trainer.detached.recipe import DETACHED
+from verl_like.errors import ConfigError
+
+LOCAL = "trainer.backend=local"
+
+
+def detached(tiny: Path, folder: Path, *more: str) -> Path:
+    """The folder of a detached run of three steps."""
+    run(load_config(overrides(tiny, folder, LOCAL, *more), DETACHED))
+    return folder
+
+
+def shared_numbers(folder: Path) -> list[dict[str, float]]:
+    """Every number of a run that the clock does not decide and that PPO has.
+
+    Without the version's number: PPO gives one to the averaged weights of a validation, too.
+    """
+    own = ("detached/", "training/weights_changed_share", "training/weight_version")
+    return [
+        {name: value for name, value in line.items() if not name.startswith(own)}
+        for line in numbers(folder)
+    ]
+
+
+def books(folder: Path) -> dict[str, Any]:
+    ledger: dict[str, Any] = json.loads((folder / "detached.json").read_text())["ledger"]
+    return ledger
+
+
+VALIDATED = ("trainer.test_freq=1", "actor_rollout_ref.actor.ema_decay=0.5")
+
+
+@pytest.mark.parametrize(
+    ("settings", "makers"),
+    [
+        ((), "1m1t"),
+        ((), "2m1t"),
+        (("actor_rollout_ref.rollout.name=hf",), "1m1t"),
+        (("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"), "2m1t"),
+        ((*VALIDATED, "data.val_files={tiny}/val.parquet"), "1m1t"),
+    ],
+    ids=["native", "two_makers", "hf", "dynamic_sampling", "validation"],
+)
+def test_staleness_0_is_the_synchronous_run_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path, settings: tuple[str, ...], makers: str
+) -> None:
+    more = [setting.format(tiny=tiny_dir) for setting in settings]
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
+    ours = (f"detached.topology={makers}", "detached.max_staleness=0")
+    folder = detached(tiny_dir, tmp_path / "detached", *more, *ours)
+    assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+
+
+def test_adapters_are_trained_as_in_the_synchronous_run(tiny_dir: Path, tmp_path: Path) -> None:
+    more = ("actor_rollout_ref.model.lora_rank=2", "trainer.total_training_steps=2")
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
+    ours = (*more, "detached.makers=2", "detached.max_staleness=0")
+    folder = detached(tiny_dir, tmp_path / "detached", *ours)
+    for line, expected in zip(lines(folder), lines(tmp_path / "plain"), strict=True):
+        for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
+            # a maker of its own generates with merged weights, which round otherwise
+            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7)
+
+
+@pytest.fixture(scope="module")
+def ahead(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of one version's staleness, by two makers."""
+    folder = tmp_path_factory.mktemp("detached")
+    more = ("detached.makers=2", "trainer.total_training_steps=6")
+    return detached(tiny_dir, folder, "detached.max_staleness=1", *more)
+
+
+def test_makers_run_ahead_by_the_versions_that_are_allowed(ahead: Path) -> None:
+    ages = [line["detached/staleness/max"] for line in lines(ahead)]
+    assert ages[0] == 0
+    assert max(ages) == 1
+
+
+def test_every_sample_that_was_made_was_trained_on(ahead: Path) -> None:
+    kept = books(ahead)
+    rows = kept["makers"].values()
+    assert sum(row["made"] for row in rows) == 6 * 16
+    assert all(row["made"] == row["trained"] for row in rows)
+    assert kept["trainers"] == {"0": 6 * 16}
+    assert sum(kept["staleness"].values()) == 6 * 16
+
+
+def test_every_prompt_of_the_synchronous_run_is_trained_on_once(ahead: Path) -> None:
+    uids = []
+    for step in range(1, 7):
+        path = ahead / "rollouts" / f"{step}.jsonl"
+        uids += [json.loads(line)["uid"] for line in path.read_text().splitlines()]
+    assert len(set(uids)) == 6 * 8
+    assert len(uids) == 6 * 16
+
+
+def test_makers_and_trainers_are_processes_of_their_own(ahead: Path) -> None:
+    makers = {event["args"]["pid"] for event in calls(ahead, "generate_sequences")}
+    trainers = {event["args"]["pid"] for event in calls(ahead, "update_actor")}
+    assert len(makers) == 2
+    assert not makers & trainers
+
+
+def test_seconds_of_every_role_add_up_to_the_wall(ahead: Path) -> None:
+    for line in lines(ahead)[1:]:
+        walls = []
+        for role in ("maker_0", "maker_1", "trainer"):
+            states = ("busy", "waiting", "syncing")
+            walls.append(sum(line[f"detached/{role}/{state}_s"] for state in states))
+        assert max(walls) == pytest.approx(min(walls), abs=1e-3)
+
+
+def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_path: Path) -> None:
+    rounds = ("detached.update_steps=2", "detached.train_epochs=2")
+    more = (*rounds, "trainer.total_training_steps=8")
+    folder = detached(tiny_dir, tmp_path, *more)
+    assert books(folder)["makers"]["0"]["made"] == 4 * 16
+    assert [line["training/weight_version"] for line in lines(folder)[3::4]] == [2, 3]
+    texts = [(folder / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 9)]
+    uids = [{json.loads(line)["uid"] for line in text.splitlines()} for text in texts]
+    assert uids[2:4] in (uids[0:2], uids[1::-1])
+    assert not uids[0] & uids[4]
+
+
+def test_a_resumed_synchronous_run_goes_on_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = ("detached.max_staleness=0", "trainer.save_freq=1")
+    whole = detached(tiny_dir, tmp_path / "whole", *settings)
+    part = tmp_path / "part"
+    detached(tiny_dir, part, *settings, "trainer.total_training_steps=2")
+    detached(tiny_dir, part, *settings)
+    assert shared_numbers(part) == shared_numbers(whole)
+
+
+@pytest.mark.parametrize("on_resume", ["regenerate", "restore"])
+def test_a_resumed_run_repeats_no_sample_and_loses_none(
+    tiny_dir: Path, tmp_path: Path, on_resume: str
+) -> None:
+    staleness = ("detached.max_staleness=2", f"detached.on_resume={on_resume}")
+    settings = (*staleness, "detached.makers=2", "trainer.save_freq=1")
+    detached(tiny_dir, tmp_path, *settings, "trainer.total_training_steps=3")
+    detached(tiny_dir, tmp_path, *settings, "trainer.total_training_steps=6")
+    texts = [(tmp_path / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 7)]
+    uids = [json.loads(line)["uid"] for text in texts for line in text.splitlines()]
+    assert len(set(uids)) == 6 * 8
+    assert books(tmp_path)["trainers"] == {"0": 6 * 16}
+
+
+def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    def correction(*more: str) -> tuple[str | None, bool]:
+        config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *more), DETACHED)
+        settings = config.algorithm.rollout_correction
+        return settings.rollout_is, settings.bypass_mode
+
+    assert correction("detached.max_staleness=1") == ("token", False)
+    assert correction("detached.max_staleness=0") == (None, False)
+    assert correction("correction=disabled") == (None, False)
+    assert correction("correction=decoupled_seq_is") == ("sequence", False)
+    assert correction("algorithm.rollout_correction.rollout_is=null") == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["detached.limit=4"], "limit=4 samples hold no batch of 16"),
+        (["detached.prompts_per_piece=3"], "does not divide the 8 prompts.*nearest.*2 and 4"),
+        (["algorithm.adv_estimator=remax"], "remax compares every sample with a greedy answer"),
+        (["role_mapping.rollout=trainer_pool"], "is the pool of .* too; a maker"),
+        (["detached.edges=[[0,3]]"], "names trainer 3"),
+        (["detached.topology=2x"], "topology '2x' is none"),
+        (["detached.when_full=evict_oldest"], "needs a detached.limit"),
+        (["detached.maker_settings.4={name: hf}"], "maker '4'; this run has makers 0 to 0"),
+        (["detached.train_epochs=2", "trainer.save_freq=3"], "Take a multiple of 2"),
+        (["trainer.backend=torchrun"], "makers have pools of their own"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    tiny_dir: Path, tmp_path: Path, settings: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), DETACHED)

@@ -1,0 +1,62 @@
+"""`syncs.jsonl`, a line for every delivery of weights."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.detached.sync_log import SyncLog, resident_bytes
+
+
+def figures(version: int) -> dict[str, float]:
+    """What a delivery of 5 MiB says."""
+    return {
+        "timing_s/weight_sync": 0.25,
+        "perf/weight_sync_hash_s": 0.125,
+        "perf/weight_sync_mb": 5.0,
+        "training/weight_version": float(version),
+    }
+
+
+def test_a_line_says_what_a_delivery_was(tmp_path: Path) -> None:
+    SyncLog(tmp_path).add(1, figures(3))
+    (line,) = map(json.loads, (tmp_path / "syncs.jsonl").read_text().splitlines())
+    assert line.pop("time") > 1.7e9
+    assert line.pop("driver_rss_bytes") > 2**24
+    assert line == {
+        "version": 3,
+        "maker": 1,
+        "seconds": 0.25,
+        "hash_s": 0.125,
+        "bytes": 5 * 2**20,
+    }
+
+
+def test_makers_write_whole_lines_and_a_resumed_run_adds_to_them(tmp_path: Path) -> None:
+    SyncLog(tmp_path).add(0, figures(0))
+    log = SyncLog(tmp_path)
+
+    def deliver(maker: int) -> None:
+        for version in range(20):
+            log.add(maker, figures(version))
+
+    threads = [threading.Thread(target=deliver, args=(maker,)) for maker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = [json.loads(line) for line in (tmp_path / "syncs.jsonl").read_text().splitlines()]
+    assert len(lines) == 1 + 4 * 20
+
+
+def test_resident_memory_grows_with_what_is_held() -> None:
+    before = resident_bytes()
+    held = torch.ones(2**24)  # 64 MiB
+    after = resident_bytes()
+    if before is None or after is None:
+        pytest.skip("this system does not say")
+    assert after - before > 0.8 * held.nbytes

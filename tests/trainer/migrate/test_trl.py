@@ -1,0 +1,167 @@
+"""TRL's commands and YAMLs: each becomes a configuration that composes, and no field is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config.compose import load_config
+from trainer.migrate.systems import RECIPES, migrate
+from trainer.migrate.translation import Translation
+from trainer.migrate.trl.flags import (
+    ABSENT,
+    ABSENT_IN,
+    ALWAYS,
+    DEFAULTS,
+    DEFAULTS_IN,
+    RENAMED,
+    RENAMED_IN,
+    TOGETHER,
+    TOGETHER_IN,
+)
+from trainer.migrate.trl.translate import translate
+from verl_like.errors import ConfigError
+
+FIELDS = Path(__file__).with_name("trl_fields.txt").read_text(encoding="utf-8").splitlines()
+"""Every field of TRL's four configurations, of `ModelConfig` and `ScriptArguments`."""
+NUMBERS = {"num_train_epochs": "2", "generation_batch_size": "16", "resume_from_checkpoint": "a"}
+TEXTS = {"loss_type": "dapo", "lr_scheduler_type": "cosine", "lora_target_modules": "q_proj v_proj"}
+GRPO = """
+accelerate launch --num_processes 4 trl/scripts/grpo.py \\
+    --model_name_or_path Qwen/Qwen2-0.5B-Instruct --dataset_name trl-lib/tldr \\
+    --reward_model_name_or_path rm --learning_rate 1e-5 --per_device_train_batch_size 8 \\
+    --gradient_accumulation_steps 2 --num_generations 8 --beta 0.04 --max_steps 100 \\
+    --max_completion_length 64 --scale_rewards none --loss_type dr_grpo --use_peft \\
+    --epsilon_high 0.28 --bf16 --logging_steps 10 --top_k 50
+"""
+
+
+def composed(done: Translation) -> Any:
+    return load_config(done.overrides(), RECIPES[done.program])
+
+
+def test_a_grpo_command_counts_prompts_and_keeps_its_losses() -> None:
+    done = migrate("trl", GRPO)
+    assert done.command().startswith("verl-like ppo \\\n")
+    config = composed(done)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    # 4 processes x 8 completions x 2 accumulated = 64 completions, 8 of a prompt
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n) == (8, 8, 8)
+    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.04, "low_var_kl")
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.28, 1e9)
+    assert actor.loss_agg_mode == "seq-mean-token-sum-norm"
+    assert not config.algorithm.norm_adv_by_std_in_grpo
+    assert (rollout.top_k, rollout.name) == (50, "native")
+    assert config.actor_rollout_ref.model.lora_rank == 16
+    assert config.data.train_files == "hub://trl-lib/tldr:train"
+    assert (config.reward_model.enable, config.reward_model.rule_weight) == (True, 0)
+    assert config.trainer.total_training_steps == 100
+    assert config.trainer.n_gpus_per_node == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "level", "bounds"),
+    [
+        ("", "sequence", "1.0e-9_3.0"),
+        ("--vllm_importance_sampling_mode token_truncate", "token", "3.0"),
+        (
+            "--vllm_importance_sampling_mode token_mask --vllm_importance_sampling_clip_min 0.5",
+            "token",
+            "0.5_3.0",
+        ),
+        ("--vllm_importance_sampling_correction False", None, "2.0"),
+    ],
+)
+def test_what_vllm_drew_is_weighed_as_there(flags: str, level: str | None, bounds: str) -> None:
+    command = f"trl grpo --model_name_or_path m --dataset_name a/b --use_vllm {flags}"
+    config = composed(migrate("trl", command))
+    correction = config.algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_is_threshold) == (level, bounds)
+
+
+def test_cispo_bounds_ratios_as_there() -> None:
+    command = "trl grpo --model_name_or_path m --dataset_name a/b --loss_type cispo"
+    actor = composed(migrate("trl", f"{command} --epsilon_high 4")).actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (1.0, 3.0)
+    done = migrate("trl", command)
+    assert composed(done).actor_rollout_ref.actor.clip_ratio_high == 4.0
+    assert any("ScaleRL" in line for line in done.absent)
+
+
+def test_defaults_that_differ_are_set() -> None:
+    config = composed(migrate("trl", "trl sft --model_name_or_path m --dataset_name a/b"))
+    assert (config.optim.lr, config.optim.weight_decay) == (2e-5, 0.0)
+    assert config.optim.lr_scheduler_type == "linear"
+    assert (config.trainer.total_epochs, config.trainer.seed, config.trainer.save_freq) == (
+        3,
+        42,
+        500,
+    )
+    assert config.data.train_batch_size == 8
+    assert config.model.enable_gradient_checkpointing
+
+
+def test_a_yaml_is_known_by_its_fields_or_read_by_its_command(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: a/b\nbeta: 0.2\nloss_type: [sigmoid, sft]\n"
+    text += "loss_weights: [1.0, 0.5]\nwarmup_steps: 0.1\nmax_length: 512\n"
+    done = migrate("trl", text)
+    config = composed(done)
+    assert (done.program, config.loss, config.beta, config.sft_coef) == ("dpo", "dpo", 0.2, 0.5)
+    assert (config.optim.lr_warmup_steps, config.optim.lr_warmup_steps_ratio) == (-1, 0.1)
+
+    (tmp_path / "dpo.yaml").write_text(text, encoding="utf-8")
+    again = migrate("trl", f"trl dpo --config {tmp_path}/dpo.yaml --beta 0.3")
+    assert again.settings == done.settings | {"beta": "0.3"}
+    with pytest.raises(ConfigError, match="cannot be seen by its fields"):
+        migrate("trl", "model_name_or_path: m\n")
+
+
+def test_a_reward_model_and_smoothed_preferences() -> None:
+    reward = "trl reward --model_name_or_path m --dataset_name a/b"
+    config = composed(migrate("trl", f"{reward} --center_rewards_coefficient 0.01"))
+    assert (config.center_coef, config.optim.lr) == (0.01, 1e-4)
+    dpo = "trl dpo --model_name_or_path m --dataset_name a/b --label_smoothing 0.2"
+    config = composed(migrate("trl", dpo))
+    assert (config.loss, config.label_smoothing) == ("cdpo", 0.2)
+
+
+@pytest.mark.parametrize("program", ["grpo", "sft", "reward", "dpo"])
+def test_every_field_has_a_word(program: str) -> None:
+    lost = []
+    for line in FIELDS:
+        of_program, name = line.split()
+        value = NUMBERS.get(name) or TEXTS.get(name, "1")
+        if of_program != program:
+            continue
+        done = translate(f"trl {program} --{name} {value}")
+        told = [*done.renamed, *done.always, *done.absent, *done.joined]
+        if not any(name in said for said in told) and not name.startswith("dataset_"):
+            lost.append(name)
+    assert set(lost) <= {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    with pytest.raises(ConfigError, match="no field learning_rte. Did you mean 'learning_rate'"):
+        translate(f"trl {program} --learning_rte 1")
+
+
+def test_the_tables_do_not_overlap_and_their_defaults_have_a_key() -> None:
+    for program, own in RENAMED_IN.items():
+        names = [*RENAMED, *own, *ALWAYS, *ABSENT, *ABSENT_IN[program]]
+        names += [*TOGETHER, *TOGETHER_IN[program]]
+        assert len(set(names)) == len(names)
+        assert set(DEFAULTS) | set(DEFAULTS_IN[program]) <= {*RENAMED, *own}
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--num_generations 7", "an update's 8 completions are no whole number of prompts"),
+        ("--num_train_epochs 1.5", "epochs are whole here"),
+        ("--per_device_train_batch_size $N", "per_device_train_batch_size is '$N'"),
+        ("--config nowhere.yaml", "there is no such file"),
+    ],
+)
+def test_what_cannot_be_translated_is_named(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        translate(f"trl grpo --model_name_or_path m {flags}")
+    assert problem in str(refused.value)

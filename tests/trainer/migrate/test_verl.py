@@ -1,0 +1,77 @@
+"""verl's command lines: each becomes a configuration that composes, and no key is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.migrate.systems import migrate
+from trainer.ppo.recipe import load_config
+from verl_like.errors import ConfigError
+
+GRPO = """
+set -x
+python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megatron_trainer' \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/data/gsm8k/train.parquet \\
+    data.val_files="['/data/gsm8k/test.parquet', '/data/math/test.parquet']" \\
+    data.train_batch_size=1024 data.return_raw_chat=True data.truncation='error' \\
+    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct \\
+    actor_rollout_ref.actor.strategy=fsdp2 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=$TP \\
+    actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.mode=async \\
+    actor_rollout_ref.rollout.n=5 \\
+    critic.optim.lr=1e-5 \\
+    trainer.max_actor_ckpt_to_keep=3 trainer.device=npu trainer.total_epochs=15 $@
+"""
+
+
+def test_verls_script_becomes_a_command_of_ours() -> None:
+    done = migrate("verl", GRPO)
+    config = load_config([setting.replace("$", "") for setting in done.overrides()])
+    policy = config.actor_rollout_ref
+    assert (policy.rollout.name, policy.rollout.n, policy.actor.strategy) == ("vllm", 5, "fsdp")
+    assert config.data.val_files == ["/data/gsm8k/test.parquet", "/data/math/test.parquet"]
+    assert config.trainer.max_ckpt_to_keep is None  # nothing saves, so it is left out
+    assert (config.trainer.total_epochs, config.trainer.n_gpus_per_node) == (15, 8)
+    assert (policy.actor.ppo_mini_batch_size, policy.rollout.tensor_model_parallel_size) == (256, 2)
+    assert 'data.train_files=$HOME/data/gsm8k/train.parquet"' in done.command()
+
+
+def test_every_key_that_is_not_the_same_has_a_word() -> None:
+    done = migrate("verl", GRPO)
+    assert any("strategy=fsdp" in line for line in done.renamed)
+    assert any(line.startswith("data.return_raw_chat=True: chats") for line in done.always)
+    absent = "\n".join(done.absent)
+    for key in ("--config-name", "megatron.tensor_model_parallel_size=$TP", "trainer.device=npu"):
+        assert key in absent
+    unread = "\n".join(done.unread)
+    assert "trainer.max_ckpt_to_keep=3" in unread
+    assert "critic.optim.lr=1e-5" in unread
+
+
+def test_settings_alone_are_read_and_a_text_without_them_is_refused() -> None:
+    text = "data.train_files=x actor_rollout_ref.model.path=y data.unheard_of=1"
+    done = migrate("verl", text)
+    assert done.absent == ["data.unheard_of=1: no such key is known here"]
+    with pytest.raises(ConfigError, match="no command that runs main_ppo"):
+        migrate("verl", "python train.py")
+
+
+def test_variables_that_the_script_sets_decide_what_is_read() -> None:
+    script = """
+    test_files="['$HOME/a.parquet']"
+    N=${N:-5}
+    estimator=grpo  # no critic
+    cut=1
+    python3 -m verl.trainer.main_ppo algorithm.adv_estimator=$estimator data.train_files=x \\
+        data.val_files="$test_files" actor_rollout_ref.model.path=y critic.optim.lr=1e-5 \\
+        actor_rollout_ref.rollout.n=${N} trainer.test_freq=5 trainer.save_freq=$SAVE \\
+        actor_rollout_ref.actor.ulysses_sequence_parallel_size=$cut
+    """
+    done = migrate("verl", script)
+    assert done.settings["data.val_files"] == "$test_files"
+    assert done.settings["trainer.test_freq"] == "5"
+    assert done.settings["actor_rollout_ref.rollout.n"] == "${N}"
+    assert not done.absent
+    assert [line.split("=")[0] for line in done.unread] == ["critic.optim.lr"]

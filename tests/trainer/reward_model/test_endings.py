@@ -1,0 +1,77 @@
+"""Pairs end as samples do: with a stop token, and nothing after it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data.pairs import PairRow, read_pairs
+from trainer.data.prompts import load_tokenizer
+from trainer.reward_model.endings import end_as_samples_do
+
+ASKED = {"role": "user", "content": "say a"}
+TEXTS = {"prompt": "say a", "chosen": "aa", "rejected": "bb"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir: Path) -> Any:
+    return load_tokenizer(str(tiny_dir / "model"))
+
+
+def with_ending(tokenizer: Any, written: str) -> Any:
+    """The tokenizer with a template that writes this after what the assistant says."""
+    changed = copy.deepcopy(tokenizer)
+    own = "{{ message.content }}"
+    said = f"{own}{{{{ '{written}' if message.role == 'assistant' else '' }}}}"
+    changed.chat_template = tokenizer.chat_template.replace(own, said)
+    return changed
+
+
+def read(tokenizer: Any, tiny_dir: Path, file: Path, row: dict[str, Any], length: int = 32) -> Any:
+    file.write_text(json.dumps(row), encoding="utf-8")
+    rows = read_pairs("data.train_files", str(file), tokenizer, length)
+    return end_as_samples_do("data.train_files", rows, tokenizer, str(tiny_dir / "model"), length)
+
+
+def chats() -> dict[str, Any]:
+    return {
+        side: [ASKED, {"role": "assistant", "content": text}]
+        for side, text in (("chosen", "aa"), ("rejected", "bb"))
+    }
+
+
+def ends(rows: list[PairRow], tokenizer: Any) -> list[str]:
+    sides = [side for row in rows for side in (row.chosen, row.rejected)]
+    return [tokenizer.decode(side.ids[side.in_loss]) for side in sides]
+
+
+def test_blanks_after_the_stop_token_are_left_out(
+    tokenizer: Any, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changed = with_ending(tokenizer, r"<eos>\n")
+    rows = read(changed, tiny_dir, tmp_path / "pairs.jsonl", chats())
+    assert ends(rows, tokenizer) == ["aa<eos>", "bb<eos>"]
+    rows = read(tokenizer, tiny_dir, tmp_path / "pairs.jsonl", TEXTS)
+    assert ends(rows, tokenizer) == ["aa<eos>", "bb<eos>"]
+    assert "stop token" not in caplog.text
+
+
+def test_a_template_without_a_stop_token_is_warned_of(
+    tokenizer: Any, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="trainer"):
+        rows = read(tokenizer, tiny_dir, tmp_path / "pairs.jsonl", chats())
+    assert ends(rows, tokenizer) == ["aa", "bb"]
+    assert "2 of 2 sides do not end with a stop token of the model (<eos>)" in caplog.text
+
+
+def test_sides_that_the_limit_cut_are_not_counted(
+    tokenizer: Any, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    read(tokenizer, tiny_dir, tmp_path / "pairs.jsonl", TEXTS, length=7)
+    assert "stop token" not in caplog.text

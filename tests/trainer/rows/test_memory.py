@@ -1,0 +1,81 @@
+"""Memory of recipes on rows: what their plan shows, and what is refused before a process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config.compose import load_config
+from trainer.memory import RoleMemory
+from trainer.preference.config import PreferenceConfig
+from trainer.preference.recipe import DPO
+from trainer.preference.step import PreferenceTrainer
+from trainer.rows import preflight as preflight_module
+from trainer.rows.memory import largest_pass, role_memories
+from trainer.rows.preflight import preflight
+from verl_like.errors import ConfigError
+
+
+def dpo(tiny_dir: Path, *more: str) -> PreferenceConfig:
+    path = f"{tiny_dir}/model"
+    settings = [f"model.path={path}", f"ref.model.path={path}", "data.train_files=rows.jsonl"]
+    config: PreferenceConfig = load_config([*settings, "trainer.backend=local", *more], DPO)
+    return config
+
+
+def memories(config: PreferenceConfig) -> dict[str, RoleMemory]:
+    models = PreferenceTrainer.models(config)
+    return {role.role: role for role in role_memories(config, models, 2, "cpu")}
+
+
+def test_a_trained_model_has_gradients_and_moments_and_a_reference_has_weights(
+    tiny_dir: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
+    num_bytes = 4 * sum(weight.numel() for weight in model.parameters())
+    whole = memories(dpo(tiny_dir))
+    trained, reference = whole["preference"], whole["ref"]
+    assert (trained.weights, trained.gradients, trained.moments) == (
+        num_bytes,
+        num_bytes,
+        2 * num_bytes,
+    )
+    assert (reference.weights, reference.gradients, reference.moments) == (num_bytes, 0, 0)
+
+    sharded = memories(dpo(tiny_dir, "placement=split", "trainer.n_gpus_per_node=4"))
+    assert sharded["preference"].weights == num_bytes / 2
+    assert sharded["preference"].pool != sharded["ref"].pool
+
+
+@pytest.mark.parametrize(
+    ("more", "tokens"),
+    [
+        ((), 16384),
+        (("data.train_batch_size=4", "data.max_length=100"), 4 * 2 * 100),
+        (("data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=3"), 3 * 2 * 512),
+    ],
+)
+def test_a_pass_is_of_a_step_s_rows_at_most(
+    more: tuple[str, ...], tokens: int, tiny_dir: Path
+) -> None:
+    config = dpo(tiny_dir, *more)
+    own = PreferenceTrainer.models(config)["preference"]
+    assert largest_pass(config, own, num_sides=2, ranks=1).tokens == tokens
+
+
+def test_roles_that_do_not_fit_on_a_gpu_are_refused(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight_module, "memory_of_this_gpu", lambda _: 2**20)
+    config = dpo(tiny_dir, "trainer.device=cuda")
+    with pytest.raises(ConfigError, match=r"does not fit.*preference: .*data\.max_token_len"):
+        preflight(config, PreferenceTrainer.models(config), num_sides=2)
+
+
+def test_the_plan_shows_it(tiny_dir: Path) -> None:
+    _, plan = PreferenceTrainer.describe(dpo(tiny_dir))
+    assert "preference" in plan
+    assert "GiB on each device at most" in plan

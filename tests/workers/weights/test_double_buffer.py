@@ -1,0 +1,180 @@
+"""A version arrives while its rollout generates with the one before; memory is bounded."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.workers.distributed import run
+from tests.workers.prompts import prompt_batch
+from tests.workers.samples import make_batch, started, tiny_config
+from tests.workers.stand_ins import Group, Receiver, Sender, checksums, train, versions
+from verl_like.errors import WeightSyncError
+from workers.roles.actor import ActorWorker
+from workers.roles.rollout import RolloutWorker
+from workers.weights.delivery import deliver_weights, load_delivered, publish_weights
+from workers.weights.kept import KeptWeights
+
+
+@pytest.fixture
+def maker() -> Group:
+    worker = Receiver()
+    worker.kept = KeptWeights(announces=False)
+    return Group([worker])
+
+
+def test_what_arrives_ahead_changes_nothing_until_it_is_loaded(actor: Group, maker: Group) -> None:
+    publish_weights(actor, 0)
+    deliver_weights(actor, maker, 0)
+    for version in range(1, 4):
+        before = checksums(maker)
+        train(actor)
+        publish_weights(actor, version)
+        deliver_weights(actor, maker, version, ahead=True)
+        assert (checksums(maker), versions(maker)) == (before, [version - 1])
+        load_delivered(maker, version)
+        assert (checksums(maker), versions(maker)) == (checksums(actor)[:1], [version])
+
+
+def test_only_the_version_that_has_arrived_is_loaded(actor: Group, maker: Group) -> None:
+    publish_weights(actor, 7)
+    deliver_weights(actor, maker, 7, ahead=True)
+    with pytest.raises(WeightSyncError, match="rollout rank 0: holds version 7, not 8"):
+        load_delivered(maker, 8)
+    assert versions(maker) == [None]
+
+
+def test_a_version_that_does_not_arrive_whole_leaves_the_engine_as_it_is(
+    actor: Group, maker: Group
+) -> None:
+    publish_weights(actor, 0)
+    deliver_weights(actor, maker, 0)
+    before = checksums(maker)
+    train(actor)
+    publish_weights(actor, 1)
+    actor.workers[0]._snapshots._newest.hashes["small"] ^= 1
+    with pytest.raises(WeightSyncError, match="rollout rank 0: transfer: 1 corrupt: small"):
+        deliver_weights(actor, maker, 1, ahead=True)
+    assert (checksums(maker), versions(maker)) == (before, [0])
+    with pytest.raises(WeightSyncError, match="holds version None, not 1"):
+        load_delivered(maker, 1)
+
+
+def test_weights_of_another_shape_leave_the_engine_stale_when_they_are_loaded(
+    actor: Group, maker: Group
+) -> None:
+    actor.workers[0].engine.module.layer.bias = nn.Parameter(torch.zeros(7))
+    publish_weights(actor, 0)
+    deliver_weights(actor, maker, 0, ahead=True)
+    with pytest.raises(WeightSyncError, match=r"rollout rank 0: .*layer.bias \(is \[300\]"):
+        load_delivered(maker, 0)
+    assert versions(maker) == [None]
+
+
+def test_a_rollout_without_a_second_buffer_receives_nothing_ahead(actor: Group) -> None:
+    publish_weights(actor, 0)
+    with pytest.raises(WeightSyncError, match="double_buffer=true"):
+        Receiver().receive_ahead("127.0.0.1:1/1", 0)
+
+
+@pytest.mark.parametrize("sync", ["full", "changed"])
+def test_a_paused_generation_goes_on_with_its_weights_while_newer_ones_arrive(
+    tiny_dir: Path, sync: str
+) -> None:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    config.actor_rollout_ref.rollout.double_buffer = True
+    config.actor_rollout_ref.rollout.sync = sync
+    actor = Group([started(ActorWorker, config, 10)])
+    maker = Group([started(RolloutWorker, config)])
+    publish_weights(actor, 0)
+    deliver_weights(actor, maker, 0)
+    alone = maker.generate_sequences(prompt_batch(4))[0]
+
+    actor.update_actor(make_batch(8))
+    publish_weights(actor, 1)
+    maker.pause()
+    generation = maker.generate_sequences.remote(prompt_batch(4))
+    deliver_weights(actor, maker, 1, ahead=True)
+    maker.resume()
+    beside = generation.get()[0]
+    for name in ("responses", "rollout_log_probs", "policy_version"):
+        assert torch.equal(beside.batch[name], alone.batch[name])
+
+    load_delivered(maker, 1)
+    assert maker.weights_checksum() == actor.published_checksum(1) == actor.weights_checksum(True)
+    after = maker.generate_sequences(prompt_batch(4))[0]
+    assert [*alone.batch["policy_version"], *after.batch["policy_version"]] == [0] * 4 + [1] * 4
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+MB, NUM_TENSORS = 2**20, 64
+
+
+class Wide(nn.Module):
+    """64 weights of 1 MiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(NUM_TENSORS):
+            self.register_parameter(f"w{number}", nn.Parameter(torch.rand(2**18)))
+
+
+def peak_of(work: Any) -> float:
+    """The most memory that this process had while it did that, beyond what it had before, in MB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    work()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def memory_of_a_sync(doubles: bool) -> float:
+    """Two syncs in buckets of 2 MB; the peak of both at this rank, after one of a few bytes."""
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    worker = Receiver() if rank else Sender()
+    if rank and doubles:
+        worker.kept = KeptWeights(announces=False)
+
+    def sync(version: int) -> None:
+        if rank == 0:
+            worker.publish_weights(version)
+            address, _ = worker.open_delivery(version)
+            store.set(f"address {version}", address)
+            report = worker.deliver_weights(address, 1, 2.0)
+        else:
+            receive = worker.receive_ahead if doubles else worker.receive_weights
+            report = receive(store.get(f"address {version}").decode(), version)
+            if doubles:
+                worker.load_received(version)
+        assert report.error is None
+        assert rank == 0 or worker.engine.version == version
+
+    sync(0)
+    worker.engine.module = Wide()
+    return peak_of(lambda: (sync(1), sync(2)))
+
+
+@pytest.mark.parametrize("doubles", [False, True])
+def test_a_sync_takes_two_buckets_and_a_second_buffer_one_copy_of_the_weights(
+    doubles: bool,
+) -> None:
+    sender, receiver = run(2, memory_of_a_sync, doubles)
+    slack = 4  # what gloo, sockets and headers take
+    assert receiver < 2 * 2 + slack + (NUM_TENSORS if doubles else 0)
+    assert sender < 2 * 2 + slack + 2 * NUM_TENSORS
+    assert sender > 2 * NUM_TENSORS

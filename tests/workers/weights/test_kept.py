@@ -1,0 +1,272 @@
+"""What has not changed does not travel, and the rollout's weights are the actor's all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.samples import make_batch, started, tiny_config
+from tests.workers.stand_ins import Group, Receiver, checksums, train, versions
+from verl_like.errors import WeightSyncError
+from workers.roles.actor import ActorWorker
+from workers.roles.rollout import RolloutWorker
+from workers.weights import kept as weight_kept
+from workers.weights.channel import Channel
+from workers.weights.delivery import deliver_weights, publish_weights
+from workers.weights.kept import KeptWeights, effective_tensors
+from workers.weights.sync import sync_weights
+
+Bring = Callable[[Any, Any, int], dict[str, float]]
+
+
+def deliver(actor: Any, rollout: Any, version: int) -> dict[str, float]:
+    publish_weights(actor, version)
+    return deliver_weights(actor, rollout, version)
+
+
+both_ways = pytest.mark.parametrize("bring", [sync_weights, deliver])
+
+
+def num_bytes(figures: dict[str, float]) -> float:
+    return figures["perf/weight_sync_mb"] * 2**20
+
+
+def keeping(rank: int = 0, world_size: int = 1) -> Receiver:
+    worker = Receiver(rank, world_size)
+    worker.kept = KeptWeights(announces=True)
+    return worker
+
+
+@pytest.fixture
+def changing(actor: Group) -> Group:
+    """The actor, sending what has changed."""
+    for worker in actor.workers:
+        worker.sends_changed = True
+    return actor
+
+
+@pytest.fixture
+def keepers() -> Group:
+    return Group([keeping(0, 2), keeping(1, 2)])
+
+
+@both_ways
+def test_what_is_frozen_travels_once_and_what_moves_travels_alone(
+    changing: Group, keepers: Group, bring: Bring
+) -> None:
+    module = changing.workers[0].engine.module
+    whole = sum(weight.numel() * weight.element_size() for weight in module.parameters())
+    assert num_bytes(bring(changing, keepers, 0)) == whole
+    assert num_bytes(bring(changing, keepers, 1)) == 0
+    for version in range(2, 5):
+        with torch.no_grad():
+            module.small += 1
+        assert num_bytes(bring(changing, keepers, version)) == 3 * 2
+        assert set(checksums(keepers)) == {checksums(changing)[0]}
+        assert versions(keepers) == [version] * 2
+
+
+def test_a_rank_that_is_new_gets_all_weights_and_the_others_keep_theirs(
+    changing: Group, keepers: Group
+) -> None:
+    whole = num_bytes(sync_weights(changing, keepers, 0))
+    keepers.workers[1] = keeping(1, 2)
+    assert num_bytes(sync_weights(changing, keepers, 1)) == whole
+    assert set(checksums(keepers)) == {checksums(changing)[0]}
+    assert num_bytes(sync_weights(changing, keepers, 2)) == 0
+
+
+def test_a_group_that_missed_versions_gets_all_that_has_changed_since(changing: Group) -> None:
+    regular, rare = Group([keeping()]), Group([keeping()])
+    module = changing.workers[0].engine.module
+    deliver(changing, regular, 0)
+    deliver_weights(changing, rare, 0)
+    for version, weight in enumerate((module.small, module.scale), 1):
+        with torch.no_grad():
+            weight += 1
+        deliver(changing, regular, version)
+    assert num_bytes(deliver_weights(changing, rare, 2)) == 3 * 2 + 4
+    assert checksums(rare) == checksums(regular) == checksums(changing)[:1]
+
+
+def test_damage_on_the_way_is_caught_and_sent_again(
+    changing: Group, keepers: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = num_bytes(sync_weights(changing, keepers, 0))
+    train(changing)
+    start = Channel._start_broadcast
+
+    def flip(channel: Any, tensor: Tensor, *group: Any) -> Any:
+        if tensor.dtype == torch.uint8 and tensor.numel() > 5000 and channel.rank == 0:
+            tensor = tensor.clone()
+            tensor[700] ^= 16
+        return start(channel, tensor, *group)
+
+    with monkeypatch.context() as damaged:
+        damaged.setattr(Channel, "_start_broadcast", flip)
+        with pytest.raises(WeightSyncError, match="rollout rank 0: transfer: 1 corrupt: layer.wei"):
+            sync_weights(changing, keepers, 1)
+    assert versions(keepers) == [None, None]
+    assert num_bytes(sync_weights(changing, keepers, 1)) == whole
+    assert set(checksums(keepers)) == {checksums(changing)[0]}
+
+
+def test_a_damaged_word_on_the_whole_is_caught(
+    changing: Group, keepers: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Channel._start_broadcast
+
+    def flip(channel: Any, tensor: Tensor, *group: Any) -> Any:
+        if channel.rank == 0 and tensor.dtype == torch.uint8:
+            if b'"merging"' in tensor.numpy().tobytes():
+                tensor = tensor.clone()
+                tensor[20] ^= 2
+        return start(channel, tensor, *group)
+
+    monkeypatch.setattr(Channel, "_start_broadcast", flip)
+    with pytest.raises(WeightSyncError, match="1 corrupt: what the whole is said to hold, if"):
+        sync_weights(changing, keepers, 0)
+
+
+def test_names_missing_unknown_and_of_another_shape_are_one_error(
+    changing: Group, keepers: Group
+) -> None:
+    sync_weights(changing, keepers, 0)
+    tensors = dict(changing.workers[0].engine.module.named_parameters())
+    tensors["stranger"] = tensors.pop("layer.bias")
+    tensors["small"] = torch.zeros(4)
+    changing.workers[0].engine.named_full_tensors = lambda **_: iter(tensors.items())
+    words = (
+        "rollout rank 0: engine: 1 missing: layer.bias; 1 unknown: stranger; "
+        r"1 of another shape: small \(is \[3\], was sent \[4\]\).*rollout rank 1: engine: 1 missing"
+    )
+    with pytest.raises(WeightSyncError, match=words):
+        sync_weights(changing, keepers, 1)
+    assert versions(keepers) == [None, None]
+
+
+@both_ways
+def test_an_actor_and_a_rollout_that_are_configured_apart_are_told(
+    changing: Group, rollout: Group, keepers: Group, bring: Bring
+) -> None:
+    with pytest.raises(WeightSyncError, match="sync=changed.*keeps no copy"):
+        bring(changing, rollout, 0)
+    for worker in changing.workers:
+        worker.sends_changed = False
+    with pytest.raises(WeightSyncError, match="the whole is said to hold, if the actor sends chan"):
+        bring(changing, keepers, 1)
+
+
+def test_what_is_neither_sent_nor_held_is_named(
+    changing: Group, keepers: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = weight_kept.changes
+
+    def wrong(*args: Any) -> Any:
+        found = held(*args)
+        found.held["small"] = [
+            "torch.bfloat16", [3], changing.workers[0]._snapshots._both[0].hashes["small"]
+        ]  # fmt: skip
+        return found
+
+    monkeypatch.setattr("workers.weights.delivery.changes", wrong)
+    publish_weights(changing, 0)
+    with pytest.raises(WeightSyncError, match="transfer: 1 neither sent nor held: small"):
+        deliver_weights(changing, keepers, 0)
+
+
+# ------------------------------------------------------------------------------------------- LoRA
+
+
+def lora_pair(tiny_dir: Path, engine: str, dtype: str | None = None) -> tuple[Group, Group]:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    config.actor_rollout_ref.model.lora_rank = 2
+    config.actor_rollout_ref.model.lora_alpha = 5
+    config.actor_rollout_ref.rollout.name = engine
+    config.actor_rollout_ref.rollout.sync = "changed"
+    config.actor_rollout_ref.rollout.dtype = dtype
+    config.actor_rollout_ref.actor.optim.lr = 0.02
+    actor = Group([started(ActorWorker, config, 20)])
+    return actor, Group([started(RolloutWorker, config)])
+
+
+def apart(actor: Group, rollout: Group) -> float:
+    """The largest difference between the actor's merged weights and the rollout's."""
+    sender = actor.workers[0]
+    merged = dict(sender.engine.named_full_tensors(dtype=sender.sent_dtype))
+    own = dict(rollout.workers[0].engine.named_weights())
+    assert own.keys() == merged.keys()
+    gaps = [own[name].detach().float() - merged[name].detach().float() for name in own]
+    return max(float(gap.abs().max()) for gap in gaps)
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("engine", "dtype"), [("native", None), ("hf", None), ("native", "bfloat16")]
+)
+def test_of_lora_the_factors_travel_and_the_weights_are_the_merged_ones_at_every_version(
+    tiny_dir: Path, tmp_path: Path, engine: str, dtype: str | None, bring: Bring
+) -> None:
+    """Five versions, a resume into new processes, and one more."""
+    actor, rollout = lora_pair(tiny_dir, engine, dtype)
+    whole = num_bytes(bring(actor, rollout, 0))
+    for version in range(1, 6):
+        actor.update_actor(make_batch(8, seed=version))
+        assert apart(actor, rollout) > 1e-4
+        assert 0 < num_bytes(bring(actor, rollout, version)) < 0.1 * whole
+        assert apart(actor, rollout) <= 1e-6
+        assert rollout.weights_checksum() == actor.weights_checksum(True)
+    actor.save_checkpoint(str(tmp_path / "actor"))
+
+    resumed, new = lora_pair(tiny_dir, engine, dtype)
+    resumed.load_checkpoint(str(tmp_path / "actor"))
+    assert num_bytes(bring(resumed, rollout, 5)) == 0
+    assert num_bytes(bring(resumed, new, 5)) == whole
+    for group in (rollout, new):
+        assert group.weights_checksum() == resumed.weights_checksum(True)
+    resumed.update_actor(make_batch(8, seed=9))
+    assert num_bytes(bring(resumed, new, 6)) < 0.1 * whole
+    assert apart(resumed, new) <= 1e-6
+
+
+def test_the_order_of_base_and_factors_does_not_matter() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x.lora_B": (6, 2), "x.weight": (6, 4), "x.lora_A": (2, 4), "y": (3,)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    merging = {"adapters": {"x": {"scaling": 2.5, "transposed": False}}, "dtype": None}
+    expected = tensors["x.weight"].double() + 2.5 * (
+        tensors["x.lora_B"].double() @ tensors["x.lora_A"].double()
+    )
+    for names in (list(shapes), list(reversed(shapes))):
+        found = dict(effective_tensors({name: tensors[name] for name in names}, merging))
+        assert found.keys() == {"x.weight", "y"}
+        torch.testing.assert_close(found["x.weight"].double(), expected, atol=1e-6, rtol=0)
+
+
+def test_factors_that_are_missing_or_do_not_fit_their_base_are_one_error() -> None:
+    kept = KeptWeights(announces=True)
+    shapes = {"x.weight": (6, 4), "x.lora_A": (2, 5), "x.lora_B": (6, 2), "y.weight": (3, 3)}
+    kept.tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    adapter = {"scaling": 1.0, "transposed": False}
+    kept.merging = {"adapters": {"x": adapter, "y": adapter}, "dtype": None}
+    words = (
+        r"adapters: 2 missing: y.lora_A, y.lora_B; "
+        r"1 of another shape: x \(base, B, A: \[6, 4\] \+ \[6, 2\] \+ \[2, 5\]\)"
+    )
+    with pytest.raises(WeightSyncError, match=words):
+        kept._check_adapters()
+
+
+@pytest.mark.vllm
+def test_vllm_gets_the_merged_weights_of_the_factors_that_travelled(tiny_dir: Path) -> None:
+    actor, rollout = lora_pair(tiny_dir, "vllm")
+    whole = num_bytes(sync_weights(actor, rollout, 0))
+    for version in (1, 2):
+        actor.update_actor(make_batch(8, seed=version))
+        assert 0 < num_bytes(sync_weights(actor, rollout, version)) < 0.1 * whole
+        assert rollout.weights_checksum() == actor.weights_checksum(True)

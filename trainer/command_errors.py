@@ -1,0 +1,43 @@
+"""How a command ends whose run fails: one line where we know what is wrong, else a traceback.
+
+`verl-like ppo` and the other recipes' commands run inside `ending_in_words`; Hydra, which would
+frame every error with its own words, sees none of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from verl_like.errors import CallbackError, VerlLikeError
+
+GOES_ON = "the same command goes on from the last checkpoint, where there is one"
+EXIT_OF_CTRL_C = 130
+"""What shells expect of a program that was interrupted: 128 and the signal's number."""
+
+
+@contextmanager
+def ending_in_words(folder: str | Path) -> Iterator[None]:
+    """Within, an error ends the process, by SystemExit; `folder` is the run's, for a full disk."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"stopped; {GOES_ON}", file=sys.stderr)
+        sys.exit(EXIT_OF_CTRL_C)
+    except VerlLikeError as err:
+        if isinstance(err, CallbackError):
+            _show(err.__cause__ or err)  # where in the user's own code
+        sys.exit(f"error: {err}")
+    except Exception as err:  # noqa: BLE001 - the process edge
+        if isinstance(err, OSError) and err.errno == errno.ENOSPC:
+            sys.exit(f"error: no room for the run in {folder}: {err}. Make room; {GOES_ON}.")
+        _show(err)
+        sys.exit(1)
+
+
+def _show(err: BaseException) -> None:
+    traceback.print_exception(err, file=sys.stderr)

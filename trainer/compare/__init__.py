@@ -1,0 +1,1 @@
+"""Several runs side by side: what was set, what came out, where the time went."""

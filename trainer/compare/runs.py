@@ -1,0 +1,88 @@
+"""The run folders of a comparison, and which of them are the same run with another seed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.flat import NAMES_OF_A_RUN
+from trainer.report.read import STOPPED, RunData, read_run
+from trainer.run_folder.folder import CONFIG_FILE, saved_config
+from verl_like.errors import ConfigError
+
+SEED = "trainer.seed"
+ABSENT = "-"
+"""What a run has for a key that it does not know."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run folder, read."""
+
+    name: str
+    """The part of its path in which it differs from the others."""
+    data: RunData
+    config: Mapping[str, Any]
+    """Dotted key -> value."""
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, as far as it says."""
+        if not self.data.failure:
+            return "no failure"
+        if self.data.failure == STOPPED:
+            return "stopped"
+        last_line = self.data.failure.strip().splitlines()[-1]
+        return f"failed: {last_line}"
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return sum(self.data.series("timing_s/step")[1])
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[ComparedRun]:
+    """The runs, in the order given; fewer than two are refused."""
+    paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
+    if len(paths) < 2:
+        raise ConfigError(
+            f"a comparison needs two run folders or more; there is {len(paths)}: "
+            f"{', '.join(map(str, paths)) or 'none'}."
+        )
+    common = Path(os.path.commonpath(paths))
+    found = []
+    for path in paths:
+        name = str(path.relative_to(common)) if path != common else path.name
+        config = saved_config(path) if (path / CONFIG_FILE).is_file() else {}
+        found.append(ComparedRun(name, read_run(path), config))
+    return found
+
+
+def differing_keys(runs: Sequence[ComparedRun]) -> list[str]:
+    """The keys that are not the same in all runs; what a run is called does not count."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    found = []
+    for key in keys:
+        values = [run.config.get(key, ABSENT) for run in runs]
+        if key not in NAMES_OF_A_RUN and any(value != values[0] for value in values):
+            found.append(key)
+    return found
+
+
+def groups_by_seed(runs: Sequence[ComparedRun]) -> dict[str, list[ComparedRun]]:
+    """Runs that differ in their seed alone, under the name of the first of them.
+
+    A run of another configuration is a group of its own.
+    """
+    told_apart = [key for key in differing_keys(runs) if key != SEED]
+    groups: dict[str, list[ComparedRun]] = {}
+    names: dict[str, str] = {}
+    for run in runs:
+        # without a configuration nobody knows what a run has in common with others
+        settings = [run.config.get(key, ABSENT) for key in told_apart] if run.config else run.name
+        name = names.setdefault(repr(settings), run.name)
+        groups.setdefault(name, []).append(run)
+    return groups

@@ -1,0 +1,44 @@
+"""`syncs.jsonl`: a line for every version that a maker took, for `detached.debug`."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+SYNCS_FILE = "syncs.jsonl"
+MIB = 2**20
+
+
+class SyncLog:
+    """Bytes, seconds and the driver's memory of each delivery; makers' threads call it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """A run that is gone on with adds to its file."""
+        self._path = Path(folder) / SYNCS_FILE
+        self._lock = threading.Lock()
+
+    def add(self, maker: int, figures: Mapping[str, float]) -> None:
+        """Write what `deliver_weights` has said of a delivery to this maker."""
+        line = {
+            "time": time.time(),
+            "version": round(figures["training/weight_version"]),
+            "maker": maker,
+            "seconds": figures["timing_s/weight_sync"],
+            "hash_s": figures["perf/weight_sync_hash_s"],
+            "bytes": round(figures["perf/weight_sync_mb"] * MIB),
+            "driver_rss_bytes": resident_bytes(),
+        }
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def resident_bytes() -> int | None:
+    """Memory that this process holds now; None where the system does not say (not Linux)."""
+    statm = Path("/proc/self/statm")
+    if not statm.is_file():
+        return None
+    return int(statm.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")

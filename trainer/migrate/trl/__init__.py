@@ -1,0 +1,1 @@
+"""TRL's `grpo`, `sft`, `reward` and `dpo`, translated into commands of ours."""

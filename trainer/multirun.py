@@ -1,0 +1,78 @@
+"""The jobs of `verl-like ppo --multirun`: one that fails does not end the others.
+
+sweep = Sweep()
+with sweep.job("trainer.seed=1", folder):     # for each job, whatever becomes of it
+    ...
+sweep.close()                                 # which failed, and the runs side by side
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.command_errors import EXIT_OF_CTRL_C
+from trainer.compare.page import PAGE, write_comparison
+from trainer.compare.runs import read_runs
+from trainer.compare.text import comparison_text
+from verl_like.terminal import draw_table, fit, terminal_width
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended."""
+
+    overrides: Sequence[str]
+    """All of them, its own and those of every job."""
+    folder: Path
+    failure: str
+    """The last line of its error; empty if there was none."""
+
+
+class Sweep:
+    """The jobs so far."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    @contextmanager
+    def job(self, overrides: Sequence[str], folder: str | Path) -> Iterator[None]:
+        """Within, a job runs; when it exits with an error that is noted. Ctrl-C ends all."""
+        failure = ""
+        try:
+            yield
+        except SystemExit as ended:
+            if ended.code == EXIT_OF_CTRL_C:
+                raise
+            failure = str(ended.code) if ended.code else ""
+            if isinstance(ended.code, str):
+                print(ended.code, file=sys.stderr)
+            elif failure:
+                failure = "its traceback is above"
+        self.jobs.append(Job(overrides, Path(folder), failure))
+
+    def close(self) -> None:
+        """Print what became of the jobs, and compare those that trained; exit 1 if one failed."""
+        failed = [job for job in self.jobs if job.failure]
+        width = terminal_width()
+        if failed:
+            rows = [["job", "outcome"]]
+            rows += [[self._own(job), job.failure or "no failure"] for job in self.jobs]
+            print("", *draw_table(rows, width), sep="\n")
+
+        trained = [job.folder for job in self.jobs if (job.folder / "metrics.jsonl").is_file()]
+        if len(trained) > 1:
+            runs = read_runs(trained)
+            page = write_comparison(runs, trained[0].parent / PAGE)
+            print("", comparison_text(runs, width), "", f"comparison: {page}", sep="\n", flush=True)
+        if failed:
+            text = f"error: {len(failed)} of {len(self.jobs)} jobs failed"
+            sys.exit(fit(text, width))
+
+    def _own(self, job: Job) -> str:
+        """What tells the job from the others."""
+        shared = set.intersection(*(set(each.overrides) for each in self.jobs))
+        return " ".join(override for override in job.overrides if override not in shared)

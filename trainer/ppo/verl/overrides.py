@@ -1,0 +1,128 @@
+"""Overrides with verl's keys, written in ours: `PPO.translate`.
+
+    translate(["trainer.balance_batch=True", "trainer.max_actor_ckpt_to_keep=2"])
+    # ["trainer.max_ckpt_to_keep=2"], and one notice about both
+
+What has no counterpart is refused, all of it at once. A key that neither verl nor we have stays as
+it is: the check of keys comes next.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+from trainer.config.keys import config_keys
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.verl.keys import (
+    CHANGES_NOTHING,
+    CHANGES_NOTHING_AT,
+    NOT_HERE,
+    RENAMED,
+    SAME_VALUES,
+)
+from verl_like.errors import ConfigError
+
+OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of one of verl's keys here."""
+
+    key: str = ""
+    """Ours, where there is one."""
+    nothing: str = ""
+    """What is the case here, where the key changes nothing."""
+    refused: str = ""
+    """The way out, where the key has no counterpart."""
+
+
+def translate(overrides: Sequence[str]) -> list[str]:
+    """The overrides in our keys; a notice says what was left out or renamed."""
+    kept, notices, refused = [], [], []
+    for override in overrides:
+        match = OVERRIDE.fullmatch(override)
+        if match is None:
+            kept.append(override)
+            continue
+
+        key, value = match["key"], match["value"]
+        fate = fate_of(key, value)
+        if fate is None:
+            kept.append(override)
+        elif fate.refused:
+            refused.append(f"{key}={value}: {fate.refused}")
+        elif fate.nothing:
+            notices.append(f"{key}: {fate.nothing}")
+        else:
+            ours = SAME_VALUES.get(fate.key, {}).get(value, value)
+            kept.append(f"{fate.key}={ours}")
+            if fate.key != key:
+                notices.append(f"{key} is {fate.key}")
+
+    if refused:
+        lines = "\n  ".join(refused)
+        raise ConfigError(f"verl has these keys, and there is nothing like them here:\n  {lines}")
+    if notices:
+        lines = "\n  ".join(sorted(notices))
+        logger.warning("notice: keys of verl's that change nothing, or are called:\n  %s", lines)
+    return kept
+
+
+def fate_of(key: str, value: str) -> Fate | None:
+    """What becomes of a key of verl's at that value; None of what verl does not have.
+
+    Ours are verl's, too, by the same name.
+    """
+    ours = renamed(key)
+    if ours is not None:
+        return Fate(key=ours)
+    if reason := _found(key, CHANGES_NOTHING):
+        return Fate(nothing=CHANGES_NOTHING[reason])
+    if name := _found(key, CHANGES_NOTHING_AT):
+        values, way_out = CHANGES_NOTHING_AT[name]
+        if _plain(value) in values:
+            return Fate(nothing=f"{_plain(value)} is how it is here")
+        return Fate(refused=way_out)
+    if name := _found(key, NOT_HERE):
+        return Fate(refused=NOT_HERE[name])
+    return None
+
+
+def renamed(key: str) -> str | None:
+    """Our key: of the same name, by a field's `verl=`, or by the names of its older versions."""
+    known, takes_any, names = _ours()
+    if key in known or key.startswith(takes_any):
+        return key
+    if key in names:
+        return names[key]
+    for name, ours in names.items():
+        if key.startswith(f"{name}.") and f"{ours}." in takes_any:
+            return ours + key.removeprefix(name)
+    return None
+
+
+@lru_cache(maxsize=1)
+def _ours() -> tuple[Collection[str], tuple[str, ...], dict[str, str]]:
+    """Our keys; the beginnings of the user's own keys; verl's names -> ours."""
+    keys = config_keys(PPOConfig)
+    takes_any = tuple(f"{key.name}." for key in keys if key.takes_any)
+    names = {key.rules.verl: key.name for key in keys if key.rules.verl}
+    return {key.name for key in keys}, takes_any, names | RENAMED
+
+
+def _found(key: str, patterns: Iterable[str]) -> str:
+    """The first pattern that the key fits; "" where there is none."""
+    return next((pattern for pattern in patterns if fnmatchcase(key, pattern)), "")
+
+
+def _plain(value: str) -> str:
+    """A value without quotes and blanks, its words in small letters."""
+    plain = re.sub(r"[\s'\"]", "", value).lower()
+    return "null" if plain in ("none", "") else plain

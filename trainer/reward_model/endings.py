@@ -1,0 +1,60 @@
+"""Where the sides of a pair end: as the samples do that the reward model will score.
+
+A sample of PPO ends with its first stop token. A chat template may write a line break after that,
+or no such token at all; a score is read at the last token, so both would teach it something else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trainer.data.lm_rows import LMRow
+from trainer.data.pairs import PairRow
+from workers.models.folder import generation_eos
+
+logger = logging.getLogger(__name__)
+
+
+def end_as_samples_do(
+    key: str, rows: Sequence[PairRow], tokenizer: Any, path: str, max_length: int
+) -> list[PairRow]:
+    """The pairs without blanks after a side's stop token; those that have none are warned of.
+
+    `key` names the files, `path` the model; a side of `max_length` tokens may have been cut.
+    """
+    stops = [id for id in (tokenizer.eos_token_id, *generation_eos(path)) if id is not None]
+    found, num_open = [], 0
+    for row in rows:
+        chosen = _without_blanks(row.chosen, stops, tokenizer)
+        rejected = _without_blanks(row.rejected, stops, tokenizer)
+        found.append(replace(row, chosen=chosen, rejected=rejected))
+        for side in (chosen, rejected):
+            num_open += len(side.ids) < max_length and int(side.ids[-1]) not in stops
+
+    if num_open:
+        logger.warning(
+            "%s: %d of %d sides do not end with a stop token of the model (%s), and PPO's samples "
+            "do: their scores would be read at a token that no score was trained for. Have the "
+            "chat template write it after the assistant's turns, or give prompt, chosen and "
+            "rejected as texts, which get it.",
+            key,
+            num_open,
+            2 * len(rows),
+            ", ".join(tokenizer.convert_ids_to_tokens(sorted(set(stops)))),
+        )
+    return found
+
+
+def _without_blanks(side: LMRow, stops: Sequence[int], tokenizer: Any) -> LMRow:
+    """The side up to its last stop token, if blanks alone follow."""
+    is_reply = np.arange(len(side.ids)) >= side.in_loss.argmax()
+    places = (np.isin(side.ids, stops) & is_reply).nonzero()[0]
+    if not len(places) or tokenizer.decode(side.ids[places[-1] + 1 :]).strip():
+        return side
+    end = int(places[-1]) + 1
+    return LMRow(side.ids[:end], side.in_loss[:end])
