@@ -170,24 +170,23 @@ def check_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
         of_hydra = name.split(".")[0].split("/")[0] == "hydra"
         if not (name in known or of_hydra or name.startswith(own_names)):
             unknown.append(no_such_key(name, recipe))
-        for key in keys:
-            if key.takes_any and key.item_schema and name.startswith(f"{key.name}."):
-                _check_item_key(name, key)
+        unknown += _unknown_in_sections(name, keys)
     if unknown:
         apart = " " if len(unknown) == 1 else "\n"
         raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg job"]))
 
 
-def _check_item_key(name: str, section: Key) -> None:
-    """Refuse `pool_resources.a.cpu`: the sections that the user names have keys of the schema."""
-    own_name, _, rest = name.removeprefix(f"{section.name}.").partition(".")
-    assert section.item_schema is not None, "only such keys come here"
-    known = [key.name for key in config_keys(section.item_schema)]
-    if rest and rest.partition(".")[0] not in known:
-        hint = nearest(rest, known)
-        raise ConfigError(
-            f"There is no key {name!r}.{hint} {section.name}.{own_name} has {', '.join(known)}."
-        )
+def _unknown_in_sections(name: str, keys: Sequence[Key]) -> list[str]:
+    """A refusal of `pool_resources.a.cpu`: sections that the user names have keys of a schema."""
+    for section in keys:
+        if not (section.takes_any and section.item_schema and name.startswith(f"{section.name}.")):
+            continue
+        own_name, _, rest = name.removeprefix(f"{section.name}.").partition(".")
+        known = [key.name for key in config_keys(section.item_schema)]
+        if rest and rest.partition(".")[0] not in known:
+            has = f" {section.name}.{own_name} has {', '.join(known)}."
+            return [f"There is no key {name!r}.{nearest(rest, known)}{has}"]
+    return []
 
 
 def no_such_key(name: str, recipe: Recipe[Any]) -> str:
