@@ -28,6 +28,7 @@ from trainer.ppo.verl.keys import (
 from verl_like.errors import ConfigError
 
 OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
+WARM_UPS = ("actor_rollout_ref.actor.optim", "critic.optim")
 logger = logging.getLogger(__name__)
 
 
@@ -66,6 +67,7 @@ def translate(overrides: Sequence[str]) -> list[str]:
             if fate.key != key:
                 notices.append(f"{key} is {fate.key}")
 
+    notices += _warm_up_by_share(kept)
     if refused:
         lines = "\n  ".join(refused)
         raise ConfigError(f"verl has these keys, and there is nothing like them here:\n  {lines}")
@@ -73,6 +75,18 @@ def translate(overrides: Sequence[str]) -> list[str]:
         lines = "\n  ".join(sorted(notices))
         logger.warning("notice: keys of verl's that change nothing, or are called:\n  %s", lines)
     return kept
+
+
+def _warm_up_by_share(overrides: list[str]) -> list[str]:
+    """In verl a warm-up's share counts where no number of steps is given; here -1 steps say so."""
+    given = {override.partition("=")[0] for override in overrides}
+    notices = []
+    for section in WARM_UPS:
+        share, steps = f"{section}.lr_warmup_steps_ratio", f"{section}.lr_warmup_steps"
+        if share in given and steps not in given:
+            overrides.append(f"{steps}=-1")
+            notices.append(f"{share} comes with lr_warmup_steps=-1")
+    return notices
 
 
 def fate_of(key: str, value: str) -> Fate | None:
