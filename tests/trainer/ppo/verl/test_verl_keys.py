@@ -10,7 +10,13 @@ import pytest
 from trainer import load_config
 from trainer.config.keys import config_keys
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.verl.keys import CHANGES_NOTHING, CHANGES_NOTHING_AT, NOT_HERE, RENAMED
+from trainer.ppo.verl.keys import (
+    AS_THE_ACTORS,
+    CHANGES_NOTHING,
+    CHANGES_NOTHING_AT,
+    NOT_HERE,
+    RENAMED,
+)
 from trainer.ppo.verl.overrides import fate_of, translate
 from verl_like.errors import ConfigError
 
@@ -86,18 +92,20 @@ NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backe
 
 
 def test_every_key_of_verls_examples_has_a_fate() -> None:
-    assert [example for example in EXAMPLES if fate_of(*example.split("=", 1)) is None] == []
+    assert [example for example in EXAMPLES if fate_of(*example.split("=", 1), {}) is None] == []
 
 
 def test_most_keys_of_verls_examples_are_accepted() -> None:
-    fates = [fate_of(*example.split("=", 1)) for example in EXAMPLES if ".megatron." not in example]
+    fates = [
+        fate_of(*example.split("=", 1), {}) for example in EXAMPLES if ".megatron." not in example
+    ]
     accepted = [fate for fate in fates if fate is not None and not fate.refused]
     assert len(accepted) / len(fates) >= 0.85
 
 
 def test_a_key_of_ours_is_never_called_foreign() -> None:
     for key in KEYS:
-        fate = fate_of(key, "1")
+        fate = fate_of(key, "1", {})
         assert fate is not None
         assert fate.key == key
 
@@ -108,7 +116,7 @@ def test_names_of_older_versions_lead_to_keys_of_ours() -> None:
 
 
 def test_no_key_stands_in_two_tables() -> None:
-    tables = [*CHANGES_NOTHING, *CHANGES_NOTHING_AT, *NOT_HERE, *RENAMED]
+    tables = [*CHANGES_NOTHING, *CHANGES_NOTHING_AT, *AS_THE_ACTORS, *NOT_HERE, *RENAMED]
     assert len(set(tables)) == len(tables)
 
 
@@ -143,6 +151,14 @@ def test_verls_script_composes_with_one_notice(caplog: pytest.LogCaptureFixture)
         [*NEEDED, "algorithm=grpo", *script[1:5], "+trainer.val_before_train=False"]
     )
     assert config.actor_rollout_ref.actor.strategy == "fsdp"
+
+
+def test_what_the_critic_has_from_the_actor_is_taken_at_the_actors_value_alone() -> None:
+    of_actor, of_critic = "actor_rollout_ref.actor.optim.weight_decay", "critic.optim.weight_decay"
+    assert translate([f"{of_critic}=1e-2"]) == []
+    assert translate([f"{of_critic}=0.1", f"{of_actor}=0.10"]) == [f"{of_actor}=0.10"]
+    with pytest.raises(ConfigError, match=f"the critic has the actor's, 0.1: set {of_actor}"):
+        translate([f"{of_critic}=0.01", f"{of_actor}=0.1"])
 
 
 @pytest.mark.parametrize("section", ["actor_rollout_ref.actor.optim", "critic.optim"])
