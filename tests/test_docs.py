@@ -78,7 +78,7 @@ def test_the_python_blocks_run(
 ) -> None:
     if request.node.get_closest_marker("ray"):
         request.getfixturevalue("ray_session")
-    (tmp_path / "tiny").symlink_to(tiny_dir)  # what `python examples/tiny/make.py tiny` makes
+    (tmp_path / "tiny").symlink_to(tiny_dir)  # what `verl-like make-tiny tiny` makes
     monkeypatch.chdir(tmp_path)
     for registry in (TRACKERS, LR_SCHEDULES):  # a page registers one of its own
         monkeypatch.setattr(registry, "_entries", dict(registry))

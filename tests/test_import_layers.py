@@ -33,7 +33,7 @@ BELOW: dict[str, set[str]] = {
     "workers": {"verl_like"},
     "trainer": {"verl_like", "workers"},
 }
-OPTIONAL = {"vllm", "flash_attn", "peft", "wandb"}
+OPTIONAL = {"vllm", "flash_attn", "peft", "wandb", "mlflow"}
 
 ORDER: dict[str, list[tuple[str, ...]]] = {
     "verl_like": [
@@ -65,6 +65,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("ppo", "preference", "reward_model", "sft"),
         ("best_of_n", "detached"),
         ("migrate",),
+        ("evaluation",),
         ("multirun",),
         ("main_ppo", "api"),
         ("__init__",),

@@ -3,11 +3,11 @@
 A simulation of the run's events with the pacing of `trainer.detached`, no thread and no device;
 `verl-like bench overlap` prints its tables. The rules:
 
-- A batch is `pieces` pieces of equal rows. Each is made by one maker, which takes the newest
-  published weights before it begins.
-- With p pieces begun and not yet trained on, one more may begin while
-  p + 1 <= demand + (max_staleness - lag) * pieces. The demand is a batch while the trainer waits
-  for one, else 0; the lag is the newest version less that of the maker.
+- A batch is `pieces` pieces of equal rows. Each is made by one maker. Between two pieces a maker
+  takes the newest published weights, if it has older ones.
+- With p pieces begun and not yet taken, one more may begin while
+  p + 1 <= demand + max_staleness * pieces. The demand is a batch while the trainer waits for one,
+  else 0.
 - The trainer takes a batch when all its pieces are there, scores it, updates, publishes a version.
 """
 
@@ -109,8 +109,8 @@ class _Event(NamedTuple):
 @dataclass
 class _Maker:
     version: int = 0
-    piece: int | None = None
-    """The number of the piece that it makes."""
+    piece: int = 0
+    """The number of the piece that it makes, or made last."""
     state: str = "idle"
     """`idle`, `syncing` or `generating`."""
     drawn_by: int = 0
@@ -150,7 +150,7 @@ class _Run:
             if event.kind == "trained":
                 self._publish()
             elif event.kind == "synced":
-                self._synced(event.maker)
+                self.makers[event.maker].state = "idle"
             else:
                 self._put(self.makers[event.maker])
         return self._prediction(num_steps)
@@ -159,20 +159,20 @@ class _Run:
         """All that can happen at this moment."""
         self._take()
         for number, maker in enumerate(self.makers):
-            if maker.state == "idle" and self._may_begin(self.num_begun, lag=0):
-                maker.piece, self.num_begun = self.num_begun, self.num_begun + 1
-                if maker.version < self.version:
-                    self._sync(number)
-                else:
-                    self._generate(number)
+            if maker.state != "idle":
+                continue
+            if maker.version < self.version:
+                self._sync(number)
+            elif self._may_begin():
+                self._generate(number)
 
-    def _may_begin(self, piece: int, lag: int) -> bool:
-        """Whether pacing lets a maker `lag` versions behind begin the piece with this number."""
+    def _may_begin(self) -> bool:
+        """Whether pacing lets one more piece begin, by a maker with the newest weights."""
         size = self.setup.num_pieces
         num_taken = (self.version + self.is_training) * size
         demand = 0 if self.is_training else size
-        room = demand + (self.setup.max_staleness - lag) * size
-        return piece + 1 - num_taken <= min(room, self.setup.limit or room)
+        room = demand + self.setup.max_staleness * size
+        return self.num_begun + 1 - num_taken <= min(room, self.setup.limit or room)
 
     def _sync(self, number: int) -> None:
         """The maker takes the version that is the newest now."""
@@ -182,18 +182,9 @@ class _Run:
         maker.syncing += self._sync_seconds()
         self._at(maker.ends, "synced", number)
 
-    def _synced(self, number: int) -> None:
-        """Begin the piece, unless a version came meanwhile without which it would be too old."""
-        maker = self.makers[number]
-        assert maker.piece is not None, "a maker takes weights for a piece"
-        if self._may_begin(maker.piece, lag=self.version - maker.version):
-            self._generate(number)
-        else:
-            self._sync(number)
-
     def _generate(self, number: int) -> None:
         maker = self.makers[number]
-        assert maker.piece is not None, "a maker begins what it was given"
+        maker.piece, self.num_begun = self.num_begun, self.num_begun + 1
         seconds = self.setup.piece_seconds(self.phases, maker.piece)
         maker.state, maker.drawn_by, maker.ends = "generating", maker.version, self.now + seconds
         maker.busy += seconds
@@ -201,9 +192,8 @@ class _Run:
 
     def _put(self, maker: _Maker) -> None:
         """The maker's piece is queued."""
-        assert maker.piece is not None, "a maker makes a piece"
         self.queue[maker.piece] = maker.drawn_by
-        maker.state, maker.piece = "idle", None
+        maker.state = "idle"
 
     def _take(self) -> None:
         """The trainer takes the next batch, if it waits and all pieces are there."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
-from trainer.report.read import Call, RunData, pools_at_work, spread
+from trainer.report.calls import Call, pools_at_work
+from trainer.report.read import RunData, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +27,8 @@ METHOD_COLOURS = {
 }
 OTHER_COLOUR, OVERLAP_COLOUR = "#9a9a9a", "#222222"
 MOST_POINTS, MOST_LANES = 1000, 16
+SMOOTHED_FROM, WINDOWS = 300, 50
+"""Points from which a curve has its running mean on top, over a part in so many of them."""
 RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
@@ -100,6 +103,11 @@ PANELS = (
     ),
     Panel("Speed", "Tokens a second and device.", ("perf/throughput",)),
 )
+REWARD_PARTS = Panel(
+    "Rewards by name",
+    "What each reward and its parts gave, before weights.",
+    ("reward/*/mean",),
+)
 BOOKKEEPING = ("step", "timing", "perf/", "val-", "training/")
 """How the names of numbers begin that say nothing of what is learned."""
 MOST_OWN_PANELS = 12
@@ -111,7 +119,8 @@ def panels_of(data: RunData) -> list[Panel]:
     learned = [name for name in known if not name.startswith(BOOKKEEPING)]
     wanted = [name for panel in PANELS for name in panel.names]
     if not learned or any(fnmatchcase(name, pattern) for name in learned for pattern in wanted):
-        return list(PANELS)
+        has_parts = any(fnmatchcase(name, REWARD_PARTS.names[0]) for name in known)
+        return [PANELS[0], *([REWARD_PARTS] if has_parts else []), *PANELS[1:]]
 
     validated = [name for name in known if name.startswith("val-core/")]
     own = [Panel(name, "", (name,)) for name in [*learned[:MOST_OWN_PANELS], *validated]]
@@ -150,6 +159,9 @@ def curves(data: RunData, panel: Panel) -> str:
         if values in drawn:  # rewards are the scores where nothing is subtracted
             continue
         drawn.append(values)
+        if len(steps) > SMOOTHED_FROM:
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+            steps, values = _thin(*running_mean(*data.series(name)))
         axes.plot(
             steps,
             values,
@@ -165,8 +177,8 @@ def curves(data: RunData, panel: Panel) -> str:
 
 
 @styled
-def timeline(calls: Sequence[Call]) -> str:
-    """The calls as a Gantt chart, a lane for each pool, role and rank.
+def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
+    """The calls as a Gantt chart, a lane for each pool, role and rank; dotted where time was cut.
 
     Under it stands when pools worked at the same time.
     """
@@ -195,6 +207,8 @@ def timeline(calls: Sequence[Call]) -> str:
     for row in range(1, len(shown) + 1):
         if row == len(shown) or shown[row - 1][0] != shown[row][0]:
             axes.axhline(row - 0.5, color="#888888", linewidth=0.8)
+    for cut in cuts:
+        axes.axvline(cut - origin, color="#888888", linewidth=1.0, linestyle=":")
     labels = [*(f"{pool}  {lane}" for pool, lane in shown), "2 pools or more at work"]
     axes.set_yticks([*range(len(shown)), len(shown) + 0.2], labels)
     axes.invert_yaxis()
@@ -244,6 +258,23 @@ def new_figure(width: float, height: float, margins: Mapping[str, float] | None 
     figure = Figure(figsize=(width, height))
     figure.subplots_adjust(**margins)
     return figure
+
+
+def running_mean(
+    steps: Sequence[float], values: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """The mean over a window around each step; narrower at the ends. nan and inf do not count."""
+    import numpy as np
+
+    finite = np.isfinite(values)
+    half = len(values) // (2 * WINDOWS)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    places = np.arange(len(values))
+    begin, end = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
+    number = counts[end] - counts[begin]
+    means = np.where(number > 0, (sums[end] - sums[begin]) / np.maximum(number, 1), np.nan)
+    return list(steps), means.tolist()
 
 
 def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -13,15 +13,9 @@ from typing import Any
 
 from trainer.report import detached_figures
 from trainer.report import figures as report_figures
-from trainer.report.read import (
-    FAILURE_FILE,
-    STOPPED,
-    RunData,
-    last_steps,
-    overlap_share,
-    phase_shares,
-    read_run,
-)
+from trainer.report.calls import last_steps, overlap_share, without_pauses
+from trainer.report.read import FAILURE_FILE, STOPPED, RunData, phase_shares, read_run
+from trainer.report.summary import summary
 
 REPORT_FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -47,7 +41,10 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
                 STOPPED if stopped else "".join(traceback.format_exception(failure)),
                 encoding="utf-8",
             )
-        print(f"report: {write_report(folder)}", flush=True)
+        data = read_run(folder)
+        for line in summary(data):
+            print(line)
+        print(f"report: {_write(data)}", flush=True)
     except OSError as err:  # a full disk, say
         logger.error("the report could not be written (%s); try: verl-like report %s", err, folder)
     except Exception:  # noqa: BLE001 - the process edge: the run's own error follows
@@ -56,9 +53,12 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
 
 def write_report(folder: str | Path) -> Path:
     """Write the report of the run in `folder`, whole or not at all, and return its path."""
+    return _write(read_run(folder))
+
+
+def _write(data: RunData) -> Path:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    data = read_run(folder)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined
     )
@@ -76,7 +76,7 @@ def _content(data: RunData) -> dict[str, Any]:
 
     panels = report_figures.panels_of(data)
     drawn = [(panel, report_figures.curves(data, panel)) for panel in panels]
-    calls = last_steps(data.calls, GANTT_STEPS)
+    calls, cuts = without_pauses(last_steps(data.calls, GANTT_STEPS))
     drawings = detached_figures.drawings(data, data.detached) if data.detached else []
     phases = phase_shares(data.metrics, data.stages)
     return {
@@ -86,22 +86,37 @@ def _content(data: RunData) -> dict[str, Any]:
         "notes": data.notes,
         "panels": [(panel, Markup(svg)) for panel, svg in drawn if svg],
         "missing": [panel.title for panel, svg in drawn if not svg],
-        "gantt": Markup(report_figures.timeline(calls)) if calls else "",
-        "gantt_steps": min(GANTT_STEPS, len(data.metrics)),
+        "gantt": Markup(report_figures.timeline(calls, cuts)) if calls else "",
+        "gantt_steps": len({call.step for call in calls}),
+        "has_cuts": bool(cuts),
         "overlap": overlap_share(calls),
         "drawings": [(drawing, Markup(drawing.svg)) for drawing in drawings],
         "books": data.detached.books if data.detached else (),
         "shares": Markup(report_figures.shares(phases)) if phases else "",
         "phases": phases,
         "placement": data.placement,
-        "samples": data.samples,
+        "summary": summary(data),
+        "starts": data.starts,
+        "config": data.config,
+        "tables": [
+            ("Samples", "samples", data.samples),
+            ("Validation samples", "validated", data.validated),
+        ],
     }
+
+
+def _steps(data: RunData) -> str:
+    """How many were trained; the validation before the first is none, a resumed run goes on."""
+    steps = {line["step"] for line in data.metrics if line["step"] > 0}
+    if not steps or len(steps) == max(steps):
+        return str(len(steps))
+    return f"{len(steps)} ({min(steps):.0f} to {max(steps):.0f})"
 
 
 def _facts(data: RunData) -> list[tuple[str, str]]:
     """The numbers at the top: (what, how much)."""
     outcome = {"": "no failure", STOPPED: "stopped"}.get(data.failure, "failed")
-    facts = [("outcome", outcome), ("steps", str(len(data.metrics)))]
+    facts = [("outcome", outcome), ("steps", _steps(data))]
     _, scores = data.series("critic/score/mean")
     if scores:
         facts.append(("reward, first to last", f"{scores[0]:.3g} → {scores[-1]:.3g}"))

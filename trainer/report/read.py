@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.report.calls import AFTER_STEP, Call, read_timeline
 from trainer.report.detached import DetachedRun, read_detached
 from verl_like.errors import ConfigError
 
 FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by Ctrl-C.\n"
 """What is in `FAILURE_FILE` where nothing failed."""
-AFTER_STEP = ("testing", "save_checkpoint")
-"""What is timed beside a step's stages, and `timing_s/step` does not include."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call on one worker, from its start to its end in seconds of the trace's clock."""
-
-    pool: str
-    lane: str
-    role: str
-    method: str
-    start: float
-    end: float
-    step: int
+SHOWN_STARTS = 5
+WRITTEN_FIELDS = ("step", "uid", "sample", "data_source", "input", "output", "gts", "score")
+"""Of a sample's line; what else is there, a reward has returned."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +31,18 @@ class Sample:
     prompt: str
     response: str
     truth: str
+    parts: str = ""
+    """What the rewards returned beside the score, by name."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the run, or of its going on."""
+
+    time: str
+    host: str
+    command: str
+    versions: str
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,10 @@ class RunData:
     notes: Sequence[str]
     detached: DetachedRun | None = None
     """Makers and trainers, if the run has them."""
+    validated: Sequence[Sample] = ()
+    starts: Sequence[Start] = ()
+    config: str = ""
+    """`config.yaml` as it is."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """(steps, values) of a metric, from the lines that have it."""
@@ -84,7 +88,7 @@ def read_run(folder: str | Path) -> RunData:
         raise ConfigError(f"{folder} {what}, so there is nothing to report.{hint}")
     notes: list[str] = []
     failure = folder / FAILURE_FILE
-    calls, stages = _read_timeline(folder / "timeline.json", notes)
+    calls, stages = read_timeline(folder / "timeline.json", notes)
     metrics = _read_metrics(folder / "metrics.jsonl", notes)
     return RunData(
         folder=folder,
@@ -93,10 +97,31 @@ def read_run(folder: str | Path) -> RunData:
         stages=stages,
         placement=_read_placement(folder / "placement.txt"),
         samples=_read_samples(folder / "rollouts", notes),
-        failure=failure.read_text(encoding="utf-8", errors="replace") if failure.is_file() else "",
+        validated=_read_samples(folder / "validation", notes),
+        starts=_read_starts(folder / "starts.jsonl", notes),
+        config=_read_text(folder / "config.yaml"),
+        failure=_read_text(failure),
         notes=notes,
         detached=read_detached(folder, metrics, notes),
     )
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file; empty where it is not there."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _read_starts(path: Path, notes: list[str]) -> list[Start]:
+    """The first and the last starts of the run; none of one that older code has made."""
+    rows = _read_lines(path, notes) if path.is_file() else []
+    starts = []
+    for row in spread(rows, SHOWN_STARTS):
+        versions = row.get("versions")
+        named = versions.items() if isinstance(versions, dict) else ()
+        shown = ", ".join(f"{name} {version}" for name, version in named)
+        time, host, command = (_shorten(row.get(name, "")) for name in ("time", "host", "command"))
+        starts.append(Start(time, host, command, shown))
+    return starts
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -139,40 +164,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_timeline(path: Path, notes: list[str]) -> tuple[list[Call], list[str]]:
-    """The calls of a run's Chrome trace, in order of their starts, and the stages of a step."""
-    try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
-        return _calls_in(trace["traceEvents"]), list(trace["otherData"]["stages"])
-    except FileNotFoundError:
-        notes.append(f"{path.name} is not there.")
-    except (ValueError, KeyError, TypeError):
-        notes.append(f"{path.name} is half written, or not a run's, and left out.")
-    return [], []
-
-
-def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
-    pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-
-    calls = []
-    for e in events:
-        if e["ph"] != "X":  # names of pools and lanes
-            continue
-        call = Call(
-            pool=pools[e["pid"]],
-            lane=lanes[e["pid"], e["tid"]],
-            role=e["cat"],
-            method=e["name"],
-            start=e["ts"] / 1e6,
-            end=(e["ts"] + e["dur"]) / 1e6,
-            step=e.get("args", {}).get("step", 0),
-        )
-        calls.append(call)
-
-    return sorted(calls, key=lambda call: call.start)
-
-
 def _read_placement(path: Path) -> list[list[str]]:
     """The printed placement's cells: a heading, then a row for each pool."""
     if not path.is_file():
@@ -202,9 +193,17 @@ def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:
                     prompt=_shorten(row.get("input", "")),
                     response=_shorten(row.get("output", "")),
                     truth=_shorten(row.get("gts", "")),
+                    parts=_shorten(", ".join(_parts(row))),
                 )
             )
     return samples
+
+
+def _parts(row: Mapping[str, Any]) -> Iterator[str]:
+    """Each thing that a reward returned, with its name."""
+    for name, value in row.items():
+        if name not in WRITTEN_FIELDS and value is not None:
+            yield f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _shorten(text: Any) -> str:
@@ -246,32 +245,3 @@ def phase_shares(
     for phase in by_remainder[: 1000 - sum(tenths.values())]:
         tenths[phase] += 1
     return [(phase, seconds[phase] / len(timed), tenths[phase] / 10) for phase in seconds]
-
-
-def last_steps(calls: Sequence[Call], count: int) -> list[Call]:
-    """The calls of the last `count` steps."""
-    steps = sorted({call.step for call in calls})[-count:]
-    return [call for call in calls if call.step in steps]
-
-
-def pools_at_work(calls: Sequence[Call]) -> list[tuple[float, float, int]]:
-    """(start, end, number of pools at work) of every stretch from the first call to the last."""
-    starts = [(call.start, 1, call.pool) for call in calls]
-    ends = [(call.end, -1, call.pool) for call in calls]
-    edges = sorted(starts + ends)
-    running: Counter[str] = Counter()
-    stretches: list[tuple[float, float, int]] = []
-    for (time, change, pool), (until, _, _) in zip(edges, edges[1:], strict=False):
-        running[pool] += change
-        number = sum(count > 0 for count in running.values())
-        if until > time:
-            stretches.append((time, until, number))
-    return stretches
-
-
-def overlap_share(calls: Sequence[Call]) -> float:
-    """Share of the time with any pool at work in which two or more were."""
-    stretches = pools_at_work(calls)
-    working = sum(end - start for start, end, number in stretches if number)
-    overlapping = sum(end - start for start, end, number in stretches if number > 1)
-    return overlapping / working if working else 0.0

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _TAIL = b"\n]}\n"
+FACTS = ("pid", "rank", "cpu_s", "step", "stage")
+"""What an event says of its call beside its time, method, role and lane."""
 
 Record = Mapping[str, Any]
 """A call: role, method, rank, pid (of the worker), start, end (seconds of one clock), cpu_s, pool.
@@ -70,7 +72,7 @@ class Timeline:
             "ts": (record["start"] - self._origin) * 1e6,
             "dur": (record["end"] - record["start"]) * 1e6,
         }
-        facts = {name: record[name] for name in ("pid", "rank", "cpu_s", "step") if name in record}
+        facts = {name: record[name] for name in FACTS if name in record}
         return [*first, *names, {**event, "args": facts}]
 
     def _lane(self, record: Record) -> tuple[int, int, list[dict[str, Any]]]:

@@ -66,6 +66,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         response_width=config.data.max_response_length,
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_gb=rollout.kv_cache_gb,
+        keep_kv=rollout.keep_kv,
     )
     decode = _decoder(policy.model.path) if rollout.sampling_kwargs.get("stop_strings") else None
 

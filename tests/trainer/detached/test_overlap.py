@@ -1,15 +1,17 @@
-"""The simulated run against closed forms, against threads that sleep, and against its own rules."""
+"""The simulated run against closed forms, its own rules, and makers' threads that sleep."""
 
 from __future__ import annotations
 
 import random
-import threading
 import time
-from dataclasses import dataclass, field
 
 import pytest
 
+from tests.trainer.detached.stand_ins import make_buffer, train
+from trainer.detached.activity import Activity
+from trainer.detached.maker import Maker
 from trainer.detached.overlap import Phases, Setup, one_step_ahead, simulate, what_limits
+from verl_like.batch.protocol import DataProto
 
 PHASES = Phases([1.2], [0.3], [0.8], [0.1])
 
@@ -134,72 +136,50 @@ def test_200_steps_are_simulated_at_once() -> None:
     assert time.process_time() - began < 0.2
 
 
-@dataclass
-class Threads:
-    """Makers and a trainer as threads that sleep: the rules of the pacing, in real time."""
+class Sleep:
+    """A future whose answer takes some seconds."""
 
-    phases: Phases
-    setup: Setup
-    version: int = 0
-    num_taken: int = 0
-    num_begun: int = 0
-    is_waiting: bool = True
-    queue: set[int] = field(default_factory=set)
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
-    def may_begin(self) -> bool:
-        size, bound = self.setup.num_pieces, self.setup.max_staleness
-        return self.num_begun - self.num_taken < size * (bound + self.is_waiting)
+    def wait(self) -> None:
+        time.sleep(self.seconds)
 
-    def make(self, num_steps: int) -> None:
-        held = 0
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.version == num_steps or self.may_begin())
-                if self.version == num_steps:
-                    return
-                piece, self.num_begun = self.num_begun, self.num_begun + 1
-                newest = self.version
-            if held < newest:
-                time.sleep(self.phases.sync[0])
-                held = newest
-            time.sleep(self.setup.piece_seconds(self.phases, piece))
-            with self.changed:
-                self.queue.add(piece)
-                self.changed.notify_all()
 
-    def train(self, num_steps: int) -> None:
-        size = self.setup.num_pieces
-        for step in range(num_steps):
-            batch = set(range(step * size, (step + 1) * size))
-            with self.changed:
-                self.changed.wait_for(lambda batch=batch: batch <= self.queue)
-                self.num_taken, self.is_waiting = self.num_taken + size, False
-                self.changed.notify_all()
-            time.sleep(self.setup.train_seconds(self.phases, step))
-            with self.changed:
-                self.version, self.is_waiting = self.version + 1, True
-                following = {piece + size for piece in batch}
-                if not following <= self.queue:  # else it is taken before a maker looks
-                    self.changed.notify_all()
-        with self.changed:
-            self.changed.notify_all()
+def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
+    """Seconds a step of the real buffer and the real makers, all of whose work is to sleep."""
+    size = 4
+    buffer = make_buffer(
+        piece=size // setup.num_pieces, batch=size, max_staleness=setup.max_staleness
+    )
+    taken_at = buffer.version
 
-    def seconds_a_step(self, num_steps: int) -> float:
-        arguments = (num_steps,)
-        makers = [threading.Thread(target=self.make, args=arguments) for _ in range(self.makers)]
-        began = time.perf_counter()
-        for maker in makers:
-            maker.start()
-        self.train(num_steps)
-        spent = time.perf_counter() - began
-        for maker in makers:
-            maker.join()
-        return spent / num_steps
+    def generate(role: str, rows: DataProto, attempt: int) -> Sleep:
+        piece = int(rows.batch["input_ids"][0]) * setup.num_pieces // size
+        return Sleep(setup.piece_seconds(phases, piece))
 
-    @property
-    def makers(self) -> int:
-        return self.setup.num_makers
+    def take_weights(maker: int) -> int:
+        version = buffer.version
+        time.sleep(phases.sync[0])
+        return version
+
+    makers = [
+        Maker(number, buffer, Activity(), generate, take_weights, lambda *_: False)
+        for number in range(setup.num_makers)
+    ]
+    began = time.perf_counter()
+    for maker in makers:
+        maker.version = taken_at
+        maker.start()
+    for step in range(num_steps):
+        taken = buffer.take(size)
+        time.sleep(setup.train_seconds(phases, step))
+        train(buffer, taken, buffer.version + 1)
+    spent = time.perf_counter() - began
+    buffer.close()
+    for maker in makers:
+        maker.wait_for_end(5)
+    return spent / num_steps
 
 
 @pytest.mark.parametrize(
@@ -209,7 +189,13 @@ def test_the_prediction_is_within_15_per_cent_of_threads_that_sleep(setup: Setup
     phases = Phases([0.04, 0.02, 0.03, 0.08], [0.01], [0.03], [0.01])
     predicted = simulate(phases, setup, 8).seconds
     for _ in range(3):  # a busy machine wakes threads late, never early
-        measured = Threads(phases, setup).seconds_a_step(8)
+        measured = seconds_of_threads(phases, setup, 8)
         if abs(measured / predicted - 1) < 0.15:
             return
     assert measured == pytest.approx(predicted, rel=0.15)
+
+
+def test_slow_weights_and_slow_updates_overlap_in_threads() -> None:
+    phases = Phases([0.005], [0.0], [0.02], [0.02])
+    serial = seconds_of_threads(phases, Setup(), 20)
+    assert seconds_of_threads(phases, Setup(max_staleness=1), 20) < 0.75 * serial

@@ -24,7 +24,7 @@ BROWSER = (
 PROBE = """
 <script>
 window.addEventListener("load", () => {
-  const box = document.getElementById("search");
+  const box = document.querySelector("[data-searches=samples]");
   box.value = "say b";
   box.dispatchEvent(new Event("input"));
   const figures = [...document.querySelectorAll("figure svg")];

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.report.report_runs import make_run
-from trainer.report.figures import PANELS, panels_of
+from trainer.report.calls import last_steps, overlap_share, pools_at_work
+from trainer.report.figures import PANELS, WINDOWS, panels_of, running_mean
 from trainer.report.page import close_run, write_report
-from trainer.report.read import last_steps, overlap_share, phase_shares, pools_at_work, read_run
+from trainer.report.read import phase_shares, read_run
 from verl_like.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("figures")
@@ -183,3 +184,20 @@ def test_a_folder_that_is_no_run_is_refused_with_those_that_are(tmp_path: Path) 
         write_report(tmp_path)
     with pytest.raises(ConfigError, match="is no folder"):
         write_report(tmp_path / "nowhere")
+
+
+def test_own_rewards_have_a_figure_where_there_are_any(tmp_path: Path) -> None:
+    line = {"step": 1, "critic/score/mean": 0.5, "reward/format/mean": 0.2, "reward/num_failed": 0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    titles = [panel.title for panel in panels_of(read_run(tmp_path))]
+    assert titles[:3] == ["Reward", "Rewards by name", "KL"]
+
+
+def test_a_long_curve_has_its_running_mean() -> None:
+    values = [float(step % 2) for step in range(1000)]
+    values[500] = float("nan")
+    _, means = running_mean(list(range(1000)), values)
+    half = 1000 // (2 * WINDOWS)
+    for place in (0, 7, 500, 640, 999):
+        window = [v for v in values[max(place - half, 0) : place + half + 1] if v == v]
+        assert means[place] == pytest.approx(sum(window) / len(window))

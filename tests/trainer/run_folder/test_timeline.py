@@ -95,3 +95,9 @@ def test_the_overlap_ratio_is_busy_time_over_the_wall_of_the_stages_that_overlap
 
 def test_a_step_without_calls_has_no_ratio() -> None:
     assert call_timings([], {}, concurrent=("update",)) == {}
+
+
+def test_a_call_says_in_which_stage_it_was_made(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    Timeline(path).add([record("a", "actor", 0, 10.0, 12.0, step=7, stage="testing")])
+    assert calls(path)[0]["args"]["stage"] == "testing"

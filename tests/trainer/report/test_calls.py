@@ -1,0 +1,84 @@
+"""The calls that the timeline shows: of training steps, on an axis without pauses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.report.report_runs import CALLS, make_run
+from trainer.report.calls import Call, last_steps, without_pauses
+from trainer.report.page import write_report
+from trainer.report.read import read_run
+from trainer.run_folder.timeline import Timeline
+
+
+def calls_of(step: int, start: float, stage: str = "") -> list[Call]:
+    """A second of two calls."""
+    return [
+        Call("a", "actor-0", "actor", "compute_log_prob", start, start + 0.4, step, stage),
+        Call("a", "actor-0", "actor", "update_actor", start + 0.5, start + 1.0, step, stage),
+    ]
+
+
+def test_validation_and_checkpoint_at_the_end_are_no_steps() -> None:
+    started = calls_of(0, 0.0, "init")
+    trained = [call for step in (1, 2, 3) for call in calls_of(step, 10.0 + step, "update")]
+    ended = [*calls_of(3, 14.0, "testing"), *calls_of(3, 30.0, "save_checkpoint")]
+    assert last_steps([*started, *trained, *ended], 3) == trained
+    assert last_steps([*started, *trained, *ended], 1) == trained[-2:]
+
+
+def test_steps_that_follow_each_other_keep_their_times() -> None:
+    trained = [call for step in (1, 2, 3) for call in calls_of(step, 1.1 * step)]
+    assert without_pauses(trained) == (trained, [])
+
+
+def test_a_restart_and_a_validation_do_not_stretch_the_axis() -> None:
+    calls = [*calls_of(1, 0.0), *calls_of(2, 31.0), *calls_of(3, 5000.0)]
+    shown, cuts = without_pauses(calls)
+    assert [call.start for call in shown] == pytest.approx([0.0, 0.5, 1.2, 1.7, 2.4, 2.9])
+    assert [call.end - call.start for call in shown] == pytest.approx([0.4, 0.5] * 3)
+    assert cuts == pytest.approx([1.1, 2.3])
+
+
+def test_steps_that_overlap_stay_so() -> None:
+    calls = [*calls_of(1, 0.0), *calls_of(2, 0.7), *calls_of(3, 1.4)]
+    shown, cuts = without_pauses(calls)
+    assert cuts == []
+    assert {call.start for call in shown} == {call.start for call in calls}
+
+
+def test_no_call_is_no_axis() -> None:
+    assert without_pauses([]) == ([], [])
+
+
+@pytest.mark.usefixtures("figures")
+def test_the_page_tells_of_cuts_and_counts_trained_steps(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 3, samples=1)
+    timeline = Timeline(folder / "timeline.json", resume=True)
+    for step, stage, delay in ((3, "testing", 10.0), (4, "update", 500.0)):
+        timeline.add(
+            {
+                "pool": pool, "role": role, "rank": 0, "method": method, "step": step,
+                "stage": stage, "start": delay + start, "end": delay + end,
+            }
+            for pool, role, method, start, end in CALLS
+        )  # fmt: skip
+    metrics = folder / "metrics.jsonl"
+    lines = [{"step": 0, "val-core/x": 0.5}, *map(json.loads, metrics.read_text().splitlines())]
+    lines.append({**lines[-1], "step": 4})
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    page = write_report(folder).read_text()
+    assert "Dotted: a validation, a checkpoint or a restart" in page
+    assert '<span class="soft">steps</span><b>4</b>' in page
+    assert {call.step for call in last_steps(read_run(folder).calls, 3)} == {2, 3, 4}
+
+
+def test_a_run_whose_first_steps_are_gone_says_which_it_has(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 1, samples=1)
+    lines = [{"step": step, "timing_s/step": 1.0} for step in (11, 12)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert '<span class="soft">steps</span><b>2 (11 to 12)</b>' in write_report(folder).read_text()

@@ -1,0 +1,112 @@
+"""The lines that end a run: where the time went, the best validation, what to look at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.report.report_runs import make_run
+from trainer.report.page import close_run, write_report
+from trainer.report.read import RunData, read_run
+from trainer.report.summary import summary, what_to_look_at
+
+STEP = {
+    "timing_s/step": 2.0,
+    "timing_s/gen": 1.2,
+    "timing_s/update": 0.6,
+    "actor/entropy": 2.0,
+    "actor/grad_norm": 0.5,
+    "critic/score/min": 0.0,
+    "critic/score/max": 1.0,
+}
+
+
+def run_of(folder: Path, *lines: dict[str, float]) -> RunData:
+    rows = [{"step": step, **line} for step, line in enumerate(lines)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trace = {"traceEvents": [], "otherData": {"stages": ["gen", "update"]}}
+    (folder / "timeline.json").write_text(json.dumps(trace))
+    return read_run(folder)
+
+
+def test_it_says_where_the_time_went_and_which_validation_was_best(tmp_path: Path) -> None:
+    scores = [0.25, 0.75, 0.5]
+    lines = [STEP | {"val-core/x/mean@1": score} for score in scores]
+    assert summary(run_of(tmp_path, *lines)) == [
+        "3 steps of 2 s: gen 60 %, update 30 %, other 10 %",
+        "best val-core/x/mean@1: 0.75 after step 1, 0.5 at the last",
+    ]
+
+
+def test_of_equal_validations_the_last_is_the_best(tmp_path: Path) -> None:
+    lines = [STEP | {"val-core/x": score} for score in (0.5, 0.25, 0.5)]
+    assert summary(run_of(tmp_path, *lines))[1] == "best val-core/x: 0.5 after step 2"
+
+
+def test_a_good_run_has_nothing_to_look_at(tmp_path: Path) -> None:
+    assert what_to_look_at(run_of(tmp_path, *[STEP] * 12)) == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"response_length/clip_ratio": 0.5}, "50% of the answers end at data.max_response_length"),
+        ({"actor/entropy": 0.01}, "the entropy fell from 2 to 0.01"),
+        ({"actor/pg_clipfrac": 0.4}, "40% of the tokens are clipped in an update"),
+        ({"actor/ppo_kl": -0.5}, "an update moves the policy by a KL of -0.5"),
+    ],
+)
+def test_a_number_beyond_its_limit_is_named_with_what_helps(
+    tmp_path: Path, numbers: dict[str, float], words: str
+) -> None:
+    (line,) = what_to_look_at(run_of(tmp_path, *[STEP] * 6, *[STEP | numbers] * 6))
+    assert line.startswith(f"look at: {words}")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"actor/grad_norm": 0.0}, "the gradient norm was 0 in every step"),
+        ({"critic/score/max": 0.0}, "every sample of every step had the reward 0"),
+    ],
+)
+def test_a_run_that_cannot_have_learned_is_named(
+    tmp_path: Path, numbers: dict[str, float], words: str
+) -> None:
+    (line,) = what_to_look_at(run_of(tmp_path, *[STEP | numbers] * 6))
+    assert words in line
+
+
+def test_a_run_prints_it_at_its_end_and_the_report_shows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of(tmp_path, *[STEP | {"actor/grad_norm": 0.0}] * 6)
+    close_run(tmp_path, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["6 steps of 2 s", "look at", "report"]
+    assert f"<li>{lines[0]}</li>" in write_report(tmp_path).read_text()
+
+
+def test_a_run_without_a_step_has_none(tmp_path: Path) -> None:
+    assert summary(run_of(tmp_path, {"val-core/x": 0.5})) == []
+
+
+def test_starts_config_validation_and_parts_of_rewards_are_shown(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 2, samples=1)
+    (folder / "config.yaml").write_text("data:\n  train_files: <b>rows</b>\n")
+    start = {"time": "2026-01-01T00:00:00+00:00", "host": "here", "command": "verl-like ppo a=1"}
+    starts = [start | {"versions": {"torch": "2.13"}}, start | {"command": "again", "versions": 3}]
+    (folder / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
+    (folder / "validation").mkdir()
+    sample = {"input": "why", "output": "so", "score": 1.0, "format": 0.5, "verdict": "good"}
+    (folder / "validation" / "2.jsonl").write_text(json.dumps(sample) + "\n")
+
+    page = write_report(folder).read_text()
+    assert "2026-01-01T00:00:00+00:00, here: torch 2.13" in page
+    for command in ("verl-like ppo a=1", "again"):
+        assert f'<pre class="command">{command}</pre>' in page
+    assert "train_files: &lt;b&gt;rows&lt;/b&gt;" in page
+    assert "<h2>Validation samples</h2>" in page
+    assert "<td>format 0.5, verdict good</td>" in page

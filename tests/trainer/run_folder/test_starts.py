@@ -1,0 +1,25 @@
+"""A line for every start of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.run_folder.starts import note_start
+
+
+def test_a_start_says_command_host_and_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["verl-like", "ppo", "a=two words"])
+    note_start(tmp_path)
+    monkeypatch.setattr("sys.orig_argv", ["verl-like", "ppo", "a=3"])
+    note_start(tmp_path)
+    first, second = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
+    assert first["command"] == "verl-like ppo 'a=two words'"
+    assert second["command"] == "verl-like ppo a=3"
+    assert torch.__version__.startswith(first["versions"]["torch"].partition("+")[0])
+    assert first["host"]

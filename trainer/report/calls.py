@@ -1,0 +1,124 @@
+"""The calls of workers, as `timeline.json` has them, and what the report draws of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+AFTER_STEP = ("testing", "save_checkpoint")
+"""What is timed beside a step's stages, and `timing_s/step` does not include."""
+LONGEST_PAUSE = 0.2
+"""Of a step's mean length: the part of a pause between two steps that is drawn."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call on one worker, from its start to its end in seconds of the trace's clock."""
+
+    pool: str
+    lane: str
+    role: str
+    method: str
+    start: float
+    end: float
+    step: int
+    stage: str = ""
+    """Of the step, as the trainer's clock calls it; empty in traces that do not say."""
+
+
+def read_timeline(path: Path, notes: list[str]) -> tuple[list[Call], list[str]]:
+    """The calls of a run's Chrome trace, in order of their starts, and the stages of a step."""
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        return _calls_in(trace["traceEvents"]), list(trace["otherData"]["stages"])
+    except FileNotFoundError:
+        notes.append(f"{path.name} is not there.")
+    except (ValueError, KeyError, TypeError):
+        notes.append(f"{path.name} is half written, or not a run's, and left out.")
+    return [], []
+
+
+def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
+    pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+
+    calls = []
+    for e in events:
+        if e["ph"] != "X":  # names of pools and lanes
+            continue
+        call = Call(
+            pool=pools[e["pid"]],
+            lane=lanes[e["pid"], e["tid"]],
+            role=e["cat"],
+            method=e["name"],
+            start=e["ts"] / 1e6,
+            end=(e["ts"] + e["dur"]) / 1e6,
+            step=e.get("args", {}).get("step", 0),
+            stage=e.get("args", {}).get("stage", ""),
+        )
+        calls.append(call)
+
+    return sorted(calls, key=lambda call: call.start)
+
+
+def last_steps(calls: Sequence[Call], count: int) -> list[Call]:
+    """The calls of the last `count` training steps, without validation and checkpoints."""
+    trained = [call for call in calls if call.step > 0 and call.stage not in AFTER_STEP]
+    steps = sorted({call.step for call in trained})[-count:]
+    return [call for call in trained if call.step in steps]
+
+
+def without_pauses(calls: Sequence[Call]) -> tuple[list[Call], list[float]]:
+    """The calls with the pauses between steps cut short, and the times where they were.
+
+    A pause is a validation, a checkpoint, or a restart.
+    """
+    steps = sorted({call.step for call in calls})
+    spans = {step: _span([call for call in calls if call.step == step]) for step in steps}
+    lengths = [end - start for start, end in spans.values()]
+    shortest = LONGEST_PAUSE * sum(lengths) / max(len(lengths), 1)
+
+    shifted: list[Call] = []
+    cuts: list[float] = []
+    shift = 0.0
+    latest = spans[steps[0]][0] if steps else 0.0
+    for step in steps:
+        start, end = spans[step]
+        if start - latest > shortest:
+            shift += start - latest - shortest
+            cuts.append(start - shift - shortest / 2)
+        of_step = [call for call in calls if call.step == step]
+        shifted += [replace(c, start=c.start - shift, end=c.end - shift) for c in of_step]
+        latest = max(latest, end)
+    return sorted(shifted, key=lambda call: call.start), cuts
+
+
+def _span(calls: Sequence[Call]) -> tuple[float, float]:
+    return min(call.start for call in calls), max(call.end for call in calls)
+
+
+def pools_at_work(calls: Sequence[Call]) -> list[tuple[float, float, int]]:
+    """(start, end, number of pools at work) of every stretch from the first call to the last."""
+    starts = [(call.start, 1, call.pool) for call in calls]
+    ends = [(call.end, -1, call.pool) for call in calls]
+    edges = sorted(starts + ends)
+    running: Counter[str] = Counter()
+    stretches: list[tuple[float, float, int]] = []
+    for (time, change, pool), (until, _, _) in zip(edges, edges[1:], strict=False):
+        running[pool] += change
+        number = sum(count > 0 for count in running.values())
+        if until > time:
+            stretches.append((time, until, number))
+    return stretches
+
+
+def overlap_share(calls: Sequence[Call]) -> float:
+    """Share of the time with any pool at work in which two or more were."""
+    stretches = pools_at_work(calls)
+    working = sum(end - start for start, end, number in stretches if number)
+    overlapping = sum(end - start for start, end, number in stretches if number > 1)
+    return overlapping / working if working else 0.0

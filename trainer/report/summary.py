@@ -1,0 +1,124 @@
+"""A run in a few lines, printed at its end and shown on top of its report.
+
+Where the time went, the best validation, and what to look at: numbers beyond the limits that
+`docs/reading_the_report.md` names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from trainer.report.read import RunData, phase_shares
+
+ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP = 0.05, 0.3, 0.2, 0.2
+"""The limits: share of the first entropy, share of answers, share of tokens, nats."""
+FEWEST_STEPS = 5
+"""A run of fewer is too short to say that it does not learn."""
+BIGGEST_PHASES = 3
+
+
+def summary(data: RunData) -> list[str]:
+    """The lines; none for a run that trained no step."""
+    if not phase_shares(data.metrics, data.stages):
+        return []
+    return [_time(data), *_best_validations(data), *what_to_look_at(data)]
+
+
+def what_to_look_at(data: RunData) -> list[str]:
+    """What is beyond its limits at the run's end, each with what helps."""
+    found = [
+        _answers_cut(data),
+        _entropy_gone(data),
+        _nothing_learned(data),
+        _reward_stands(data),
+        _updates_too_large(data),
+    ]
+    return [f"look at: {line}" for line in found if line]
+
+
+def _time(data: RunData) -> str:
+    """How long the steps took, and in which phases."""
+    shares = phase_shares(data.metrics, data.stages)
+    _, seconds = data.series("timing_s/step")
+    largest = sorted(shares, key=lambda phase: phase[2], reverse=True)[:BIGGEST_PHASES]
+    phases = ", ".join(f"{name} {share:.0f} %" for name, _, share in largest)
+    mean = sum(seconds) / len(seconds)
+    return f"{len(seconds)} steps of {mean:.3g} s: {phases}"
+
+
+def _best_validations(data: RunData) -> Iterator[str]:
+    """Of each validated number the highest value, and the last."""
+    names = dict.fromkeys(name for line in data.metrics for name in line)
+    for name in names:
+        steps, values = data.series(name)
+        finite = [value for value in values if math.isfinite(value)]
+        if not name.startswith("val-core/") or not finite:
+            continue
+        best = max(finite)
+        step = max(step for step, value in zip(steps, values, strict=True) if value == best)
+        last = "" if step == steps[-1] else f", {values[-1]:.4g} at the last"
+        yield f"best {name}: {best:.4g} after step {step:.0f}{last}"
+
+
+def _answers_cut(data: RunData) -> str:
+    share = _last(data, "response_length/clip_ratio")
+    if not share > CUT_ANSWERS:
+        return ""
+    return (
+        f"{share:.0%} of the answers end at data.max_response_length: a larger one, or a reward "
+        "that asks for shorter answers"
+    )
+
+
+def _entropy_gone(data: RunData) -> str:
+    first, last = _first(data, "actor/entropy"), _last(data, "actor/entropy")
+    if not (first > 0 and last < ENTROPY_LEFT * first):
+        return ""
+    return (
+        f"the entropy fell from {first:.3g} to {last:.3g}: the policy says one thing; a lower "
+        "learning rate, a KL to the reference, or actor.entropy_coeff keep it apart"
+    )
+
+
+def _nothing_learned(data: RunData) -> str:
+    steps, norms = data.series("actor/grad_norm")
+    if not steps or any(norms):
+        return ""
+    return (
+        "the gradient norm was 0 in every step, so nothing was learned: do the samples of a prompt "
+        "all have one reward?"
+    )
+
+
+def _reward_stands(data: RunData) -> str:
+    steps, lowest = data.series("critic/score/min")
+    _, highest = data.series("critic/score/max")
+    if len(steps) < FEWEST_STEPS or lowest != highest or len(set(lowest)) > 1:
+        return ""
+    return (
+        f"every sample of every step had the reward {lowest[0]:.4g}: is the reward function right "
+        "for these answers? rollouts/ has them"
+    )
+
+
+def _updates_too_large(data: RunData) -> str:
+    clipped, moved = _last(data, "actor/pg_clipfrac"), _last(data, "actor/ppo_kl")
+    if clipped > CLIPPED:
+        return f"{clipped:.0%} of the tokens are clipped in an update: a lower actor.optim.lr"
+    if abs(moved) > KL_JUMP:
+        return f"an update moves the policy by a KL of {moved:.3g}: a lower actor.optim.lr"
+    return ""
+
+
+def _first(data: RunData, name: str) -> float:
+    return _mean(data.series(name)[1][:FEWEST_STEPS])
+
+
+def _last(data: RunData, name: str) -> float:
+    """Mean of the last steps; nan, which no limit catches, where there are none."""
+    return _mean(data.series(name)[1][-FEWEST_STEPS:])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,50 @@
+"""`starts.jsonl`: when, where, by which command and with which packages a run was started.
+
+A resumed run adds a line. `trainer.launch` writes it, the report shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import socket
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+STARTS_FILE = "starts.jsonl"
+PACKAGES = (
+    "verl-like",
+    "torch",
+    "transformers",
+    "ray",
+    "vllm",
+    "flash-attn",
+    "tensordict",
+    "numpy",
+)
+
+
+def note_start(folder: Path) -> None:
+    """Add the line of this start."""
+    line = {  # orig_argv: a command's main takes words out of argv
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "command": shlex.join(sys.orig_argv),
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+    with (folder / STARTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
