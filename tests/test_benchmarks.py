@@ -88,6 +88,8 @@ def test_a_reference_as_int8_loads_in_three_fifths_of_its_float32_memory() -> No
     assert report["load peak of int8 / float32 model"] <= 0.6
     assert report["linear weights, int8 / float32"] <= 0.4
     assert 0 < report["|log-prob apart|, mean"] < 0.2
+
+
 def test_the_benchmark_of_deliveries_compares_one_maker_with_more() -> None:
     fanout = load("benchmarks/bench_weight_fanout.py")
     full, changed = fanout.measure("small", rounds=1).values()

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from trainer.config.keys import Key, config_keys, leaf_keys
 from trainer.config.placement import expand_shorthands, preset_tree, settle, share
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
+from trainer.config.settings import flat_settings, overrides_of
 from trainer.config.tree import compose_tree_of, parse
 from trainer.config.unused_keys import check_unused
 from verl_like.errors import ConfigError, nearest
@@ -78,8 +79,13 @@ def register(recipe: Recipe[Any]) -> None:
         )
 
 
-def load_config(overrides: Sequence[str], recipe: Recipe[C]) -> C:
-    """`key=value` strings, as on the command line -> the configuration of a run."""
+def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[C]) -> C:
+    """`key=value` strings, as on the command line, or a dict of keys -> a run's configuration.
+
+    Names in a dict are dotted, or dicts within dicts.
+    """
+    if isinstance(overrides, Mapping):
+        overrides = overrides_of(flat_settings(recipe.schema, overrides))
     overrides = prepare_overrides(overrides, recipe)
     return from_composed(compose_tree(overrides, recipe), overrides, recipe)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -131,9 +131,9 @@ PPO = Recipe(
 
 
 @overload
-def load_config(overrides: Sequence[str]) -> PPOConfig: ...
+def load_config(overrides: Sequence[str] | Mapping[str, Any]) -> PPOConfig: ...
 @overload
-def load_config(overrides: Sequence[str], recipe: Recipe[C]) -> C: ...
-def load_config(overrides: Sequence[str], recipe: Recipe[Any] = PPO) -> Any:
-    """`key=value` strings, as on the command line -> the configuration of a run."""
+def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[C]) -> C: ...
+def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[Any] = PPO) -> Any:
+    """`key=value` strings, as on the command line, or a dict of keys -> a run's configuration."""
     return compose.load_config(overrides, recipe)
