@@ -26,7 +26,8 @@ def plan_lines(config: DetachedConfig, max_columns: int | None = None) -> list[s
         f"a batch of {config.data.train_batch_size} prompts is {_count(setup.num_pieces, 'piece')}:"
         f" {_count(prompts, 'prompt')} each, which one maker answers in a call",
         f"a sample is {age} when it is trained on: makers wait rather than let one grow older",
-        f"at most {num_open} samples are queued or being made ({num_open / batch:.3g} times a batch)",
+        f"at most {num_open} samples are queued or being made ({num_open / batch:.3g} times a "
+        "batch)",
         f"there is a version of the weights after every {rounds}; "
         f"a maker takes it {MOMENTS[detached.new_weights]}",
     ]
