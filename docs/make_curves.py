@@ -182,7 +182,7 @@ def figure(path: Path, inches: tuple[float, float], dpi: int) -> Iterator[Any]:
 
 
 def make_tiny(folder: Path) -> Path:
-    """Model and data of `examples/tiny/make.py`."""
+    """Model and data of `verl-like make-tiny`."""
     source = DOCS.parent / "examples" / "tiny" / "make.py"
     spec = importlib.util.spec_from_file_location("tiny", source)
     assert spec is not None, f"{source} is there"

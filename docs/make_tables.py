@@ -20,7 +20,7 @@ from trainer.cli.explain import field_docs
 from trainer.config.keys import Key, config_keys, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.migrate.openrlhf.flags import ABSENT, ALWAYS, IF_ONE, NEW_NAMES, RENAMED
+from trainer.migrate.tables import coati_rows, openrlhf_rows, trl_rows, verl_rows
 from trainer.ppo.cards import (
     Card,
     estimator_cards,
@@ -332,21 +332,9 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def openrlhf_table() -> str:
-    """What becomes of every flag of OpenRLHF's that stands alone; others are read together."""
-    newer = {old: new for new, old in NEW_NAMES.items()}
-    rows = []
-    for name in sorted({*newer, *RENAMED, *ALWAYS, *ABSENT, *IF_ONE}):
-        spelled = " ".join(f"`--{flag}`" for flag in (name, newer.get(name, "")) if flag)
-        if name in RENAMED:
-            here = f"`{RENAMED[name]}`"
-        elif name in ALWAYS:
-            here = f"always: {ALWAYS[name]}"
-        else:
-            absent = (ABSENT | IF_ONE).get(name)
-            here = f"not here: {absent}" if absent else "translated together with others"
-        rows.append(f"| {spelled} | {here} |")
-    return "\n".join(["| there | here |", "|---|---|", *rows])
+def migration_table(rows: Callable[[], list[list[str]]]) -> str:
+    """What becomes of every key or flag of another system."""
+    return _table(["there", "here"], rows())
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
@@ -364,7 +352,10 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "preference-losses": ("preference.md", preference_loss_table),
     "preference-keys": ("preference.md", preference_key_table),
     "lr-schedules": ("updates.md", lr_schedule_table),
-    "openrlhf": ("coming_from_openrlhf.md", openrlhf_table),
+    "verl": ("coming_from_verl.md", partial(migration_table, verl_rows)),
+    "openrlhf": ("coming_from_openrlhf.md", partial(migration_table, openrlhf_rows)),
+    "trl": ("coming_from_trl.md", partial(migration_table, trl_rows)),
+    "coati": ("coming_from_colossalchat.md", partial(migration_table, coati_rows)),
     "corrections": ("algorithms.md", correction_table),
     "preset-cards": ("cards.md", preset_card_list),
     "estimator-cards": ("cards.md", estimator_card_list),

@@ -55,13 +55,15 @@ def load(path: str) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def make_tiny() -> ModuleType:
-    """The module `examples/tiny/make.py`."""
-    return load("examples/tiny/make.py")
+    """The module of `verl-like make-tiny`."""
+    from trainer.cli import make_tiny
+
+    return make_tiny
 
 
 @pytest.fixture(scope="session")
 def tiny_dir(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `python examples/tiny/make.py DIR` writes: model/, train.parquet, val.parquet.
+    """What `verl-like make-tiny DIR` writes: model/, train.parquet, val.parquet.
 
     Read only.
     """

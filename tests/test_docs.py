@@ -14,11 +14,17 @@ from pathlib import Path
 import pytest
 
 from trainer import load_config
+from trainer.config.recipe import Recipe
 from trainer.config.schema import TRACKERS
+from trainer.detached.recipe import DETACHED
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import PPO
 from workers.training.schedules import LR_SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+STARTS = r"(verl-like ppo|verl-like detached|-m trainer\.main_ppo) ([^`#\n]+)"
+"""A command that starts a run, and its settings."""
 
 
 def pages() -> list[object]:
@@ -72,7 +78,7 @@ def test_the_python_blocks_run(
 ) -> None:
     if request.node.get_closest_marker("ray"):
         request.getfixturevalue("ray_session")
-    (tmp_path / "tiny").symlink_to(tiny_dir)  # what `python examples/tiny/make.py tiny` makes
+    (tmp_path / "tiny").symlink_to(tiny_dir)  # what `verl-like make-tiny tiny` makes
     monkeypatch.chdir(tmp_path)
     for registry in (TRACKERS, LR_SCHEDULES):  # a page registers one of its own
         monkeypatch.setattr(registry, "_entries", dict(registry))
@@ -89,16 +95,17 @@ def commands() -> Iterator[object]:
     """The settings of every command that starts a run; `...` stands for further ones."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-        for command in re.findall(r"(?:verl-like ppo|-m trainer\.main_ppo) ([^`#\n]+)", text):
+        for name, command in re.findall(STARTS, text):
             settings = [part for part in shlex.split(command) if part != "..."]
+            recipe = DETACHED if "detached" in name else PPO
             if settings != ["key=value"] and not settings[0].startswith("-"):
-                yield pytest.param(settings, id=f"{path.name}: {settings[0]}")
+                yield pytest.param(recipe, settings, id=f"{path.name}: {settings[0]}")
 
 
-@pytest.mark.parametrize("settings", list(commands()))
-def test_a_command_composes(settings: list[str]) -> None:
+@pytest.mark.parametrize(("recipe", "settings"), list(commands()))
+def test_a_command_composes(recipe: Recipe[PPOConfig], settings: list[str]) -> None:
     needed = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": "model"}
     given = {setting.partition("=")[0] for setting in settings}
     missing = [f"{key}={value}" for key, value in needed.items() if key not in given]
-    config = load_config([*missing, *settings])
+    config = load_config([*missing, *settings], recipe)
     assert config.data.train_files

@@ -33,7 +33,7 @@ BELOW: dict[str, set[str]] = {
     "workers": {"verl_like"},
     "trainer": {"verl_like", "workers"},
 }
-OPTIONAL = {"vllm", "flash_attn", "peft", "wandb"}
+OPTIONAL = {"vllm", "flash_attn", "peft", "wandb", "mlflow"}
 
 ORDER: dict[str, list[tuple[str, ...]]] = {
     "verl_like": [
@@ -63,7 +63,9 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("command_errors", "compare", "launch"),
         ("rows",),
         ("ppo", "preference", "reward_model", "sft"),
-        ("best_of_n", "detached", "migrate"),
+        ("best_of_n", "detached"),
+        ("migrate",),
+        ("evaluation",),
         ("multirun",),
         ("main_ppo", "api"),
         ("__init__",),

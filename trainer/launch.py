@@ -13,12 +13,14 @@ from contextlib import ExitStack
 import torch
 
 from trainer.config.schema import RunConfig
+from trainer.groups.nodes import needs_of_pools
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import check_callbacks
 from trainer.loop import Trainer
 from trainer.report.page import close_run
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import open_run_folder
+from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.starts import note_start
 from verl_like.calls.waiting import Deadlines
@@ -56,12 +58,13 @@ def run(
         show_plan(nominal_placement(config), config, trainer_cls)
         return RunResult.of(config, trainer_cls.role)
 
-    # a folder that this run cannot go on from is refused before anything is read
-    Checkpoints(config)
     with ExitStack() as at_end:
         at_end.callback(torch.set_num_threads, threads_before)
+        # a folder that this run cannot go on from is refused before anything is read
+        lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
+        Checkpoints(config)
         inputs = trainer_cls.prepare(config, at_end)
-        folder = open_run_folder(config)
+        folder = open_run_folder(config, lock)
         note_start(folder)
         try:
             with WorkerGroups(config, trainer_cls.worker_code(config)) as groups:
@@ -101,9 +104,8 @@ def nominal_placement(config: RunConfig) -> Placement:
         Node(f"node {number}", trainer.n_gpus_per_node, cpus, "device")
         for number in range(trainer.nnodes)
     ]
-    return Placement.plan(
-        config.resource_pool_spec, config.role_mapping, nodes, config.cpus_per_process
-    )
+    spec, needs = config.resource_pool_spec, needs_of_pools(config)
+    return Placement.plan(spec, config.role_mapping, nodes, config.cpus_per_process, needs)
 
 
 def trainer_class(config: RunConfig) -> type[Trainer]:

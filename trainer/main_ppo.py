@@ -5,17 +5,28 @@ Hydra's entry to a PPO run (`verl-like ppo` calls the same `main`).
 
 from __future__ import annotations
 
+import argparse
 import logging
+import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trainer.command_errors import ending_in_words
-from trainer.config.compose import compose_tree, from_composed, prepare_overrides, register
+from trainer.config.compose import (
+    compose_tree,
+    from_composed,
+    in_words,
+    prepare_overrides,
+    register,
+)
 from trainer.config.show import annotated_yaml
 from trainer.multirun import Sweep
 from trainer.ppo.recipe import PPO
@@ -27,6 +38,8 @@ ONLY_SHOWN = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "tr
 SHOW_TREE = {("-c", "job"), ("--cfg", "job"), ("--cfg=job",)}
 """The options that print the tree of a command; Hydra's print without the rules of its keys."""
 RESOLVE = "--resolve"
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""The variable by which Hydra is asked for tracebacks; set by the user, it gives them."""
 _sweep = Sweep()
 """Of this process."""
 
@@ -62,7 +75,7 @@ def main() -> None:
         overrides = [a for a in arguments if is_override(a)]
         try:
             rest = [a for a in arguments if a not in overrides]
-            overrides = prepare_overrides(overrides, PPO)
+            overrides = prepare_overrides(overrides, PPO, config_dir_of(rest))
             if tuple(option for option in rest if option != RESOLVE) in SHOW_TREE:
                 tree = compose_tree(overrides, PPO)
                 PPO.load_registries()  # the comments list the registered names
@@ -72,9 +85,31 @@ def main() -> None:
         except ConfigError as err:
             sys.exit(f"error: {err}")
     register(PPO)  # another recipe of this process may have registered its presets since
-    _job()
+    compose_and_run()
     if _sweep.jobs:
         _sweep.close()
+
+
+def compose_and_run() -> None:
+    """Hydra's part; what it refuses, in a user's YAML say, ends with a line, too."""
+    if FULL_ERROR in os.environ:
+        _job()
+        return
+    os.environ[FULL_ERROR] = "1"  # Hydra then raises its errors, which it else prints and frames
+    try:
+        _job()
+    except HydraException as err:
+        sys.exit(f"error: {in_words(err, PPO, config_dir_of(sys.argv[1:]))}")
+    finally:
+        del os.environ[FULL_ERROR]
+
+
+def config_dir_of(options: Sequence[str]) -> Path | None:
+    """The folder of `--config-dir`, if it is given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    found: Path | None = parser.parse_known_args(options)[0].config_dir
+    return found
 
 
 def is_override(argument: str) -> bool:

@@ -2,7 +2,7 @@
 
     python examples/rlhf_pipeline/make_data.py DIR
 
-writes DIR/base (a Llama with a character tokenizer, as in examples/tiny) and
+writes DIR/base (a Llama with a character tokenizer, as in make-tiny) and
 
     sft.jsonl, sft_val.jsonl        a prompt and any sentence about its animal, kind or not
     pairs.jsonl, pairs_val.jsonl    the kinder of two sentences is `chosen`; some of `rejected` are

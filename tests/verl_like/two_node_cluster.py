@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray._private.utils import get_system_memory, get_used_memory
 from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
 
 from tests.verl_like.sample_workers import Adder, Faulty
 from verl_like import (
@@ -54,12 +55,24 @@ def take_all_memory(cluster: Cluster, log_dir: str) -> dict[str, Any]:
     return {"starved": "", "notes": [], "starved_s": 0.0}
 
 
+def hold_custom_resources() -> dict[str, Any]:
+    """What a pool that asks for a resource of the second node's holds while a worker runs on it."""
+    pool = RayResourcePool([1], cpus_per_process=0.5, resources={"accel": 2}, deadlines=QUICK)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder))
+    row = next(row for row in placement_group_table().values() if pool.name in row["name"])
+    node = next(node for node in cluster_nodes() if node.resources)
+    group.shutdown()
+    pool.release()
+    on_its_node = set(row["bundles_to_node_id"].values()) == {node.key}
+    return {"bundles": row["bundles"], "node": dict(node.resources or {}), "there": on_its_node}
+
+
 def main(log_dir: str) -> None:
     facts: dict[str, Any] = {}
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
-    second = cluster.add_node(num_cpus=2)
+    second = cluster.add_node(num_cpus=2, resources={"accel": 3})
     connect(address=cluster.address, runtime_env={"env_vars": {"MINE": "from runtime_env"}})
     facts["slots"] = sorted(node.devices for node in cluster_nodes())
     facts["refusals"] = []
@@ -68,6 +81,7 @@ def main(log_dir: str) -> None:
             RayResourcePool(counts, cpus_per_process=1.0).bundles()
         except PlacementError as error:
             facts["refusals"].append(str(error))
+    facts["custom"] = hold_custom_resources()
     pool = RayResourcePool([1, 2], cpus_per_process=1.0, deadlines=QUICK)
     roles = {"adder": RayClassWithInitArgs(Adder), "faulty": RayClassWithInitArgs(Faulty)}
     fused = RayWorkerGroup(pool, create_colocated_worker_cls(roles), log_dir=log_dir)

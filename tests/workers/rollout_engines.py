@@ -6,13 +6,17 @@ Usable in vLLM's own environment.
 from __future__ import annotations
 
 import copy
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from workers.rollout.base import EngineLimits, Request, RolloutEngine, SamplingParams
+from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine, SamplingParams
 from workers.rollout.sampling import noise_key
 
 VOCAB, PROMPT, RESPONSE, STOP = 64, 9, 14, (2, 5, 7)
@@ -101,3 +105,62 @@ def full_logits(model: Any, prompt: list[int], tokens: torch.Tensor) -> torch.Te
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([prompt + tokens.tolist()])).logits
     return logits[0, len(prompt) - 1 : -1]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """At most half a minute."""
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end, "it did not come to pass within 30 s"
+        time.sleep(0.001)
+
+
+@contextmanager
+def beside(work: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Something in a thread of its own: what it returned or raised is in the list afterwards."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield found
+    finally:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def generate_and(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    sampling: SamplingParams,
+    step: int,
+    work: Callable[[], Any],
+) -> list[Output]:
+    """`generate`, and `work` from another thread when it has come to that step.
+
+    The generation goes on when the work is done, or holds it.
+    """
+    checkpoint, steps = engine.control.checkpoint, []
+    control = engine.control
+
+    def watched() -> bool:
+        steps.append(0)
+        if len(steps) != step:
+            return checkpoint()
+        with beside(work) as done:
+            wait_until(lambda: control._must_wait() or bool(done))
+            stop = checkpoint()
+        return stop
+
+    engine.control.checkpoint = watched
+    try:
+        return engine.generate(requests, sampling)
+    finally:
+        engine.control.checkpoint = checkpoint
+        assert len(steps) >= step, f"it ended after {len(steps)} steps"

@@ -22,7 +22,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
 def check(config: BestOfNConfig) -> None:
     """The rules between fields; they look into the rewards and the engines."""
     from trainer.ppo.reward_checks import check_rewards
-    from workers.rollout.base import check_sampling_kwargs
+    from workers.rollout.sampling_settings import check_sampling_kwargs
 
     check_rewards(config)
     rollout, selection = config.actor_rollout_ref.rollout, config.selection

@@ -16,14 +16,17 @@ USAGE = """usage: verl-like COMMAND ...
   best-of-n [key=value ...]     keep a model's best answers, as rows for sft or dpo
                                 (of these, --help tells more, --cfg job all keys)
   explain [key=value ...]       say in words what a step of ppo will do
+  make-tiny DIR                 a model and data for trying things, in seconds
   doctor [--model PATH]         check what a run needs: packages, a remote call, a
                                 weight sync; or how a run treats one model
   serve-reward [...]            answer reward requests over HTTP
-  migrate SYSTEM FILE           turn a script of verl's, OpenRLHF's or TRL's into a
-                                command of ours
+  migrate SYSTEM FILE           turn a script of verl's, OpenRLHF's, TRL's or
+                                ColossalChat's into a command of ours
   bench overlap [RUN_DIR]       predict what detached makers would gain a job
   report RUN_DIR                write RUN_DIR/report.html anew
+  chat MODEL                    talk to a model folder, or to the model of a run
   compare RUN RUN ...           runs side by side: settings, curves, times
+  eval MODEL [key=value ...]    validate a model folder, or the model of a run
   export CHECKPOINT OUT         a trained model as a Hugging Face folder
   -sc install=bash              print tab completion; use it with
                                 eval "$(verl-like -sc install=bash)"
@@ -40,8 +43,11 @@ RECIPES = {
 MODULES = {
     "serve-reward": "trainer.cli.serve_reward",
     "explain": "trainer.cli.explain",
+    "chat": "trainer.cli.chat",
     "compare": "trainer.cli.compare",
+    "eval": "trainer.cli.eval",
     "export": "trainer.cli.export",
+    "make-tiny": "trainer.cli.make_tiny",
 }
 """Commands whose module has a `main(arguments)`."""
 HELP = {
@@ -124,7 +130,7 @@ Loads a reward function, prints the address, and answers until it gets SIGINT or
 with the same numbers as the function in process. It listens on this machine alone (port 8000; 0
 takes a free one), unless --host and a secret in the environment variable --token-env are given.
 """,
-    "migrate": """usage: verl-like migrate verl|openrlhf|trl COMMAND-OR-FILE
+    "migrate": """usage: verl-like migrate verl|openrlhf|trl|coati COMMAND-OR-FILE
 
 Reads a command line, or a file that has one, and prints the same run as a command of ours. Below it
 stands what became of every flag: renamed, always so here, or not here and what to do instead; and
@@ -133,6 +139,16 @@ those of its defaults that differ from ours, which the command sets.
   verl-like migrate verl run_qwen2-7b.sh                   verl.trainer.main_ppo
   verl-like migrate openrlhf train_ppo_llama_ray.sh        train_ppo_ray, both generations of flags
   verl-like migrate trl "trl grpo --config grpo.yaml"      grpo, sft, reward, dpo; also a YAML alone
+  verl-like migrate coati mmmt_prompt.sh                   train_prompts, 1mmt_prompt, mmmt_prompt
+""",
+    "chat": """usage: verl-like chat MODEL [--system TEXT] [--max-tokens N] [--temperature T]
+           [--seed N]
+
+MODEL is a model folder, a run folder (its newest checkpoint), or a global_step_N in one. On a
+terminal it asks for messages (/new begins anew, Ctrl-D ends) and shows the answers while they are
+made. From a pipe the whole input is one message, and the answer is all that is printed:
+
+  echo "say b" | verl-like chat runs/letters --max-tokens 20
 """,
     "compare": """usage: verl-like compare RUN RUN ... [--page FILE]
 
@@ -140,6 +156,30 @@ Reads two run folders or more, whatever state they are in, and prints: how each 
 are set differently, every metric at its end and at its best (mean and deviation of runs that differ
 in trainer.seed alone), the phases of a step, and the placements. The page, comparison.html here
 unless --page names another, has the same tables and every curve of all runs on one axis.
+""",
+    "eval": """usage: verl-like eval MODEL [key=value ...]
+
+MODEL is a model folder, a run folder (its newest checkpoint), or a global_step_N in one. Samples of
+every prompt of data.val_files are scored, and mean@n, best@n and maj@n of each data source printed:
+the numbers of a validation in a run. A run of `verl-like ppo` brings its own prompts, rewards,
+sampling and seed, over which the settings given here go.
+
+  data.val_files=[a.parquet,b.jsonl]
+  actor_rollout_ref.rollout.val_kwargs.n=8  actor_rollout_ref.rollout.val_kwargs.do_sample=true
+  trainer.default_local_dir=FOLDER   samples, metrics and report; by default eval/ in the run
+  verl-like eval --cfg job           every key with its meaning
+""",
+    "make-tiny": """usage: verl-like make-tiny DIR [--seed N] [--num-train N] [--num-val N]
+           [--hidden-size N] [--num-layers N] [--gsm8k]
+
+Writes DIR/model, a Llama of random weights with a character tokenizer, DIR/train.parquet and
+DIR/val.parquet: prompts ask for a letter, and the reward is its share of the response. A run learns
+it in some tens of steps. --gsm8k also writes made-up sums in the format of GSM8K's own files.
+
+  verl-like make-tiny tiny
+  verl-like ppo trainer.backend=local actor_rollout_ref.model.path=tiny/model \\
+      data.train_files=tiny/train.parquet data.val_files=tiny/val.parquet \\
+      data.max_prompt_length=16 data.max_response_length=8 trainer.total_training_steps=20
 """,
     "export": """usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
            [--model BASE]

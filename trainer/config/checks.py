@@ -19,8 +19,17 @@ def check_fields(config: RunConfig) -> None:
     for key in leaf_keys(type(config)):
         value = read(config, key.name)
         _check_value(key, value)
-        for number, item in enumerate(value if key.item_schema else ()):
-            _check_item(item, f"{key.name}[{number}].", config)
+        for prefix, item in _items(key, value):
+            _check_item(item, prefix, config)
+
+
+def _items(key: Key, value: Any) -> list[tuple[str, Any]]:
+    """The sections in the value of a key, each with the beginning of its keys' names."""
+    if not key.item_schema:
+        return []
+    if isinstance(value, dict):
+        return [(f"{key.name}.{name}.", item) for name, item in value.items()]
+    return [(f"{key.name}[{number}].", item) for number, item in enumerate(value)]
 
 
 def _check_value(key: Key, value: Any) -> None:
@@ -107,3 +116,29 @@ def check_resume(config: RunConfig) -> None:
             f"trainer.resume_from_path={trainer.resume_from_path}: resume_mode=resume_path and a "
             "global_step_N folder go together; set both or neither."
         )
+
+
+def check_pool_resources(config: RunConfig) -> None:
+    """They are of pools that there are, and do not contradict themselves."""
+    for pool, resources in config.pool_resources.items():
+        pools = config.resource_pool_spec
+        if pool not in pools:
+            raise ConfigError(
+                f"pool_resources.{pool}: there is no such pool.{nearest(pool, pools)} Pools: "
+                f"{', '.join(pools)}."
+            )
+        if resources.gpus is not None and resources.gpus > 1:
+            raise ConfigError(
+                f"pool_resources.{pool}.gpus={resources.gpus:g}: a process computes on one GPU. "
+                f"Give a share of at most 1, and more processes: resource_pool_spec.{pool}."
+            )
+        if resources.gpus is not None and resources.device == "cpu":
+            raise ConfigError(
+                f"pool_resources.{pool} has device=cpu and gpus={resources.gpus:g}. Keep one."
+            )
+        for name, amount in resources.resources.items():
+            if name in ("CPU", "GPU", "memory") or amount <= 0:
+                raise ConfigError(
+                    f"pool_resources.{pool}.resources.{name}={amount:g}: a resource of your own "
+                    "with an amount above 0; CPUs and GPUs are `cpus` and `gpus`."
+                )

@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 import os
 import re
+import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trainer.config.checks import check_fields, check_resume
-from trainer.config.keys import Key, config_keys
+from trainer.config.checks import check_fields, check_pool_resources, check_resume
+from trainer.config.keys import Key, config_keys, leaf_keys
 from trainer.config.placement import expand_shorthands, preset_tree, settle, share
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
@@ -88,18 +90,56 @@ def compose_tree(overrides: Sequence[str], recipe: Recipe[Any]) -> DictConfig:
     try:
         return compose_tree_of(recipe, overrides)
     except HydraException as err:
-        raise ConfigError(f"{err}\n{err.__cause__}" if err.__cause__ else str(err)) from err
+        raise ConfigError(in_words(err, recipe)) from err
 
 
-def prepare_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> list[str]:
-    """What Hydra gets: keys are known, shorthands written out, own names take no `+`."""
+def in_words(err: HydraException, recipe: Recipe[Any], own_dir: Path | None = None) -> str:
+    """What Hydra refuses; of an unknown key in a YAML file, or an unknown file, the nearest ones.
+
+    `own_dir` is a folder of the user's with YAML.
+    """
+    if isinstance(err, MissingConfigException) and err.missing_cfg_file and own_dir is not None:
+        files = [path.relative_to(own_dir).with_suffix("") for path in own_dir.rglob("*.yaml")]
+        return f"{str(err).splitlines()[0]}{nearest(err.missing_cfg_file, map(str, files))}"
+
+    cause: BaseException | None = err
+    while cause is not None and not isinstance(cause, ConfigKeyError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None or not cause.full_key:
+        return f"{err}\n{err.__cause__}" if err.__cause__ else str(err)
+    where = re.match(r"In '[^']*': ", str(err))
+    return (where[0] if where else "") + no_such_key(cause.full_key, recipe)
+
+
+def prepare_overrides(
+    overrides: Sequence[str], recipe: Recipe[Any], own_presets: Path | None = None
+) -> list[str]:
+    """What Hydra gets: keys are known, shorthands written out, own names take no `+`.
+
+    `own_presets` is a folder of the user's with further YAML, by group.
+    """
     overrides = add_torchrun(expand_shorthands(recipe, recipe.translate(overrides)))
     check_overrides(overrides, recipe)
-    _check_presets(overrides, recipe)
+    _check_presets(overrides, recipe, own_presets)
+    overrides = [_as_list(override, recipe) for override in overrides]
 
-    takes_any = [key.name for key in config_keys(recipe.schema) if key.takes_any]
-    own_names = tuple(section + sign for section in takes_any for sign in ".=")
-    return [f"++{o}" if o.startswith(own_names) else o for o in overrides]
+    takes_any = [key for key in config_keys(recipe.schema) if key.takes_any]
+    of_sections = tuple(f"{key.name}." for key in takes_any if key.item_schema)
+    written = [_in_braces(o) if o.startswith(of_sections) else o for o in overrides]
+    own_names = tuple(key.name + sign for key in takes_any for sign in ".=")
+    return [f"++{o}" if o.startswith(own_names) else o for o in written]
+
+
+def _in_braces(override: str) -> str:
+    """`pool_resources.a.cpus=1` as `pool_resources={a: {cpus: 1}}`.
+
+    OmegaConf makes sections with names of the user's own of whole values alone.
+    """
+    name, _, value = override.partition("=")
+    section, *names = name.split(".")
+    for part in reversed(names):
+        value = f"{{{part}: {value}}}"
+    return f"{section}={value}"
 
 
 def add_torchrun(overrides: Sequence[str]) -> list[str]:
@@ -125,20 +165,62 @@ def check_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
     known = {key.name for key in keys} | set(recipe.groups)
     own_names = tuple(f"{key.name}." for key in keys if key.takes_any)
 
+    unknown = []
     for name in override_keys(overrides):
         of_hydra = name.split(".")[0].split("/")[0] == "hydra"
         if not (name in known or of_hydra or name.startswith(own_names)):
-            hint = _did_you_mean(name, keys, recipe.groups)
-            raise ConfigError(
-                f"There is no key {name!r}.{hint} All keys: verl-like {recipe.name} --cfg job"
-            )
+            unknown.append(no_such_key(name, recipe))
+        for key in keys:
+            if key.takes_any and key.item_schema and name.startswith(f"{key.name}."):
+                _check_item_key(name, key)
+    if unknown:
+        apart = " " if len(unknown) == 1 else "\n"
+        raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg job"]))
 
 
-def _check_presets(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
+def _check_item_key(name: str, section: Key) -> None:
+    """Refuse `pool_resources.a.cpu`: the sections that the user names have keys of the schema."""
+    own_name, _, rest = name.removeprefix(f"{section.name}.").partition(".")
+    assert section.item_schema is not None, "only such keys come here"
+    known = [key.name for key in config_keys(section.item_schema)]
+    if rest and rest.partition(".")[0] not in known:
+        hint = nearest(rest, known)
+        raise ConfigError(
+            f"There is no key {name!r}.{hint} {section.name}.{own_name} has {', '.join(known)}."
+        )
+
+
+def no_such_key(name: str, recipe: Recipe[Any]) -> str:
+    """A refusal of a key, with those that it may have been meant for."""
+    pools = {pool for preset in recipe.placements.values() for pool in preset}
+    if name in pools:
+        hint = f" Did you mean 'resource_pool_spec.{name}', the processes of that pool?"
+    else:
+        hint = _did_you_mean(name, config_keys(recipe.schema), recipe.groups)
+    return f"There is no key {name!r}.{hint}"
+
+
+def _as_list(override: str, recipe: Recipe[Any]) -> str:
+    """The override with brackets around its one value, where the key takes a list."""
+    parsed = parse(override)
+    key, value = parsed.key_or_group, parsed.value()
+    if parsed.is_delete() or parsed.is_sweep_override() or not isinstance(value, str | int):
+        return override
+    is_size = key.startswith("resource_pool_spec.")
+    found = [each for each in leaf_keys(recipe.schema) if each.name == key]
+    if not is_size and not (found and typing.get_origin(found[0].kind) is list):
+        return override
+    name, _, text = override.partition("=")
+    return f"{name}=[{text}]"
+
+
+def _check_presets(overrides: Sequence[str], recipe: Recipe[Any], own_presets: Path | None) -> None:
     """Refuse names of presets that there are not; Hydra would show its search path."""
     for override in overrides:
         group, _, name = override.partition("=")
         presets = recipe.preset_names(group)
+        if own_presets is not None:
+            presets += [path.stem for path in sorted((own_presets / group).glob("*.yaml"))]
         is_one_name = re.fullmatch(r"[\w+-]+", name) is not None
         if presets and is_one_name and name != "null" and name not in presets:
             raise ConfigError(
@@ -201,6 +283,7 @@ def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe
 
     check_fields(config)
     check_resume(config)
+    check_pool_resources(config)
     for check in recipe.checks:
         check(config)
 

@@ -42,10 +42,10 @@ class Key:
 
     @property
     def item_schema(self) -> type | None:
-        """Of a list of sections, such as `rewards`, the dataclass of its items."""
-        items = typing.get_args(self.kind) if typing.get_origin(self.kind) is list else ()
-        is_schema = bool(items) and dataclasses.is_dataclass(items[0])
-        return items[0] if is_schema and isinstance(items[0], type) else None
+        """Of a list of sections, such as `rewards`, or of sections by name, that of each item."""
+        is_collection = typing.get_origin(self.kind) in (list, dict)
+        item = typing.get_args(self.kind)[-1] if is_collection else None
+        return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
 
     @property
     def is_optional(self) -> bool:

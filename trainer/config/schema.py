@@ -19,6 +19,11 @@ ON_RAY = When(
     lambda _, run: run.trainer.backend == "ray",
     "trainer.backend is not ray",
 )
+SEVERAL_POOLS = When(
+    "there are several pools",
+    lambda _, run: len(run.resource_pool_spec) > 1,
+    "this run has one pool, which trainer.device and cpus_per_process describe",
+)
 COUNTS_EPOCHS = When(
     "`total_training_steps` is null",
     lambda trainer, _: trainer.total_training_steps is None,
@@ -36,7 +41,7 @@ RESUMES_FROM_PATH = When(
 )
 TRACKERS: Registry[Any] = Registry("tracker")
 """What `trainer.logger` may name: built-in ones, and functions (config, total_steps) -> tracker."""
-for _built_in in ("console", "tensorboard", "wandb"):
+for _built_in in ("console", "tensorboard", "wandb", "mlflow"):
     TRACKERS.register(_built_in)(_built_in)  # `trainer.run_folder.tracking` has their classes
 
 
@@ -125,6 +130,20 @@ class RayConfig:
 
 
 @dataclass(kw_only=True)
+class PoolResources:
+    """What one process of a pool takes, where that is not what those of other pools take."""
+
+    device: str = key("auto", choices=("auto", "cpu", "cuda"))
+    """cpu keeps the pool off the GPUs; auto is `trainer.device`."""
+    cpus: float | None = key(None, above=0, read_when=ON_RAY)
+    """CPUs of a process; null takes `cpus_per_process`."""
+    gpus: float | None = key(None, above=0, hint="at most 1", read_when=ON_RAY)
+    """Share of a GPU of a process; null takes a whole one."""
+    resources: dict[str, float] = key(factory=dict, allows="resource: amount", read_when=ON_RAY)
+    """Custom resources of Ray's that a process takes."""
+
+
+@dataclass(kw_only=True)
 class RunConfig:
     """The sections and keys of every recipe."""
 
@@ -151,6 +170,13 @@ class RunConfig:
         None, allows="above 0", read_when=ON_RAY, may_change_on_resume=True
     )
     """CPU share of one worker process; null takes min(1, CPUs / processes)."""
+    pool_resources: dict[str, PoolResources] = key(
+        factory=dict,
+        allows="pool: {device, cpus, gpus, resources}",
+        read_when=SEVERAL_POOLS,
+        may_change_on_resume=True,
+    )
+    """Pool name -> what its processes take: device, CPUs, share of a GPU, custom resources."""
 
     @property
     def child_pools(self) -> frozenset[str]:

@@ -5,7 +5,7 @@
     batch = loader.take(64)                 # the columns of `lm_rows`, and `desirable`
 
 A row of a file is a `prompt` with a `completion` (or `response`), a text or messages, and a `label`
-that is true of a good one; or a pair as `trainer.data.pairs` reads it, which makes two rows.
+that is true (or 1) of a good one; or a pair as `trainer.data.pairs` reads it, which makes two rows.
 
 Each row also has a response to another prompt after its own. Which one is fixed for the run, from
 the seed. So their log-probs under a reference are computed once.
@@ -33,6 +33,8 @@ from workers.columns import write_columns
 logger = logging.getLogger(__name__)
 RESPONSES = ("completion", "response")
 """The columns that a row's response may stand in."""
+LABELS = {"true": True, "1": True, "false": False, "0": False}
+"""A label as text, in which CSV files have it -> what it says."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,10 @@ def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
 
 def _label(row: Row) -> bool:
     label = row["label"]
-    if not isinstance(label, bool):
+    text = str(label).lower()
+    if text not in LABELS:
         raise ValueError(f"'label' is {label!r}, neither true nor false")
-    return label
+    return LABELS[text]
 
 
 def _with_mismatched(

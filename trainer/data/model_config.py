@@ -17,7 +17,7 @@ def read_model_config(key: str, path: str) -> dict[str, Any]:
     if not file.is_file():
         parent = folder.parent
         near = (
-            nearest(folder.name, [entry.name for entry in parent.iterdir()])
+            nearest(folder.name, [entry.name for entry in parent.iterdir() if entry.is_dir()])
             if parent.is_dir()
             else ""
         )
@@ -26,7 +26,7 @@ def read_model_config(key: str, path: str) -> dict[str, Any]:
         )
         raise ConfigError(
             f"{key}={path} is not a Hugging Face model folder (no config.json): {there} "
-            "`python examples/tiny/make.py DIR` makes a tiny one in DIR/model."
+            "`verl-like make-tiny DIR` makes a tiny one in DIR/model."
         )
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found

@@ -14,6 +14,7 @@ What a row may have, beside a `margin`, by which the chosen one is better:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -143,10 +144,13 @@ def _margin(row: Row) -> float:
     margin = row.get("margin")
     if margin is None:
         return 0.0
-    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
-    if not is_number or not np.isfinite(margin):
+    try:
+        number = math.nan if isinstance(margin, bool) else float(margin)  # CSV files have texts
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
         raise ValueError(f"'margin' is {margin!r}, not a number")
-    return float(margin)
+    return number
 
 
 def pair_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) -> DataProto:

@@ -93,6 +93,7 @@ DETACHED = Recipe(
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
     complete=complete,
+    translate=PPO.translate,
     load_registries=load_registries,
     checks=(check, check_detached),
     only_noticed=PPO.only_noticed,

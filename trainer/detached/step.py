@@ -167,8 +167,10 @@ class DetachedTrainer(PPOTrainer):
         """Go on with them; what was open is made again."""
         super().load_state_dict(state)
         start = self.checkpoints.start
-        keeps = self.config.detached.on_resume == "restore" and start is not None
-        self.source.load_state_dict(state["detached"], start / SAMPLES if keeps else None)
+        folder = None
+        if self.config.detached.on_resume == "restore" and start is not None:
+            folder = start / SAMPLES
+        self.source.load_state_dict(state["detached"], folder)
 
     def write_more(self, folder: Path) -> None:
         """The samples that are queued, if a resume shall find them."""

@@ -1,18 +1,20 @@
 """Weights on their way from the trainers to the makers: published once, taken by each in its time.
 
 `publish` is called between two updates, and copies; `deliver` is called in a maker's thread, and
-sends that copy while the trainers go on.
+sends that copy while the trainers go on. To a maker with `rollout.double_buffer` it is sent as soon
+as it is there, and `deliver` has it loaded.
 """
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 from trainer.detached.config import DetachedConfig
 from trainer.detached.sync_log import SyncLog
 from trainer.detached.topology import Topology, maker_role
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
-from verl_like.errors import WeightSyncError
-from workers.weights.delivery import deliver_weights, publish_weights
+from workers.weights.delivery import deliver_weights, load_delivered, publish_weights
 
 
 class WeightFeed:
@@ -23,27 +25,50 @@ class WeightFeed:
         self._groups, self._topology = groups, topology
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
         self._log = SyncLog(config.trainer.default_local_dir) if config.detached.debug else None
-        self.version = 0
+        self._num_published = 0
+        self._arrived: dict[int, int] = {}
+        """Versions that makers have beside their engines."""
+        self._threads: dict[int, ThreadPoolExecutor] = {}
+        for maker in range(topology.makers):
+            if config.of_role(maker_role(maker)).actor_rollout_ref.rollout.double_buffer:
+                self._threads[maker] = ThreadPoolExecutor(1, f"weights of maker {maker}")
 
     def publish(self, version: int) -> Metrics:
         """The weights as they are now are that version, on the ranks that send."""
         senders = sorted({sender for sender, _ in self._topology.weights})
         metrics = publish_weights(self._groups["actor"], version, senders)
-        self.version = version
+        self._num_published += 1
+        for maker, thread in self._threads.items():
+            thread.submit(self._deliver_ahead, maker, self._num_published)
         return metrics | {"training/weight_version": float(version)}
 
     def deliver(self, maker: int) -> int:
         """Bring that maker to the newest weights; gives their version."""
+        if maker not in self._threads:
+            return self._deliver(maker)
+        # in the thread of its deliveries: loading does not meet one
+        return self._threads[maker].submit(self._load, maker).result()
+
+    def _deliver_ahead(self, maker: int, number: int) -> None:
+        """Unless a publication with a higher number has come, which will be delivered next."""
+        if number == self._num_published:
+            self._arrived.pop(maker, None)
+            self._arrived[maker] = self._deliver(maker, ahead=True)
+
+    def _load(self, maker: int) -> int:
+        """What has arrived; a maker that has nothing, or is new, is sent it now."""
+        version = self._arrived.pop(maker, None)
+        if version is None:
+            return self._deliver(maker)
+        load_delivered(self._groups[maker_role(maker)], version)
+        return version
+
+    def _deliver(self, maker: int, ahead: bool = False) -> int:
+        actor, rollout = self._groups["actor"], self._groups[maker_role(maker)]
         sender = self._topology.weight_sender(maker)
-        while True:
-            version = self.version
-            try:
-                actor, rollout = self._groups["actor"], self._groups[maker_role(maker)]
-                figures = deliver_weights(actor, rollout, version, self._bucket_mb, sender)
-            except WeightSyncError:
-                if version == self.version:
-                    raise
-                continue  # newer ones were published meanwhile, and the older are gone
-            if self._log is not None:
-                self._log.add(maker, figures)
-            return version
+        figures = deliver_weights(
+            actor, rollout, bucket_mb=self._bucket_mb, sender=sender, ahead=ahead
+        )
+        if self._log is not None:
+            self._log.add(maker, figures)
+        return int(figures["training/weight_version"])

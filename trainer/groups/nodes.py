@@ -1,4 +1,7 @@
-"""The nodes of a run, found before its pools are planned, and the devices of this machine."""
+"""The nodes of a run, what its pools need of them, and the devices of this machine.
+
+All of it is found out before the pools are planned.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,27 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import PoolResources, RunConfig
 from trainer.groups.user_modules import modules_of_the_user
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import PlacementError
-from verl_like.placement.pools import Node
+from verl_like.placement.pools import Node, ProcessNeeds
 
-NO_GPU = "trainer.device=cuda asks for GPUs, but"
-WITHOUT_GPU = "Set trainer.device=auto or cpu to run on CPU slots."
+
+def needs_of_pools(config: RunConfig) -> dict[str, ProcessNeeds]:
+    """What a process of every pool takes: `pool_resources`, else what the run's keys say."""
+    needs = {}
+    for pool in config.resource_pool_spec:
+        own = config.pool_resources.get(pool, PoolResources())
+        device = config.trainer.device if own.device == "auto" else own.device
+        needs[pool] = ProcessNeeds(device, own.cpus, own.gpus, own.resources)
+    return needs
+
+
+def _device_of_nodes(config: RunConfig) -> str:
+    """Whether GPUs are looked for: `trainer.device`, or what any pool asks for."""
+    devices = {need.device for need in needs_of_pools(config).values()} or {config.trainer.device}
+    return next(device for device in ("cuda", "auto", "cpu") if device in devices)
 
 
 def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
@@ -24,8 +40,9 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
     trainer = config.trainer
     if trainer.backend == "ray":
         return _join_cluster(config, worker_code)
-    kind = "GPU" if local_device(trainer.device) == "cuda" else "CPU slot"
-    return [Node("this machine", trainer.n_gpus_per_node, float(os.cpu_count() or 1), kind)]
+    kind = "GPU" if _uses_gpus_here(config) else "CPU slot"
+    cpus = float(os.cpu_count() or 1)
+    return [Node("this machine", trainer.n_gpus_per_node, cpus, kind, resources={})]
 
 
 def _join_cluster(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
@@ -39,11 +56,10 @@ def _join_cluster(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
     limits = Deadlines.of(config.watch)
     ray_backend.connect(settings.address, settings.namespace, runtime_env, limits)
 
-    nodes = ray_backend.cluster_nodes(trainer.n_gpus_per_node, use_gpu=trainer.device != "cpu")
-    if trainer.device == "cuda" and not any(node.kind == "GPU" for node in nodes):
-        raise PlacementError(
-            f"{NO_GPU} none of the {len(nodes)} node(s) of the cluster has one. {WITHOUT_GPU}"
-        )
+    device = _device_of_nodes(config)
+    nodes = ray_backend.cluster_nodes(trainer.n_gpus_per_node, use_gpu=device != "cpu")
+    if device == "cuda" and not any(node.kind == "GPU" for node in nodes):
+        raise _no_gpu(config, f"none of the {len(nodes)} node(s) of the cluster has one")
     return nodes
 
 
@@ -57,13 +73,21 @@ def require_shared_folder(config: RunConfig, nodes: Iterable[Node]) -> None:
         shared_folder.require_shared_folder(folder, by_key.values())
 
 
-def local_device(device: str) -> str:
-    """`trainer.device` for processes of this machine."""
+def _uses_gpus_here(config: RunConfig) -> bool:
+    """Whether processes of this machine compute on GPUs."""
     import torch
 
-    has_gpu = torch.cuda.is_available()
+    device, has_gpu = _device_of_nodes(config), torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
-        raise PlacementError(
-            f"{NO_GPU} torch {torch.__version__} sees none on this machine. {WITHOUT_GPU}"
-        )
-    return ("cuda" if has_gpu else "cpu") if device == "auto" else device
+        raise _no_gpu(config, f"torch {torch.__version__} sees none on this machine")
+    return has_gpu and device != "cpu"
+
+
+def _no_gpu(config: RunConfig, why: str) -> PlacementError:
+    """The refusal of `device=cuda`, by the key that says so."""
+    pools = [pool for pool, own in config.pool_resources.items() if own.device == "cuda"]
+    in_all = config.trainer.device == "cuda"
+    asks = "trainer.device" if in_all else f"pool_resources.{pools[0]}.device"
+    return PlacementError(
+        f"{asks}=cuda asks for GPUs, but {why}. Set {asks}=auto or cpu to run on CPU slots."
+    )

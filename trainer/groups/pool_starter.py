@@ -27,11 +27,20 @@ class PoolStarter:
     """Starts pools of a plan; on Ray it keeps their places until they are released."""
 
     def __init__(self, config: RunConfig, placement: Placement) -> None:
-        """Nothing is started yet."""
+        """Nothing is started yet; a pool that this backend cannot have is refused."""
         self.config, self.placement = config, placement
         self.limits = Deadlines.of(config.watch)
         self._neighbours: dict[str, Worker] = {}
         self._ray_pools: dict[str, RayResourcePool] = {}
+        for plan in placement.pools.values():
+            is_on_gpus = plan.device_kind == "cuda"
+            if is_on_gpus and config.trainer.backend == "local" and self.has_own_processes(plan):
+                raise PlacementError(
+                    f"pool '{plan.name}' is child processes of the driver, which "
+                    "trainer.backend=local has on CPUs only, and this machine has GPUs. Set "
+                    f"trainer.backend=ray, trainer.device=cpu, or pool_resources.{plan.name}."
+                    "device=cpu for this pool alone."
+                )
 
     def has_own_processes(self, plan: PoolPlan) -> bool:
         """Whether this starts processes for the pool: not the driver's own, nor torchrun's."""
@@ -53,7 +62,7 @@ class PoolStarter:
 
         from verl_like.backends.local.group import LocalWorkerGroup
 
-        options["device_kind"] = "cuda" if plan.nodes[0].kind == "GPU" else "cpu"
+        options["device_kind"] = plan.device_kind
         options["neighbours"] = self._neighbours
         options["own_processes"] = plan.name in self.config.child_pools
         if trainer.backend == "torchrun":
@@ -92,11 +101,13 @@ class PoolStarter:
         if plan.name not in self._ray_pools:
             self._ray_pools[plan.name] = RayResourcePool(
                 plan.process_on_nodes,
-                use_gpu=plan.nodes[0].kind == "GPU",
+                use_gpu=plan.device_kind == "cuda",
                 name_prefix=plan.name,
                 cpus_per_process=plan.cpus_per_process,
                 nodes=plan.nodes,
                 deadlines=self.limits,
+                gpus_per_process=plan.gpus_per_process,
+                resources=plan.resources,
             )
         return self._ray_pools[plan.name]
 

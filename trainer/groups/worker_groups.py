@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.groups.nodes import find_nodes, require_shared_folder
+from trainer.groups.nodes import find_nodes, needs_of_pools, require_shared_folder
 from trainer.groups.pool_starter import PoolStarter, side_by_side
 from verl_like.calls.group import WorkerGroup
 from verl_like.errors import ConfigError, PlacementError, nearest
@@ -66,7 +66,8 @@ class WorkerGroups:
             config.resource_pool_spec,
             config.role_mapping,
             find_nodes(config, code),
-            cpus_per_process=config.cpus_per_process,
+            config.cpus_per_process,
+            needs_of_pools(config),
         )
         self._classes = {role: worker_class(config, role) for role in self.placement.role_mapping}
         plans = self.placement.pools.values()

@@ -6,14 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config.compose import compose_tree, from_composed, prepare_overrides
-from trainer.config.keys import config_keys
+from trainer.config.keys import Key, config_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import why_unused
+from trainer.detached.recipe import DETACHED
 from trainer.migrate import verl
+from trainer.migrate.coati import translate as coati
 from trainer.migrate.openrlhf import translate as openrlhf
 from trainer.migrate.translation import Translation
 from trainer.migrate.trl import translate as trl
+from trainer.migrate.variables import filled, variables_of
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
@@ -24,9 +27,11 @@ SYSTEMS: Mapping[str, Callable[[str], Translation]] = {
     "verl": verl.translate,
     "openrlhf": openrlhf.translate,
     "trl": trl.translate,
+    "coati": coati.translate,
 }
 RECIPES: Mapping[str, Recipe[Any]] = {
     "ppo": PPO,
+    "detached": DETACHED,
     "sft": SFT,
     "reward-model": REWARD_MODEL,
     "dpo": DPO,
@@ -43,7 +48,7 @@ def migrate(system: str, text: str) -> Translation:
         )
     done = SYSTEMS[system](text)
     try:
-        config = _composed(done)
+        config = _composed(done, variables_of(text))
     except ConfigError as error:
         raise ConfigError(
             f"the command does not start as it is: {error}\n\n{done.report(None)}"
@@ -61,17 +66,26 @@ def _why_unread(config: RunConfig, key: str) -> str | None:
     return why_unused(config, key) if is_key and "engine_kwargs." not in key else None
 
 
-def _composed(done: Translation) -> RunConfig:
-    """The configuration, but for settings that a variable of the shell will give.
+def _composed(done: Translation, variables: Mapping[str, str]) -> RunConfig:
+    """The configuration, with the values of the script's variables where they are known.
 
-    A key that a run cannot do without has a stand-in for its variable.
+    A text that only the shell knows has a stand-in; other settings of the shell's are left out.
     """
     recipe = RECIPES[done.program]
-    settings = [override for override in done.overrides() if "$" not in override]
-    for key in config_keys(recipe.schema):
-        if key.rules.required and "$" in done.settings.get(key.name, ""):
-            settings.append(f"{key.name}=given")
+    texts = {key.name for key in config_keys(recipe.schema) if _is_text(key)}
+    settings = []
+    for key, value in done.settings.items():
+        known = filled(value, variables)
+        if "$" not in known:
+            settings.append(f"{key}={known}")
+        elif key in texts:
+            settings.append(f"{key}=given")
     config: RunConfig = from_composed(
         compose_tree(prepare_overrides(settings, recipe), recipe), [], recipe
     )
     return config
+
+
+def _is_text(key: Key) -> bool:
+    """Whether any text is a value of it."""
+    return key.kind in (str, Any) and not (key.rules.choices or key.rules.registry)

@@ -7,10 +7,12 @@ What becomes of a key stands in `trainer.ppo.verl.keys`, which `verl-like ppo` r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.migrate.command import read_words
 from trainer.migrate.translation import Translation
+from trainer.migrate.variables import filled, variables_of
 from trainer.ppo.verl.keys import SAME_VALUES
 from trainer.ppo.verl.overrides import OVERRIDE, fate_of
 
@@ -28,11 +30,11 @@ TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 def translate(text: str) -> Translation:
     """Settings, and a word on every key that is not the same here."""
-    done = Translation()
+    done, variables = Translation(), variables_of(text)
     for word in read_words(text, "main_ppo")[1]:
         match = OVERRIDE.fullmatch(word)
         if match is not None:
-            _take(match["key"], match["value"], done)
+            _take(match["key"], match["value"], variables, done)
         elif word.startswith("--config"):
             done.absent.append(f"{word}: there is one configuration, for every key of it")
 
@@ -43,15 +45,15 @@ def translate(text: str) -> Translation:
     return done
 
 
-def _take(key: str, value: str, done: Translation) -> None:
-    fate = fate_of(key, value)
+def _take(key: str, value: str, variables: Mapping[str, str], done: Translation) -> None:
+    fate = fate_of(key, filled(value, variables))
     if fate is None:
         done.absent.append(f"{key}={value}: no such key is known here")
     elif fate.nothing:
         done.always.append(f"{key}={value}: {fate.nothing}")
     elif fate.refused:
         done.absent.append(f"{key}={value}: {fate.refused}")
-    elif fate.key == ENGINE and value in ("sglang", "trtllm"):
+    elif fate.key == ENGINE and filled(value, variables) in ("sglang", "trtllm"):
         done.rename(key, [value], {ENGINE: "vllm"})
     elif fate.key == "trainer.device" and value == "npu":
         done.absent.append("trainer.device=npu: devices are CUDA's, or CPUs")

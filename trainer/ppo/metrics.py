@@ -47,10 +47,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         ).item()
     max_prompt_length, max_response_length = _widths(batch)
     metrics |= _length_metrics("response_length", response_length, max_response_length)
-    if has_column(
-        batch, "entropys"
-    ):  # the pass for old log-probs gives it; a step that needs none has none
-        metrics["actor/entropy"] = _mean(read_columns(batch, "entropys")["entropys"][inside])
+    metrics |= _entropy(batch, inside)
     metrics |= _length_metrics(
         "response_length_non_aborted", response_length[answered], max_response_length
     )
@@ -101,6 +98,21 @@ def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
     inside = read_columns(batch, "attention_mask")["attention_mask"].bool()
     max_prompt_length, _ = _widths(batch)
     return inside[:, :max_prompt_length].sum(dim=-1), inside[:, max_prompt_length:].sum(dim=-1)
+
+
+def _entropy(batch: DataProto, inside: Tensor) -> dict[str, float]:
+    """The policy's entropy, in nats a token.
+
+    The pass for old log-probs gives it. In a step that needs none it is the mean of -log p over the
+    tokens that were drawn: no pass more, and right on average where nothing cuts the distribution
+    off (top_k, top_p).
+    """
+    if has_column(batch, "entropys"):
+        return {"actor/entropy": _mean(read_columns(batch, "entropys")["entropys"][inside])}
+    if has_column(batch, "rollout_log_probs"):
+        drawn = read_columns(batch, "rollout_log_probs")["rollout_log_probs"][inside]
+        return {"actor/entropy": -_mean(drawn)}
+    return {}
 
 
 def _extremes(name: str, values: Tensor) -> dict[str, float]:

@@ -14,7 +14,7 @@ from trainer.loop import Metrics, Trainer
 from trainer.ppo.call_results import join_results
 from trainer.ppo.samples import write_samples
 from verl_like.batch.protocol import DataProto
-from workers.columns import select_reads
+from workers.columns import PARTIAL_RESPONSE, has_column, select_reads
 from workers.config import model_rewards
 from workers.rewards.weighted import Rewards, WeightedScores
 from workers.roles.rollout import generate
@@ -75,6 +75,7 @@ class SamplingTrainer(Trainer):
 
 def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
     """The rows of prompts with what the rollout made of them."""
-    batch.pop(PROMPT_COLUMNS)
+    begun = [name for name in PARTIAL_RESPONSE if has_column(batch, name)]
+    batch.pop([*PROMPT_COLUMNS, *begun])
     samples.meta_info = {}
     return batch.union(samples)

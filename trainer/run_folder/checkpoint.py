@@ -39,8 +39,8 @@ from verl_like.process.random_state import load_random_state, save_random_state
 
 MARKER = "commit.json"
 LATEST = "latest_checkpointed_iteration.txt"
-WANDB_ID = "wandb_run_id.txt"
-"""What `trainer.run_folder.tracking` remembers its W&B run by, so that a resumed run goes on in it.
+WANDB_ID, MLFLOW_ID = "wandb_run_id.txt", "mlflow_run_id.txt"
+"""What `trainer.run_folder` remembers a tracker's own run by, so that a resumed run goes on in it.
 """
 logger = logging.getLogger(__name__)
 
@@ -140,9 +140,8 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
         last = self.start_step if self.goes_on_here else -1
         if not self.goes_on_here:
-            (self.folder / WANDB_ID).unlink(
-                missing_ok=True
-            )  # the numbers of this run go to a W&B run of their own
+            for name in (WANDB_ID, MLFLOW_ID):  # this run's numbers go to one of their own there
+                (self.folder / name).unlink(missing_ok=True)
         metrics = self.folder / "metrics.jsonl"
         if metrics.is_file():
             written = metrics.read_text(encoding="utf-8").splitlines()

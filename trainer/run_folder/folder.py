@@ -1,12 +1,14 @@
 """The run folder (`trainer.default_local_dir`), and what is written into it when a run starts.
 
 <run folder>/
+  run.lock           whose the folder is, while it runs     (trainer.run_folder.lock)
   config.yaml        the configuration, resolved            (here, at start)
   starts.jsonl       commands, hosts, package versions      (trainer.run_folder.starts, at start)
   inputs/            model, rows, rewards of a Python run   (trainer.api)
   placement.txt      which role runs where                  (trainer.launch, at start)
   metrics.jsonl      a line a step                          (trainer.run_folder.tracking)
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
+  mlflow_run_id.txt  the MLflow run, if there is one        (trainer.run_folder.mlflow_tracker)
   timeline.json      what every worker did when             (trainer.run_folder.timeline)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
@@ -26,6 +28,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from trainer.config.flat import config_hash, flat_config, flatten
 from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
+from trainer.run_folder.lock import FolderLock
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 
@@ -41,8 +44,8 @@ def saved_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as a run's configuration: {error}") from error
 
 
-def open_run_folder(config: RunConfig) -> Path:
-    """Make the folder and write `config.yaml`.
+def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
+    """Make the folder, lock it and write `config.yaml`.
 
     Refuses a folder that cannot be written or holds another run's metrics.
     """
@@ -50,6 +53,7 @@ def open_run_folder(config: RunConfig) -> Path:
     _refuse_other_run(folder, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock.take()
         tree = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
         write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:

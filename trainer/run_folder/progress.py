@@ -97,8 +97,8 @@ def _known(metrics: Mapping[str, float]) -> Iterator[str]:
     if "critic/score/mean" in metrics:
         yield f"reward {metrics['critic/score/mean']:.4g}"
 
-    kl = next((metrics[name] for name in KL_NAMES if name in metrics), None)
-    if kl is not None:
+    kl = next((metrics[name] for name in KL_NAMES if metrics.get(name)), None)
+    if kl is not None:  # one that is 0 is of a policy held against itself
         yield f"KL {kl:.3g}"
 
     if metrics.get("perf/time_per_step", 0.0) > 0:

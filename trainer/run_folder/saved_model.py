@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.run_folder.checkpoint import MARKER, committed, read_marker
+from trainer.run_folder.result import EXPORT
 from verl_like.errors import CheckpointError, nearest
 from workers.config import ModelConfig
 from workers.training.checkpoint import MANIFEST, read_manifest
@@ -50,6 +51,14 @@ class SavedModel:
             of_average=of_average,
             settings=settings,
         )
+
+    def loadable(self, scratch: Path) -> Path:
+        """The folder that the run exported, else an export into `scratch`."""
+        exported = self.folder / EXPORT
+        if exported.is_dir():
+            return exported
+        self.export(scratch)
+        return scratch
 
 
 def find_saved_model(path: str | Path, role: str = "", base: str = "") -> SavedModel:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,14 +94,21 @@ class WandB:
         folder.mkdir(parents=True, exist_ok=True)
         # `Checkpoints.cut_back` has taken it away where the run begins anew
         name = folder / WANDB_ID
-        self._run = wandb.init(
-            project=trainer.project_name,
-            name=trainer.experiment_name,
-            dir=str(folder),
-            config=asdict(config),
-            id=name.read_text(encoding="utf-8") if name.is_file() else None,
-            resume="allow",
-        )
+        try:
+            self._run = wandb.init(
+                project=trainer.project_name,
+                name=trainer.experiment_name,
+                dir=str(folder),
+                config=asdict(config),
+                id=name.read_text(encoding="utf-8") if name.is_file() else None,
+                resume="allow",
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"trainer.logger names wandb, which starts no run: {error}. Log in by `wandb "
+                "login` or WANDB_API_KEY, keep the numbers here by WANDB_MODE=offline, or take "
+                "wandb out."
+            ) from error
         write_whole(name, self._run.id)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
@@ -112,10 +120,17 @@ class WandB:
         self._run.finish()
 
 
+def _mlflow(config: RunConfig) -> Tracker:
+    from trainer.run_folder.mlflow_tracker import MLflow
+
+    return MLflow(config)
+
+
 BUILT_IN: dict[str, Callable[[RunConfig, int], Tracker]] = {
     "console": lambda config, total_steps: Console(total_steps),
     "tensorboard": lambda config, total_steps: TensorBoard(Path(config.trainer.default_local_dir)),
     "wandb": lambda config, total_steps: WandB(config),
+    "mlflow": lambda config, total_steps: _mlflow(config),
 }
 """The trackers that need not be registered, by their names in `TRACKERS`."""
 
@@ -125,17 +140,17 @@ class Tracking:
 
     def __init__(self, trackers: Iterable[Tracker]):
         """`trackers` are closed by this."""
-        self._trackers = list(trackers)
+        self.trackers = list(trackers)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Write one step's metrics."""
         plain = {name: float(value) for name, value in metrics.items()}
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             tracker.write(plain, step)
 
     def close(self) -> None:
         """Close every tracker."""
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             tracker.close()
 
     def __enter__(self) -> Tracking:
@@ -152,16 +167,19 @@ def make_tracking(config: RunConfig, total_steps: int) -> Tracking:
 
     Of those, one that is not installed is left out with a warning.
     """
-    trackers: list[Tracker] = [JsonLines(config.trainer.default_local_dir)]
-    for name in dict.fromkeys(config.trainer.logger):
-        try:
-            entry = TRACKERS.look_up(name)
-            make = BUILT_IN.get(name, entry)
-            trackers.append(make(config, total_steps))
-        except ImportError as err:
-            logger.warning(
-                "trainer.logger names %s, which is not installed (%s): pip install "
-                "'verl-like[%s]'. Going on without.",
-                name, err, name,
-            )  # fmt: skip
-    return Tracking(trackers)
+    tracking = Tracking([JsonLines(config.trainer.default_local_dir)])
+    with ExitStack() as if_one_fails:
+        if_one_fails.callback(tracking.close)
+        for name in dict.fromkeys(config.trainer.logger):
+            try:
+                entry = TRACKERS.look_up(name)
+                make = BUILT_IN.get(name, entry)
+                tracking.trackers.append(make(config, total_steps))
+            except ImportError as err:
+                logger.warning(
+                    "trainer.logger names %s, which is not installed (%s): pip install "
+                    "'verl-like[%s]'. Going on without.",
+                    name, err, name,
+                )  # fmt: skip
+        if_one_fails.pop_all()
+    return tracking

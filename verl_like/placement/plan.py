@@ -16,10 +16,10 @@ where they exist and CPU slots otherwise.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from verl_like.errors import PlacementError
-from verl_like.placement.pools import Node, ResourcePool, cpu_share
+from verl_like.placement.pools import Node, ProcessNeeds, ResourcePool, cpu_share
 from verl_like.placement.roles import roles_by_pool
 from verl_like.terminal import draw_table
 
@@ -36,6 +36,14 @@ class PoolPlan:
     nodes: tuple[Node, ...]
     roles: tuple[str, ...]
     cpus_per_process: float
+    gpus_per_process: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Custom resources of one process."""
+
+    @property
+    def device_kind(self) -> str:
+        """What its processes compute on: cpu or cuda."""
+        return "cuda" if self.gpus_per_process else "cpu"
 
     @property
     def world_size(self) -> int:
@@ -56,25 +64,28 @@ class Placement:
         role_mapping: Mapping[str, str],
         nodes: Sequence[Node],
         cpus_per_process: float | None = None,
+        needs: Mapping[str, ProcessNeeds] | None = None,
     ) -> Placement:
-        """Check all that can be checked without starting anything, and say who goes where."""
+        """Check all that can be checked without starting anything, and say who goes where.
+
+        `needs` says what a process of a pool takes, where that is not one device and
+        `cpus_per_process`.
+        """
         counts = {
             name: list(ResourcePool(list(per_node)).store)
             for name, per_node in resource_pool_spec.items()
         }
         roles = roles_by_pool(counts, role_mapping)
-
-        cpus = cpus_per_process
-        if cpus is None:
-            cpus = cpu_share(sum(node.cpus for node in nodes), sum(map(sum, counts.values())))
-        if cpus <= 0:
-            raise PlacementError(f"cpus_per_process must be above 0, got {cpus}.")
+        settled = _settle_cpus(counts, needs or {}, nodes, cpus_per_process)
 
         rooms = [_Room(node) for node in nodes]
         plans = {}
         for pool, per_node in counts.items():
-            chosen = _choose_nodes(pool, per_node, rooms, cpus)
-            plans[pool] = PoolPlan(pool, tuple(per_node), chosen, tuple(roles[pool]), cpus)
+            need = settled[pool]
+            chosen = _choose_nodes(pool, per_node, rooms, need)
+            gpus = need.on(chosen[0]) if chosen[0].kind == "GPU" else 0.0
+            parts = tuple(per_node), chosen, tuple(roles[pool])
+            plans[pool] = PoolPlan(pool, *parts, need.cpus or 0.0, gpus, need.resources)
         return cls(plans)
 
     @property
@@ -91,10 +102,49 @@ class Placement:
         for plan in self.pools.values():
             roles = ", ".join(plan.roles)
             for count, node in zip(plan.process_on_nodes, plan.nodes, strict=True):
-                devices = f"{count} {node.kind}{'' if count == 1 else 's'}"
+                devices = _devices_in_words(plan, node, count)
                 cpus = f"{count * plan.cpus_per_process:g}"
                 rows.append((plan.name, node.name, devices, roles, str(count), cpus))
         return "\n".join(draw_table(rows, width))
+
+
+def _devices_in_words(plan: PoolPlan, node: Node, num_processes: int) -> str:
+    """`2 GPUs, 2 accel`: what the processes of a pool take of a node beside CPUs."""
+    kind, amount = node.kind, float(num_processes)
+    if node.kind == "GPU":
+        on_gpus = plan.gpus_per_process > 0
+        kind = "GPU" if on_gpus else "CPU slot"
+        amount *= plan.gpus_per_process if on_gpus else 1.0
+    words = [f"{amount:g} {kind}{'' if amount == 1 else 's'}"]
+    words += [f"{num_processes * each:g} {name}" for name, each in plan.resources.items()]
+    return ", ".join(words)
+
+
+def _settle_cpus(
+    counts: Mapping[str, Sequence[int]],
+    needs: Mapping[str, ProcessNeeds],
+    nodes: Sequence[Node],
+    cpus_per_process: float | None,
+) -> dict[str, ProcessNeeds]:
+    """The needs of every pool with its CPUs: its own, else `cpus_per_process`, else a share."""
+    if cpus_per_process is not None and cpus_per_process <= 0:
+        raise PlacementError(f"cpus_per_process must be above 0, got {cpus_per_process}.")
+    found = {pool: needs.get(pool, ProcessNeeds()) for pool in counts}
+    left, num_others = sum(node.cpus for node in nodes), 0
+    for pool, need in found.items():
+        left -= sum(counts[pool]) * (need.cpus or 0.0)
+        num_others += sum(counts[pool]) if need.cpus is None else 0
+
+    cpus = cpus_per_process
+    if cpus is None and num_others:
+        cpus = cpu_share(left, num_others)
+        if cpus <= 0:
+            raise PlacementError(
+                f"the CPUs of pool_resources leave {left:g} of "
+                f"{sum(node.cpus for node in nodes):g} for the {num_others} processes of the other "
+                "pools. Lower pool_resources.<pool>.cpus, or give every pool its own."
+            )
+    return {pool: replace(need, cpus=need.cpus or cpus) for pool, need in found.items()}
 
 
 class _Room:
@@ -102,48 +152,74 @@ class _Room:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.devices = node.devices
+        self.devices = float(node.devices)
         self.cpus = node.cpus
+        self.resources = dict(node.resources or {})
 
-    def has_devices(self, count: int) -> bool:
-        return self.devices >= count
+    def lacks(self, count: int, need: ProcessNeeds) -> str:
+        """What there is too little of for so many processes; "" if they fit."""
+        if need.device == "cuda" and self.node.kind == "CPU slot":
+            return "GPUs"
+        if self.devices + ROUNDING < count * need.on(self.node):
+            return "devices"
+        for name, amount in need.resources.items():
+            is_known = self.node.resources is not None
+            if is_known and self.resources.get(name, 0.0) + ROUNDING < count * amount:
+                return name
+        return "" if self.cpus + ROUNDING >= count * (need.cpus or 0.0) else "CPUs"
 
-    def has_cpus(self, cpus: float) -> bool:
-        return self.cpus + ROUNDING >= cpus
-
-    def take(self, count: int, cpus: float) -> None:
-        self.devices -= count
-        self.cpus -= cpus
+    def take(self, count: int, need: ProcessNeeds) -> None:
+        self.devices -= count * need.on(self.node)
+        self.cpus -= count * (need.cpus or 0.0)
+        for name, amount in need.resources.items():
+            self.resources[name] = self.resources.get(name, 0.0) - count * amount
 
     def __str__(self) -> str:
         node = self.node
-        return (
-            f"{node.name}: {self.devices} of {node.devices} {node.kind}s and {self.cpus:g} of "
+        text = (
+            f"{node.name}: {self.devices:g} of {node.devices} {node.kind}s and {self.cpus:g} of "
             f"{node.cpus:g} CPUs free"
         )
+        more = [f"{self.resources[name]:g} of {n:g} {name}" for name, n in self._custom()]
+        return ", ".join([text, *more])
+
+    def _custom(self) -> list[tuple[str, float]]:
+        return list((self.node.resources or {}).items())
 
 
 def _choose_nodes(
-    pool: str, per_node: Sequence[int], rooms: Sequence[_Room], cpus: float
+    pool: str, per_node: Sequence[int], rooms: Sequence[_Room], need: ProcessNeeds
 ) -> tuple[Node, ...]:
     """A node of its own for every entry of the pool, first fit; what they need is taken."""
     chosen: list[_Room] = []
     for count in per_node:
         others = [room for room in rooms if room not in chosen]
-        with_devices = [room for room in others if room.has_devices(count)]
-        fitting = [room for room in with_devices if room.has_cpus(count * cpus)]
+        fitting = [room for room in others if not room.lacks(count, need)]
         if not fitting:
-            way_out = "use fewer processes, or let roles share a pool (placement=colocate)"
-            if with_devices:
-                way_out = f"set cpus_per_process below {cpus:g}"
+            lacking = [room.lacks(count, need) for room in others]
+            each = [f"{need.cpus:g} CPU"]
+            each += [f"{amount:g} {name}" for name, amount in need.resources.items()]
             raise PlacementError(
                 f"pool '{pool}' needs {len(per_node)} node(s), one with {count} processes of "
-                f"{cpus:g} CPU each, and none has room: {_shown(rooms, chosen)}. To mend it, "
-                f"{way_out}."
+                f"{' and '.join(each)} each, and none has room: {_shown(rooms, chosen)}. To mend "
+                f"it, {_way_out(pool, need, lacking)}."
             )
-        fitting[0].take(count, count * cpus)
+        fitting[0].take(count, need)
         chosen.append(fitting[0])
     return tuple(room.node for room in chosen)
+
+
+def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
+    """What the user can change, for the need that the best of the nodes does not meet."""
+    key = f"pool_resources.{pool}"
+    for name in need.resources:
+        if name in lacking:
+            return f"lower {key}.resources.{name}, or start Ray on the nodes with that resource"
+    if "CPUs" in lacking:
+        return f"set cpus_per_process below {need.cpus:g}, or {key}.cpus where it has its own"
+    if lacking and set(lacking) == {"GPUs"}:
+        return f"set trainer.device or {key}.device=cpu"
+    return "use fewer processes, or let roles share a pool (placement=colocate)"
 
 
 def _shown(rooms: Sequence[_Room], chosen: Sequence[_Room]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl_like.errors import PlacementError, nearest
 from verl_like.placement.roles import expand_roles, roles_by_pool
@@ -23,6 +23,28 @@ class Node:
     cpus: float
     kind: str = "CPU slot"
     key: str = ""
+    resources: Mapping[str, float] | None = None
+    """Custom resources; None where they are not known."""
+
+
+@dataclass(frozen=True)
+class ProcessNeeds:
+    """What one process of a pool takes of its node."""
+
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU where the node has any."""
+    cpus: float | None = None
+    """None takes an equal share of what the other pools leave."""
+    gpus: float | None = None
+    """A share of a GPU; None takes a whole one."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Amounts of custom resources."""
+
+    def on(self, node: Node) -> float:
+        """Devices of a node that a process takes: none of the GPUs where it wants a CPU."""
+        if node.kind == "GPU":
+            return 0.0 if self.device == "cpu" else self.gpus or 1.0
+        return 1.0
 
 
 def cpu_share(cpus: float, num_processes: int) -> float:

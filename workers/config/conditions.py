@@ -255,6 +255,12 @@ ENGINE_IS_VLLM = When(
 ENGINE_IS_NOT_HF = When(
     "`name` is not hf", lambda rollout, _: rollout.name != "hf", "rollout.name=hf does not read it"
 )
+WEIGHTS_COME_AT_ONCE = When(
+    "`detached.new_weights` is at_once",
+    lambda _, run: hasattr(run, "detached") and run.detached.new_weights == "at_once",
+    "weights arrive between two generations: verl-like detached reads it, with "
+    "detached.new_weights=at_once",
+)
 ROLLOUT_SAMPLES = When(
     "`do_sample`",
     lambda rollout, _: rollout.do_sample,

@@ -15,6 +15,7 @@ from workers.config.conditions import (
     SAMPLES_BESIDE,
     VALIDATES,
     VALIDATION_SAMPLES,
+    WEIGHTS_COME_AT_ONCE,
 )
 
 ENGINES = ("native", "hf", "vllm")
@@ -61,6 +62,12 @@ class RolloutConfig:
     """Samples decoded together on one rank."""
     kv_cache_gb: float = key(4.0, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
     """Most memory of keys and values on one rank, in GiB; native and vllm on CPUs."""
+    keep_kv: bool = key(False, read_when=WEIGHTS_COME_AT_ONCE)
+    """Keep the KV cache of what is in flight when new weights arrive; false computes it again."""
+    max_new_tokens_per_call: int | None = key(
+        None, above=0, hint="or null for whole responses", read_when=SAMPLES_BESIDE
+    )
+    """Tokens of a response that one call draws; what is unfinished then goes on in a later one."""
     sampling_kwargs: dict[str, Any] = key(
         factory=dict,
         allows="min_p, min_tokens, stop_strings, stop_token_ids, logit_bias, truncated_log_probs",

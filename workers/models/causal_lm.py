@@ -90,7 +90,7 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.path={config.path!r} is not a Hugging Face model folder (no config.json "
-            "there); `python examples/tiny/make.py DIR` makes a tiny one in DIR/model."
+            "there); `verl-like make-tiny DIR` makes a tiny one in DIR/model."
         )
 
     try:

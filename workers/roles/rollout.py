@@ -13,6 +13,7 @@ Decoding issues no collective: ranks decode different numbers of steps. Ranks th
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,16 +27,12 @@ from verl_like.errors import RolloutError, WeightSyncError, WorkerDiedError
 from verl_like.process.worker import Worker
 from workers.columns import require
 from workers.models.folder import generation_eos
-from workers.rollout.base import (
-    EXTRA_SAMPLING,
-    STOPS,
-    Output,
-    Request,
-    SamplingParams,
-    sampling_params,
-)
+from workers.rollout.base import Output, Request, SamplingParams
 from workers.rollout.build import build_engine, check_engine, ranks_per_engine
+from workers.rollout.partial import partial_outputs
 from workers.rollout.sampling import noise_key
+from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
+from workers.weights.channel import Channel
 from workers.weights.kept import kept_weights
 from workers.weights.sync import SyncReport, WeightReceiver
 
@@ -79,7 +76,7 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
     def generate_sequences(self, data: DataProto) -> DataProto:
-        """One response per row.
+        """One response per row, or the rest of one: see `workers.rollout.partial`.
 
         `meta_info` carries the ids of eos and pad, and may override the sampling settings.
         """
@@ -99,6 +96,41 @@ class RolloutWorker(WeightReceiver, Worker):
         return DataProto.from_dict(
             columns, {"finish_reason": reasons + ["pad"] * (len(data) - len(reasons))}
         )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def receive_weights_now(self, address: str, version: int) -> SyncReport:
+        """`receive_weights` in the middle of a generation, which goes on with them.
+
+        It stands still from the first of them, or with `rollout.double_buffer` once all are here,
+        until the vote. Its later tokens are of the new version; where a rank has refused the
+        weights, it ends with an error instead.
+        """
+        if not self.engine.can_take_weights_in_flight:
+            raise WeightSyncError(
+                f"rollout: {type(self.engine).__name__} takes no weights within a generation; "
+                "receive_weights brings them between two."
+            )
+        with ExitStack() as standing:
+
+            def take(channel: Channel) -> list[str]:
+                if self.kept is None:
+                    standing.enter_context(self.engine.control.held())
+                    return self._load(channel)
+                problems = self._keep(channel)  # while the engine goes on
+                if not problems:
+                    standing.enter_context(self.engine.control.held())
+                    problems = self._load_kept()
+                return problems
+
+            return self._receive(address, take, lambda: self.engine.commit(version))
+
+    def _load_kept(self) -> list[str]:
+        """Load what is kept beside the engine; what is wrong with it, in words."""
+        try:
+            self.engine.load_weights(self.kept_copy().effective())
+        except WeightSyncError as problem:
+            return [str(problem)]
+        return []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def pause(self) -> None:
@@ -135,13 +167,14 @@ class RolloutWorker(WeightReceiver, Worker):
 
         names = ("temperature", "top_k", "top_p", "do_sample")
         validates = bool(data.meta_info.get("validate"))
-        settings = {name: getattr(self.config, name) for name in names}
+        per_call = "max_new_tokens_per_call"
+        settings = {name: getattr(self.config, name) for name in (*names, per_call)}
         if validates:
             settings = {name: getattr(self.config.val_kwargs, name) for name in names}
         for name, value in self.config.sampling_kwargs.items():
             if name in STOPS or not validates:
                 settings[name] = value
-        own = {*names, "max_tokens", *EXTRA_SAMPLING} & data.meta_info.keys()
+        own = {*names, "max_tokens", per_call, *EXTRA_SAMPLING} & data.meta_info.keys()
         settings |= {name: data.meta_info[name] for name in own}
         return sampling_params(settings, self.response_width, stop)
 
@@ -160,10 +193,11 @@ class RolloutWorker(WeightReceiver, Worker):
         stream = "validate" if data.meta_info.get("validate") else "train"
 
         requests = []
-        for row in range(data.num_real_rows):
+        for row, partial in enumerate(partial_outputs(data)):
             uid, index = str(data.non_tensor_batch["uid"][row]), int(indices[row])
             key = noise_key(self.seed, uid, index, attempt, stream)
-            requests.append(Request(ids[row][mask[row]].tolist(), key, f"uid {uid} sample {index}"))
+            prompt, name = ids[row][mask[row]].tolist(), f"uid {uid} sample {index}"
+            requests.append(Request(prompt, key, name, partial))
         return requests
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

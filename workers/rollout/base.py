@@ -8,19 +8,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_like.errors import ConfigError, RolloutError, WeightSyncError, nearest
+from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.control import GenerationControl
 from workers.weights.checksum import Fingerprint, checksum_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn: bias, minimum length, then temperature, top-k, top-p, min-p."""
+    """How tokens are drawn: bias, minimum length, then temperature, top-k, top-p, min-p.
+
+    A response that is unfinished after `max_new_tokens_per_call` tokens of this call is returned as
+    an aborted one is.
+    """
 
     temperature: float = 1.0
     top_k: int = -1
@@ -28,6 +31,7 @@ class SamplingParams:
     min_p: float = 0.0
     do_sample: bool = True
     max_tokens: int
+    max_new_tokens_per_call: int | None = None
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
@@ -38,12 +42,14 @@ class SamplingParams:
         """Refuse values that draw nothing."""
         greedy = "for greedy decoding set do_sample=false"
         in_range = 0 <= self.min_tokens <= self.max_tokens
+        per_call = self.max_new_tokens_per_call
         checks = (
             ("temperature", self.temperature > 0, f"above 0; {greedy}"),
             ("top_k", self.top_k >= 1 or self.top_k == -1, "1 or more, or -1 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("max_new_tokens_per_call", per_call is None or per_call >= 1, "1 or more, or null"),
             ("min_tokens", in_range, "between 0 and max_tokens"),
             ("stop_strings", all(self.stop_strings), "without empty strings"),
         )
@@ -57,56 +63,16 @@ class SamplingParams:
         """What logits are divided by in reported log-probs: greedy counts as 1."""
         return self.temperature if self.do_sample else 1.0
 
+    def longest(self, num_made: int) -> int:
+        """Tokens that a response may have after this call, `num_made` of which it had before."""
+        if self.max_new_tokens_per_call is None:
+            return self.max_tokens
+        return min(self.max_tokens, num_made + self.max_new_tokens_per_call)
+
     @property
     def num_log_probs(self) -> int:
         """Log-probs per token: the policy's, and with `truncated_log_probs` those drawn from."""
         return 2 if self.truncated_log_probs else 1
-
-
-STOPS = ("stop_strings", "stop_token_ids")
-"""Where a response ends, however it is sampled: of a training's settings all that validation reads.
-"""
-EXTRA_SAMPLING = ("min_p", "min_tokens", *STOPS, "logit_bias", "truncated_log_probs")
-"""Fields that `rollout.sampling_kwargs` may set."""
-
-
-def sampling_params(
-    settings: dict[str, Any], max_tokens: int, stop_token_ids: tuple[int, ...]
-) -> SamplingParams:
-    """From settings as configuration and `meta_info` spell them: lists, a table for the bias.
-
-    Their stop ids are added to `stop_token_ids`, those of the model.
-    """
-    settings = {"max_tokens": max_tokens, **settings}
-    stops = (*stop_token_ids, *_stop_ids_in(settings))
-    settings["stop_token_ids"] = tuple(dict.fromkeys(stops))
-    settings["stop_strings"] = tuple(settings.get("stop_strings", ()))
-    bias = dict(settings.get("logit_bias", {}))
-    settings["logit_bias"] = tuple((int(token), float(value)) for token, value in bias.items())
-    return SamplingParams(**settings)
-
-
-def _stop_ids_in(settings: dict[str, Any]) -> tuple[int, ...]:
-    ids = settings.get("stop_token_ids", ())
-    ids = (ids,) if isinstance(ids, int) else tuple(ids)
-    if not all(isinstance(token, int) and token >= 0 for token in ids):
-        raise ConfigError(
-            f"rollout.sampling_kwargs.stop_token_ids={list(ids)} cannot work; it must be token "
-            "ids, such as [32007]; for text there is stop_strings."
-        )
-    return ids
-
-
-def check_sampling_kwargs(settings: dict[str, Any], max_tokens: int) -> None:
-    """Refuse what `sampling_params` would not understand or draw nothing from."""
-    for name in settings:
-        if name not in EXTRA_SAMPLING:
-            valid = ", ".join(EXTRA_SAMPLING)
-            raise ConfigError(
-                f"rollout.sampling_kwargs names {name!r}; valid: "
-                f"{valid}.{nearest(name, EXTRA_SAMPLING)}"
-            )
-    sampling_params(settings, max_tokens, (0,))
 
 
 @dataclass(frozen=True)
@@ -114,8 +80,9 @@ class Output:
     """A sample: token ids to the stop token and with it, their log-probs, the version of each.
 
     `finish_reason` is "stop", "length", or "abort" for a partial result, which a later `Request`
-    can continue. `truncated_log_probs` are those of the distribution that was drawn from, where the
-    sampling asks for them.
+    can continue: of an aborted generation, or of a call that drew as much as it may.
+    `truncated_log_probs` are those of the distribution that was drawn from, where the sampling asks
+    for them.
     """
 
     tokens: Tensor
@@ -142,15 +109,24 @@ class Request:
     name: str = "request"
     partial: Output | None = None
 
+    @property
+    def num_made(self) -> int:
+        """Tokens of the response that were made before."""
+        return 0 if self.partial is None else len(self.partial.tokens)
+
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine is built for: widths of columns, how much it decodes and stores at once."""
+    """What an engine is built for: widths of columns, how much it decodes and stores at once.
+
+    With `keep_kv` weights that arrive within a generation leave its KV cache as it is.
+    """
 
     prompt_width: int
     response_width: int
     max_num_seqs: int = 256
     kv_cache_gb: float = 4.0
+    keep_kv: bool = False
 
 
 class RolloutEngine(ABC):
@@ -172,6 +148,8 @@ class RolloutEngine(ABC):
     weights_id: int = 0
     asleep: bool = False
     owns_weights: bool = True
+    can_take_weights_in_flight: bool = False
+    """Whether a generation goes on with weights that are loaded while it stands still."""
     num_bytes: int = 0
     vocab_size: int
 
@@ -185,25 +163,34 @@ class RolloutEngine(ABC):
         self._fingerprint = Fingerprint()
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
-        """One output per request, in the order of the requests."""
-        if self.version is None or self.asleep:
-            state = "has no verified weights (it is new, was asleep, or a sync failed)"
-            if self.asleep:
-                state = "is asleep"
-            raise RolloutError(
-                f"rollout: this engine {state}; sync_weights(actor_group, rollout_group, version) "
-                "makes it ready."
-            )
-        self._check_requests(requests, sampling)
-        if not requests:
-            return []
+        """One output per request, in the order of the requests.
 
+        Where weights are arriving it begins when they are there.
+        """
         with self.control.running(len(requests)):
+            self._check_ready()
+            self._check_requests(requests, sampling)
+            if not requests:
+                return []
             outputs = self._generate(requests, sampling)
         log_probs = torch.cat([output.log_probs for output in outputs])
         if not bool(log_probs.isfinite().all()):
             self._refuse_broken(requests, outputs)
         return outputs
+
+    def asked_to_stop(self) -> bool:
+        """Between two steps of `_generate`: waits while it is to stand still; True ends it.
+
+        The weights may be others afterwards; without verified ones no further token is drawn.
+        """
+        stop = self.control.checkpoint()
+        if self.version is None and not stop:
+            raise RolloutError(
+                f"rollout: new weights came within a generation of {self.control.num_running} "
+                "samples and were refused, so there are none to go on with; "
+                "sync_weights(actor_group, rollout_group, version), then generate them again."
+            )
+        return stop
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite every weight; names and shapes must be exactly the module's.
@@ -255,7 +242,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
-        """`generate` on checked requests; asks `control.checkpoint()` between steps."""
+        """`generate` on checked requests; asks `asked_to_stop()` between steps.
+
+        After that the version may be another: later tokens are of it.
+        """
 
     @abstractmethod
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -268,6 +258,16 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _allocate(self) -> None:
         """Make room for them again."""
+
+    def _check_ready(self) -> None:
+        if self.version is None or self.asleep:
+            state = "has no verified weights (it is new, was asleep, or a sync failed)"
+            if self.asleep:
+                state = "is asleep"
+            raise RolloutError(
+                f"rollout: this engine {state}; sync_weights(actor_group, rollout_group, version) "
+                "makes it ready."
+            )
 
     def _check_requests(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         limits = self.limits
@@ -289,12 +289,8 @@ class RolloutEngine(ABC):
 
         for request in requests:
             self._check_prompt(request)
-            partial = request.partial
-            lacks_log_probs = partial is not None and partial.truncated_log_probs is None
-            if sampling.truncated_log_probs and lacks_log_probs:
-                raise RolloutError(
-                    f"rollout: {request.name} was begun without truncated_log_probs; go on without."
-                )
+            if request.partial is not None:
+                self._check_partial(request, request.partial, sampling)
 
     def _refuse_broken(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
         for request, output in zip(requests, outputs, strict=True):
@@ -320,29 +316,27 @@ class RolloutEngine(ABC):
                 f"{self.limits.prompt_width} fit: {way_out}."
             )
 
-        low, high = min(request.prompt), max(request.prompt)
+        self._check_ids("prompt", request.prompt, request.name)
+
+    def _check_partial(self, request: Request, partial: Output, sampling: SamplingParams) -> None:
+        if sampling.truncated_log_probs and partial.truncated_log_probs is None:
+            raise RolloutError(
+                f"rollout: {request.name} was begun without truncated_log_probs; go on without."
+            )
+        if request.num_made >= sampling.max_tokens:
+            raise RolloutError(
+                f"rollout: {request.name} was begun with {request.num_made} tokens and may have "
+                f"{sampling.max_tokens}: there is nothing to go on with. Only responses of finish "
+                'reason "abort" are unfinished.'
+            )
+        if request.num_made:
+            self._check_ids("partial response", partial.tokens.tolist(), request.name)
+
+    def _check_ids(self, what: str, ids: Sequence[int], name: str) -> None:
+        low, high = min(ids), max(ids)
         if low < 0 or high >= self.vocab_size:
             raise RolloutError(
-                f"rollout: the prompt of {request.name} has token id {low if low < 0 else high}, "
-                f"outside the vocabulary of {self.vocab_size}; tokenizer and "
-                "actor_rollout_ref.model.path do not fit."
+                f"rollout: the {what} of {name} has token id {low if low < 0 else high}, outside "
+                f"the vocabulary of {self.vocab_size}; tokenizer and actor_rollout_ref.model.path "
+                "do not fit."
             )
-
-
-def output_of(tokens: Tensor, log_probs: Tensor, versions: Tensor, finish_reason: str) -> Output:
-    """An `Output` that shares no memory with these; `log_probs` is [tokens, kinds]."""
-    policy, *truncated = (column.clone() for column in log_probs.unbind(dim=1))
-    return Output(tokens.clone(), policy, finish_reason, versions.clone(), *truncated)
-
-
-def ends_with_stop_string(
-    tokens: Sequence[int], stop_strings: Sequence[str], decode: Callable[[Any], str]
-) -> bool:
-    """Whether the newest token completes a stop string: it is in the text now, and was not before.
-
-    Only a tail is decoded: every character of a stop string takes at least a byte and at most four
-    tokens of it.
-    """
-    window = list(tokens[-(4 * max(map(len, stop_strings)) + 4) :])
-    after, before = decode(window), decode(window[:-1])
-    return any(after.count(text) > before.count(text) for text in stop_strings)

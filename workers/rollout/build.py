@@ -66,6 +66,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         response_width=config.data.max_response_length,
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_gb=rollout.kv_cache_gb,
+        keep_kv=rollout.keep_kv,
     )
     decode = _decoder(policy.model.path) if rollout.sampling_kwargs.get("stop_strings") else None
 
@@ -148,6 +149,11 @@ class StandbyEngine(RolloutEngine):
     """Takes part in syncs and generates nothing: another rank's engine uses this rank's device."""
 
     vocab_size = 2**31
+    can_take_weights_in_flight = True
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
+        """Nothing: the engine's own rank answers."""
+        return []
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """None."""

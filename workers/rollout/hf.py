@@ -19,16 +19,10 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from workers.models.rotary import factor_border
 from workers.models.state import named_state
-from workers.rollout.base import (
-    EngineLimits,
-    Output,
-    Request,
-    SamplingParams,
-    ends_with_stop_string,
-    output_of,
-)
+from workers.rollout.base import EngineLimits, Output, Request, SamplingParams
 from workers.rollout.hf_proof import why_no_cache
 from workers.rollout.module_engine import ModuleEngine
+from workers.rollout.responses import ends_with_stop_string, num_of_older_weights, output_of
 from workers.rollout.sampling import choose_tokens, uniforms
 
 logger = logging.getLogger(__name__)
@@ -83,7 +77,11 @@ def _check_rotary(config: Any, width: int) -> None:
 
 
 class _Sample:
-    """One call of `generate`: a logits processor that leaves it one token, and a stop criterion."""
+    """One request: a logits processor that leaves one token, and a stop criterion.
+
+    Tokens that are there already are fed one by one, as they were drawn; those of older weights are
+    read at once with the prompt.
+    """
 
     def __init__(self, engine: HFEngine, request: Request, sampling: SamplingParams) -> None:
         self.engine, self.request, self.sampling = engine, request, sampling
@@ -95,32 +93,48 @@ class _Sample:
             self.tokens = request.partial.tokens.tolist()
             self.log_probs = request.partial.log_probs_for(sampling).tolist()
             self.versions = request.partial.versions.tolist()
+        self.longest = sampling.longest(len(self.tokens))
+        self.position = 0
+        """Tokens of the response that the model has read, or will have with the next."""
 
     def run(self) -> Output:
-        if self.engine.control.checkpoint():
+        if self.engine.asked_to_stop():
             self.finish_reason = "abort"
-        if not self.finish_reason:
-            device = self.engine.module.device
-            ids = torch.tensor([[*self.request.prompt, *self.tokens]], device=device)
-            self.engine.module.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=self.sampling.max_tokens - len(self.tokens),
-                do_sample=False,
-                logits_processor=[self._choose],
-                stopping_criteria=[self._finished],
-                eos_token_id=None,
-                pad_token_id=0,
-                use_cache=self.engine.uses_cache,
-            )
+        while not self.finish_reason:
+            self._decode()
 
         tokens = torch.tensor(self.tokens, dtype=torch.long)
         versions = torch.tensor(self.versions, dtype=torch.int32)
         log_probs = torch.tensor(self.log_probs).view(-1, self.sampling.num_log_probs)
         return output_of(tokens, log_probs, versions, self.finish_reason)
 
+    def _decode(self) -> None:
+        """Until it is finished, or there are new weights to read it again with."""
+        self.version = self.engine.version or 0
+        self.position = num_of_older_weights(self.versions, self.version)
+        ids = [*self.request.prompt, *self.tokens[: self.position]]
+        row = torch.tensor([ids], device=self.engine.module.device)
+        self.engine.module.generate(
+            row,
+            attention_mask=torch.ones_like(row),
+            max_new_tokens=self.sampling.max_tokens - self.position,
+            do_sample=False,
+            logits_processor=[self._choose],
+            stopping_criteria=[self._finished],
+            eos_token_id=None,
+            pad_token_id=0,
+            use_cache=self.engine.uses_cache,
+        )
+
     def _choose(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores that leave greedy search the token that the noise draws."""
+        """Scores that leave greedy search the token that is there, or that the noise draws."""
+        if self.position == len(self.tokens):
+            self._draw(scores)
+        token = torch.tensor([self.tokens[self.position]], device=scores.device)
+        self.position += 1
+        return torch.full_like(scores, -torch.inf).index_fill_(1, token, 0.0)
+
+    def _draw(self, scores: Tensor) -> None:
         position = np.array([len(self.tokens)])
         noise = torch.from_numpy(uniforms(np.array([self.request.key], dtype=np.uint64), position))
         token, log_prob = choose_tokens(
@@ -129,16 +143,23 @@ class _Sample:
         self.tokens.append(int(token))
         self.log_probs.append(log_prob[0].tolist())
         self.versions.append(self.engine.version or 0)
-        return torch.full_like(scores, -torch.inf).index_fill_(1, token, 0.0)
 
     def _finished(self, ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        if self.tokens[-1] in self.sampling.stop_token_ids or self._ends_with_stop_string():
-            self.finish_reason = "stop"
-        elif len(self.tokens) == self.sampling.max_tokens:
-            self.finish_reason = "length"
-        elif self.engine.control.checkpoint():
+        """Whether transformers is to return: the response is finished, or the weights are new."""
+        if self.position == len(self.tokens):
+            self.finish_reason = self._reason()
+        if not self.finish_reason and self.engine.asked_to_stop():
             self.finish_reason = "abort"
-        return torch.tensor([bool(self.finish_reason)], device=ids.device)
+        is_read_again = self.engine.version != self.version and not self.engine.limits.keep_kv
+        return torch.tensor([bool(self.finish_reason) or is_read_again], device=ids.device)
+
+    def _reason(self) -> str:
+        """Why the response ends with its newest token; nothing if it does not."""
+        if self.tokens[-1] in self.sampling.stop_token_ids or self._ends_with_stop_string():
+            return "stop"
+        if len(self.tokens) == self.sampling.max_tokens:
+            return "length"
+        return "abort" if len(self.tokens) == self.longest else ""
 
     def _ends_with_stop_string(self) -> bool:
         strings, decode = self.sampling.stop_strings, self.engine.decode

@@ -16,6 +16,8 @@ from workers.weights.sink import WeightSink
 class ModuleEngine(RolloutEngine):
     """Loads the state of `module`; frees and allocates its parameters."""
 
+    can_take_weights_in_flight = True
+
     def __init__(
         self, module: Any, limits: EngineLimits, decode: Callable[[list[int]], str] | None = None
     ) -> None:

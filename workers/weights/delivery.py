@@ -71,26 +71,32 @@ def publish_weights(
 def deliver_weights(
     actor_group: Any,
     rollout_group: Any,
-    version: int,
+    version: int | None = None,
     bucket_mb: float = 16.0,
     sender: int = 0,
     ahead: bool = False,
+    at_once: bool = False,
 ) -> dict[str, float]:
     """Bring one rollout group to the published `version`, proven equal; call it from any thread.
 
+    Without a version to the newest; `training/weight_version` says which one it was.
+
     The actor goes on with whatever it computes. The group takes the weights when it has ended the
-    calls before: its next ones wait. With `ahead` it keeps them beside its engine, which goes on
-    too, until `load_delivered`; to one group the two are called one after the other. Raises `WeightSyncError` where it fails on any rank, with what
-    both sides say, and `WorkerDiedError` where a rollout rank is gone.
+    calls before, and its next ones wait; `at_once` it takes them in the middle of a generation.
+    With `ahead` it keeps them beside its engine, which goes on too, until `load_delivered`; to one
+    group the two are called one after the other. Raises `WeightSyncError` where it fails on any
+    rank, with what both sides say, and `WorkerDiedError` where a rollout rank is gone.
     """
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
         raise WeightSyncError(
-            f"version {version} cannot be delivered to a rollout in the actor's own processes: "
+            "weights cannot be delivered to a rollout in the actor's own processes: "
             "sync_weights(actor_group, rollout_group, version) hands it over."
         )
     receive = rollout_group.receive_ahead if ahead else rollout_group.receive_weights
-    address = actor_group.open_delivery(version, sender)[sender]
+    if at_once:
+        receive = rollout_group.receive_weights_now
+    address, version = actor_group.open_delivery(version, sender)[sender]
 
     # either group may run in the thread that calls it, so each side has one
     with ThreadPoolExecutor(1, "weights sender") as beside:
@@ -103,7 +109,7 @@ def deliver_weights(
             error.add_note(f"delivery of version {version}: {_words_of(sending)}")
             raise
         sent: list[SyncReport] = sending.result()
-    return sync_figures([*received, *sent], version, start)
+    return sync_figures([*received, *sent], int(version), start)
 
 
 @cache
@@ -172,19 +178,24 @@ class WeightPublisher(WeightSender):
             return checksum_of(snapshot.effective())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def open_delivery(self, version: int, sender: int = 0) -> str | None:
-        """The sender returns the address of a delivery, and holds that version for it."""
+    def open_delivery(
+        self, version: int | None = None, sender: int = 0
+    ) -> tuple[str, int | None] | None:
+        """The sender returns the address of a delivery and its version, which it holds for it.
+
+        Without a version it is the newest.
+        """
         if self.rank != sender:
             return None
         if self._snapshots is None:
             raise WeightSyncError(
-                f"actor rank {self.rank} has published no version, so {version} cannot be "
-                f"delivered from it: actor.publish_weights({version}, senders=[{self.rank}])."
+                f"actor rank {self.rank} has published no version of its weights, so none can be "
+                f"delivered from it: actor.publish_weights(version, senders=[{self.rank}])."
             )
         snapshot = self._snapshots.begin_reading(version)
         address = self._new_address()
         self._deliveries[address] = snapshot
-        return address
+        return address, snapshot.version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def deliver_weights(

@@ -109,14 +109,14 @@ class Snapshots:
                 self._changed.notify_all()
         return target.changed_share(before) if is_next else None
 
-    def begin_reading(self, version: int) -> Snapshot:
-        """The snapshot of this version, which stays as it is until `end_reading`."""
+    def begin_reading(self, version: int | None = None) -> Snapshot:
+        """The snapshot of this version, or the newest; it stays as it is until `end_reading`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._newest is not None or not self._is_filling, BUFFER_TIMEOUT_S
             )
             held = None if self._newest is None else self._newest.version
-            if self._newest is None or held != version:
+            if self._newest is None or version not in (held, None):
                 is_held = "none is held" if held is None else f"the one that is held is {held}"
                 raise WeightSyncError(
                     f"version {version} is not there to be delivered: {is_held}. "
@@ -132,8 +132,8 @@ class Snapshots:
             self._changed.notify_all()
 
     @contextmanager
-    def reading(self, version: int) -> Iterator[Snapshot]:
-        """Within, the snapshot of this version stays as it is."""
+    def reading(self, version: int | None = None) -> Iterator[Snapshot]:
+        """Within, the snapshot of this version, or the newest, stays as it is."""
         snapshot = self.begin_reading(version)
         try:
             yield snapshot

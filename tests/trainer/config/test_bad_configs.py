@@ -144,7 +144,7 @@ SETTINGS = [
         "trainer.logger=[wandbb]",
         [
             "'wandbb'",
-            "console, tensorboard, wandb",
+            "console, mlflow, tensorboard, wandb",
             "Did you mean 'wandb'",
             "metrics.jsonl is always written",
         ],
@@ -226,7 +226,7 @@ SETTINGS = [
     ("data.custom_cls.path=mine.py", ["data.custom_cls.path=mine.py needs data.custom_cls.name"]),
     (
         "critic.model.path=nowhere",
-        ["critic.model.path=nowhere", "there is no such folder", "examples/tiny/make.py"],
+        ["critic.model.path=nowhere", "there is no such folder", "verl-like make-tiny DIR"],
     ),
 ]
 
@@ -344,3 +344,26 @@ def test_a_run_of_another_configuration_may_be_written_over(
 ) -> None:
     with pytest.raises(AssertionError, match="a worker process was started"):
         run(load_config([*base, another_run(tiny_dir, tmp_path), "trainer.resume_mode=disable"]))
+
+
+NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y"]
+
+
+def test_all_unknown_keys_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config([*NEEDED, "data.tran_files=x", "logger=console", "critic_pool=2"])
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("There is no key 'data.tran_files'. Did you mean 'data.train_files'")
+    assert lines[1] == "There is no key 'logger'. Did you mean 'trainer.logger'?"
+    assert "Did you mean 'resource_pool_spec.critic_pool', the processes of that pool?" in lines[2]
+    assert lines[3] == "All keys: verl-like ppo --cfg job"
+
+
+def test_a_key_that_takes_a_list_takes_one_value_without_brackets() -> None:
+    settings = ["placement=split", "trainer.n_gpus_per_node=5", "trainer.logger=console"]
+    pools = ["resource_pool_spec.critic_pool=2", "resource_pool_spec.actor_rollout_ref_pool=3"]
+    config = load_config([*NEEDED, *settings, *pools])
+    assert config.trainer.logger == ["console"]
+    assert config.resource_pool_spec == {"actor_rollout_ref_pool": [3], "critic_pool": [2]}
+    assert load_config([*NEEDED, "trainer.logger=[]"]).trainer.logger == []

@@ -97,7 +97,7 @@ def test_messages_are_read_as_those_of_pairs(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"label": 1}, "'label' is 1, neither true nor false"),
+        ({"label": -1}, "'label' is -1, neither true nor false"),
         ({"label": "yes"}, "'label' is 'yes', neither true nor false"),
         ({"label": None}, "it has neither 'prompt', 'completion' and 'label', nor"),
         ({"completion": None}, "there is label, prompt"),
@@ -110,6 +110,16 @@ def test_a_bad_row_is_refused_with_its_line(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"rows\.jsonl, line 2: .*{re.escape(problem)}"):
         read(tokenizer, tmp_path, GOOD, GOOD | change, BAD)
+
+
+def test_labels_are_read_from_numbers_and_from_csv(tokenizer: Any, tmp_path: Path) -> None:
+    good, bad = GOOD | {"label": 1}, BAD | {"label": 0}
+    assert [row.desirable for row in read(tokenizer, tmp_path, good, bad)] == [True, False]
+
+    file = tmp_path / "rows.csv"
+    file.write_text("prompt,completion,label\nsay a,aa,True\nsay b,xyz,false\n", encoding="utf-8")
+    rows = read_labelled("data.train_files", str(file), tokenizer, 32, seed=1)
+    assert [row.desirable for row in rows] == [True, False]
 
 
 def test_one_label_alone_teaches_nothing(tokenizer: Any, tmp_path: Path) -> None:

@@ -117,6 +117,13 @@ def test_bad_pairs_may_be_skipped_and_are_counted(
     assert "data.train_files holds 4 pairs, 2 bad ones skipped; 0 were cut" in caplog.text
 
 
+def test_a_table_of_texts_is_read_with_its_margins(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.csv"
+    file.write_text("prompt,chosen,rejected,margin\nsay a,aa,b,1.5\nsay a,a,b,\n", "utf-8")
+    rows = read_pairs("data.train_files", str(file), tokenizer, 32)
+    assert [row.margin for row in rows] == [1.5, 0.0]
+
+
 def test_a_batch_holds_both_sides_of_a_pair_in_one_row(tokenizer: Any) -> None:
     rows = [encode_pair(STATIC | {"margin": 0.5}, tokenizer), encode_pair(DIALOGUES, tokenizer)]
     batch = pair_batch(rows, ["p", "q"], tokenizer.pad_token_id)

@@ -27,6 +27,10 @@ class Reporter(Worker):
         return self.config.trainer.experiment_name
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def device_kind(self) -> str:
+        return self.device.type
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def neighbours(self) -> list[str]:
         return sorted(self.fused_worker_dict)
 

@@ -18,6 +18,8 @@ from trainer.migrate.trl.flags import (
     DEFAULTS_IN,
     RENAMED,
     RENAMED_IN,
+    TOGETHER,
+    TOGETHER_IN,
 )
 from trainer.migrate.trl.translate import translate
 from verl_like.errors import ConfigError
@@ -57,6 +59,35 @@ def test_a_grpo_command_counts_prompts_and_keeps_its_losses() -> None:
     assert (config.reward_model.enable, config.reward_model.rule_weight) == (True, 0)
     assert config.trainer.total_training_steps == 100
     assert config.trainer.n_gpus_per_node == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "level", "bounds"),
+    [
+        ("", "sequence", "1.0e-9_3.0"),
+        ("--vllm_importance_sampling_mode token_truncate", "token", "3.0"),
+        (
+            "--vllm_importance_sampling_mode token_mask --vllm_importance_sampling_clip_min 0.5",
+            "token",
+            "0.5_3.0",
+        ),
+        ("--vllm_importance_sampling_correction False", None, "2.0"),
+    ],
+)
+def test_what_vllm_drew_is_weighed_as_there(flags: str, level: str | None, bounds: str) -> None:
+    command = f"trl grpo --model_name_or_path m --dataset_name a/b --use_vllm {flags}"
+    config = composed(migrate("trl", command))
+    correction = config.algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_is_threshold) == (level, bounds)
+
+
+def test_cispo_bounds_ratios_as_there() -> None:
+    command = "trl grpo --model_name_or_path m --dataset_name a/b --loss_type cispo"
+    actor = composed(migrate("trl", f"{command} --epsilon_high 4")).actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (1.0, 3.0)
+    done = migrate("trl", command)
+    assert composed(done).actor_rollout_ref.actor.clip_ratio_high == 4.0
+    assert any("ScaleRL" in line for line in done.absent)
 
 
 def test_defaults_that_differ_are_set() -> None:
@@ -116,6 +147,7 @@ def test_every_field_has_a_word(program: str) -> None:
 def test_the_tables_do_not_overlap_and_their_defaults_have_a_key() -> None:
     for program, own in RENAMED_IN.items():
         names = [*RENAMED, *own, *ALWAYS, *ABSENT, *ABSENT_IN[program]]
+        names += [*TOGETHER, *TOGETHER_IN[program]]
         assert len(set(names)) == len(names)
         assert set(DEFAULTS) | set(DEFAULTS_IN[program]) <= {*RENAMED, *own}
 

@@ -56,3 +56,22 @@ def test_settings_alone_are_read_and_a_text_without_them_is_refused() -> None:
     assert done.absent == ["data.unheard_of=1: no such key is known here"]
     with pytest.raises(ConfigError, match="no command that runs main_ppo"):
         migrate("verl", "python train.py")
+
+
+def test_variables_that_the_script_sets_decide_what_is_read() -> None:
+    script = """
+    test_files="['$HOME/a.parquet']"
+    N=${N:-5}
+    estimator=grpo  # no critic
+    cut=1
+    python3 -m verl.trainer.main_ppo algorithm.adv_estimator=$estimator data.train_files=x \\
+        data.val_files="$test_files" actor_rollout_ref.model.path=y critic.optim.lr=1e-5 \\
+        actor_rollout_ref.rollout.n=${N} trainer.test_freq=5 trainer.save_freq=$SAVE \\
+        actor_rollout_ref.actor.ulysses_sequence_parallel_size=$cut
+    """
+    done = migrate("verl", script)
+    assert done.settings["data.val_files"] == "$test_files"
+    assert done.settings["trainer.test_freq"] == "5"
+    assert done.settings["actor_rollout_ref.rollout.n"] == "${N}"
+    assert not done.absent
+    assert [line.split("=")[0] for line in done.unread] == ["critic.optim.lr"]

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.integration.runs import calls, lines, overrides
+from trainer import load_config, run
 from trainer.ppo.metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -111,3 +113,31 @@ def test_throughput_counts_all_tokens_per_second_and_device(batch):
         "perf/time_per_step": 2.0,
         "perf/throughput": 2.0,
     }
+
+
+def test_entropy_is_that_of_the_pass_or_the_surprise_of_the_drawn_tokens(batch):
+    inside = batch.batch["response_mask"].bool()
+    batch.batch["rollout_log_probs"] = torch.linspace(-3, -1, 12).view(3, 4)
+    surprise = -batch.batch["rollout_log_probs"][inside].double().mean().item()
+    assert compute_data_metrics(batch)["actor/entropy"] == pytest.approx(surprise)
+    batch.batch["entropys"] = torch.full((3, 4), 0.5)
+    assert compute_data_metrics(batch)["actor/entropy"] == 0.5
+
+
+def test_a_step_without_a_pass_for_old_log_probs_logs_nearly_the_entropy_of_one_with_it(
+    tiny_dir, tmp_path
+):
+    entropies, passes = [], []
+    for kl in ("true", "false"):
+        settings = [
+            f"algorithm.use_kl_in_reward={kl}",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "trainer.total_training_steps=1",
+            "trainer.backend=local",
+        ]
+        run(load_config(overrides(tiny_dir, tmp_path / kl, *settings)))
+        entropies.append(lines(tmp_path / kl)[0]["actor/entropy"])
+        passes.append(len(calls(tmp_path / kl, "compute_log_prob")))
+    assert passes == [1, 0]
+    assert entropies[1] == pytest.approx(entropies[0], rel=0.05)
+    assert entropies[1] != entropies[0]

@@ -13,7 +13,7 @@ import sys
 import termios
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -65,6 +65,14 @@ def test_without_a_terminal_there_is_a_line_a_step(
         "step 2/2  reward 0.5  KL 0.3  150 tokens/s  0:00:00 left",
         "    val-core/s/reward/mean@1 0.25",
     ]
+
+
+def test_a_kl_of_a_policy_to_itself_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with make_tracking(config(tmp_path, "console"), total_steps=1) as tracking:
+        tracking.log({**STEP, "actor/ppo_kl": 0.0}, 1)
+    assert capsys.readouterr().out.splitlines() == ["step 1/1  reward 0.5  150 tokens/s"]
 
 
 def test_nothing_is_shown_where_the_console_is_not_asked_for(tmp_path: Path, capsys: Any) -> None:
@@ -146,3 +154,92 @@ def test_a_tracker_that_is_not_installed_costs_one_warning(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     (record,) = caplog.records
     assert "pip install 'verl-like[wandb]'" in record.getMessage()
+
+
+def test_a_missing_login_is_said_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class UsageError(Exception):
+        pass
+
+    def init(**settings: Any) -> Any:
+        raise UsageError("api_key not configured")
+
+    wandb = SimpleNamespace(init=init, errors=SimpleNamespace(Error=UsageError))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(ConfigError, match="api_key not configured. Log in by `wandb login`"):
+        make_tracking(config(tmp_path, "wandb"), total_steps=1)
+
+
+class StandInForMLflow:
+    """Its client, as far as a tracker calls it; the runs are those of all clients."""
+
+    runs: ClassVar[dict[str, dict[str, Any]]] = {}
+    fails = False
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        if StandInForMLflow.fails:
+            raise ConnectionError("nobody listens")
+        return None
+
+    def create_experiment(self, name: str) -> str:
+        return f"experiment {name}"
+
+    def create_run(self, experiment_id: str, run_name: str) -> Any:
+        run = f"run{len(self.runs)}"
+        self.runs[run] = {"of": (experiment_id, run_name), "params": {}, "metrics": []}
+        return SimpleNamespace(info=SimpleNamespace(run_id=run))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.runs[run_id]["status"] = status
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        assert len(params) <= 100
+        for name, value in params:
+            assert re.fullmatch(r"[/\w.\- :]*", name)
+            self.runs[run_id]["params"][name] = value
+        for name, value, _, step in metrics:
+            assert re.fullmatch(r"[/\w.\- :]*", name)
+            self.runs[run_id]["metrics"].append((name, value, step))
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.runs[run_id]["status"] = status
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> type[StandInForMLflow]:
+    entities = SimpleNamespace(Param=lambda *param: param, Metric=lambda *metric: metric)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=StandInForMLflow))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    exceptions = SimpleNamespace(MlflowException=ConnectionError)
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", exceptions)
+    monkeypatch.setattr(StandInForMLflow, "runs", {})
+    return StandInForMLflow
+
+
+def test_mlflow_gets_the_configuration_once_and_a_resumed_run_goes_on_in_its_run(
+    tmp_path: Path, mlflow: type[StandInForMLflow]
+) -> None:
+    for step in (1, 2):
+        with make_tracking(config(tmp_path, "mlflow"), total_steps=2) as tracking:
+            tracking.log({"val-core/s/reward/mean@4": step / 2}, step)
+    (run,) = mlflow.runs.values()
+    assert run["of"] == ("experiment letters", "first")
+    assert run["params"]["trainer.seed"] == "1"
+    name = "val-core/s/reward/mean_at_4"
+    assert run["metrics"] == [(name, 0.5, 1), (name, 1.0, 2)]
+    assert run["status"] == "FINISHED"
+
+
+def test_mlflow_is_told_of_a_failure_and_says_how_it_is_reached(
+    tmp_path: Path, mlflow: type[StandInForMLflow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        make_tracking(config(tmp_path / "a", "mlflow"), total_steps=1),
+    ):
+        raise ZeroDivisionError
+    assert mlflow.runs["run0"]["status"] == "FAILED"
+    monkeypatch.setattr(mlflow, "fails", True)
+    with pytest.raises(ConfigError, match="nobody listens. Set MLFLOW_TRACKING_URI"):
+        make_tracking(config(tmp_path / "b", "mlflow"), total_steps=1)

@@ -6,7 +6,7 @@ import pytest
 
 from verl_like import Placement
 from verl_like.errors import PlacementError
-from verl_like.placement.pools import Node
+from verl_like.placement.pools import Node, ProcessNeeds
 
 NODES = [Node("a", devices=4, cpus=4.0), Node("b", devices=2, cpus=2.0)]
 
@@ -76,3 +76,64 @@ def test_processes_without_cpus_are_refused() -> None:
 def test_a_mapping_to_an_unknown_pool_is_refused() -> None:
     with pytest.raises(PlacementError, match="'critic' is mapped to pool 'critic_pol'"):
         Placement.plan({"critic_pool": [1]}, {"critic": "critic_pol"}, NODES)
+
+
+TWO_POOLS = {"maker_pool": [2], "trainer_pool": [2]}
+ROLES = {"rollout": "maker_pool", "actor": "trainer_pool"}
+ON_CPUS = ProcessNeeds("cpu", cpus=0.5)
+
+
+def test_a_pool_on_cpus_leaves_the_gpus_of_its_node_to_others() -> None:
+    node = Node("a", devices=2, cpus=4.0, kind="GPU")
+    with pytest.raises(PlacementError, match="pool 'trainer_pool' .* 0 of 2 GPUs"):
+        Placement.plan(TWO_POOLS, ROLES, [node])
+    plan = Placement.plan(TWO_POOLS, ROLES, [node], needs={"maker_pool": ON_CPUS})
+    assert [p.device_kind for p in plan.pools.values()] == ["cpu", "cuda"]
+    assert [p.gpus_per_process for p in plan.pools.values()] == [0.0, 1.0]
+    assert "2 CPU slots" in str(plan).splitlines()[1]
+    assert "2 GPUs" in str(plan).splitlines()[2]
+
+
+def test_processes_may_share_a_gpu() -> None:
+    node = Node("a", devices=1, cpus=4.0, kind="GPU")
+    half = dict.fromkeys(TWO_POOLS, ProcessNeeds(gpus=0.25))
+    plan = Placement.plan(TWO_POOLS, ROLES, [node], needs=half)
+    assert "0.5 GPUs" in str(plan).splitlines()[1]
+    with pytest.raises(PlacementError, match="0.5 of 1 GPUs"):
+        Placement.plan(
+            TWO_POOLS, ROLES, [node], needs=half | {"trainer_pool": ProcessNeeds(gpus=0.5)}
+        )
+
+
+def test_a_pool_that_wants_gpus_goes_where_they_are_or_is_refused() -> None:
+    wants = {"trainer_pool": ProcessNeeds("cuda")}
+    with_gpus = Node("c", devices=2, cpus=2.0, kind="GPU")
+    plan = Placement.plan(TWO_POOLS, ROLES, [*NODES, with_gpus], needs=wants)
+    assert [node.name for node in plan.pools["trainer_pool"].nodes] == ["c"]
+    with pytest.raises(PlacementError, match="set trainer.device or .*trainer_pool.device=cpu"):
+        Placement.plan(TWO_POOLS, ROLES, NODES, needs=wants)
+
+
+def test_cpus_of_a_pool_of_its_own_come_before_the_shares_of_the_others() -> None:
+    needs = {"maker_pool": ProcessNeeds(cpus=0.25)}
+    plan = Placement.plan(TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs=needs)
+    assert [p.cpus_per_process for p in plan.pools.values()] == [0.25, 0.75]
+    with pytest.raises(PlacementError, match="leave 0 of 2 for the 2 processes of the other pools"):
+        Placement.plan(
+            TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs={"maker_pool": ProcessNeeds(cpus=1.0)}
+        )
+
+
+def test_custom_resources_are_counted_where_they_are_known() -> None:
+    needs = {"maker_pool": ProcessNeeds(resources={"accel": 1.0})}
+    plan = Placement.plan(TWO_POOLS, ROLES, NODES, needs=needs)
+    assert "2 CPU slots, 2 accel" in str(plan).splitlines()[1]
+
+    known = [Node("a", 4, 4.0, resources={"accel": 1.0}), Node("b", 2, 2.0, resources={})]
+    with pytest.raises(
+        PlacementError, match="1 accel each, .* 1 of 1 accel.*lower pool_resources.maker_pool.res"
+    ):
+        Placement.plan(TWO_POOLS, ROLES, known, needs=needs)
+    one = {"maker_pool": [1], "trainer_pool": [1]}
+    plan = Placement.plan(one, ROLES, known[::-1], needs=needs)
+    assert [node.name for node in plan.pools["maker_pool"].nodes] == ["a"]

@@ -28,34 +28,13 @@ from tests.workers.rollout_engines import (
     make_prompts,
     requests_of,
     settings,
+    wait_until,
 )
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.base import Output, Request, RolloutEngine
 from workers.rollout.sampling import filtered_probs
 
-ENGINES = ["hf", "native", pytest.param("vllm", marks=pytest.mark.vllm)]
 PROMPTS = make_prompts()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("contract")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
-    return make_model(folder)
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def kept_engine(request: pytest.FixtureRequest, model: Any, folder: Path) -> RolloutEngine:
-    return make_engine(request.param, model, folder)
-
-
-@pytest.fixture
-def engine(kept_engine: RolloutEngine, model: Any) -> RolloutEngine:
-    load(kept_engine, model, 3)
-    return kept_engine
 
 
 @pytest.fixture(scope="module")
@@ -255,20 +234,14 @@ def test_an_aborted_generation_goes_on_where_it_stopped(engine: RolloutEngine) -
 
 def test_a_pause_holds_the_generation_and_forbids_sleep(engine: RolloutEngine) -> None:
     whole = lists(engine.generate(requests_of(PROMPTS), settings()))
-    started, results, checkpoint = threading.Event(), [], engine.control.checkpoint
-
-    def told() -> Any:
-        started.set()
-        return checkpoint()
-
-    engine.control.checkpoint = told
+    results: list[Any] = []
     engine.control.pause()
     thread = threading.Thread(
         target=lambda: results.append(engine.generate(requests_of(PROMPTS), settings()))
     )
     thread.start()
     try:
-        assert started.wait(30)
+        wait_until(lambda: engine.control.is_paused)
         engine.control.pause()
         assert not results
         with pytest.raises(RolloutError, match=f"sleep with {len(PROMPTS)} samples in flight"):
@@ -276,7 +249,6 @@ def test_a_pause_holds_the_generation_and_forbids_sleep(engine: RolloutEngine) -
     finally:
         engine.control.resume()
         thread.join(60)
-        engine.control.checkpoint = checkpoint
     assert lists(results[0]) == whole
 
 

@@ -16,7 +16,7 @@ from verl_like.errors import ConfigError, RolloutError
 from workers.models.folder import generation_eos
 from workers.models.load import load_model
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.base import check_sampling_kwargs, sampling_params
+from workers.rollout.sampling_settings import check_sampling_kwargs, sampling_params
 
 GREEDY = META | {"do_sample": False}
 

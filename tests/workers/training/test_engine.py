@@ -255,7 +255,7 @@ def test_micro_batch_and_pad_columns_never_touch_the_caller_s_batch(tiny_dir: Pa
 
 
 def test_a_folder_without_a_model_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.json there.*examples/tiny/make.py"):
+    with pytest.raises(ConfigError, match="no config.json there.*verl-like make-tiny"):
         tiny_actor(tmp_path)
 
 

@@ -153,7 +153,7 @@ def memory_of_a_sync(doubles: bool) -> float:
     def sync(version: int) -> None:
         if rank == 0:
             worker.publish_weights(version)
-            address = worker.open_delivery(version)
+            address, _ = worker.open_delivery(version)
             store.set(f"address {version}", address)
             report = worker.deliver_weights(address, 1, 2.0)
         else:

@@ -15,6 +15,7 @@ PLACES = {
 }
 """Beginning of a key of the recipes on rows -> where PPO has it."""
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 
 RENAMED = {
     "adam_epsilon": "optim.eps",
@@ -208,7 +209,6 @@ ABSENT = {
     "use_rslora": NOT_THIS_LORA,
     "use_weighting": "losses are those of `loss=`, or your own by its dotted path",
     "vespo_*": "there is no such loss; policy_loss.loss_mode takes your own by its dotted path",
-    "vllm_importance_sampling_*": "say algorithm.rollout_correction, or a preset `correction=`",
     "vllm_structured_outputs_regex": "responses are drawn freely",
 }
 """Fields without a counterpart -> the way out."""
@@ -227,6 +227,73 @@ ABSENT_IN: dict[str, dict[str, str]] = {
         "ref_model_*": FOLLOWS_NOTHING,
         "router_aux_loss_coef": NO_EXPERTS_LOSS,
         "sync_ref_model": FOLLOWS_NOTHING,
+    },
+}
+"""The same, of one command."""
+
+TOGETHER = {
+    "adam_beta1": "`optim.betas`",
+    "adam_beta2": "`optim.betas`",
+    "dataset_config": "`data.train_files=hub://NAME/CONFIG:SPLIT`",
+    "dataset_name": "`data.train_files=hub://NAME/CONFIG:SPLIT`",
+    "dataset_test_split": "`data.val_files`, where `eval_strategy` is set",
+    "dataset_train_split": "`data.train_files=hub://NAME/CONFIG:SPLIT`",
+    "dtype": "`model.dtype`",
+    "eval_steps": "`trainer.test_freq`",
+    "eval_strategy": "`data.val_files`, `trainer.test_freq`",
+    "gradient_accumulation_steps": "`data.train_batch_size`: rows of a step, over all processes",
+    "lora_alpha": "`model.lora_alpha`, with `use_peft`",
+    "lora_r": "`model.lora_rank`, with `use_peft`",
+    "lora_target_modules": "`model.target_modules`, with `use_peft`",
+    "lr_scheduler_type": "`optim.lr_scheduler_type`",
+    "max_steps": "`trainer.total_training_steps`",
+    "num_processes": "`trainer.n_gpus_per_node`",
+    "num_train_epochs": "`trainer.total_epochs`",
+    "optim": "AdamW; `optim.optimizer` names another class",
+    "per_device_train_batch_size": "`data.train_batch_size`: rows of a step, over all processes",
+    "report_to": "`trainer.logger`",
+    "resume_from_checkpoint": "`trainer.resume_mode`, `trainer.resume_from_path`",
+    "save_steps": "`trainer.save_freq`",
+    "save_strategy": "`trainer.save_freq`",
+    "torch_dtype": "`model.dtype`",
+    "use_peft": "`model.lora_rank`, `model.lora_alpha`",
+    "warmup_ratio": "`optim.lr_warmup_steps_ratio`",
+    "warmup_steps": "`optim.lr_warmup_steps`; a number below 1 is a share",
+}
+"""Fields of all four that are read with others -> the keys that they decide."""
+TOGETHER_IN: dict[str, dict[str, str]] = {
+    "grpo": {
+        "beta": f"`{ACTOR}.use_kl_loss`, `{ACTOR}.kl_loss_coef`",
+        "delta": f"`{ACTOR}.clip_ratio_c`",
+        "epsilon": f"`{ACTOR}.clip_ratio`",
+        "epsilon_high": f"`{ACTOR}.clip_ratio_low`, `{ACTOR}.clip_ratio_high`",
+        "generation_batch_size": "`data.train_batch_size`: prompts",
+        "importance_sampling_level": f"`{ACTOR}.policy_loss.loss_mode=gspo` for sequences",
+        "loss_type": f"`{ACTOR}.policy_loss.loss_mode`, `{ACTOR}.loss_agg_mode`",
+        "min_p": f"`{ROLLOUT}.sampling_kwargs`",
+        "multi_objective_aggregation": "`algorithm.adv_estimator=gdpo` normalizes each reward",
+        "ref_model_mixup_alpha": "`actor_rollout_ref.ref.ema_decay`: one less theirs",
+        "ref_model_sync_steps": "`actor_rollout_ref.ref.update_every`",
+        "reward_funcs": "`rewards`, or `custom_reward_function.path`",
+        "reward_model_name_or_path": "`reward_model.enable`, `reward_model.model.path`",
+        "reward_weights": "the weights in `rewards`",
+        "scale_rewards": "`algorithm.adv_estimator`, `algorithm.norm_adv_by_std_in_grpo`",
+        "steps_per_generation": "`data.train_batch_size`: prompts",
+        "sync_ref_model": "`actor_rollout_ref.ref.update_every`",
+        "top_k": f"`{ROLLOUT}.top_k`",
+        "use_vllm": f"`{ROLLOUT}.name`",
+        "vllm_importance_sampling_cap": f"`{CORRECTION}.rollout_is_threshold`",
+        "vllm_importance_sampling_clip_max": f"`{CORRECTION}.rollout_is_threshold`",
+        "vllm_importance_sampling_clip_min": f"`{CORRECTION}.rollout_is_threshold`",
+        "vllm_importance_sampling_correction": f"`{CORRECTION}.rollout_is`",
+        "vllm_importance_sampling_mode": f"`{CORRECTION}.rollout_is`",
+    },
+    "sft": {"completion_only_loss": "`data.loss_on`"},
+    "reward": {},
+    "dpo": {
+        "label_smoothing": "`loss=cdpo`, `label_smoothing`",
+        "loss_type": "`loss`",
+        "loss_weights": "`sft_coef`, where the second loss is sft",
     },
 }
 """The same, of one command."""

@@ -16,6 +16,8 @@ from trainer.migrate.trl.flags import (
     PLACES,
     RENAMED,
     RENAMED_IN,
+    TOGETHER,
+    TOGETHER_IN,
 )
 from verl_like.errors import ConfigError, nearest
 
@@ -76,6 +78,7 @@ class GivenFields:
         """Fields by the tables, then their defaults that are others here."""
         alone = RENAMED | RENAMED_IN[self.program]
         absent = ABSENT | ABSENT_IN[self.program]
+        together = TOGETHER | TOGETHER_IN[self.program]
         unknown = []
         for name, value in self._values.items():
             told = f"{name}={value}"
@@ -87,12 +90,12 @@ class GivenFields:
                 done.always.append(f"{told}: {ALWAYS[pattern]}")
             elif pattern := _found(name, absent):
                 done.absent.append(f"{told}: {absent[pattern]}")
-            elif name not in self._seen:
+            elif name not in together:
                 unknown.append(name)
             elif not any(name in line for line in [*done.renamed, *done.absent, *done.joined]):
                 done.joined.append(told)
         if unknown:
-            known = [*alone, *ALWAYS, *absent]
+            known = [*alone, *together, *ALWAYS, *absent]
             hints = " ".join(nearest(name, known).strip() for name in unknown)
             raise ConfigError(
                 f"TRL's {self.program} has no field {', '.join(unknown)}. {hints}".rstrip()

@@ -11,13 +11,23 @@ from verl_like.errors import ConfigError
 
 NO_BOUND = "1e9"
 """A ratio that none reaches."""
+NO_LEAST = "1.0e-9"
+"""A weight that none falls below."""
+CORRECTION = (
+    "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+)
 LOSSES: dict[str, tuple[str, str]] = {
     "grpo": ("vanilla", "seq-mean-token-mean"),
     "bnpo": ("vanilla", "token-mean"),
     "dapo": ("vanilla", "token-mean"),
     "dr_grpo": ("vanilla", "seq-mean-token-sum-norm"),
     "cispo": ("cispo", "token-mean"),
-    "sapo": ("sapo", "token-mean"),
+    "luspo": ("luspo", "seq-mean-token-sum"),
+    "sapo": ("sapo", "seq-mean-token-mean"),
 }
 """`loss_type` -> the policy loss, and how token losses become one number."""
 
@@ -76,10 +86,8 @@ def _loss(fields: GivenFields, done: Translation) -> None:
     fields.becomes(done, "loss_type", chosen)
     done.default("loss_type", "dapo", chosen)
 
-    if loss == "cispo":  # its bound is a ratio; ours is the distance from 1
-        bound = fields.number("epsilon_high", 5.0) - 1
-        settings = {f"{ACTOR}.clip_ratio_low": "1.0", f"{ACTOR}.clip_ratio_high": f"{bound:g}"}
-        fields.becomes(done, "epsilon_high", settings)
+    if loss == "cispo":
+        _bound_of_cispo(fields, done)
     elif high:
         settings = {f"{ACTOR}.clip_ratio_low": low, f"{ACTOR}.clip_ratio_high": high}
         fields.becomes(done, "epsilon_high", settings)
@@ -90,6 +98,21 @@ def _loss(fields: GivenFields, done: Translation) -> None:
         bound_twice = {f"{ACTOR}.clip_ratio_c": fields.value("delta", NO_BOUND)}
         fields.becomes(done, "delta", bound_twice)
         done.default("delta", "none, no dual clip", bound_twice)
+
+
+def _bound_of_cispo(fields: GivenFields, done: Translation) -> None:
+    """Its bound is a ratio; ours is the distance from 1."""
+    bound = fields.number("epsilon_high", 5.0) - 1
+    settings = {f"{ACTOR}.clip_ratio_low": "1.0", f"{ACTOR}.clip_ratio_high": f"{bound:g}"}
+    if fields.has("epsilon_high"):
+        fields.becomes(done, "epsilon_high", settings)
+        return
+    for key, value in settings.items():
+        done.set(key, value)
+    done.absent.append(
+        "loss_type=cispo without epsilon_high: there epsilon alone bounds every ratio; the command "
+        "takes 5, ScaleRL's bound"
+    )
 
 
 def _advantages(fields: GivenFields, done: Translation) -> None:
@@ -158,5 +181,31 @@ def _engine(fields: GivenFields, done: Translation) -> None:
     if fields.value("use_vllm", "False").lower() == "true":
         fields.becomes(done, "use_vllm", {f"{ROLLOUT}.name": "vllm"})
         done.default("vllm_gpu_memory_utilization", 0.3, {f"{ROLLOUT}.gpu_memory_utilization": 0.3})
+        _correction(fields, done)
     else:
         fields.ignore("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "use_vllm")
+        fields.ignore(*CORRECTION)
+
+
+def _correction(fields: GivenFields, done: Translation) -> None:
+    """Importance weights of what vLLM drew: truncated, or zero outside their bounds."""
+    fields.ignore(*CORRECTION)
+    if fields.value("vllm_importance_sampling_correction", "True").lower() != "true":
+        return
+    mode = fields.value("vllm_importance_sampling_mode", "sequence_mask")
+    largest = fields.value("vllm_importance_sampling_cap", "3.0")
+    largest = fields.value("vllm_importance_sampling_clip_max", largest)
+    least = fields.value("vllm_importance_sampling_clip_min", "")
+    level, _, kind = mode.partition("_")
+    if kind == "truncate" and least:
+        done.absent.append(
+            f"vllm_importance_sampling_clip_min={least}: weights are truncated from above alone"
+        )
+    masked = f"{least or NO_LEAST}_{float(largest)}"
+    settings = {
+        "algorithm.rollout_correction.rollout_is": level,
+        "algorithm.rollout_correction.rollout_is_threshold": masked if kind == "mask" else largest,
+    }
+    for name in CORRECTION:
+        fields.becomes(done, name, settings)
+    done.default("vllm_importance_sampling_mode", f"{mode}, up to {largest}", settings)

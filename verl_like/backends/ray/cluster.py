@@ -185,9 +185,16 @@ def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> li
                 cpus,
                 "GPU" if gpus else "CPU slot",
                 node["NodeID"],
+                {name: n for name, n in have.items() if not _is_built_in(name)},
             )
         )
     return nodes
+
+
+def _is_built_in(resource: str) -> bool:
+    """Whether it is one that Ray gives every node, not one of the user's own."""
+    prefixes = ("CPU", "GPU", "memory", "object_store_memory", "node:", "accelerator_type:")
+    return resource.startswith(prefixes)
 
 
 def free_resources() -> str:

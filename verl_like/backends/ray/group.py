@@ -98,5 +98,6 @@ def _place(bundle: Bundle) -> dict[str, Any]:
     return {
         "num_cpus": bundle.cpus,
         "num_gpus": bundle.gpus,
+        "resources": bundle.resources,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
     }

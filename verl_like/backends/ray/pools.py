@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -28,6 +28,8 @@ class Bundle:
     local_rank: int
     cpus: float
     gpus: float
+    resources: dict[str, float] = field(default_factory=dict)
+    """Custom resources."""
 
 
 class RayResourcePool(ResourcePool):
@@ -46,13 +48,16 @@ class RayResourcePool(ResourcePool):
         cpus_per_process: float | None = None,
         nodes: Sequence[Node] = (),
         deadlines: Deadlines | None = None,
+        gpus_per_process: float = 1.0,
+        resources: Mapping[str, float] | None = None,
     ) -> None:
         """Reserves nothing yet.
 
         `max_colocate_count` groups may be put on the pool side by side; each process gets that part
-        of its place. GPUs are used where there are any, unless `use_gpu` says so. `nodes` says
-        where the entries of `process_on_nodes` go; otherwise each goes to a node of its own if
-        there are enough that fit.
+        of its place. GPUs are used where there are any, unless `use_gpu` says so. `resources` are
+        amounts of custom resources that a place has besides. `nodes` says where the entries of
+        `process_on_nodes` go; otherwise each goes to a node of its own if there are enough that
+        fit.
         """
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
@@ -61,6 +66,8 @@ class RayResourcePool(ResourcePool):
         self.cpus_per_process = cpus_per_process
         self.nodes = list(nodes)
         self.deadlines = deadlines or Deadlines()
+        self.gpus_per_process = gpus_per_process
+        self.resources = dict(resources or {})
         self._bundles: list[Bundle] | None = None
 
     def bundles(self) -> list[Bundle]:
@@ -102,15 +109,17 @@ class RayResourcePool(ResourcePool):
             for group in groups:
                 remove_placement_group(group)
             raise
-        share = self.max_colocate_count
-        cpus, gpus = (
-            math.floor(need.get(kind, 0.0) / share * 1e4) / 1e4 for kind in ("CPU", "GPU")
-        )
+        cpus, gpus = self._part(need.get("CPU", 0.0)), self._part(need.get("GPU", 0.0))
+        resources = {name: self._part(amount) for name, amount in self.resources.items()}
         return [
-            Bundle(group, i, i, cpus, gpus)
+            Bundle(group, i, i, cpus, gpus, resources)
             for group, count in zip(groups, self.store, strict=True)
             for i in range(count)
         ]
+
+    def _part(self, amount: float) -> float:
+        """What one of the groups that may be on the pool gets, in Ray's ten-thousandths."""
+        return math.floor(amount / self.max_colocate_count * 1e4) / 1e4
 
     def _need(self) -> dict[str, float]:
         """What one process takes."""
@@ -121,10 +130,10 @@ class RayResourcePool(ResourcePool):
             self.cpus_per_process = cpu_share(have.get("CPU", 1.0), self.world_size)
         need = {"CPU": self.cpus_per_process}
         if self.use_gpu:
-            need["GPU"] = 1.0
+            need["GPU"] = self.gpus_per_process
         if self.accelerator_type:
             need[self.accelerator_type] = 1e-4
-        return need
+        return need | self.resources
 
     def _await(self, groups: Sequence[PlacementGroup], need: dict[str, float]) -> None:
         patience = Patience(

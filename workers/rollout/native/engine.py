@@ -25,17 +25,9 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verl_like.errors import ConfigError
 from workers.models.lora import merged_tensors
 from workers.models.state import named_state
-from workers.rollout.base import (
-    EngineLimits,
-    Output,
-    Request,
-    SamplingParams,
-    ends_with_stop_string,
-    output_of,
-)
+from workers.rollout.base import EngineLimits, Output, Request, SamplingParams
 from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.native.direct_forward import DirectForward, agrees, is_llama_shaped
 from workers.rollout.native.grouped_attention import grouped_decoding
@@ -47,9 +39,11 @@ from workers.rollout.native.kv_cache import (
     prefill_width,
     slot_width,
     slots_that_fit,
+    whole_blocks,
 )
 from workers.rollout.native.module_forward import ModuleForward
-from workers.rollout.native.proof import check_decoding
+from workers.rollout.native.proof import check_decoding, check_model
+from workers.rollout.responses import ends_with_stop_string, num_of_older_weights, output_of
 from workers.rollout.sampling import choose_tokens, uniforms
 from workers.weights.checksum import Fingerprint
 
@@ -78,7 +72,7 @@ class NativeEngine(ModuleEngine):
         super().__init__(module, limits, decode)
         self.config = module.config.get_text_config()
         width = limits.prompt_width + limits.response_width
-        _check_model(self.config, width)
+        check_model(self.config, width)
         check_decoding(self.config, width)
         self.owns_weights = owns_weights
         self.direct_agrees: bool | None = None
@@ -121,13 +115,13 @@ class NativeEngine(ModuleEngine):
             forward_class = DirectForward if is_direct else ModuleForward
             generation = _Generation(self, requests, sampling, forward_class, memory)
             with torch.inference_mode() if is_direct else nullcontext():
-                finish = generation.run()
+                generation.run()
 
         # Memory that holds numbers which are not finite is not used again: see `CacheMemory`.
         if np.isfinite(generation.log_probs).all():
             memory.end()
             self.cache_memory = memory
-        return [generation.output(request, finish) for request in range(len(requests))]
+        return [generation.output(request) for request in range(len(requests))]
 
     def _can_be_direct(self) -> bool:
         """Whether the direct pass may run in place of the module's; they are compared once."""
@@ -149,9 +143,9 @@ class _Generation:
     """One call of `generate`: what every request has produced, and which one fills which slot.
 
     Requests in flight fill slots 0..num_active-1; the last ones move into freed slots, so a pass
-    runs over a prefix. A request that begins with tokens already made (`forced`) is fed them one by
-    one instead of drawing, so that its keys and values, and with them its bits, are those of an
-    uninterrupted run.
+    runs over a prefix. A request that begins with tokens already made (`forced`) reads those of
+    older weights in one pass with its prompt, and is fed the others one by one instead of drawing.
+    So its keys and values, and with them its bits, are those of an uninterrupted run.
     """
 
     def __init__(
@@ -175,13 +169,16 @@ class _Generation:
         self.versions = np.zeros(shape, dtype=np.int32)
         self.lengths = np.zeros(len(requests), dtype=np.int64)
         self.forced = np.zeros(len(requests), dtype=np.int64)
+        most = [sampling.longest(request.num_made) for request in requests]
+        self.most_tokens = np.array(most, dtype=np.int64)
+        self.read_at_once = np.zeros(len(requests), dtype=np.int64)
         self.stopped = np.zeros(len(requests), dtype=bool)
         stops = [token for token in sampling.stop_token_ids if 0 <= token < engine.vocab_size]
         self.is_stop = np.zeros(engine.vocab_size, dtype=bool)
         self.is_stop[stops] = True
         self._take_partial()
 
-        self.waiting = deque(range(len(requests)))
+        self.waiting = deque(np.argsort(self.read_at_once == 0, kind="stable").tolist())
         self.max_active = min(engine.max_active, len(requests))
         self.num_active = self.longest = 0
         num_slots = max(MIN_ROWS, self.max_active)
@@ -190,33 +187,31 @@ class _Generation:
         slots = Slots(num_slots, width, least_window(engine.config), self.device, memory)
         self.cache = SlotCache(engine.config.num_hidden_layers, slots)
 
-    def run(self) -> str:
+    def run(self) -> None:
         """Prefill when a group of prompts can enter, else decode one token of everything in flight.
 
-        Returns the finish reason of those that have no other.
+        Ends when all are finished, have drawn as many tokens as this call may, or are aborted.
         """
         version = self.engine.version
         self.forward = self.forward_class(self.engine.module, self.cache)
         while self.num_active or self.waiting:
-            if self.engine.control.checkpoint():
-                return "abort"
+            if self.engine.asked_to_stop():
+                return
             if self.engine.version != version:
                 version = self.engine.version
-                self._start_over()
+                self._take_weights()
             group = self._next_group()
             if group:
                 self._prefill(group)
             else:
                 self._decode()
-        return "length"
 
-    def output(self, request: int, finish: str) -> Output:
+    def output(self, request: int) -> Output:
         """What a request has produced."""
         length = max(int(self.lengths[request]), int(self.forced[request]))
+        finish = "length" if length == self.sampling.max_tokens else "abort"
         if self.stopped[request]:
             finish = "stop"
-        elif length == self.sampling.max_tokens:
-            finish = "length"
 
         tokens, log_probs, versions = (
             torch.from_numpy(column[request, :length])
@@ -231,46 +226,67 @@ class _Generation:
                 self.tokens[index, :length] = request.partial.tokens
                 self.log_probs[index, :length] = request.partial.log_probs_for(self.sampling)
                 self.versions[index, :length] = request.partial.versions
+                versions = request.partial.versions.tolist()
+                self.read_at_once[index] = num_of_older_weights(versions, self.engine.version)
 
-    def _start_over(self) -> None:
-        """The weights are new: what is in flight is read again with them, and goes on."""
+    def _take_weights(self) -> None:
+        """The weights are new: what is in flight goes on with them.
+
+        It is read again first, unless its keys and values are to be kept as the old ones made them.
+        """
+        self.forward = self.forward_class(self.engine.module, self.cache)
+        if self.engine.limits.keep_kv:
+            return
         active = self.request_of_slot[: self.num_active]
         self.forced[active] = np.maximum(self.forced[active], self.lengths[active])
-        self.lengths[active] = 0
         self.waiting.extendleft(reversed(active.tolist()))
+        unread = list(self.waiting)
+        self.read_at_once[unread] = self.forced[unread]
         self.num_active = 0
-        self.forward = self.forward_class(self.engine.module, self.cache)
+
+    def _text(self, request: int) -> tuple[int, ...]:
+        """What is read of a request in one pass."""
+        made = self.tokens[request, : self.read_at_once[request]]
+        return (*self.prompts[request], *made.tolist())
 
     def _next_group(self) -> list[int]:
         """The next requests to prefill; none while fewer than `MIN_ROWS` of them would fit."""
         count = min(len(self.waiting), self.max_active - self.num_active)
-        if count < min(MIN_ROWS, len(self.waiting), self.max_active):
+        if not self.waiting or count < min(MIN_ROWS, len(self.waiting), self.max_active):
             return []
 
         group: list[int] = []
         distinct: set[tuple[int, ...]] = set()
+        most_tokens = PREFILL_PROMPTS * self.engine.limits.prompt_width
+        reads_responses = self.read_at_once[self.waiting[0]] > 0
         while self.waiting and len(group) < count:
-            distinct.add(self.prompts[self.waiting[0]])
-            if len(distinct) > PREFILL_PROMPTS:
+            if (self.read_at_once[self.waiting[0]] > 0) != reads_responses:
+                break
+            distinct.add(self._text(self.waiting[0]))
+            num_tokens = len(distinct) * max(map(len, distinct))
+            if group and (len(distinct) > PREFILL_PROMPTS or num_tokens > most_tokens):
                 break
             group.append(self.waiting.popleft())
         return group
 
     def _prefill(self, group: list[int]) -> None:
         """One pass over the distinct prompts of the group; samples of one prompt share it."""
-        distinct = list(dict.fromkeys(self.prompts[request] for request in group))
-        row_of = {prompt: row for row, prompt in enumerate(distinct)}
-        rows = [row_of[self.prompts[request]] for request in group]
-        sources = torch.tensor(rows, device=self.device)
+        texts = [self._text(request) for request in group]
+        distinct = list(dict.fromkeys(texts))
+        row_of = {text: row for row, text in enumerate(distinct)}
+        sources = torch.tensor([row_of[text] for text in texts], device=self.device)
 
         prompts = [*distinct, *[(0,)] * (rows_of_pass(len(distinct)) - len(distinct))]
-        width = prefill_width(max(map(len, prompts)), self.engine.limits.prompt_width)
+        width = whole_blocks(max(map(len, prompts)))
+        if not self.read_at_once[group].any():
+            width = prefill_width(max(map(len, prompts)), self.engine.limits.prompt_width)
         self.cache.fit(max(1 + width, self.longest + 2), self.num_active)
         logits = self.forward.prefill(prompts, width, sources, self.num_active)
 
         slots = np.arange(self.num_active, self.num_active + len(group))
         self.request_of_slot[slots] = group
         self.num_active += len(group)
+        self.lengths[group] = self.read_at_once[group]
         self._append(slots, logits[sources])
 
     def _decode(self) -> None:
@@ -313,7 +329,7 @@ class _Generation:
         if self.sampling.stop_strings:
             stopped |= self._ends_with_stop_string(requests, steps)
         self.stopped[requests] = stopped
-        finished = stopped | (steps + 1 == self.sampling.max_tokens)
+        finished = stopped | (steps + 1 == self.most_tokens[requests])
         if finished.any():
             self._free_slots(slots[finished])
 
@@ -351,26 +367,6 @@ def rows_of_pass(count: int) -> int:
     if count <= ROWS_STEP:
         return max(MIN_ROWS, 1 << (count - 1).bit_length())
     return -(-count // ROWS_STEP) * ROWS_STEP
-
-
-def _check_model(config: Any, width: int) -> None:
-    """Refuse models that keep no key and value of every token, and rows longer than a model's."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and width > limit:
-        raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {width} tokens, but the model "
-            f"has {limit} positions; lower one of them."
-        )
-
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    has_window = getattr(config, "use_sliding_window", True)
-    window = getattr(config, "sliding_window", None) if has_window else None
-    if kinds - {"full_attention", "sliding_attention"} or (window is not None and window < width):
-        raise ConfigError(
-            f"rollout.name=native decodes full attention only; model type {config.model_type!r} "
-            f"has layers {', '.join(sorted(kinds))} and a sliding window of {window} (this run is "
-            f"{width} tokens wide). Choose actor_rollout_ref.rollout.name=hf or vllm."
-        )
 
 
 def _limit_kernel_caches() -> None:

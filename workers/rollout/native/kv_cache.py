@@ -229,7 +229,8 @@ class SlotLayer(CacheLayerMixin):
         if slots.is_prefill:
             by_column = new.transpose(1, 2)
             left = by_column[slots.sources[:, None], slots.gather[slots.sources]].transpose(1, 2)
-            stored[slots.first : slots.first + len(left), :, 1 : slots.window] = left
+            kept = left[:, :, : slots.width - 1]  # what is beyond is padding
+            stored[slots.first : slots.first + len(left), :, 1 : 1 + kept.shape[2]] = kept
             return pad(new, (0, 0, 1, 0))
         stored[slots.sources, :, slots.targets] = new.squeeze(2)
         return stored[: len(slots.sources)]
@@ -241,8 +242,10 @@ class SlotLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        target = (slice(first, first + len(sources)), slice(None), slice(1, 1 + keys.shape[2]))
-        self.keys[target], self.values[target] = keys[sources], values[sources]
+        width = min(keys.shape[2], self.slots.width - 1)  # what is beyond is padding
+        target = (slice(first, first + len(sources)), slice(None), slice(1, 1 + width))
+        self.keys[target] = keys[sources, :, :width]
+        self.values[target] = values[sources, :, :width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns attended over, first column)."""
@@ -281,6 +284,7 @@ class SlotCache(Cache):
         """
         slots = self.slots
         needed = max(slots.least_width, whole_blocks(num_columns))
+        needed = min(needed, len(slots.columns))
         if slots.width < needed or needed <= slots.width // 2:
             slots.width = needed
             for layer in self.slot_layers:

@@ -104,3 +104,23 @@ def _error_of_row(model: Any, row: list[int], logits: Tensor) -> float:
     plain = model(torch.tensor([row]), use_cache=False).logits[0, -len(logits) :].float()
     error = float((logits - plain).norm() / plain.norm())
     return error if error == error else torch.inf
+
+
+def check_model(config: Any, width: int) -> None:
+    """Refuse models that keep no key and value of every token, and rows longer than a model's."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and width > limit:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length = {width} tokens, but the model "
+            f"has {limit} positions; lower one of them."
+        )
+
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    has_window = getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None) if has_window else None
+    if kinds - {"full_attention", "sliding_attention"} or (window is not None and window < width):
+        raise ConfigError(
+            f"rollout.name=native decodes full attention only; model type {config.model_type!r} "
+            f"has layers {', '.join(sorted(kinds))} and a sliding window of {window} (this run is "
+            f"{width} tokens wide). Choose actor_rollout_ref.rollout.name=hf or vllm."
+        )

@@ -20,15 +20,8 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
-from workers.rollout.base import (
-    EngineLimits,
-    Output,
-    Request,
-    RolloutEngine,
-    SamplingParams,
-    ends_with_stop_string,
-    output_of,
-)
+from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine, SamplingParams
+from workers.rollout.responses import ends_with_stop_string, output_of
 from workers.rollout.vllm.handover import Handover
 from workers.rollout.vllm.setup import check_version, expected_weights, process_environment
 
@@ -50,6 +43,8 @@ class VllmSettings:
 
 class VllmEngine(RolloutEngine):
     """One vLLM engine with random weights, to be loaded by the first sync."""
+
+    can_take_weights_in_flight = True
 
     def __init__(
         self,
@@ -127,21 +122,17 @@ class VllmEngine(RolloutEngine):
         self._everywhere("begin_generation", sampling, len(requests))
         generation = _Generation(self, requests, sampling)
         try:
-            finish = generation.run()
+            generation.run()
         finally:
             log_probs = self._everywhere("end_generation")[0]
-        return generation.outputs(log_probs, finish)
+        return generation.outputs(log_probs)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Layer by layer, bucket by bucket where vLLM has processes of its own.
 
-        Then cached prefixes are dropped: other weights computed them.
+        Then cached prefixes are dropped: other weights computed them. A generation that is in
+        flight does so itself.
         """
-        if self.control.in_flight:
-            raise WeightSyncError(
-                "engine: vLLM takes no weights within a generation; control.abort() it first."
-            )
-
         handover = Handover(self.expected)
         self.rank_checksums = []
         self._everywhere("begin_load")
@@ -150,12 +141,21 @@ class VllmEngine(RolloutEngine):
                 self._send(bucket)
         finally:
             arrivals = self._everywhere("finish_load")
-            self.llm.llm_engine.reset_prefix_cache()
+            if not self.control.in_flight:
+                self.drop_prefixes()
 
         self.rank_checksums = handover.verify(arrivals)
         if len(set(self.rank_checksums)) != 1:
             raise WeightSyncError(
                 f"engine: vLLM's ranks received different weights: {self.rank_checksums}."
+            )
+
+    def drop_prefixes(self, of_running: bool = False) -> None:
+        """Forget cached keys and values, `of_running` requests too: vLLM computes them again."""
+        if not self.llm.llm_engine.reset_prefix_cache(reset_running_requests=of_running):
+            raise RolloutError(
+                "rollout: vLLM kept prefixes that older weights have computed; what it would "
+                "generate from them is of no one version. Start the rollout anew."
             )
 
     def _send(self, bucket: list[tuple[str, Tensor]]) -> None:
@@ -193,42 +193,44 @@ class _Generation:
         self.core = engine.llm.llm_engine
         self.before = [[] if r.partial is None else r.partial.tokens.tolist() for r in requests]
         self.tokens: list[list[int]] = [[] for _ in requests]
+        self.versions: list[list[int]] = [[] for _ in requests]
         self.stopped = [False] * len(requests)
         self.running: dict[str, int] = {}
 
-    def run(self) -> str:
-        """Until all are finished or aborted; returns the finish reason of unfinished ones."""
+    def run(self) -> None:
+        """Until all are finished, have drawn as many tokens as this call may, or are aborted."""
+        first = version = self.engine.version
         for index in range(len(self.requests)):
             self._add(index)
         try:
-            while self.running:
-                if self.engine.control.checkpoint():
-                    return "abort"
+            while self.running and not self.engine.asked_to_stop():
+                if self.engine.version != version:
+                    version = self.engine.version
+                    if not self.engine.limits.keep_kv:
+                        self.engine.drop_prefixes(of_running=True)
                 for output in self.core.step():
                     self._take(output)
         finally:
             if self.running:
                 self.core.abort_request(list(self.running))
-        return "length"
+            if self.engine.version != first:
+                self.engine.drop_prefixes()
 
-    def outputs(self, log_probs: Tensor, finish: str) -> list[Output]:
+    def outputs(self, log_probs: Tensor) -> list[Output]:
         """What every request has produced."""
-        version = int(self.engine.version or 0)
         results = []
         for index, request in enumerate(self.requests):
             start = len(self.before[index])
             tokens = torch.tensor(self.before[index] + self.tokens[index])
             made = log_probs[index, : len(tokens)]
-            versions = torch.full((len(tokens),), version, dtype=torch.int32)
+            versions = torch.tensor(self.versions[index], dtype=torch.int32)
             if request.partial is not None:
                 made[:start] = request.partial.log_probs_for(self.sampling)
-                versions[:start] = request.partial.versions
+                versions = torch.cat([request.partial.versions, versions])
 
-            reason = finish
+            reason = "length" if len(tokens) == self.sampling.max_tokens else "abort"
             if self.stopped[index]:
                 reason = "stop"
-            elif len(tokens) == self.sampling.max_tokens:
-                reason = "length"
             results.append(output_of(tokens.long(), made, versions, reason))
         return results
 
@@ -238,7 +240,7 @@ class _Generation:
 
         request, made = self.requests[index], len(self.before[index])
         params = VllmParams(
-            max_tokens=self.sampling.max_tokens - made,
+            max_tokens=self.sampling.longest(made) - made,
             stop_token_ids=list(self.sampling.stop_token_ids),
             ignore_eos=True,
             detokenize=False,
@@ -253,6 +255,7 @@ class _Generation:
         name = output.request_id
         index, (new,) = self.running[name], output.outputs
         self.tokens[index].extend(new.token_ids)
+        self.versions[index].extend([int(self.engine.version or 0)] * len(new.token_ids))
         if output.finished:
             del self.running[name]
             self.stopped[index] = self.tokens[index][-1] in self.sampling.stop_token_ids

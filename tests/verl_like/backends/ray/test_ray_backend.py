@@ -199,6 +199,11 @@ def test_an_uneven_pool_starts_every_worker_and_a_lost_node_or_memory_is_noticed
         in facts["refusals"][0]
     )
     assert "wants 3 processes on one node (3 CPU)" in facts["refusals"][1]
+    assert facts["custom"] == {
+        "bundles": {"0": {"CPU": 0.5, "accel": 2.0}},
+        "node": {"accel": 3.0},
+        "there": True,
+    }
     assert facts["ranks"] == [6.0, 6.0, 6.0]
     assert facts["local_ranks"] == ["0", "0", "1"]
     assert facts["nodes"] == [0, 1, 1]

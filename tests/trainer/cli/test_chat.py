@@ -1,0 +1,93 @@
+"""`verl-like chat`: the answers are the model's, and a pipe gets nothing else."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import chat as command
+from trainer.cli.chat import Chat, talk
+from verl_like.errors import ConfigError
+
+
+def greedy(folder: Path, messages: list[dict[str, str]], max_tokens: int) -> str:
+    """By one forward pass for each token."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    start = len(ids)
+    with torch.no_grad():
+        for _ in range(max_tokens):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == tokenizer.eos_token_id:
+                break
+    return tokenizer.decode(ids[start:], skip_special_tokens=True)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_a_conversation_goes_on_until_it_is_forgotten(tiny_dir: Path) -> None:
+    chat = Chat(tiny_dir / "model", system="", max_tokens=6, temperature=0.0)
+    shown = io.StringIO()
+    first = chat.answer("say a", shown)
+    assert first == greedy(tiny_dir / "model", [user("say a")], 6)
+    assert shown.getvalue().rstrip("\n") == first.rstrip("\n")
+    history = [user("say a"), {"role": "assistant", "content": first}, user("say b")]
+    second = chat.answer("say b", shown)
+    assert second == greedy(tiny_dir / "model", history, 6)
+    chat.forget()
+    assert chat.answer("say a", shown) == first
+
+
+def test_a_pipe_is_one_message_and_gets_the_answer_alone(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("say a\n"))
+    command.main([f"{tiny_dir}/model", "--max-tokens", "6"])
+    answer = greedy(tiny_dir / "model", [user("say a")], 6)
+    assert capsys.readouterr().out.rstrip("\n") == answer.rstrip("\n")
+
+
+def test_sampling_is_repeated_by_its_seed(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for seed in ("1", "1", "2"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("say a"))
+        command.main([f"{tiny_dir}/model", "--max-tokens=20", "--temperature=1", "--seed", seed])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
+
+
+def test_a_terminal_is_asked_until_its_end(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["say a", "", "/new", "say a"])
+    monkeypatch.setattr("builtins.input", lambda _: next_or_end(typed))
+    chat = Chat(tiny_dir / "model", system="", max_tokens=6, temperature=0.0)
+    talk(chat)
+    answer = greedy(tiny_dir / "model", [user("say a")], 6)
+    assert len(chat.messages) == 2
+    expected = f"/new begins anew, Ctrl-D ends\n{answer}\n{answer}\n\n"
+    assert capsys.readouterr().out == expected
+
+
+def next_or_end(typed: object) -> str:
+    try:
+        return next(typed)
+    except StopIteration:
+        raise EOFError from None
+
+
+def test_what_says_nothing_is_refused(classifier: Path, tiny_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="LlamaForSequenceClassification: it scores"):
+        Chat(classifier, system="", max_tokens=6, temperature=0.0)
+    with pytest.raises(ConfigError, match="--max-tokens=0 is 1 or more"):
+        command.main([f"{tiny_dir}/model", "--max-tokens", "0"])

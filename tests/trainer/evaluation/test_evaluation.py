@@ -1,0 +1,116 @@
+"""An evaluation gives the numbers of the validation that the run itself made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import lines, overrides
+from trainer import run
+from trainer.cli.eval import configuration, main
+from trainer.evaluation.step import core_table
+from trainer.ppo.recipe import load_config
+from verl_like.errors import ConfigError
+
+CORE = ("mean@4", "best@4/mean")
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, validated with four samples a prompt and saved after the last."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    more = [
+        f"data.val_files=[{tiny_dir}/val.parquet]",
+        "actor_rollout_ref.rollout.val_kwargs={n: 4, do_sample: true, temperature: 0.7}",
+        "actor_rollout_ref.actor.ema_decay=null",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "trainer.val_before_train=false",
+        "trainer.save_freq=2",
+        "trainer.seed=3",
+        "trainer.backend=local",
+    ]
+    run(load_config(overrides(tiny_dir, folder, *more)))
+    return folder
+
+
+def validation(line: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name.startswith("val-")}
+
+
+def test_a_run_folder_gives_the_numbers_of_its_last_validation(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(trained), "trainer.logger=[]", "data.train_batch_size=5"])
+    (found,) = lines(trained / "eval" / "global_step_2")
+    expected = validation(lines(trained)[-1])
+    assert validation(found) == expected
+    assert len(expected) > 10
+    core = [expected[f"val-core/verl_like/tiny_letters/reward/{m}"] for m in CORE]
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["data", "source", "variable", "mean@4", "best@4"] in shown
+    assert ["verl_like/tiny_letters", "reward", *(f"{value:.4g}" for value in core)] in shown
+
+
+def test_a_model_folder_and_several_data_sets_are_told_apart(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"prompt": [{"role": "user", "content": "say b"}], "data_source": "mine"}
+    reward = {"style": "rule", "ground_truth": "b"}
+    (tmp_path / "own.jsonl").write_text(json.dumps({**row, "reward_model": reward}))
+    (tmp_path / "length.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(len(solution_str))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    settings = [
+        f"data.val_files=[{tiny_dir}/val.parquet,own.jsonl]",
+        "custom_reward_function.path=length.py",
+        "data.max_prompt_length=16",
+        "data.max_response_length=8",
+        "trainer.logger=[]",
+    ]
+    main([f"{tiny_dir}/model", *settings])
+    (found,) = lines(tmp_path / "runs" / "eval" / "model")
+    assert 0 <= found["val-core/mine/reward/mean@1"] <= 8
+    assert "val-core/verl_like/tiny_letters/reward/mean@1" in found
+    main([f"{tiny_dir}/model", *settings])  # again, into the same folder
+
+
+def test_the_table_has_a_row_for_each_data_source() -> None:
+    metrics = {
+        "val-core/a/b/acc/mean@4": 0.5,
+        "val-core/a/b/acc/best@4/mean": 0.75,
+        "val-core/a/b/acc/best@4/std": 0.1,
+        "val-core/c/reward/mean@4": 1.0,
+        "val-aux/c/reward/std@4": 1.0,
+    }
+    assert [line.split() for line in core_table(metrics)] == [
+        ["data", "source", "variable", "mean@4", "best@4"],
+        ["a/b", "acc", "0.5", "0.75"],
+        ["c", "reward", "1", "-"],
+    ]
+
+
+def test_training_settings_of_the_user_are_refused_and_those_of_a_run_are_not() -> None:
+    settings = {
+        "actor_rollout_ref.model.path": "m",
+        "data.val_files": "v",
+        "actor_rollout_ref.rollout.n": 8,
+    }
+    assert configuration(settings, []).actor_rollout_ref.rollout.n == 8
+    with pytest.raises(ConfigError, match="an evaluation samples by rollout.val_kwargs"):
+        configuration(settings, ["actor_rollout_ref.rollout.n=4"])
+    with pytest.raises(ConfigError, match="data.val_files is empty"):
+        configuration(settings | {"data.val_files": ""}, [])
+
+
+def test_a_model_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.cli.main import main as verl_like
+
+    monkeypatch.setattr(sys, "argv", ["verl-like", "eval", "data.val_files=x"])
+    with pytest.raises(SystemExit, match="error: verl-like eval takes a model first"):
+        verl_like()

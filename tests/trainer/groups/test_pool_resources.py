@@ -1,0 +1,119 @@
+"""What a pool's processes take: refused where it cannot be, and what Ray then holds for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.runs import overrides
+from tests.trainer.groups.reporting_role import reporting
+from trainer import load_config
+from trainer.config.schema import PoolResources
+from trainer.groups.nodes import find_nodes, needs_of_pools
+from trainer.groups.worker_groups import WorkerGroups
+from verl_like.errors import ConfigError, PlacementError
+
+ROLES = {"rollout": "maker_0_pool", "actor": "trainer_pool"}
+SPLIT = ("placement=split", "trainer.n_gpus_per_node=2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["critic_pol.cpus=1"], "pool_resources.critic_pol: .* Did you mean 'critic_pool'"),
+        (["critic_pool.cpu=1"], "'pool_resources.critic_pool.cpu'. Did you mean 'cpus'.* has dev"),
+        (["critic_pool={cpu: 1}"], "'pool_resources.critic_pool.cpu'. Did you mean 'cpus'"),
+        (["critic_pool.cpus=0"], r"pool_resources.critic_pool.cpus=0.*above 0"),
+        (["critic_pool.device=tpu"], "pool_resources.critic_pool.device=tpu: choose one of auto"),
+        (["critic_pool.gpus=2"], "critic_pool.gpus=2: a process computes on one GPU"),
+        (["critic_pool={device: cpu, gpus: 0.5}"], "device=cpu and gpus=0.5. Keep one"),
+        (["critic_pool.resources.GPU=1"], "resources.GPU=1: a resource of your own"),
+        (["critic_pool.resources.accel=0"], "resources.accel=0"),
+    ],
+)
+def test_needs_that_cannot_be_met_are_refused_by_their_key(
+    tiny_dir: Path, tmp_path: Path, settings: list[str], message: str
+) -> None:
+    keys = [f"pool_resources.{setting}" for setting in settings]
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides(tiny_dir, tmp_path, "trainer.backend=ray", *SPLIT, *keys))
+
+
+@pytest.mark.parametrize("key", ["cpus=0.5", "gpus=0.5", "resources.accel=1"])
+def test_what_only_ray_keeps_processes_to_is_refused_elsewhere(
+    tiny_dir: Path, tmp_path: Path, key: str
+) -> None:
+    key = f"pool_resources.critic_pool.{key}"
+    with pytest.raises(ConfigError, match=f"{key.partition('=')[0].partition('.accel')[0]} is set"):
+        load_config(overrides(tiny_dir, tmp_path, "trainer.backend=local", *SPLIT, key))
+
+
+def test_keys_of_a_pool_are_set_one_by_one_or_together(tiny_dir: Path, tmp_path: Path) -> None:
+    keys = ["critic_pool.cpus=0.5", "critic_pool.resources.accel=1", "critic_pool={gpus: 0.5}"]
+    on_ray = ["trainer.backend=ray", *(f"pool_resources.{key}" for key in keys)]
+    config = load_config(overrides(tiny_dir, tmp_path, *SPLIT, *on_ray))
+    whole = PoolResources(cpus=0.5, gpus=0.5, resources={"accel": 1.0})
+    assert config.pool_resources == {"critic_pool": whole}
+
+
+def test_one_pool_has_the_keys_of_the_run(tiny_dir: Path, tmp_path: Path) -> None:
+    key = "pool_resources.global_pool.device=cpu"
+    with pytest.raises(ConfigError, match="this run has one pool, which trainer.device"):
+        load_config(overrides(tiny_dir, tmp_path, "placement=colocate", key))
+
+
+def test_a_pool_has_its_own_device_or_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = reporting(tmp_path, ROLES, maker_0_pool=1, trainer_pool=1)
+    config.pool_resources = {"maker_0_pool": PoolResources(device="cpu")}
+    needs = needs_of_pools(config)
+    assert [need.device for need in needs.values()] == ["cpu", "auto"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert find_nodes(config, [])[0].kind == "GPU"
+
+    config.trainer.device = "cpu"
+    assert find_nodes(config, [])[0].kind == "CPU slot"
+    config.pool_resources["trainer_pool"] = PoolResources(device="cuda")
+    assert find_nodes(config, [])[0].kind == "GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlacementError, match="pool_resources.trainer_pool.device=cuda asks for"):
+        find_nodes(config, [])
+
+
+def test_children_on_gpus_are_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = reporting(tmp_path, ROLES, maker_0_pool=1, trainer_pool=1)
+    with pytest.raises(PlacementError, match="'maker_0_pool' is child .*maker_0_pool.device=cpu"):
+        WorkerGroups(config)
+    config.pool_resources = {"maker_0_pool": PoolResources(device="cpu")}
+    with WorkerGroups(config) as groups:
+        assert groups["rollout"].device_kind() == ["cpu"]
+        assert groups["actor"].device_kind() == ["cuda"]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_ray_holds_for_a_pool_what_it_asks_for(tmp_path: Path) -> None:
+    from ray.util import placement_group_table
+
+    config = reporting(tmp_path, ROLES, "ray", maker_0_pool=1, trainer_pool=2)
+    config.pool_resources = {"maker_0_pool": PoolResources(cpus=0.75)}
+    with WorkerGroups(config) as groups:
+        held = {
+            row["name"].partition("-")[0]: list(row["bundles"].values())
+            for row in placement_group_table().values()
+            if row["state"] == "CREATED"
+        }
+        assert held["maker_0_pool"] == [{"CPU": 0.75}]
+        assert held["trainer_pool"] == [{"CPU": 0.1}] * 2
+        groups.restart("maker_0_pool")
+        assert groups["rollout"].who()[0][0] == "rollout"
+
+    config.pool_resources = {"maker_0_pool": PoolResources(resources={"accel": 1.0})}
+    with pytest.raises(PlacementError, match="pool 'maker_0_pool' needs .* 1 accel each"):
+        WorkerGroups(config)

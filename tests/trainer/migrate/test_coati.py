@@ -1,0 +1,83 @@
+"""ColossalChat's PPO scripts: each becomes a configuration that composes, and no flag is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer.config.compose import load_config
+from trainer.migrate.coati.flags import ABSENT, ALWAYS, RENAMED, TOGETHER
+from trainer.migrate.coati.translate import translate
+from trainer.migrate.systems import RECIPES, migrate
+from trainer.migrate.translation import Translation
+from verl_like.errors import ConfigError
+
+DETACHED = """
+python mmmt_prompt.py --prompt_path prompts.csv --num_makers 2 --num_trainers 2 \\
+    --trainer_strategy colossalai_gemini_cpu --model opt --critic_model opt \\
+    --pretrain facebook/opt-350m --critic_pretrain rm --experience_batch_size 4 \\
+    --experience_steps 8 --update_steps 2 --train_epochs 3 --train_batch_size 2 --lora_rank 4
+"""
+ONE_GROUP = """
+torchrun --standalone --nproc_per_node=4 train_prompts.py --pretrain bloom --model bloom \\
+    --rm_pretrain rm --prompt_path prompts.jsonl --pretrain_dataset texts.jsonl \\
+    --strategy colossalai_zero2 --num_episodes 2 --max_timesteps 20 --update_timesteps 10 \\
+    --max_epochs 3 --train_batch_size 8 --experience_batch_size 4 --kl_coef 0.05
+"""
+
+
+def composed(done: Translation) -> Any:
+    return load_config(done.overrides(), RECIPES[done.program])
+
+
+def test_makers_and_trainers_become_a_detached_run() -> None:
+    done = migrate("coati", DETACHED)
+    assert done.command().startswith("verl-like detached \\\n    algorithm=coati_legacy")
+    config = composed(done)
+    detached, actor = config.detached, config.actor_rollout_ref.actor
+    assert (detached.makers, detached.trainers) == (2, 2)
+    assert (detached.update_steps, detached.train_epochs, detached.max_staleness) == (2, 3, 1)
+    # 2 trainers x 2 rows a batch; 4 prompts x 8 steps x 2 makers are 16 batches
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (4, 4)
+    assert config.trainer.total_training_steps == 16
+    assert (actor.strategy, config.critic.strategy) == ("fsdp+offload", "fsdp+offload")
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (96, 416)
+    assert (actor.optim.lr, config.critic.optim.lr, actor.optim.weight_decay) == (1e-7, 1e-7, 0)
+
+
+def test_the_maths_is_colossalchats() -> None:
+    config = composed(migrate("coati", DETACHED))
+    algorithm = config.algorithm
+    assert (algorithm.adv_estimator, algorithm.kl_penalty_per) == ("coati", "sequence")
+    assert (algorithm.kl_ctrl.kl_coef, config.critic.cliprange_value) == (0.1, 0.4)
+    assert (config.reward_model.model.path, config.critic.model.path) == ("rm", "rm")
+
+
+def test_train_prompts_becomes_ppo_with_ptx() -> None:
+    config = composed(migrate("coati", ONE_GROUP))
+    actor = config.actor_rollout_ref.actor
+    # 4 prompts x 10 timesteps x 4 processes; 2 episodes x 20 timesteps are 4 updates
+    assert (config.data.train_batch_size, config.trainer.total_training_steps) == (160, 4)
+    assert (actor.ppo_mini_batch_size, actor.ppo_epochs) == (32, 3)
+    assert (config.ptx.coef, config.algorithm.kl_ctrl.kl_coef) == (9.0, 0.05)
+    assert (config.trainer.n_gpus_per_node, actor.strategy) == (4, "shard_grad_op")
+
+
+def test_every_flag_has_a_word() -> None:
+    lost = []
+    for name in {**RENAMED, **TOGETHER, **ALWAYS, **ABSENT}:
+        done = translate(f"python train_prompts.py --{name} 2")
+        told = [*done.renamed, *done.always, *done.absent, *done.joined]
+        lost += [] if any(name in line for line in told) else [name]
+    assert set(lost) <= {"max_input_len", "max_seq_len", "max_timesteps", "update_timesteps"}
+    assert len({*RENAMED, *TOGETHER, *ALWAYS, *ABSENT}) == sum(
+        map(len, (RENAMED, TOGETHER, ALWAYS, ABSENT))
+    )
+
+
+def test_what_cannot_be_translated_is_named() -> None:
+    with pytest.raises(ConfigError, match="no flag --num_maker. Did you mean 'num_makers'"):
+        translate("python mmmt_prompt.py --num_maker 2")
+    with pytest.raises(ConfigError, match="--num_makers is '\\$N'"):
+        translate("python mmmt_prompt.py --num_makers $N")

@@ -1,0 +1,79 @@
+"""Two runs in one folder: the second is refused, and what a killed one left is taken over."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import overrides
+from trainer import run
+from trainer.ppo.recipe import load_config
+from trainer.run_folder.lock import FolderLock
+from verl_like.errors import ConfigError
+
+KILLED = """
+import os, sys
+from trainer.run_folder.lock import FolderLock
+FolderLock(sys.argv[1]).__enter__()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_second_run_is_refused_with_host_and_pid_of_the_first(tmp_path: Path) -> None:
+    mine = f"process {os.getpid()} on {socket.gethostname()}, a run since"
+    with FolderLock(tmp_path):
+        with pytest.raises(ConfigError, match=f"is in use by {mine}"), FolderLock(tmp_path):
+            pass
+        assert (tmp_path / "run.lock").is_file()
+    assert not (tmp_path / "run.lock").exists()
+    with FolderLock(tmp_path):
+        pass
+
+
+def test_what_a_killed_run_left_is_taken_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    left = json.loads((tmp_path / "run.lock").read_text())
+    with caplog.at_level(logging.INFO, "trainer"), FolderLock(tmp_path):
+        assert f"was left by process {left['pid']}" in caplog.text
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_folder_that_is_made_later_is_locked_then(tmp_path: Path) -> None:
+    with FolderLock(tmp_path / "new") as lock:
+        assert not (tmp_path / "new").exists()
+        (tmp_path / "new").mkdir()
+        lock.take()
+        lock.take()
+        with pytest.raises(ConfigError, match="is in use"):
+            FolderLock(tmp_path / "new").take()
+
+
+def test_a_file_system_without_locks_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with FolderLock(tmp_path):
+        assert "do not start a second run there" in caplog.text
+
+
+def test_a_run_changes_nothing_in_a_folder_that_is_in_use(tmp_path: Path) -> None:
+    config = load_config(overrides(tmp_path, tmp_path / "run", "trainer.backend=local"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("of the first run")
+    with FolderLock(tmp_path / "run"), pytest.raises(ConfigError, match="is in use by process"):
+        run(config)
+    assert (tmp_path / "run" / "config.yaml").read_text() == "of the first run"

@@ -1,0 +1,210 @@
+"""The rollout role: weights that come within a generation; responses over several calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.prompts import META, prompt_batch
+from tests.workers.rollout_engines import wait_until
+from tests.workers.samples import RESPONSE, make_batch, started, tiny_config
+from verl_like import RayResourcePool, RayWorkerGroup
+from verl_like.backends.local.group import LocalWorkerGroup
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.group import ClassWithInitArgs
+from verl_like.errors import MissingColumnError, RolloutError, WeightSyncError
+from verl_like.placement.pools import ResourcePool
+from workers.columns import PARTIAL_RESPONSE
+from workers.roles.actor import ActorWorker
+from workers.roles.rollout import RolloutWorker
+from workers.rollout.partial import join_prompts, unfinished_rows
+from workers.weights.delivery import deliver_weights, publish_weights
+
+WITHOUT_EOS = META | {"eos_token_id": 63}
+
+
+class Stepping(RolloutWorker):
+    """Its next generations stand still before one of their steps, until they are resumed."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stand_before_step(self, step: int) -> None:
+        control = self.engine.control
+        checkpoint, steps = type(control).checkpoint, []
+
+        def counted() -> bool:
+            steps.append(0)
+            if len(steps) == step:
+                threading.Thread(target=control.pause).start()
+                wait_until(control._must_wait)
+            return checkpoint(control)
+
+        control.checkpoint = counted
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def is_standing(self) -> bool:
+        return self.engine.control.is_paused
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def refuse_on_rank(self, rank: int) -> None:
+        def refuse(tensors: Any) -> None:
+            raise WeightSyncError("this rank takes none")
+
+        if self.rank == rank:
+            self.engine.load_weights = refuse
+
+
+@pytest.fixture(
+    params=["local", "local, a second buffer", pytest.param("ray", marks=pytest.mark.ray)]
+)
+def group(tiny_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Two ranks, which have no weights yet."""
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.rollout.double_buffer = "buffer" in request.param
+    recipe = ClassWithInitArgs(Stepping, config)
+    if request.param != "ray":
+        made: Any = LocalWorkerGroup(ResourcePool([2]), recipe)
+        made.init_model()
+        yield made
+        made.shutdown()
+        return
+    request.getfixturevalue("ray_session")
+    pool = RayResourcePool([2], cpus_per_process=0.5)
+    made = RayWorkerGroup(pool, recipe)
+    made.init_model()
+    yield made
+    made.shutdown()
+    pool.release()
+
+
+def test_ranks_with_and_without_work_take_weights_at_once_or_all_end_with_an_error(
+    tiny_dir: Path, group: Any
+) -> None:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    actor = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(ActorWorker, config))
+    actor.init_model(10)
+    publish_weights(actor, 0)
+    deliver_weights(actor, group, 0)
+
+    group.stand_before_step(3)
+    one_row = prompt_batch(1, meta=WITHOUT_EOS)  # and nothing but padding for the second rank
+    future = group.generate_sequences.remote(one_row)
+    wait_until(lambda: group.is_standing()[0])
+    actor.update_actor(make_batch(8)).get()
+    publish_weights(actor, 1)
+    deliver_weights(actor, group, 1, at_once=True)
+    assert not future.done()
+    group.resume()
+    samples = future.get()
+    assert samples.batch["token_versions"].tolist() == [[0, 0, 1, 1, 1]]
+    assert samples.batch["policy_version"].tolist() == [0]
+    assert group.weights_checksum() == actor.weights_checksum() * 2
+    now = actor.compute_log_prob(samples)[0].batch["old_log_probs"]
+    gap = (now - samples.batch["rollout_log_probs"]).abs()[0]
+    assert gap[2:].max() < 1e-5 < gap[:2].max()
+
+    group.refuse_on_rank(1)
+    group.stand_before_step(3)
+    future = group.generate_sequences.remote(one_row)
+    wait_until(lambda: group.is_standing()[0])
+    with pytest.raises(WeightSyncError, match="rollout rank 1: this rank takes none"):
+        deliver_weights(actor, group, 1, at_once=True)
+    group.resume()
+    with pytest.raises(RolloutError, match="new weights came within a generation .* were refused"):
+        future.get()
+    actor.shutdown()
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_dir: Path) -> RolloutWorker:
+    worker: RolloutWorker = started(RolloutWorker, tiny_config(tiny_dir))
+    worker.engine.commit(3)
+    return worker
+
+
+def test_an_engine_that_cannot_says_so(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.engine, "can_take_weights_in_flight", False)
+    with pytest.raises(WeightSyncError, match="NativeEngine takes no weights within a generation"):
+        worker.receive_weights_now("nowhere:1/1", 4)
+
+
+FEW_AT_A_TIME = WITHOUT_EOS | {"eos_token_id": [7, 9, 13, 21], "max_new_tokens_per_call": 2}
+
+
+def drawn(worker: RolloutWorker, prompts: DataProto) -> DataProto:
+    """The prompts with their samples, as the driver joins them."""
+    samples = worker.generate_sequences(prompts)
+    begun = [name for name in PARTIAL_RESPONSE if name in prompts.batch.keys()]
+    prompts.pop(["input_ids", "attention_mask", "position_ids", *begun])
+    return prompts.union(samples)
+
+
+def by_sample(parts: list[DataProto]) -> dict[tuple[str, int], DataProto]:
+    """(uid, index) -> the one row that is finished."""
+    rows = [part[row : row + 1] for part in parts for row in range(len(part))]
+    finished = [row for row in rows if row.non_tensor_batch["finish_reason"][0] != "abort"]
+    named = {
+        (row.non_tensor_batch["uid"][0], int(row.batch["sample_index"][0])): row for row in finished
+    }
+    assert len(named) == len(finished)
+    return named
+
+
+@pytest.mark.parametrize("sampling", [{}, {"truncated_log_probs": True, "top_k": 20}])
+def test_responses_over_several_calls_are_those_of_one_bit_for_bit(
+    worker: RolloutWorker, sampling: dict[str, Any]
+) -> None:
+    meta = FEW_AT_A_TIME | sampling
+    whole = by_sample([drawn(worker, prompt_batch(10, meta=meta | {"max_new_tokens_per_call": 9}))])
+    prompts, parts = prompt_batch(10, meta=meta), []
+    while len(prompts):
+        parts.append(drawn(worker, prompts))
+        prompts = unfinished_rows(parts[-1])
+    assert len(parts) == -(-RESPONSE // 2)
+    in_parts = by_sample(parts)
+    assert whole.keys() == in_parts.keys()
+    for name, sample in whole.items():
+        for column, values in sample.batch.items():
+            assert torch.equal(in_parts[name].batch[column], values), (name, column)
+        reasons = sample.non_tensor_batch["finish_reason"]
+        assert (in_parts[name].non_tensor_batch["finish_reason"] == reasons).all()
+
+
+def test_unfinished_rows_go_on_in_one_batch_with_others_that_begin(worker: RolloutWorker) -> None:
+    first = drawn(worker, prompt_batch(4, meta=FEW_AT_A_TIME))
+    rest = unfinished_rows(first)
+    begins = prompt_batch(10, meta=FEW_AT_A_TIME)[4:]
+    together = worker.generate_sequences(join_prompts(rest, begins))
+    apart = DataProto.concat([worker.generate_sequences(part) for part in (rest, begins)])
+    assert len(rest) >= 2
+    assert len(together) == len(rest) + 6
+    for name, column in apart.batch.items():
+        assert torch.equal(together.batch[name], column), name
+    lengths = together.batch["response_mask"].sum(dim=1)
+    assert lengths[: len(rest)].max() == 4
+    assert lengths[len(rest) :].max() == 2
+
+
+def test_a_batch_with_half_of_a_partial_response_is_refused(worker: RolloutWorker) -> None:
+    rest = unfinished_rows(drawn(worker, prompt_batch(4, meta=FEW_AT_A_TIME)))
+    rest.pop(["partial_versions"])
+    with pytest.raises(MissingColumnError, match="no 'partial_versions' .written by the driver's"):
+        worker.generate_sequences(rest)
+
+
+def test_the_configuration_limits_a_call_and_validation_has_whole_responses(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.config, "max_new_tokens_per_call", 3)
+    for validates, longest in ((False, 3), (True, RESPONSE)):
+        samples = worker.generate_sequences(
+            prompt_batch(4, meta=WITHOUT_EOS | {"validate": validates})
+        )
+        assert samples.batch["response_mask"].sum(dim=1).max() == longest

@@ -1,0 +1,295 @@
+"""Weights that arrive within a generation, and responses that go on in a later one: each engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.rollout_engines import (
+    RESPONSE,
+    STOP,
+    VOCAB,
+    beside,
+    full_logits,
+    generate_and,
+    load,
+    make_engine,
+    make_model,
+    make_prompts,
+    requests_of,
+    settings,
+    wait_until,
+)
+from verl_like.errors import RolloutError, WeightSyncError
+from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine
+from workers.rollout.build import StandbyEngine
+from workers.rollout.hf import HFEngine
+from workers.rollout.native.engine import NativeEngine
+
+PROMPTS = make_prompts()
+LONG = settings(stop_token_ids=(STOP[0],), temperature=0.9)
+"""Most responses are as long as they may be."""
+
+
+@pytest.fixture(scope="module")
+def other(folder: Path) -> Any:
+    """The model after an update."""
+    return make_model(folder / "other", seed=1)
+
+
+@pytest.fixture(params=[False, True], ids=["computed again", "kept"])
+def keep_kv(engine: RolloutEngine, request: pytest.FixtureRequest) -> Iterator[bool]:
+    limits = engine.limits
+    engine.limits = replace(limits, keep_kv=request.param)
+    yield request.param
+    engine.limits = limits
+
+
+def arriving(engine: RolloutEngine, model: Any, version: int) -> Callable[[], None]:
+    """What a delivery within a generation does to an engine."""
+
+    def take() -> None:
+        with engine.control.held():
+            load(engine, model, version)
+
+    return take
+
+
+def same(left: Output, right: Output, engine: RolloutEngine) -> None:
+    """One sample: bit for bit where the engine promises bits."""
+    assert left.tokens.tolist() == right.tokens.tolist()
+    assert left.finish_reason == right.finish_reason
+    assert left.versions.tolist() == right.versions.tolist()
+    exact = isinstance(engine, HFEngine | NativeEngine)
+    atol = 0.0 if exact else 1e-4
+    torch.testing.assert_close(left.log_probs, right.log_probs, atol=atol, rtol=0)
+
+
+def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Of these tokens, as `LONG` reports them."""
+    every = torch.log_softmax(logits / LONG.temperature, -1)
+    return every.gather(1, tokens[:, None])[:, 0]
+
+
+def logits_over_kept_keys(old: Any, new: Any, prompt: Sequence[int], output: Output) -> Tensor:
+    """What `new` says about its tokens where `old` has read all before the last of its own."""
+    made = int((output.versions == 3).sum())
+    ids = torch.tensor([[*prompt, *output.tokens.tolist()]])
+    read = len(prompt) + made - 1
+    with torch.no_grad():
+        cache = old(ids[:, :read], use_cache=True).past_key_values
+        logits: Tensor = new(ids[:, read:-1], past_key_values=cache).logits
+    return logits[0]
+
+
+def test_later_tokens_are_the_new_weights_over_keys_computed_again_or_kept(
+    engine: RolloutEngine, model: Any, other: Any, keep_kv: bool
+) -> None:
+    requests = requests_of(PROMPTS)
+    outputs = generate_and(engine, requests, LONG, 6, arriving(engine, other, 4))
+    mixed = 0
+    for request, output in zip(requests, outputs, strict=True):
+        old, new = output.versions == 3, output.versions == 4
+        assert bool((old | new).all())
+        assert output.versions.tolist() == sorted(output.versions.tolist())
+        prompt, tokens = list(request.prompt), output.tokens
+        before = log_probs_of(full_logits(model, prompt, tokens), tokens)
+        torch.testing.assert_close(output.log_probs[old], before[old], atol=1e-5, rtol=0)
+
+        expected = log_probs_of(full_logits(other, prompt, tokens), tokens)[new]
+        if old.any() and new.any():
+            mixed += 1
+            if keep_kv:
+                again, kept = expected, logits_over_kept_keys(model, other, prompt, output)
+                expected = log_probs_of(kept, tokens[new])
+                assert (expected - again).abs().max() > 1e-3
+        torch.testing.assert_close(output.log_probs[new], expected, atol=1e-5, rtol=0)
+    assert mixed >= 1 if isinstance(engine, HFEngine) else mixed > 4
+
+    (plain,) = engine.generate(requests[:1], LONG)
+    expected = log_probs_of(full_logits(other, PROMPTS[0], plain.tokens), plain.tokens)
+    torch.testing.assert_close(plain.log_probs, expected, atol=1e-5, rtol=0)
+
+
+def test_a_response_that_took_new_weights_goes_on_from_any_of_its_tokens(
+    engine: RolloutEngine, other: Any
+) -> None:
+    requests = requests_of(PROMPTS)
+    whole = generate_and(engine, requests, LONG, 6, arriving(engine, other, 4))
+    for num_new in (0, 1, 4):
+        begun, expected = [], []
+        for request, output in zip(requests, whole, strict=True):
+            count = int((output.versions == 3).sum()) + num_new
+            if num_new <= count < len(output.tokens):
+                begun.append(replace(request, partial=first_tokens(output, count)))
+                expected.append(output)
+        assert begun
+        for found, output in zip(engine.generate(begun, LONG), expected, strict=True):
+            same(found, output, engine)
+
+
+def is_begun(output: Output) -> bool:
+    return output.finish_reason == "abort"
+
+
+def first_tokens(output: Output, count: int) -> Output:
+    """An output as it was when it had so many tokens."""
+    return Output(output.tokens[:count], output.log_probs[:count], "abort", output.versions[:count])
+
+
+def test_a_response_goes_on_so_too_where_the_module_itself_decodes(
+    model: Any, other: Any, folder: Path
+) -> None:
+    engine = make_engine("native", model, folder)
+    assert isinstance(engine, NativeEngine)
+    engine.direct_agrees = False
+    load(engine, model, 3)
+    outputs = generate_and(engine, requests_of(PROMPTS), LONG, 9, arriving(engine, other, 4))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        new = output.versions == 4
+        expected = log_probs_of(full_logits(other, prompt, output.tokens), output.tokens)
+        torch.testing.assert_close(output.log_probs[new], expected[new], atol=1e-5, rtol=0)
+    assert sum(len(output.versions.unique()) for output in outputs) > len(PROMPTS) + 4
+
+
+@pytest.mark.parametrize("per_call", [1, 5])
+def test_calls_of_a_few_tokens_each_make_the_responses_of_one_call(
+    engine: RolloutEngine, per_call: int
+) -> None:
+    requests = requests_of(PROMPTS)
+    whole = engine.generate(requests, settings())
+    limited = settings(max_new_tokens_per_call=per_call)
+    outputs, calls = engine.generate(requests, limited), 1
+    while unfinished := [i for i, o in enumerate(outputs) if o.finish_reason == "abort"]:
+        assert all(len(outputs[i].tokens) == per_call * calls for i in unfinished)
+        again = [replace(requests[i], partial=outputs[i]) for i in unfinished]
+        for i, output in zip(unfinished, engine.generate(again, limited), strict=True):
+            outputs[i] = output
+        calls += 1
+    assert calls == -(-RESPONSE // per_call)
+    for found, expected in zip(outputs, whole, strict=True):
+        same(found, expected, engine)
+
+
+def test_responses_of_older_weights_go_on_beside_new_ones_as_alone(
+    engine: RolloutEngine, other: Any
+) -> None:
+    requests = requests_of(PROMPTS)
+    begun = engine.generate(requests[::2], replace(LONG, max_new_tokens_per_call=3))
+    load(engine, other, 4)
+    pairs = [pair for pair in zip(requests[::2], begun, strict=True) if is_begun(pair[1])]
+    carried = [replace(request, partial=output) for request, output in pairs]
+    assert len(carried) > 2
+    fresh = requests[1::2]
+    together = engine.generate([fresh[0], *carried, *fresh[1:]], LONG)
+    for request, found in zip([fresh[0], *carried, *fresh[1:]], together, strict=True):
+        (alone,) = engine.generate([request], LONG)
+        same(found, alone, engine)
+        versions = [3] * request.num_made
+        assert found.versions.tolist() == versions + [4] * (len(found.tokens) - len(versions))
+
+
+def test_a_generation_whose_new_weights_are_refused_ends_and_draws_no_token_more(
+    engine: RolloutEngine, model: Any, other: Any
+) -> None:
+    some = {name: weight.detach() for name, weight in other.named_parameters()}
+    del some["model.norm.weight"]
+
+    def take_some() -> None:
+        with (
+            engine.control.held(),
+            pytest.raises(WeightSyncError, match="1 missing: model.norm.weight"),
+        ):
+            engine.load_weights(some.items())
+
+    with pytest.raises(RolloutError, match="within a generation of 8 samples and were refused"):
+        generate_and(engine, requests_of(PROMPTS), LONG, 4, take_some)
+    with pytest.raises(RolloutError, match="has no verified weights"):
+        engine.generate(requests_of(PROMPTS), LONG)
+    load(engine, model, 5)
+    outputs = engine.generate(requests_of(PROMPTS), LONG)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        expected = log_probs_of(full_logits(model, prompt, output.tokens), output.tokens)
+        torch.testing.assert_close(output.log_probs, expected, atol=1e-5, rtol=0)
+
+
+def test_weights_that_no_other_rank_could_take_end_the_generation_too(
+    engine: RolloutEngine, other: Any
+) -> None:
+    def take_without_a_vote() -> None:
+        with engine.control.held():
+            engine.load_weights((name, w.detach()) for name, w in other.named_parameters())
+
+    with pytest.raises(RolloutError, match="refused, so there are none to go on with"):
+        generate_and(engine, requests_of(PROMPTS), LONG, 4, take_without_a_vote)
+
+
+def test_a_generation_that_begins_while_weights_arrive_waits_for_them(
+    engine: RolloutEngine, other: Any
+) -> None:
+    loaded, begun = threading.Event(), threading.Event()
+
+    def take() -> None:
+        with engine.control.held():
+            engine.load_weights((name, w.detach()) for name, w in other.named_parameters())
+            loaded.set()
+            assert begun.wait(30)
+            engine.commit(4)
+
+    with beside(take):
+        assert loaded.wait(30)
+        with beside(lambda: engine.generate(requests_of(PROMPTS), LONG)) as found:
+            wait_until(lambda: engine.control.is_paused)
+            begun.set()
+    expected = engine.generate(requests_of(PROMPTS), LONG)
+    for begun_early, output in zip(found[0], expected, strict=True):
+        same(begun_early, output, engine)
+        assert set(output.versions.tolist()) == {4}
+
+
+def test_a_pause_and_an_abort_by_somebody_else_do_not_let_a_step_into_a_delivery(
+    engine: RolloutEngine, other: Any
+) -> None:
+    def take() -> None:
+        engine.control.pause()
+        with engine.control.held():
+            engine.load_weights((name, w.detach()) for name, w in other.named_parameters())
+            engine.control.resume()
+            engine.control.abort()
+            assert engine.control.is_paused
+            engine.commit(4)
+
+    outputs = generate_and(engine, requests_of(PROMPTS), LONG, 3, take)
+    assert "abort" in {output.finish_reason for output in outputs}
+    assert {v for output in outputs for v in output.versions.tolist()} == {3}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([9] * RESPONSE, f"begun with {RESPONSE} tokens and may have {RESPONSE}"),
+        ([9, VOCAB], f"the partial response of row 0 has token id {VOCAB}"),
+    ],
+)
+def test_partial_responses_that_cannot_go_on_are_refused_by_name(
+    engine: RolloutEngine, tokens: list[int], words: str
+) -> None:
+    ids = torch.tensor(tokens)
+    partial = Output(ids, torch.zeros(len(ids)), "abort", torch.zeros(len(ids)).int())
+    with pytest.raises(RolloutError, match=words):
+        engine.generate([Request([11], 1, "row 0", partial)], settings())
+
+
+def test_a_rank_that_stands_by_answers_nothing_and_takes_weights() -> None:
+    standby = StandbyEngine(EngineLimits(prompt_width=9, response_width=RESPONSE))
+    with standby.control.held():
+        standby.load_weights([("any", torch.zeros(1))])
+        standby.commit(1)
+    assert standby.generate(requests_of(PROMPTS), LONG) == []

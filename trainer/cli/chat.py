@@ -1,0 +1,142 @@
+"""`verl-like chat MODEL`: talk to a model folder, or to the model of a run.
+
+On a terminal it asks for one message after the other; from a pipe the whole input is one message,
+and the answer is all that is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainer.data.prompts import load_tokenizer
+from trainer.run_folder.saved_model import find_saved_model
+from verl_like.errors import ConfigError
+
+FORGET = "/new"
+PROMPT = "> "
+
+
+class Chat:
+    """A conversation with a model; the answers are shown while they are made."""
+
+    def __init__(self, folder: Path, *, system: str, max_tokens: int, temperature: float) -> None:
+        """Load the model of a folder; at temperature 0 every token is the likeliest."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        architectures = AutoConfig.from_pretrained(folder).architectures or []
+        if any(name.endswith("ForSequenceClassification") for name in architectures):
+            raise ConfigError(f"{folder} is a {architectures[0]}: it scores, and says nothing.")
+        self.tokenizer = load_tokenizer(str(folder), "the model")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        self.model = model.to(device).eval()
+        self.first = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self.first)
+        self.sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "do_sample": temperature > 0}
+        if temperature > 0:
+            # what the folder's generation_config.json says of these is not what was asked for
+            self.sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+    def answer(self, text: str, show_on: TextIO) -> str:
+        """The model's answer to the conversation with this message."""
+        import torch
+
+        self.messages.append({"role": "user", "content": text})
+        inputs = self._inputs(text).to(self.model.device)
+        width = inputs["input_ids"].shape[1]
+        with torch.inference_mode():
+            tokens = self.model.generate(
+                **inputs,
+                **self.sampling,
+                pad_token_id=self.tokenizer.pad_token_id,
+                streamer=_streamer(self.tokenizer, show_on),
+            )
+        found: str = self.tokenizer.decode(tokens[0, width:], skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": found})
+        return found
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.messages = list(self.first)
+
+    def _inputs(self, text: str) -> Any:
+        """Token ids of the conversation; without a chat template, of the message alone."""
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer(text, return_tensors="pt")
+        return self.tokenizer.apply_chat_template(
+            self.messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+
+
+def _streamer(tokenizer: Any, show_on: TextIO) -> Any:
+    """Prints the answer word by word."""
+    from transformers import TextStreamer
+
+    class Shown(TextStreamer):  # type: ignore[misc, unused-ignore]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            print(text, end="\n" if stream_end else "", file=show_on, flush=True)
+
+    return Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Talk until the input ends."""
+    options = _parser().parse_args(arguments)
+    if options.max_tokens < 1 or options.temperature < 0:
+        raise ConfigError(
+            f"--max-tokens={options.max_tokens} is 1 or more, --temperature="
+            f"{options.temperature} is 0 or above."
+        )
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="verl-like-chat-") as scratch:
+        folder = Path(options.model)
+        if not (folder / "config.json").is_file():
+            folder = find_saved_model(folder).loadable(Path(scratch) / "model")
+        chat = Chat(
+            folder,
+            system=options.system,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+        )
+    if options.seed is not None:
+        import torch
+
+        torch.manual_seed(options.seed)
+    if sys.stdin.isatty():
+        talk(chat)
+    else:
+        chat.answer(sys.stdin.read().rstrip("\n"), sys.stdout)
+
+
+def talk(chat: Chat) -> None:
+    """Messages from the terminal, until Ctrl-D or Ctrl-C."""
+    print(f"{FORGET} begins anew, Ctrl-D ends")
+    while True:
+        try:
+            text = input(PROMPT).strip()
+            if text == FORGET:
+                chat.forget()
+            elif text:
+                chat.answer(text, sys.stdout)
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("verl-like chat", description=__doc__)
+    add = parser.add_argument
+    add("model", help="a model folder, a run folder, or a global_step_N in one")
+    add("--system", default="", help="the system message")
+    add("--max-tokens", type=int, default=512, help="tokens of an answer at most")
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token each time")
+    add("--seed", type=int, default=None, help="of what is drawn")
+    return parser

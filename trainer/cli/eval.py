@@ -1,0 +1,90 @@
+"""`verl-like eval MODEL [key=value ...]`: the validation of a model folder or of a run's model.
+
+A run of PPO's brings its own prompts, rewards, sampling and seed; what is given here goes before.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.api.keys import overrides_of
+from trainer.cli import train
+from trainer.command_errors import ending_in_words
+from trainer.config.compose import compose_tree, from_composed, prepare_overrides
+from trainer.config.keys import leaf_keys
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.recipe import EVAL
+from trainer.run_folder.saved_model import SavedModel, find_saved_model
+from verl_like.errors import ConfigError
+
+CARRIED = (
+    "data.",
+    "actor_rollout_ref.rollout.",
+    "rewards",
+    "custom_reward_function.",
+    "reward_model.",
+    "trainer.seed",
+)
+"""What a run's configuration says of its validation."""
+LEFT = ("data.train_files", "data.total_prompts")
+POLICY = "actor_rollout_ref.model.path"
+FOLDER = "trainer.default_local_dir"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Evaluate, or print every key (`--cfg job`)."""
+    if arguments and arguments[0].startswith("-"):
+        train.main(EVAL, arguments)
+        return
+    if not arguments or "=" in arguments[0]:
+        raise ConfigError(
+            "verl-like eval takes a model first: a model folder, a run folder, or a global_step_N "
+            "in one."
+        )
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("trainer").setLevel(logging.INFO)
+    with tempfile.TemporaryDirectory(prefix="verl-like-eval-") as scratch:
+        model, settings = model_and_settings(Path(arguments[0]), Path(scratch))
+        config = configuration({**settings, POLICY: str(model)}, arguments[1:])
+        from trainer.launch import run
+
+        with ending_in_words(config.trainer.default_local_dir):
+            run(config)
+
+
+def model_and_settings(path: Path, scratch: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder to load, and what its run says of validations.
+
+    A checkpoint without an export is exported into `scratch`.
+    """
+    if (path / "config.json").is_file():
+        return path, {FOLDER: f"runs/eval/{path.resolve().name}"}
+    saved = find_saved_model(path)
+    run_folder = saved.folder.parent.parent
+    folder = {FOLDER: str(run_folder / "eval" / saved.folder.parent.name)}
+    return saved.loadable(scratch / "model"), settings_of_run(saved) | folder
+
+
+def settings_of_run(saved: SavedModel) -> dict[str, Any]:
+    """The keys of a PPO run that an evaluation has, too; rows of other recipes are no prompts."""
+    if POLICY not in saved.config:
+        return {}
+    settings: dict[str, Any] = {}
+    for name in (key.name for key in leaf_keys(EvaluationConfig)):
+        if not name.startswith(CARRIED) or name in LEFT:
+            continue
+        below = [key for key in saved.config if key.startswith(f"{name}.")]
+        inside = {key.removeprefix(f"{name}."): saved.config[key] for key in below}
+        if name in saved.config or inside:
+            settings[name] = inside or saved.config[name]
+    return settings
+
+
+def configuration(settings: Mapping[str, Any], overrides: Sequence[str]) -> EvaluationConfig:
+    """The user's `overrides` over `settings`; of these, those that nothing reads are no error."""
+    composed = compose_tree(prepare_overrides([*overrides_of(settings), *overrides], EVAL), EVAL)
+    return from_composed(composed, prepare_overrides(overrides, EVAL), EVAL)

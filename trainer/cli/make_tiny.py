@@ -1,0 +1,142 @@
+"""`verl-like make-tiny DIR`: a tiny language model, and a task that it learns in tens of PPO steps.
+
+It writes DIR/model (a Llama of random weights with a character tokenizer), DIR/train.parquet and
+DIR/val.parquet. A prompt asks for a letter; the reward (`verl_like/tiny_letters`) is the share of
+the response's characters that are that letter. `--gsm8k` also writes DIR/gsm8k/train.jsonl and
+test.jsonl, made-up sums in the format of GSM8K's own files. The files are the same for the same
+`--seed`. The tests and the quickstart use this folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LETTERS = "abcd"
+WORDS = ("say", "write", "print", "give")
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>")
+CHARACTERS = string.ascii_lowercase + string.digits + " .,?!#-\n"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<user>' if message.role == 'user' else '<assistant>' }}{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer() -> Any:
+    """One token per character, six special ones, a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: Any, seed: int = 0, hidden_size: int = 64, num_layers: int = 2) -> Any:
+    """A Llama of random weights that fits the tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def make_rows(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows in verl's schema; every letter is asked for equally often."""
+    rng = random.Random(f"{seed}-{split}")
+    letters = [LETTERS[index % len(LETTERS)] for index in range(num_rows)]
+    rng.shuffle(letters)
+    return [
+        {
+            "data_source": "verl_like/tiny_letters",
+            "prompt": [{"role": "user", "content": f"{rng.choice(WORDS)} {letter}"}],
+            "ability": "letters",
+            "reward_model": {"style": "rule", "ground_truth": letter},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, letter in enumerate(letters)
+    ]
+
+
+def write_gsm8k(folder: Path, num_train: int = 256, num_test: int = 32, seed: int = 0) -> None:
+    """`train.jsonl` and `test.jsonl` as GSM8K has them: an answer ends with `#### <number>`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, num_rows in (("train", num_train), ("test", num_test)):
+        rng = random.Random(f"{seed}-gsm8k-{split}")
+        lines = []
+        for _ in range(num_rows):
+            a, b = rng.randint(2, 99), rng.randint(2, 99)
+            answer = f"there are {a} and then {b} more.\n#### {a + b}"
+            question = f"ann has {a} pens and buys {b}. how many now?"
+            lines.append(json.dumps({"question": question, "answer": answer}))
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def make(
+    folder: str | Path, *, seed: int = 0, num_train: int = 300, num_val: int = 32, **size: int
+) -> Path:
+    """Write model, tokenizer and both parquet files into `folder`; `size` goes to `make_model`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    make_model(tokenizer, seed, **size).save_pretrained(folder / "model")
+    for split, num_rows in (("train", num_train), ("val", num_val)):
+        pq.write_table(
+            pa.Table.from_pylist(make_rows(num_rows, split, seed)), folder / f"{split}.parquet"
+        )
+    return folder
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Command line of `make`."""
+    parser = argparse.ArgumentParser("verl-like make-tiny")
+    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-train", type=int, default=300, help="training prompts")
+    parser.add_argument("--num-val", type=int, default=32, help="validation prompts")
+    parser.add_argument("--hidden-size", type=int, default=64)
+    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument(
+        "--gsm8k", action="store_true", help="also sums in the format of GSM8K's own files"
+    )
+    args = vars(parser.parse_args(arguments))
+    with_gsm8k = args.pop("gsm8k")
+    folder = make(args.pop("folder"), **args)
+    if with_gsm8k:
+        write_gsm8k(folder / "gsm8k", seed=args["seed"])
+    print(f"wrote {folder}/model, {folder}/train.parquet, {folder}/val.parquet")
