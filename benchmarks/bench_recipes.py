@@ -7,7 +7,8 @@ through a Qwen2 of one million parameters, float32, one thread; sides run in pro
 in turn, and a figure is the median over rounds of the median over steps (`recipes_side.py` says
 what a step is). TRL's SFT is run with its defaults and with `padding_free`; the faster one counts.
 Both sides train from the same weights on the same rows, so the losses of all steps must agree.
-Prints a table with the limits, and ends with 1 if one is missed. Run it on an idle machine.
+Prints a table with the limits and the figures as JSON, and ends with 1 if one is missed. Run it on
+an idle machine.
 """
 
 from __future__ import annotations
@@ -69,8 +70,10 @@ def losses_apart(one: Answer, other: Answer, kind: str) -> float:
     return max(abs(left - right) for left, right in pairs)
 
 
-def compare(recipe: str, rounds: list[dict[str, Answer]]) -> list[str]:
-    """Print the recipe's lines of the table; gives the limits that are missed."""
+def compare(
+    recipe: str, rounds: list[dict[str, Answer]], figures: dict[str, dict[str, float]]
+) -> list[str]:
+    """Print the recipe's lines of the table, add its `figures`; gives the limits missed."""
     missed = []
     for kind in KINDS:
         wall, cpu = (
@@ -85,9 +88,11 @@ def compare(recipe: str, rounds: list[dict[str, Answer]]) -> list[str]:
 
         limit = TIMES_TRL[recipe, kind]
         name = f"{recipe}, {kind} rows"
-        seconds = f"{wall['ours']:>8.3f} {wall['trl']:>8.3f} {wall.get('trl_free', 0):>8.3f}"
-        row = f"{name:<26}{seconds} {times:>8.2f} >= {limit} {cpu_times:>8.2f} {apart:>12.1e}"
+        shown = f"{wall['ours']:>8.3f} {wall['trl']:>8.3f} {wall.get('trl_free', 0):>8.3f}"
+        row = f"{name:<26}{shown} {times:>8.2f} >= {limit} {cpu_times:>8.2f} {apart:>12.1e}"
         print(row, flush=True)
+        figures[name] = {"times": times, "times_by_cpu": cpu_times, "losses_apart": apart}
+        figures[name] |= {f"{side}_s": seconds for side, seconds in wall.items()}
         if times < limit:
             missed.append(f"{name}: {times:.2f} times as fast as TRL, wanted {limit}")
         if apart > LOSSES_APART:
@@ -109,7 +114,8 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SIDES))
     options = parser.parse_args()
 
-    missed = []
+    missed: list[str] = []
+    figures: dict[str, dict[str, float]] = {}
     print(f"{'seconds of a step':<26}{'ours':>8} {'trl':>8} {'pad.free':>8}", end="")
     print(f"{'times':>9} wanted   by CPU losses apart")
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +128,8 @@ def main() -> None:
                     python = sys.executable if side == "ours" else options.trl_python
                     answers[side] = ask(python, side, folder, recipe)
                 rounds.append(answers)
-            missed += compare(recipe, rounds)
+            missed += compare(recipe, rounds, figures)
+    print(json.dumps(figures, indent=1))
     sys.exit("\n".join(missed) or None)
 
 

@@ -80,6 +80,16 @@ def test_the_gain_of_bfloat16_is_judged_by_what_the_processor_has(
     assert bench.verdict(1.2, ["amx_bf16"]).endswith("is not reached")
 
 
+@pytest.mark.slow
+def test_a_reference_as_int8_loads_in_three_fifths_of_its_float32_memory() -> None:
+    compare = load("benchmarks/bench_quantization.py").compare
+    report = compare(hidden=256, layers=16, num_rows=2)
+    assert report["float32, load_peak_mib"] > 0.95 * report["model_mib"]
+    assert report["load peak of int8 / float32 model"] <= 0.6
+    assert report["linear weights, int8 / float32"] <= 0.4
+    assert 0 < report["|log-prob apart|, mean"] < 0.2
+
+
 def test_the_benchmark_of_deliveries_compares_one_maker_with_more() -> None:
     fanout = load("benchmarks/bench_weight_fanout.py")
     full, changed = fanout.measure("small", rounds=1).values()

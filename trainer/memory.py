@@ -19,7 +19,7 @@ from workers.config import ModelConfig
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
 from workers.models.memory_shapes import ModelShapes, model_shapes
-from workers.models.precision import precision_of
+from workers.models.precision import name_of, precision_of
 from workers.parallel.fsdp import Sharding
 from workers.training.lm_head import positions_at_once
 
@@ -72,26 +72,28 @@ def engine_memory(
     *,
     trains: bool,
     averages: float = 0,
+    quantization: str | None = None,
 ) -> RoleMemory:
     """A training engine; a frozen one keeps its weights in the type that it computes in.
 
-    `averages` are the bytes of moving averages beside the weights, of the whole model.
+    Or in int8, and then whole on every rank. `averages` are the bytes of moving averages beside the
+    weights, of the whole model.
     """
     precision = precision_of(model, device_type)
     compute = precision.compute
     kept = precision.weights if trains else compute
     shapes = model_shapes(model, head, compute)
     shards = 1
-    if ranks > 1 and sharding.strategy not in ("ddp", "single"):
+    if ranks > 1 and not quantization and sharding.strategy not in ("ddp", "single"):
         shards = ranks if sharding.fsdp_size == -1 else sharding.fsdp_size
 
-    weights = shapes.num_weights * kept.itemsize / shards
+    weights = shapes.held(kept, quantization) / shards
     trained = shapes.num_trained * kept.itemsize / shards if trains else 0
     moments = 2 * trained
     weights += averages / shards
     offloads = device_type == "cuda"
     host = offloads * (sharding.param_offload * weights + sharding.optimizer_offload * moments)
-    names = [str(kept).removeprefix("torch."), str(compute).removeprefix("torch.")]
+    names = [quantization or name_of(kept), name_of(compute)]
     return RoleMemory(
         role=role,
         pool=pool,

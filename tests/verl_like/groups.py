@@ -20,18 +20,12 @@ def start(backend, roles, process_on_nodes=(2,), **options):
     if backend == "ray":
         from verl_like import RayResourcePool, RayWorkerGroup
 
-        pool = RayResourcePool(list(process_on_nodes), cpus_per_process=0.5)
-        try:
-            group = RayWorkerGroup(pool, recipe, name_prefix=name, **options)
+        with (
+            RayResourcePool(list(process_on_nodes), cpus_per_process=0.5) as pool,
+            RayWorkerGroup(pool, recipe, name_prefix=name, **options) as group,
+        ):
             yield group
-            group.shutdown()
-        finally:
-            pool.release()
         return
-    group = LocalWorkerGroup(
-        ResourcePool(list(process_on_nodes)), recipe, name_prefix=name, **options
-    )
-    try:
+    pool = ResourcePool(list(process_on_nodes))
+    with LocalWorkerGroup(pool, recipe, name_prefix=name, **options) as group:
         yield group
-    finally:
-        group.shutdown()

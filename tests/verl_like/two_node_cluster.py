@@ -64,7 +64,8 @@ def hold_custom_resources() -> dict[str, Any]:
     group.shutdown()
     pool.release()
     on_its_node = set(row["bundles_to_node_id"].values()) == {node.key}
-    return {"bundles": row["bundles"], "node": dict(node.resources or {}), "there": on_its_node}
+    own = {"there": on_its_node, "uses_loopback": group.transport.facts[0].one_node}
+    return {"bundles": row["bundles"], "node": dict(node.resources or {}), **own}
 
 
 def main(log_dir: str) -> None:

@@ -72,8 +72,10 @@ def file_names(data: Any) -> Any:
 def rows_in_memory(data: Any, what: str) -> list[Any]:
     """The items of a list, of a `datasets.Dataset`, of anything that gives them one by one."""
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
+        parts = f" of {', '.join(map(str, data))}" if isinstance(data, Mapping) else ""
         raise ConfigError(
-            f"{what} is a {type(data).__name__}: give a list, a datasets.Dataset, or file names."
+            f"{what} is a {type(data).__name__}{parts}: give a list, a datasets.Dataset (of splits "
+            "one), or file names."
         )
     items = list(data)
     if not items:

@@ -16,10 +16,10 @@ from trainer.api.inputs import (
     text_row,
     write_rows,
 )
-from trainer.api.keys import flat_settings, overrides_of
 from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
+from trainer.config.settings import flat_settings, overrides_of
 from trainer.hooks import check_callbacks
 from trainer.launch import run
 from trainer.run_folder.checkpoint import committed, read_marker

@@ -21,10 +21,12 @@ def inactive_roles(config: Any) -> dict[str, str]:
 
 def check(config: BestOfNConfig) -> None:
     """The rules between fields; they look into the rewards and the engines."""
+    from trainer.ppo.quantization import check_quantized_device
     from trainer.ppo.reward_checks import check_rewards
     from workers.rollout.sampling_settings import check_sampling_kwargs
 
     check_rewards(config)
+    check_quantized_device(config)
     rollout, selection = config.actor_rollout_ref.rollout, config.selection
     check_sampling_kwargs(rollout.sampling_kwargs, config.data.max_response_length)
     for number, reward in enumerate(config.rewards):

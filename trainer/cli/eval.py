@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.api.keys import overrides_of
 from trainer.cli import train
 from trainer.command_errors import ending_in_words
 from trainer.config.compose import compose_tree, from_composed, prepare_overrides
 from trainer.config.keys import leaf_keys
+from trainer.config.settings import overrides_of
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.recipe import EVAL
 from trainer.run_folder.saved_model import SavedModel, find_saved_model

@@ -14,13 +14,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainer.config.keys import config_keys, leaf_keys, read
+from trainer.config.recipe import Recipe
 from trainer.config.unused_keys import unused_keys, why_unused
+from trainer.detached.config import DetachedConfig
+from trainer.detached.measured import measured_phases
+from trainer.detached.plan import plan_lines, prediction_lines
+from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement, trainer_class
 from trainer.ppo.cards import estimator_cards, policy_loss_cards
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages
 from trainer.ppo.memory import plan_text
-from trainer.ppo.recipe import load_config
+from trainer.ppo.recipe import PPO, load_config
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.step import PPOTrainer
 from verl_like.errors import ConfigError
@@ -32,16 +37,21 @@ WIDTH_OF_A_FILE = 160
 
 
 def explain(
-    config: PPOConfig, max_columns: int | None = None, card_bytes: int | None = None
+    config: PPOConfig,
+    max_columns: int | None = None,
+    card_bytes: int | None = None,
+    measured: str = "",
 ) -> str:
     """Everything, section by section, with tables no wider than `max_columns`.
 
-    `card_bytes` is the memory of GPUs that this machine need not have.
+    `card_bytes` is the memory of GPUs that this machine need not have; `measured` the folder of a
+    run whose phases say how long a detached one will take.
     """
     card = "cuda" if card_bytes is not None else None
     own = own_stages(trainer_class(config), PPOTrainer)
     sections = {
         "What a step does": describe(config, max_columns, own).splitlines(),
+        **makers_sections(config, max_columns, measured),
         "Who runs where": placement_lines(config, max_columns),
         "How much": batch_table(config, max_columns).splitlines(),
         "On a device": plan_text(config, max_columns, card, card_bytes).splitlines(),
@@ -55,6 +65,20 @@ def explain(
         "\n".join([title, "-" * len(title), *(lines or ["nothing"])])
         for title, lines in sections.items()
     )
+
+
+def makers_sections(
+    config: PPOConfig, max_columns: int | None, measured: str
+) -> dict[str, list[str]]:
+    """Of a detached run: its makers and trainers, and how fast it will be where that is known."""
+    if not isinstance(config, DetachedConfig):
+        return {}
+    if not measured:
+        ask = "verl-like explain detached --measured=RUN_DIR ...: from the seconds of any PPO run"
+        return {"Makers and trainers": plan_lines(config, max_columns), "How fast": [ask]}
+    phases, notes = measured_phases(measured)
+    fast = [*prediction_lines(config, phases), *notes]
+    return {"Makers and trainers": plan_lines(config, max_columns), "How fast": fast}
 
 
 def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:
@@ -88,7 +112,7 @@ def watch_lines(config: PPOConfig) -> list[str]:
 
 def change_lines(config: PPOConfig) -> list[str]:
     """Key, value, default and meaning of every key that is not at its default."""
-    default, docs = PPOConfig(), field_docs()
+    default, docs = type(config)(), field_docs(type(config))
     lines = []
     for key in (key.name for key in leaf_keys(type(config))):
         if key in SHOWN_AS_PLACEMENT:
@@ -136,18 +160,33 @@ def _documented(statements: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
             yield field.target.id, inspect.cleandoc(ast.literal_eval(after.value))
 
 
-CARD = "--card-gb="
+CARD, MEASURED = "--card-gb=", "--measured="
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the explanation, wrapped to the terminal; of GPUs with `--card-gb` GiB, where given."""
+    """Print the explanation, wrapped to the terminal; of a detached run after that word."""
     width = terminal_width() or WIDTH_OF_A_FILE
-    cards = [argument.removeprefix(CARD) for argument in arguments if argument.startswith(CARD)]
-    overrides = [argument for argument in arguments if not argument.startswith(CARD)]
-    card_bytes = None
-    if cards:
-        try:
-            card_bytes = int(float(cards[-1]) * 2**30)
-        except ValueError as error:
-            raise ConfigError(f"{CARD}{cards[-1]}: give a card's memory in GiB, as 80.") from error
-    print(fit(explain(load_config(overrides), width, card_bytes), width))
+    settings = [argument for argument in arguments if not argument.startswith((CARD, MEASURED))]
+    is_detached = settings[:1] == ["detached"]
+    recipe: Recipe[Any] = DETACHED if is_detached else PPO
+    config = load_config(settings[is_detached:], recipe)
+
+    card, measured = _option(arguments, CARD), _option(arguments, MEASURED)
+    if measured and not is_detached:
+        raise ConfigError(f"{MEASURED}{measured} tells of a run of `explain detached ...` alone.")
+    print(fit(explain(config, width, _card_bytes(card), measured), width))
+
+
+def _option(arguments: Sequence[str], name: str) -> str:
+    """The value of the last argument of that name; empty if there is none."""
+    values = [argument.removeprefix(name) for argument in arguments if argument.startswith(name)]
+    return values[-1] if values else ""
+
+
+def _card_bytes(gib: str) -> int | None:
+    if not gib:
+        return None
+    try:
+        return int(float(gib) * 2**30)
+    except ValueError as error:
+        raise ConfigError(f"{CARD}{gib}: give a card's memory in GiB, as 80.") from error

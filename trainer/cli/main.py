@@ -94,12 +94,16 @@ and worst. A killed run goes on where it was.
   verl-like best-of-n --cfg job     every key with its meaning
 """,
     "explain": """usage: verl-like explain [--card-gb=GIB] [key=value ...]
+       verl-like explain detached [--measured=RUN_DIR] [key=value ...]
 
 Takes the same key=value settings as `verl-like ppo` and prints, without starting a process: the
 calls of a step with what each waits for, which run at the same time, who runs where, every batch
 size with its unit, each key that is not at its default with its meaning, and the keys that have no
 effect in this run. Memory of every role is that of this machine's devices, or of GPUs with
 --card-gb GiB, which need not be here.
+
+Of a detached run also who makes and who trains, how far makers run ahead, and, from the seconds of
+the PPO run in RUN_DIR, how long a step will take and what limits it.
 
   verl-like explain placement=split trainer.n_gpus_per_node=8 \\
       data.train_files=x actor_rollout_ref.model.path=y

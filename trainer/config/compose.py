@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from trainer.config.keys import Key, config_keys, leaf_keys
 from trainer.config.placement import expand_shorthands, preset_tree, settle, share
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
+from trainer.config.settings import flat_settings, overrides_of
 from trainer.config.tree import compose_tree_of, parse
 from trainer.config.unused_keys import check_unused
 from verl_like.errors import ConfigError, nearest
@@ -78,8 +79,13 @@ def register(recipe: Recipe[Any]) -> None:
         )
 
 
-def load_config(overrides: Sequence[str], recipe: Recipe[C]) -> C:
-    """`key=value` strings, as on the command line -> the configuration of a run."""
+def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[C]) -> C:
+    """`key=value` strings, as on the command line, or a dict of keys -> a run's configuration.
+
+    Names in a dict are dotted, or dicts within dicts.
+    """
+    if isinstance(overrides, Mapping):
+        overrides = overrides_of(flat_settings(recipe.schema, overrides))
     overrides = prepare_overrides(overrides, recipe)
     return from_composed(compose_tree(overrides, recipe), overrides, recipe)
 
@@ -170,24 +176,23 @@ def check_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
         of_hydra = name.split(".")[0].split("/")[0] == "hydra"
         if not (name in known or of_hydra or name.startswith(own_names)):
             unknown.append(no_such_key(name, recipe))
-        for key in keys:
-            if key.takes_any and key.item_schema and name.startswith(f"{key.name}."):
-                _check_item_key(name, key)
+        unknown += _unknown_in_sections(name, keys)
     if unknown:
         apart = " " if len(unknown) == 1 else "\n"
         raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg job"]))
 
 
-def _check_item_key(name: str, section: Key) -> None:
-    """Refuse `pool_resources.a.cpu`: the sections that the user names have keys of the schema."""
-    own_name, _, rest = name.removeprefix(f"{section.name}.").partition(".")
-    assert section.item_schema is not None, "only such keys come here"
-    known = [key.name for key in config_keys(section.item_schema)]
-    if rest and rest.partition(".")[0] not in known:
-        hint = nearest(rest, known)
-        raise ConfigError(
-            f"There is no key {name!r}.{hint} {section.name}.{own_name} has {', '.join(known)}."
-        )
+def _unknown_in_sections(name: str, keys: Sequence[Key]) -> list[str]:
+    """A refusal of `pool_resources.a.cpu`: sections that the user names have keys of a schema."""
+    for section in keys:
+        if not (section.takes_any and section.item_schema and name.startswith(f"{section.name}.")):
+            continue
+        own_name, _, rest = name.removeprefix(f"{section.name}.").partition(".")
+        known = [key.name for key in config_keys(section.item_schema)]
+        if rest and rest.partition(".")[0] not in known:
+            has = f" {section.name}.{own_name} has {', '.join(known)}."
+            return [f"There is no key {name!r}.{nearest(rest, known)}{has}"]
+    return []
 
 
 def no_such_key(name: str, recipe: Recipe[Any]) -> str:
@@ -278,8 +283,7 @@ def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe
     assert isinstance(config, recipe.schema), f"the schema gave a {type(config).__name__}"
 
     keys = override_keys(overrides)
-    recipe.complete(config, keys)
-    notices = settle(recipe, config, keys)
+    notices = [*recipe.complete(config, keys), *settle(recipe, config, keys)]
 
     check_fields(config)
     check_resume(config)

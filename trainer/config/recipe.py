@@ -36,8 +36,8 @@ def _as_they_are(overrides: Sequence[str]) -> Sequence[str]:
     return overrides
 
 
-def _as_it_is(config: Any, keys: Collection[str]) -> None:
-    pass
+def _as_it_is(config: Any, keys: Collection[str]) -> Sequence[str]:
+    return ()
 
 
 def _nothing() -> None:
@@ -67,9 +67,9 @@ class Recipe(Generic[C]):
     """Further roles of a configuration -> dotted path of the class, and the role whose pool they
     share unless they are mapped.
     """
-    complete: Callable[[Any, Collection[str]], None] = _as_it_is
-    """Writes into a configuration what only the whole of it decides; gets the keys that the user
-    set, too.
+    complete: Callable[[Any, Collection[str]], Sequence[str]] = _as_it_is
+    """Writes into a configuration what follows from the whole of it, where the user has not;
+    returns notices to show. It gets the keys that the user set, and comes before the checks.
     """
     load_registries: Callable[[], None] = _nothing
     """Imports the modules that register the names which keys may have."""

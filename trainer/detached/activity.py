@@ -17,22 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-STATES = ("busy", "waiting", "syncing")
+from trainer.report.detached import STATES, Interval
+
 MOST_INTERVALS = 2000
 """Intervals kept of each role, the latest ones: a run's memory does not grow with its steps."""
 SHORTEST_S = 1e-3
 """Shorter intervals are drawn as part of the one before; who waits in a loop waits on."""
-
-
-class Interval(NamedTuple):
-    """A stretch of one role in one state, in seconds since the first block."""
-
-    start: float
-    end: float
-    state: str
-    what: str
 
 
 @dataclass(eq=False)

@@ -11,10 +11,9 @@ from pathlib import Path
 from trainer.config.recipe import Recipe
 from trainer.detached.config import DetachedConfig
 from trainer.detached.topology import TRAINER_POOL, Topology, counts
-from trainer.ppo.config import AlgorithmConfig
+from trainer.ppo.default_correction import correct_by_default
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from verl_like.placement.roles import expand_roles
-from workers.config import RolloutCorrectionConfig
 
 TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
 PLACEMENTS = {"detached": {TRAINER_POOL: TRAINER_ROLES, "maker_0_pool": ["rollout"]}}
@@ -28,8 +27,8 @@ def topology_of(config: DetachedConfig) -> Topology:
     return Topology.of(detached.makers, detached.trainers, detached.edges, detached.weight_edges)
 
 
-def complete(config: DetachedConfig, keys: Collection[str]) -> None:
-    """Pools, roles and devices, where the user has not set them."""
+def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
+    """Pools, roles, devices and correction, where the user has not set them."""
     detached = config.detached
     if detached.topology is not None:
         detached.makers, detached.trainers = counts(detached.topology)
@@ -52,22 +51,10 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> None:
     if "trainer.n_gpus_per_node" not in keys:
         sizes = [max(sizes) for sizes in config.resource_pool_spec.values() if sizes]
         config.trainer.n_gpus_per_node = sum(sizes)
-    if detached.max_staleness and not chooses_correction(keys):
-        correct_by_default(config.algorithm)
-
-
-def chooses_correction(keys: Collection[str]) -> bool:
-    """Whether the user has said how samples of another policy are corrected, if at all."""
-    section = "algorithm.rollout_correction"
-    return any(key == "correction" or key.startswith(section) for key in keys)
-
-
-def correct_by_default(algorithm: AlgorithmConfig) -> None:
-    """The decoupled objective: PPO's ratio is to the policy before the update, and a truncated
-    weight for every token leads from the policy that drew it to that one.
-    """
-    if algorithm.rollout_correction == RolloutCorrectionConfig():
-        algorithm.rollout_correction.rollout_is = "token"
+    ages = ""
+    if detached.max_staleness:
+        ages = f"detached.max_staleness={detached.max_staleness} lets samples be of older weights"
+    return correct_by_default(config, keys, ages)
 
 
 def load_registries() -> None:

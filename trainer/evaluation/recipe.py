@@ -13,7 +13,7 @@ from trainer.ppo.recipe import extra_roles
 def check(config: EvaluationConfig) -> None:
     """The rules between fields; they look into the rewards and the engines."""
     from trainer.ppo.reward_checks import check_rewards
-    from workers.rollout.base import check_sampling_kwargs
+    from workers.rollout.sampling_settings import check_sampling_kwargs
 
     check_rewards(config)
     rollout = config.actor_rollout_ref.rollout

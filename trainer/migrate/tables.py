@@ -26,6 +26,8 @@ def verl_rows() -> Rows:
     for name, (values, way_out) in verl.CHANGES_NOTHING_AT.items():
         listed = ", ".join(f"`{value}`" for value in values)
         rows.append([f"`{name}`", f"changes nothing at {listed}; else: {way_out}"])
+    for name, (of_actor, _) in verl.AS_THE_ACTORS.items():
+        rows.append([f"`{name}`", f"changes nothing at the actor's value; else: set `{of_actor}`"])
     rows += _rows("", verl.NOT_HERE, "not here: {}")
     return sorted(rows)
 

@@ -14,7 +14,7 @@ from trainer.migrate.command import read_words
 from trainer.migrate.translation import Translation
 from trainer.migrate.variables import filled, variables_of
 from trainer.ppo.verl.keys import SAME_VALUES
-from trainer.ppo.verl.overrides import OVERRIDE, fate_of
+from trainer.ppo.verl.overrides import fate_of, values_of
 
 ENGINE = "actor_rollout_ref.rollout.name"
 DEFAULTS = {
@@ -31,29 +31,32 @@ TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 def translate(text: str) -> Translation:
     """Settings, and a word on every key that is not the same here."""
     done, variables = Translation(), variables_of(text)
-    for word in read_words(text, "main_ppo")[1]:
-        match = OVERRIDE.fullmatch(word)
-        if match is not None:
-            _take(match["key"], match["value"], variables, done)
-        elif word.startswith("--config"):
+    words = read_words(text, "main_ppo")[1]
+    values = values_of(words)
+    given = {key: filled(value, variables) for key, value in values.items()}
+    for key, value in values.items():
+        _take(key, value, given, done)
+    for word in words:
+        if word.startswith("--config"):
             done.absent.append(f"{word}: there is one configuration, for every key of it")
 
-    for key, value in DEFAULTS.items():
-        done.default(key, value, {key: value})
+    for key, theirs in DEFAULTS.items():
+        done.default(key, theirs, {key: theirs})
     if done.settings.get(ENGINE) == "vllm":
         done.default(TENSOR_PARALLEL, 2, {TENSOR_PARALLEL: 2})
     return done
 
 
-def _take(key: str, value: str, variables: Mapping[str, str], done: Translation) -> None:
-    fate = fate_of(key, filled(value, variables))
+def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> None:
+    """What becomes of one key; `given` has the values with the script's variables filled in."""
+    fate = fate_of(key, given[key], given)
     if fate is None:
         done.absent.append(f"{key}={value}: no such key is known here")
     elif fate.nothing:
         done.always.append(f"{key}={value}: {fate.nothing}")
     elif fate.refused:
         done.absent.append(f"{key}={value}: {fate.refused}")
-    elif fate.key == ENGINE and filled(value, variables) in ("sglang", "trtllm"):
+    elif fate.key == ENGINE and given[key] in ("sglang", "trtllm"):
         done.rename(key, [value], {ENGINE: "vllm"})
     elif fate.key == "trainer.device" and value == "npu":
         done.absent.append("trainer.device=npu: devices are CUDA's, or CPUs")

@@ -15,6 +15,7 @@ from trainer.ppo.correct_rollout import check_correction
 from trainer.ppo.distillation import check_distillation
 from trainer.ppo.kl import get_kl_controller
 from trainer.ppo.ptx import longest_row
+from trainer.ppo.quantization import check_quantization
 from trainer.ppo.reward_checks import check_rewards
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
@@ -44,6 +45,7 @@ def validate(config: PPOConfig) -> None:
     _check_schedules(config)
     _check_reference(config)
     _check_average(config)
+    check_quantization(config)
     check_contradictions(config)
     check_sampling_kwargs(
         config.actor_rollout_ref.rollout.sampling_kwargs, config.data.max_response_length

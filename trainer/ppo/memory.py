@@ -22,6 +22,7 @@ from trainer.memory import (
 )
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.ptx import longest_row
+from trainer.ppo.quantization import quantization_of
 from trainer.ppo.sizes import rows_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -29,7 +30,7 @@ from workers.config import FSDPConfig, ModelConfig, critic_model, model_rewards,
 from workers.models.attention import resolve_attention, why_no_flash, why_no_kernel
 from workers.models.causal_lm import Head
 from workers.models.memory_shapes import ModelShapes, model_shapes
-from workers.models.precision import precision_of, rollout_dtype
+from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.parallel.fsdp import Sharding, settle
 
 
@@ -104,6 +105,7 @@ def _engine(
         device_type,
         LargestPass(*tokens_at_once(config, role)),
         trains=role in ("actor", "critic"),
+        quantization=quantization_of(config, role),
         averages=_averages(config, role, model_shapes(model, head, compute), compute),
     )
 
@@ -149,7 +151,7 @@ def _rollout(config: PPOConfig, device_type: str, device_bytes: int | None) -> R
     dtype = rollout_dtype(policy, device_type)
     pools = expand_roles(config.role_mapping)
     shapes = model_shapes(replace(policy.model, lora_rank=0), "token", dtype)
-    weights: float = shapes.num_weights * dtype.itemsize
+    weights: float = shapes.held(dtype, rollout.quantization)
     width = config.data.max_prompt_length + config.data.max_response_length
     per_sample = shapes.key_value_numbers * dtype.itemsize * width
     cache: float = min(rollout.kv_cache_gb * GIB, rollout.max_num_seqs * per_sample)
@@ -161,10 +163,11 @@ def _rollout(config: PPOConfig, device_type: str, device_bytes: int | None) -> R
     ranks = sum(config.resource_pool_spec[pools["rollout"]])
     is_whole = ranks == 1 or policy.actor.strategy == "ddp"
     beside_actor = pools["actor"] == pools["rollout"]
-    if rollout.name == "native" and beside_actor and is_whole and dtype == kept:
+    may_share = rollout.name == "native" and not rollout.quantization
+    if may_share and beside_actor and is_whole and dtype == kept:
         weights = 0  # the actor's own module
-    name = str(dtype).removeprefix("torch.")
-    return RoleMemory("rollout", pools["rollout"], name, weights=weights, kv_cache=cache)
+    types = " / ".join(filter(None, [rollout.quantization, name_of(dtype)]))
+    return RoleMemory("rollout", pools["rollout"], types, weights=weights, kv_cache=cache)
 
 
 def check_memory(config: PPOConfig, device_type: str, device_bytes: int | None) -> None:

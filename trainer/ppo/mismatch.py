@@ -112,7 +112,8 @@ def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
             gap=gaps[0],
             plain_gap=gaps[1],
             stale=actor != rollout,
-            quantization=policy.rollout.engine_kwargs.get("quantization"),
+            quantization=policy.rollout.quantization
+            or policy.rollout.engine_kwargs.get("quantization"),
             dtype=name_of(min(types, key=lambda dtype: dtype.itemsize)),
         )
     )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -14,6 +14,7 @@ from trainer.config import compose
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.default_correction import correct_by_default
 from trainer.ppo.verl.overrides import translate
 from verl_like.registry import registry_of
 from workers.config import model_rewards
@@ -121,6 +122,7 @@ PPO = Recipe(
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
     load_registries=load_registries,
+    complete=correct_by_default,
     checks=(check,),
     translate=translate,
     shorthands=SHORTHANDS,
@@ -129,9 +131,9 @@ PPO = Recipe(
 
 
 @overload
-def load_config(overrides: Sequence[str]) -> PPOConfig: ...
+def load_config(overrides: Sequence[str] | Mapping[str, Any]) -> PPOConfig: ...
 @overload
-def load_config(overrides: Sequence[str], recipe: Recipe[C]) -> C: ...
-def load_config(overrides: Sequence[str], recipe: Recipe[Any] = PPO) -> Any:
-    """`key=value` strings, as on the command line -> the configuration of a run."""
+def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[C]) -> C: ...
+def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[Any] = PPO) -> Any:
+    """`key=value` strings, as on the command line, or a dict of keys -> a run's configuration."""
     return compose.load_config(overrides, recipe)

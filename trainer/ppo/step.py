@@ -30,6 +30,7 @@ from trainer.ppo.kl import apply_kl_penalty, clamp_scores
 from trainer.ppo.memory import plan_text
 from trainer.ppo.mismatch import mismatch_metrics
 from trainer.ppo.ptx import rows_per_update
+from trainer.ppo.quantization import measures_reference, reference_drift
 from trainer.ppo.reference import update_reference
 from trainer.ppo.run import PPORun
 from trainer.ppo.sample_source import Draw
@@ -150,6 +151,7 @@ class PPOTrainer(PPORun):
         batch, metrics = join_results(batch, gather(*calls))
         if has_column(batch, "old_log_probs"):
             metrics |= mismatch_metrics(batch)
+            metrics |= reference_drift(batch, self.config, self.global_step)
         return batch, metrics
 
     def estimate(self, batch: DataProto) -> tuple[DataProto, Metrics]:
@@ -244,6 +246,8 @@ class PPOTrainer(PPORun):
         That is so if the update allows it, and every sample is of the policy as it is now.
         """
         if not old_log_probs_are_the_updates_own(self.config):
+            return False
+        if measures_reference(self.config, self.global_step):
             return False
         versions = read_columns(batch, "policy_version")["policy_version"]
         return bool((versions == self.weight_version).all())

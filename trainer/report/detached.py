@@ -20,7 +20,7 @@ PREFIX = "detached/"
 
 
 class Interval(NamedTuple):
-    """A stretch of one role in one state, in seconds."""
+    """A stretch of one role in one state, in seconds since the run's first step."""
 
     start: float
     end: float

@@ -17,21 +17,25 @@ def check_rows_config(config: RowConfig) -> None:
     from workers.parallel.fsdp import settle
 
     settle(config.model.strategy, config.model.fsdp_config, "model.fsdp_config")
-    data, longest = config.data, config.data.max_length or LONGEST_ROW
-    if data.use_dynamic_bsz and longest > data.max_token_len_per_gpu:
-        raise ConfigError(
-            f"data.max_length={longest} tokens does not fit into a pass of "
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} tokens; lower the one, or "
-            "raise the other."
-        )
+    _check_pass(config, 1, "{length} does not fit into a pass of {room}")
 
 
 def check_pairs_fit(config: RowConfig) -> None:
     """The rule of recipes whose rows are pairs."""
-    data, longest = config.data, config.data.max_length or LONGEST_ROW
-    if data.use_dynamic_bsz and 2 * longest > data.max_token_len_per_gpu:
-        raise ConfigError(
-            f"Two responses of data.max_length={longest} tokens do not fit into a pass of "
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} tokens, and a pair is in one "
-            "pass; lower the one, or raise the other."
-        )
+    _check_pass(
+        config,
+        2,
+        "Two responses of {length} do not fit into a pass of {room}, and a pair is in one",
+    )
+
+
+def _check_pass(config: RowConfig, num_sides: int, problem: str) -> None:
+    """Refuse rows of which `num_sides` may be longer than a pass."""
+    data = config.data
+    room, longest = data.max_token_len_per_gpu, data.max_length or LONGEST_ROW
+    if data.use_dynamic_bsz and num_sides * longest > room:
+        length = f"data.max_length={data.max_length} tokens"
+        if data.max_length is None:
+            length = f"data.max_length=null, {LONGEST_ROW} tokens at most,"
+        story = problem.format(length=length, room=f"data.max_token_len_per_gpu={room} tokens")
+        raise ConfigError(f"{story}; lower the one, or raise the other.")

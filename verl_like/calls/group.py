@@ -1,8 +1,9 @@
 """`WorkerGroup`: what the driver holds, with a method for every registered one of its workers.
 
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Critic, config))
-    group.init_model()                            # obeys the method's `blocking`
-    future = group.update_critic.remote(batch)    # always a future
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Critic, config)) as group:
+        group.init_model()                            # obeys the method's `blocking`
+        future = group.update_critic.remote(batch)    # always a future
+        future.get()
 
 Several roles share the processes of one pool when they are fused first: methods are then
 `<role>_<method>` on the fused group, and plain `<method>` on the groups that `spawn` gives:
@@ -18,7 +19,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Execute, Mode, Registration, mode_of, registered_methods
@@ -29,7 +30,7 @@ from verl_like.calls.pack import Sender
 from verl_like.calls.pieces import drop_padding
 from verl_like.calls.target import CallSite, CallTarget, MeshFacts
 from verl_like.calls.transport import Transport
-from verl_like.errors import DispatchError, PlacementError, nearest
+from verl_like.errors import DispatchError, PlacementError, WorkerError, nearest
 
 
 class ClassWithInitArgs:
@@ -101,6 +102,7 @@ class BoundMethod:
     def remote(self, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run it and return a future at once."""
         group = self.group
+        group.refuse_after_shutdown(self.site)
         target = _FirstRank(group, self.site) if self.first_rank_only else _Target(group, self.site)
         split_args, split_kwargs = self.mode.dispatch_fn(target, *args, **kwargs)
         self._check_split(target, [*enumerate(split_args), *split_kwargs.items()])
@@ -218,6 +220,7 @@ class WorkerGroup:
         self.roles = dict(roles)
         self.prefixed = prefixed
         self.outstanding = Outstanding()
+        self._ended = threading.Event()
         self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
         self._mesh_known_at: dict[int, float] = {}
         self.learn_mesh_facts(transport.started)
@@ -244,7 +247,7 @@ class WorkerGroup:
                     f"Roles: {', '.join(self.roles)}."
                 )
             spawned[role] = WorkerGroup(self.transport, {role: self.roles[role]}, prefixed=False)
-            spawned[role].outstanding = self.outstanding
+            spawned[role].outstanding, spawned[role]._ended = self.outstanding, self._ended
             spawned[role]._mesh, spawned[role]._mesh_known_at = self._mesh, self._mesh_known_at
         return spawned
 
@@ -310,7 +313,29 @@ class WorkerGroup:
 
     def shutdown(self) -> None:
         """End the group's processes. Safe to call twice; groups spawned from it end with it."""
+        self._ended.set()
         self.transport.shutdown()
+
+    def refuse_after_shutdown(self, site: CallSite) -> None:
+        """Refuse a call that nobody can answer any more."""
+        if self._ended.is_set():
+            raise WorkerError(
+                f"{site}: the group {self.name} was shut down, and its processes are gone; call it "
+                "before shutdown(), or inside the group's `with` block."
+            )
+
+    def __enter__(self) -> Self:
+        """For `with`: the processes end with the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Shuts the group down."""
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        """What it is, for how many ranks, and whether it still is."""
+        ended = ", shut down" if self._ended.is_set() else ""
+        return f"<{type(self).__name__} {self.name}, world_size={self.world_size}{ended}>"
 
 
 def method_table(

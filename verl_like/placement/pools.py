@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from verl_like.errors import PlacementError, nearest
 from verl_like.placement.roles import expand_roles, roles_by_pool
@@ -99,6 +100,21 @@ class ResourcePool:
     def node_list(self) -> list[int]:
         """For every rank, the position of its node in `store`."""
         return [node for node, count in enumerate(self._store) for _ in range(count)]
+
+    def release(self) -> None:
+        """Give back what the pool has reserved; a pool of a cluster reserves something."""
+
+    def __enter__(self) -> Self:
+        """For `with`: what is reserved is given back after the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Releases the pool."""
+        self.release()
+
+    def __repr__(self) -> str:
+        """Its kind, and its processes on each node."""
+        return f"{type(self).__name__}({self._store})"
 
 
 class PoolManager:

@@ -25,6 +25,7 @@ class ProcessFacts:
     rendezvous_s: float = 300.0
     call_s: float = 7200.0
     one_node: bool = True
+    """All that the process may talk to, other pools included, is on its node."""
     role: str = "worker"
     """The role that an instance plays in this process."""
     master: tuple[str, int] | None = None

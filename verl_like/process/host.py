@@ -37,6 +37,7 @@ from verl_like.process.environment import environment, torchrun_environment
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import get_random_state, set_random_state
 from verl_like.process.role_state import RoleState
+from verl_like.process.store import open_store
 from verl_like.process.worker import Worker, construction
 
 Recipes = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
@@ -80,10 +81,15 @@ class WorkerHost:
         self._making_loop = threading.Lock()  # two calls past the queue may want it at once
 
     def open_store(self, address: str, port: int = 0) -> tuple[str, int]:
-        """Bind the group's rendezvous store and keep it, so that nobody takes the port before."""
+        """Bind the group's rendezvous store and keep it, so that nobody takes the port before.
+
+        The address is this node's; ranks of one node meet on its loopback interface.
+        """
+        if self.facts.one_node:
+            address = "127.0.0.1"
         try:
-            self._store = TCPStore(address, port, is_master=True, wait_for_workers=False)
-        except (RuntimeError, dist.DistError) as error:
+            self._store = open_store(address, port)
+        except (OSError, RuntimeError, dist.DistError) as error:
             raise WorkerError(
                 f"{self.facts.name}: port {port} of {address} cannot be bound for the group's "
                 f"rendezvous: {error}. Leave master_port out and a free one is chosen."

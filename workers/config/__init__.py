@@ -168,7 +168,13 @@ def rewards_of(config: ScoringRun) -> list[RewardConfig]:
         size = model.micro_batch_size_per_gpu
         path = model.model.path
         found.append(
-            RewardConfig(name="model", kind="model", path=path, micro_batch_size_per_gpu=size)
+            RewardConfig(
+                name="model",
+                kind="model",
+                path=path,
+                quantization=model.model.quantization,
+                micro_batch_size_per_gpu=size,
+            )
         )
     return found
 

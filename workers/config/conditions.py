@@ -252,6 +252,11 @@ CUT_BY_SAMPLES = When(
 ENGINE_IS_VLLM = When(
     "`name` is vllm", lambda rollout, _: rollout.name == "vllm", "only rollout.name=vllm reads it"
 )
+ENGINE_IS_NOT_VLLM = When(
+    "`name` is not vllm",
+    lambda rollout, _: rollout.name != "vllm",
+    "rollout.name=vllm quantises by rollout.engine_kwargs.quantization",
+)
 ENGINE_IS_NOT_HF = When(
     "`name` is not hf", lambda rollout, _: rollout.name != "hf", "rollout.name=hf does not read it"
 )

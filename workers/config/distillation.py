@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from verl_like.config_key import key
 from workers.config.conditions import CUT_BY_SAMPLES, REWARDS_TEACH
-from workers.config.model import FrozenFSDPConfig
+from workers.config.model import QUANTIZATIONS, FrozenFSDPConfig
 
 
 @dataclass(kw_only=True)
@@ -15,6 +15,8 @@ class TeacherModelConfig:
 
     model_path: str = key("", allows="a folder or a name")
     """Folder of a model with the actor's tokenizer, or its name on the hub; empty: no teacher."""
+    quantization: str | None = key(None, choices=QUANTIZATIONS)
+    """int8: linear weights are held as int8, whole on every rank; null: as passes compute."""
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )

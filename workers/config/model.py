@@ -38,6 +38,8 @@ STRATEGIES_ELSEWHERE = {
     "colossalai_gemini_cpu": "fsdp+offload",
 }
 """Other systems' words for the same."""
+QUANTIZATIONS = ("int8",)
+"""How a role that is not trained may hold its linear weights."""
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """What `checkpoint.save_contents` may name."""
 

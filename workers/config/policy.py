@@ -26,6 +26,7 @@ from workers.config.conditions import (
     WEIGHS_ROLLOUT,
 )
 from workers.config.model import (
+    QUANTIZATIONS,
     STRATEGIES,
     STRATEGIES_ELSEWHERE,
     CheckpointConfig,
@@ -185,6 +186,8 @@ class RefConfig:
     hundred.
     """
 
+    quantization: str | None = key(None, choices=QUANTIZATIONS)
+    """int8: linear weights are held as int8, whole on every rank; null: as passes compute."""
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )

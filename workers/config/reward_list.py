@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import When, key
+from workers.config.model import QUANTIZATIONS
 
 REWARD_KINDS = ("function", "model", "remote")
 """What a reward may be."""
@@ -67,6 +68,8 @@ class RewardConfig:
         factory=dict, allows="what the function takes", read_when=IS_FUNCTION
     )
     """Keyword arguments that every call gets besides."""
+    quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=IS_MODEL)
+    """int8: the model's linear weights are held as int8; null: as passes compute."""
     micro_batch_size_per_gpu: int = key(8, above=0, read_when=IS_MODEL)
     """Samples per forward pass of the model on one rank."""
     url: str = key("", allows="http://HOST:PORT/PATH", read_when=IS_REMOTE)

@@ -13,6 +13,7 @@ from workers.config.conditions import (
     RULES_SCORE,
     section_has,
 )
+from workers.config.model import QUANTIZATIONS
 
 
 @dataclass(kw_only=True)
@@ -43,6 +44,8 @@ class ScoringModelConfig:
 
     path: str = key("", allows="a folder")
     """Its Hugging Face folder."""
+    quantization: str | None = key(None, choices=QUANTIZATIONS)
+    """int8: linear weights are held as int8, whole on every rank; null: as passes compute."""
 
 
 @dataclass(kw_only=True)

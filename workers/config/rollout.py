@@ -9,6 +9,7 @@ from verl_like.config_key import key
 from workers.config.conditions import (
     CUT_BY_SAMPLES,
     ENGINE_IS_NOT_HF,
+    ENGINE_IS_NOT_VLLM,
     ENGINE_IS_VLLM,
     ROLLOUT_IS_APART,
     ROLLOUT_SAMPLES,
@@ -17,6 +18,7 @@ from workers.config.conditions import (
     VALIDATION_SAMPLES,
     WEIGHTS_COME_AT_ONCE,
 )
+from workers.config.model import QUANTIZATIONS
 
 ENGINES = ("native", "hf", "vllm")
 """The rollout engines."""
@@ -48,6 +50,8 @@ class RolloutConfig:
     """Engine."""
     dtype: str | None = key(None, allows="a torch type")
     """Type of the engine's weights, cast at each sync; null is what the trainer computes in."""
+    quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=ENGINE_IS_NOT_VLLM)
+    """int8: linear weights are quantised at each sync; null keeps them as they come."""
     n: int = key(1, above=0)
     """Samples per prompt."""
     temperature: float = key(1.0, above=0)

@@ -16,7 +16,7 @@ import os
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 KERNELS_KEPT = 256
@@ -36,8 +36,9 @@ def limit_kernel_caches() -> None:
 
 
 def supports(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies by this weight: float32, on a CPU, in a torch that can."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and _works()
+    """Whether oneDNN multiplies by this weight: plain float32, on a CPU, in a torch that can."""
+    is_plain = type(weight) in (Tensor, nn.Parameter)  # an int8 weight says it is float32, too
+    return is_plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and _works()
 
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

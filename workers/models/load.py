@@ -27,6 +27,7 @@ from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
 from workers.models.checkpoint_format import Group, checkpoint_format
 from workers.models.folder import model_folder
 from workers.models.lora import initial_value, is_adapter
+from workers.models.quantize import quantize_linears
 from workers.models.random_init import random_weights
 from workers.models.state import named_state
 
@@ -44,10 +45,17 @@ SCORE = "score.weight"
 logger = logging.getLogger(__name__)
 
 
-def load_model(config: ModelConfig, head: Head, device: torch.device | None = None) -> Any:
+def load_model(
+    config: ModelConfig,
+    head: Head,
+    device: torch.device | None = None,
+    quantization: str | None = None,
+) -> Any:
     """The whole module on one device, in evaluation mode."""
     device = device or torch.device("cpu")
     module = empty_model(config, head, device)
+    if quantization:
+        quantize_linears(module, device)
     load_weights(module, config, head, device)
     return module
 

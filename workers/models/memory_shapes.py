@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from workers.models.causal_lm import Head, body_of, empty_model
 from workers.models.folder import model_folder
 from workers.models.lora import add_adapter
+from workers.models.quantize import quantizable
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -37,6 +38,10 @@ class ModelShapes:
 
     num_weights: int
     num_trained: int
+    num_int8: int
+    """Weights of linear layers, which quantisation makes int8."""
+    num_scales: int
+    """Numbers in float32 that they then have beside them."""
     num_layers: int
     num_outside_layers: int
     """Weights of embeddings, last norm and head: whole throughout a pass of FSDP."""
@@ -48,6 +53,14 @@ class ModelShapes:
     saved_per_token: int | None
     """Bytes that autograd saves for a token of the body; None where the model cannot be traced."""
     compute_bytes: int
+
+    def held(self, dtype: torch.dtype, quantization: str | None = None) -> int:
+        """Bytes of the weights in this type, or as they are quantised."""
+        if not quantization:
+            return self.num_weights * dtype.itemsize
+        return (self.num_weights - self.num_int8) * dtype.itemsize + (
+            self.num_int8 + 4 * self.num_scales
+        )
 
     def saved(self, num_tokens: int, num_reads: int, checkpointing: bool) -> int | None:
         """Bytes at the peak of a forward and backward pass, logits in float32 included."""
@@ -102,9 +115,12 @@ def _counted(config: ModelConfig, head: Head, compute: torch.dtype) -> ModelShap
             inside |= {id(weight): weight.numel() for weight in child.parameters()}
 
     num_weights = sum(weight.numel() for weight in module.parameters())
+    linears = [layer.weight for _, layer in quantizable(module)]
     return ModelShapes(
         num_weights=num_weights,
         num_trained=sum(weight.numel() for weight in trained),
+        num_int8=sum(weight.numel() for weight in linears),
+        num_scales=sum(len(weight) for weight in linears),
         num_layers=text.num_hidden_layers,
         num_outside_layers=num_weights - sum(inside.values()),
         hidden_size=text.hidden_size,

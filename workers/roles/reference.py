@@ -40,7 +40,11 @@ class ReferenceWorker(WeightReceiver, Worker):
         settings: dict[str, Any] = {"decay": self.config.ema_decay} if self.follows else {}
         engine_cls = FollowingEngine if self.follows else TrainEngine
         self.engine = engine_cls(
-            policy.model, self.config.fsdp_config, strategy=policy.actor.strategy, **settings
+            policy.model,
+            self.config.fsdp_config,
+            strategy=policy.actor.strategy,
+            quantization=self.config.quantization,
+            **settings,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -39,7 +39,9 @@ class RewardModelWorker(Worker):
             path=self.config.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
         )
         self.budget = Budget(rows=self.config.micro_batch_size_per_gpu)
-        self.engine = ScoreEngine(model, FSDPConfig(), head="score")
+        self.engine = ScoreEngine(
+            model, FSDPConfig(), head="score", quantization=self.config.quantization
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -28,6 +28,7 @@ class TeacherWorker(Worker):
             teacher_model(config),
             distillation.teacher_model.fsdp_config,
             strategy=policy.actor.strategy,
+            quantization=distillation.teacher_model.quantization,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

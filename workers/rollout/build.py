@@ -77,11 +77,14 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         return _vllm_engine(config, worker, limits, decode, devices)
 
     dtype = rollout_dtype(policy, worker.device.type)
-    shared = shared_module(worker, dtype) if rollout.name == "native" else None
+    may_share = rollout.name == "native" and not rollout.quantization
+    shared = shared_module(worker, dtype) if may_share else None
     own = replace(policy.model, dtype=name_of(dtype), compute_dtype=name_of(dtype))
-    module = load_model(own, "token", worker.device) if shared is None else shared
     if shared is None:
+        module = load_model(own, "token", worker.device, rollout.quantization)
         set_buffer_dtype(module, precision_of(policy.model, worker.device.type).weights)
+    else:
+        module = shared
     if rollout.name == "hf":
         from workers.rollout.hf import HFEngine
 

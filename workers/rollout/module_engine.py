@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.models.quantize import Int8Weight
 from workers.models.state import named_state
+from workers.rollout.arrived import ArrivedWeights
 from workers.rollout.base import EngineLimits, RolloutEngine
 from workers.weights.sink import WeightSink
 
@@ -28,20 +30,32 @@ class ModuleEngine(RolloutEngine):
             weight.numel() * weight.element_size() for _, weight in named_state(module)
         )
         self._shapes: list[torch.Size] = []
+        self.arrived = ArrivedWeights()
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         sink = WeightSink(self.module)
         for name, tensor in tensors:
             sink.write_tensor(name, tensor)
+            self.arrived.note(name, tensor, sink.targets.get(name))
         sink.verify("engine")
+
+    def weights_checksum(self) -> str:
+        """Hash of the full weights, comparable with the trainer's; of int8 ones as they arrived."""
+        return self.arrived.checksum(self.named_weights())
 
     def _free(self) -> None:
         """Drop every parameter's memory."""
         self._shapes = [parameter.shape for parameter in self.module.parameters()]
         for parameter in self.module.parameters():
-            parameter.data = parameter.data.new_empty(0)
+            if isinstance(parameter, Int8Weight):
+                parameter.free()
+            else:
+                parameter.data = parameter.data.new_empty(0)
 
     def _allocate(self) -> None:
         """Memory for every parameter again; what it holds is undefined."""
         for parameter, shape in zip(self.module.parameters(), self._shapes, strict=True):
-            parameter.data = parameter.data.new_empty(shape)
+            if isinstance(parameter, Int8Weight):
+                parameter.allocate()
+            else:
+                parameter.data = parameter.data.new_empty(shape)

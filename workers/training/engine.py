@@ -39,6 +39,7 @@ from workers.models.causal_lm import Head, empty_model, to_training
 from workers.models.load import load_weights
 from workers.models.lora import adapter_parts, add_adapter, merged_tensors, split_tensors
 from workers.models.precision import computing_in, frozen, precision_of
+from workers.models.quantize import quantize_linears
 from workers.models.state import named_state, persistent_buffers
 from workers.parallel.fsdp import (
     add_up_gradients,
@@ -102,9 +103,12 @@ class TrainEngine:
         head: Head = "token",
         optim_config: OptimConfig | None = None,
         grad_clip: float = 1.0,
+        quantization: str | None = None,
     ) -> None:
         self.model_config = model_config
-        self.sharding = settle(strategy, fsdp_config)
+        self.quantization = quantization
+        # int8 weights are whole on every rank
+        self.sharding = settle("ddp" if quantization else strategy, fsdp_config)
         self.optim_config = optim_config
         self.head: Head = head
         self.grad_clip = grad_clip
@@ -132,6 +136,8 @@ class TrainEngine:
         self.module: Any = empty_model(self.model_config, self.head, self.device)
         if not trained:
             self.module.requires_grad_(False)  # what its class freezes, training leaves frozen
+            if self.quantization:
+                quantize_linears(self.module, self.device)
         if trained and self.model_config.lora_rank > 0:
             add_adapter(self.module, self.model_config)
         if self.is_sharded:

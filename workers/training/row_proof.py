@@ -23,6 +23,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
+from workers.models.quantize import is_quantized
 from workers.models.rotary import factor_border
 from workers.models.stand_in import (
     MODEL_ERRORS,
@@ -221,7 +222,8 @@ def _why_not_packed(module: Any, device: torch.device, kernel: VarlenKernel | No
     except MODEL_ERRORS as error:
         return f"it refuses a packed row: {error}"
 
-    limit = 1e-4 if packed.dtype == torch.float32 else 3e-2
+    is_rounded = packed.dtype != torch.float32 or is_quantized(module)
+    limit = 3e-2 if is_rounded else 1e-4
     error_norm = float((packed - padded).float().norm() / padded.float().norm())
     if error_norm <= limit:
         return ""

@@ -76,7 +76,10 @@ def test_a_value_that_json_lacks_is_named_with_its_row(tmp_path: Path) -> None:
         write_rows([{"prompt": "a"}, {"image": b"x"}], "prompts", tmp_path / "rows.jsonl")
 
 
-@pytest.mark.parametrize(("data", "words"), [([], "is empty"), ({"a": 1}, "a dict"), (3, "a int")])
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [([], "is empty"), ({"a": 1}, "a dict of a: .*of splits one"), (3, "a int")],
+)
 def test_what_is_no_data_is_refused(data: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         rows_in_memory(data, "prompts")

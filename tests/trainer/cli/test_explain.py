@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from tests.trainer.report.report_runs import make_run
 from trainer import load_config
 from trainer.cli.explain import explain, field_docs, main
 from trainer.config.keys import leaf_keys
 from trainer.ppo.config import PPOConfig
+from verl_like.errors import ConfigError
 
 NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
 
@@ -75,3 +78,22 @@ def test_lines_fit_the_terminal(
     lines = capsys.readouterr().out.splitlines()
     too_long = [line for line in lines if len(line) > int(columns)]
     assert [line for line in too_long if " " in line.strip()] == []  # a key is never cut
+
+
+def test_a_detached_run_is_explained_with_its_makers_and_how_fast_it_will_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "run", 3, samples=1)
+    main(["detached", f"--measured={folder}", *NEEDED, "detached.makers=2"])
+    text = capsys.readouterr().out
+    assert re.search(r"maker 1 +rollout_1 +maker_1_pool", text)
+    assert re.search(r"\n-+\n0\.\d+ s a step; busy: maker 0 \d+%.*limited by: trainer", text)
+    assert "detached.makers=2 (default 1): Groups that generate" in text
+
+    main(["detached", *NEEDED])
+    assert "--measured=RUN_DIR" in capsys.readouterr().out
+
+
+def test_only_a_detached_run_is_predicted() -> None:
+    with pytest.raises(ConfigError, match=r"--measured=x tells of a run of `explain detached"):
+        main(["--measured=x", *NEEDED])

@@ -7,6 +7,9 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from trainer.config.schema import RunConfig, TrainerConfig
 from verl_like import Dispatch, Worker, register
 
@@ -33,6 +36,14 @@ class Reporter(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def neighbours(self) -> list[str]:
         return sorted(self.fused_worker_dict)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sum_of_ranks(self) -> float:
+        """By a collective of all ranks."""
+        self.open_process_group()
+        rank = torch.tensor(float(self.rank))
+        dist.all_reduce(rank)
+        return rank.item()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, seconds: float) -> None:

@@ -104,11 +104,8 @@ def test_ray_holds_for_a_pool_what_it_asks_for(tmp_path: Path) -> None:
     config = reporting(tmp_path, ROLES, "ray", maker_0_pool=1, trainer_pool=2)
     config.pool_resources = {"maker_0_pool": PoolResources(cpus=0.75)}
     with WorkerGroups(config) as groups:
-        held = {
-            row["name"].partition("-")[0]: list(row["bundles"].values())
-            for row in placement_group_table().values()
-            if row["state"] == "CREATED"
-        }
+        places = [row for row in placement_group_table().values() if row["state"] == "CREATED"]
+        held = {row["name"].partition("-")[0]: list(row["bundles"].values()) for row in places}
         assert held["maker_0_pool"] == [{"CPU": 0.75}]
         assert held["trainer_pool"] == [{"CPU": 0.1}] * 2
         groups.restart("maker_0_pool")

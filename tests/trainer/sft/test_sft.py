@@ -138,6 +138,9 @@ def test_a_row_that_fits_into_no_pass_is_refused(
     settings = settings_of(tiny_dir, files, tmp_path, "data.max_token_len_per_gpu=31")
     with pytest.raises(ConfigError, match=r"max_length=32 .*max_token_len_per_gpu=31"):
         load_config(settings, SFT)
+    by_default = kept_settings(settings, "data.max_length")
+    with pytest.raises(ConfigError, match=r"max_length=null, 1024 tokens at most, .*_gpu=31"):
+        load_config(by_default, SFT)
 
 
 def test_adapters_learn_are_exported_merged_and_go_on(

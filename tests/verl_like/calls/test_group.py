@@ -318,3 +318,23 @@ def test_worker_env_reaches_the_workers(backend) -> None:
         assert group.variable("MINE") == ["yes", "yes"]
         assert group.variable("RANK") == ["0", "1"]
         assert group.variable("OMP_NUM_THREADS") == ["1", "1"]
+
+
+def test_a_call_after_shutdown_says_so_in_every_group_of_the_processes() -> None:
+    roles = {"first": (Adder, (1,)), "second": (Adder, (2,))}
+    with start("inline", roles, [1]) as fused:
+        second = fused.spawn(["second"])["second"]
+        assert repr(fused) == "<LocalWorkerGroup first+second, world_size=1>"
+        assert len(second.add(batch())) == 5
+    with pytest.raises(WorkerError, match="second.add: the group second was shut down"):
+        second.add(batch())
+    with pytest.raises(WorkerError, match="the group first.second was shut down"):
+        fused.first_add.remote(batch())
+    assert repr(second) == "<WorkerGroup second, world_size=1, shut down>"
+
+
+def test_a_group_ends_with_its_block_when_an_error_ends_that() -> None:
+    with pytest.raises(ZeroDivisionError), start("inline", {"a": (Adder, ())}, [1]) as group:
+        raise ZeroDivisionError
+    with pytest.raises(WorkerError, match="was shut down"):
+        group.pid()

@@ -78,3 +78,16 @@ def test_the_public_manager_makes_pools_of_ray_unless_told_otherwise() -> None:
     ]
     classes = [type(manager.get_resource_pool("critic")) for manager in managers]
     assert classes == [RayResourcePool, ResourcePool]
+
+
+def test_a_pool_is_released_after_its_block_and_says_what_it_is() -> None:
+    released = []
+
+    class Reserving(ResourcePool):
+        def release(self) -> None:
+            released.append(self)
+
+    with Reserving([1, 2]) as pool:
+        assert repr(pool) == "Reserving([1, 2])"
+        assert released == []
+    assert released == [pool]

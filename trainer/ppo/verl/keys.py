@@ -120,7 +120,6 @@ IN_ONE_FOLDER = "give a folder that has all: model, tokenizer, chat template"
 NOT_CUT = "a row is not cut over devices: offload, or take a smaller ppo_max_token_len_per_gpu"
 PER_DEVICE = "divide it by the number of processes, and say ..._micro_batch_size_per_gpu"
 ONE_TURN = "a sample is one turn: calls of tools are not answered"
-AS_THE_ACTORS = "the critic has the actor's: set actor_rollout_ref.actor.optim"
 NO_IMAGES = "models with images are not trained here"
 FEWER_ROWS = "give a file of as many rows"
 
@@ -151,10 +150,6 @@ CHANGES_NOTHING_AT: dict[str, tuple[tuple[str, ...], str]] = {
     "actor_rollout_ref.rollout.multi_turn.enable": (("false",), ONE_TURN),
     "actor_rollout_ref.rollout.pipeline_model_parallel_size": (("1",), "take tensor parallelism"),
     "actor_rollout_ref.rollout.quantization": (("null",), "say rollout.dtype"),
-    "critic.optim.betas": (("[0.9,0.999]",), AS_THE_ACTORS),
-    "critic.optim.lr_scheduler_type": (("constant",), AS_THE_ACTORS),
-    "critic.optim.warmup_style": (("constant",), AS_THE_ACTORS),
-    "critic.optim.weight_decay": (("0.01", "1e-2"), AS_THE_ACTORS),
     "data.reward_fn_key": (("data_source",), "call the column data_source"),
     "data.seed": (("null",), "trainer.seed orders the prompts, too"),
     "data.tokenizer": (("null",), IN_ONE_FOLDER),
@@ -180,6 +175,19 @@ CHANGES_NOTHING_AT: dict[str, tuple[tuple[str, ...], str]] = {
     "transfer_queue.enable": (("false",), "batches travel as references anyway"),
 }
 """Keys that change nothing at these values -> and the way out at any other."""
+
+AS_THE_ACTORS = {
+    "critic.optim.betas": (f"{ACTOR}.optim.betas", "[0.9,0.999]"),
+    "critic.optim.eps": (f"{ACTOR}.optim.eps", "1e-8"),
+    "critic.optim.lr_scheduler_type": (f"{ACTOR}.optim.lr_scheduler_type", "constant"),
+    "critic.optim.min_lr_ratio": (f"{ACTOR}.optim.min_lr_ratio", "0.0"),
+    "critic.optim.warmup_style": (f"{ACTOR}.optim.lr_scheduler_type", "constant"),
+    "critic.optim.weight_decay": (f"{ACTOR}.optim.weight_decay", "0.01"),
+}
+"""Keys of the critic that it has from the actor -> the actor's, and its default.
+
+They change nothing at the actor's value, and are refused at any other.
+"""
 
 FSDP_ONLY = "models are sharded by FSDP: drop it, and say actor.strategy where fsdp is not meant"
 NO_SANDBOX = "a reward function asks the sandbox itself: custom_reward_function.path"

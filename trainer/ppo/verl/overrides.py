@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -19,6 +19,7 @@ from functools import lru_cache
 from trainer.config.keys import config_keys
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl.keys import (
+    AS_THE_ACTORS,
     CHANGES_NOTHING,
     CHANGES_NOTHING_AT,
     NOT_HERE,
@@ -28,6 +29,7 @@ from trainer.ppo.verl.keys import (
 from verl_like.errors import ConfigError
 
 OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
+WARM_UPS = ("actor_rollout_ref.actor.optim", "critic.optim")
 logger = logging.getLogger(__name__)
 
 
@@ -46,6 +48,7 @@ class Fate:
 def translate(overrides: Sequence[str]) -> list[str]:
     """The overrides in our keys; a notice says what was left out or renamed."""
     kept, notices, refused = [], [], []
+    given = values_of(overrides)
     for override in overrides:
         match = OVERRIDE.fullmatch(override)
         if match is None:
@@ -53,7 +56,7 @@ def translate(overrides: Sequence[str]) -> list[str]:
             continue
 
         key, value = match["key"], match["value"]
-        fate = fate_of(key, value)
+        fate = fate_of(key, value, given)
         if fate is None:
             kept.append(override)
         elif fate.refused:
@@ -66,6 +69,7 @@ def translate(overrides: Sequence[str]) -> list[str]:
             if fate.key != key:
                 notices.append(f"{key} is {fate.key}")
 
+    notices += _warm_up_by_share(kept)
     if refused:
         lines = "\n  ".join(refused)
         raise ConfigError(f"verl has these keys, and there is nothing like them here:\n  {lines}")
@@ -75,16 +79,40 @@ def translate(overrides: Sequence[str]) -> list[str]:
     return kept
 
 
-def fate_of(key: str, value: str) -> Fate | None:
+def _warm_up_by_share(overrides: list[str]) -> list[str]:
+    """In verl a warm-up's share counts where no number of steps is given; here -1 steps say so."""
+    given = {override.partition("=")[0] for override in overrides}
+    notices = []
+    for section in WARM_UPS:
+        share, steps = f"{section}.lr_warmup_steps_ratio", f"{section}.lr_warmup_steps"
+        if share in given and steps not in given:
+            overrides.append(f"{steps}=-1")
+            notices.append(f"{share} comes with lr_warmup_steps=-1")
+    return notices
+
+
+def values_of(overrides: Iterable[str]) -> dict[str, str]:
+    """Key -> value of the overrides that set one."""
+    matches = [OVERRIDE.fullmatch(override) for override in overrides]
+    return {match["key"]: match["value"] for match in matches if match is not None}
+
+
+def fate_of(key: str, value: str, given: Mapping[str, str]) -> Fate | None:
     """What becomes of a key of verl's at that value; None of what verl does not have.
 
-    Ours are verl's, too, by the same name.
+    Ours are verl's, too, by the same name. `given` are the values that the run sets.
     """
     ours = renamed(key)
     if ours is not None:
         return Fate(key=ours)
-    if reason := _found(key, CHANGES_NOTHING):
-        return Fate(nothing=CHANGES_NOTHING[reason])
+    if key in AS_THE_ACTORS:
+        of_actor, default = AS_THE_ACTORS[key]
+        theirs = given.get(of_actor, default)
+        if _is_same(value, theirs):
+            return Fate(nothing="the critic has the actor's")
+        return Fate(refused=f"the critic has the actor's, {theirs}: set {of_actor}")
+    if name := _found(key, CHANGES_NOTHING):
+        return Fate(nothing=CHANGES_NOTHING[name])
     if name := _found(key, CHANGES_NOTHING_AT):
         values, way_out = CHANGES_NOTHING_AT[name]
         if _plain(value) in values:
@@ -120,6 +148,14 @@ def _ours() -> tuple[Collection[str], tuple[str, ...], dict[str, str]]:
 def _found(key: str, patterns: Iterable[str]) -> str:
     """The first pattern that the key fits; "" where there is none."""
     return next((pattern for pattern in patterns if fnmatchcase(key, pattern)), "")
+
+
+def _is_same(value: str, other: str) -> bool:
+    """Whether two values are equal, as numbers where they are numbers."""
+    try:
+        return float(value) == float(other)
+    except ValueError:
+        return _plain(value) == _plain(other)
 
 
 def _plain(value: str) -> str:

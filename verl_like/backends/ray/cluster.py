@@ -166,6 +166,11 @@ def why_gone(node_id: str) -> str | None:
     return next(filter(None, (probe.why_gone(node_id) for _ in range(probe.patience))), None)
 
 
+def has_one_node() -> bool:
+    """Whether the whole cluster is one machine: its processes then talk over loopback."""
+    return sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+
+
 def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> list[Node]:
     """The living nodes, by address.
 

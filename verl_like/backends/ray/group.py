@@ -9,6 +9,7 @@ from typing import Any
 import cloudpickle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl_like.backends.ray.cluster import has_one_node
 from verl_like.backends.ray.host import HostActor, own_packages
 from verl_like.backends.ray.pools import Bundle, RayResourcePool
 from verl_like.backends.ray.transport import RayTransport
@@ -72,7 +73,7 @@ class RayWorkerGroup(WorkerGroup):
         limits = deadlines or resource_pool.deadlines
         bundles = resource_pool.bundles()
         name, size, kind = "+".join(roles), len(bundles), "cuda" if resource_pool.use_gpu else "cpu"
-        times, one_node = (limits.rendezvous_s, limits.call_s), len(resource_pool.store) == 1
+        times, one_node = (limits.rendezvous_s, limits.call_s), has_one_node()
         facts = [
             ProcessFacts(name, rank, size, bundle.local_rank, kind, seed, log_dir, *times, one_node)
             for rank, bundle in enumerate(bundles)

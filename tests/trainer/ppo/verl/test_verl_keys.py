@@ -10,29 +10,101 @@ import pytest
 from trainer import load_config
 from trainer.config.keys import config_keys
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.verl.keys import CHANGES_NOTHING, CHANGES_NOTHING_AT, NOT_HERE, RENAMED
+from trainer.ppo.verl.keys import (
+    AS_THE_ACTORS,
+    CHANGES_NOTHING,
+    CHANGES_NOTHING_AT,
+    NOT_HERE,
+    RENAMED,
+)
 from trainer.ppo.verl.overrides import fate_of, translate
 from verl_like.errors import ConfigError
 
 EXAMPLES = Path(__file__).with_name("example_keys.txt").read_text(encoding="utf-8").splitlines()
 """The keys of verl's scripts in examples/grpo_trainer and examples/ppo_trainer, with a value."""
+SCRIPTS = {
+    "grpo": """
+    algorithm.adv_estimator=grpo data.train_files=/d/train.parquet
+    data.val_files=/d/test.parquet data.train_batch_size=1024 data.max_prompt_length=512
+    data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error
+    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.model.use_remove_padding=True
+    actor_rollout_ref.actor.ppo_mini_batch_size=256
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+    actor_rollout_ref.model.enable_gradient_checkpointing=True
+    actor_rollout_ref.actor.fsdp_config.param_offload=False
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40
+    actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False
+    trainer.critic_warmup=0 trainer.logger=[console,wandb]
+    trainer.project_name=verl_grpo_example_gsm8k trainer.experiment_name=qwen2_7b
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5
+    trainer.total_epochs=15
+    """,
+    "reward model": """
+    algorithm.adv_estimator=gae data.train_files=['/a','/b'] data.val_files=['/c']
+    data.train_batch_size=1024 data.max_prompt_length=1024 data.max_response_length=2048
+    data.filter_overlong_prompts=True data.truncation=error data.return_raw_chat=True
+    actor_rollout_ref.model.path=q actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.model.use_remove_padding=True
+    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1
+    actor_rollout_ref.actor.ppo_mini_batch_size=256
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
+    actor_rollout_ref.actor.use_kl_loss=False
+    actor_rollout_ref.model.enable_gradient_checkpointing=True
+    actor_rollout_ref.actor.fsdp_config.param_offload=False
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.name=vllm
+    critic.optim.lr=1e-5 critic.model.use_remove_padding=True
+    critic.optim.lr_warmup_steps_ratio=0.05 critic.model.path=q
+    critic.model.enable_gradient_checkpointing=True critic.ppo_micro_batch_size_per_gpu=32
+    critic.model.fsdp_config.param_offload=False reward_model.enable=True
+    reward_model.model.path=s reward_model.use_reward_loop=True reward_model.num_workers=8
+    reward_model.model.use_remove_padding=True reward_model.model.fsdp_config.param_offload=True
+    reward_model.micro_batch_size_per_gpu=32 algorithm.use_kl_in_reward=False
+    trainer.critic_warmup=0 trainer.logger=[console,wandb] trainer.val_before_train=True
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=10
+    trainer.total_epochs=15
+    """,
+    "dynamic batches": """
+    algorithm.adv_estimator=grpo data.train_files=/a data.val_files=/b data.return_raw_chat=True
+    data.train_batch_size=1024 actor_rollout_ref.model.path=q
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.multi_turn.format=hermes
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
+    actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False
+    trainer.critic_warmup=0 trainer.val_before_train=False trainer.n_gpus_per_node=8
+    trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15
+    """,
+}
+"""Settings of scripts in examples/grpo_trainer and examples/ppo_trainer, whole."""
 KEYS = {key.name for key in config_keys(PPOConfig)}
 NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local"]
 
 
 def test_every_key_of_verls_examples_has_a_fate() -> None:
-    assert [example for example in EXAMPLES if fate_of(*example.split("=", 1)) is None] == []
+    assert [example for example in EXAMPLES if fate_of(*example.split("=", 1), {}) is None] == []
 
 
 def test_most_keys_of_verls_examples_are_accepted() -> None:
-    fates = [fate_of(*example.split("=", 1)) for example in EXAMPLES if ".megatron." not in example]
+    of_fsdp = [example for example in EXAMPLES if ".megatron." not in example]
+    fates = [fate_of(*example.split("=", 1), {}) for example in of_fsdp]
     accepted = [fate for fate in fates if fate is not None and not fate.refused]
     assert len(accepted) / len(fates) >= 0.85
 
 
 def test_a_key_of_ours_is_never_called_foreign() -> None:
     for key in KEYS:
-        fate = fate_of(key, "1")
+        fate = fate_of(key, "1", {})
         assert fate is not None
         assert fate.key == key
 
@@ -43,7 +115,7 @@ def test_names_of_older_versions_lead_to_keys_of_ours() -> None:
 
 
 def test_no_key_stands_in_two_tables() -> None:
-    tables = [*CHANGES_NOTHING, *CHANGES_NOTHING_AT, *NOT_HERE, *RENAMED]
+    tables = [*CHANGES_NOTHING, *CHANGES_NOTHING_AT, *AS_THE_ACTORS, *NOT_HERE, *RENAMED]
     assert len(set(tables)) == len(tables)
 
 
@@ -78,6 +150,28 @@ def test_verls_script_composes_with_one_notice(caplog: pytest.LogCaptureFixture)
         [*NEEDED, "algorithm=grpo", *script[1:5], "+trainer.val_before_train=False"]
     )
     assert config.actor_rollout_ref.actor.strategy == "fsdp"
+
+
+def test_what_the_critic_has_from_the_actor_is_taken_at_the_actors_value_alone() -> None:
+    of_actor, of_critic = "actor_rollout_ref.actor.optim.weight_decay", "critic.optim.weight_decay"
+    assert translate([f"{of_critic}=1e-2"]) == []
+    assert translate([f"{of_critic}=0.1", f"{of_actor}=0.10"]) == [f"{of_actor}=0.10"]
+    with pytest.raises(ConfigError, match=f"the critic has the actor's, 0.1: set {of_actor}"):
+        translate([f"{of_critic}=0.01", f"{of_actor}=0.1"])
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref.actor.optim", "critic.optim"])
+def test_a_share_of_warm_up_counts_where_no_steps_are_given(section: str) -> None:
+    share = f"{section}.lr_warmup_steps_ratio=0.1"
+    assert translate([share]) == [share, f"{section}.lr_warmup_steps=-1"]
+    assert translate([share, f"{section}.lr_warmup_steps=5"])[1:] == [
+        f"{section}.lr_warmup_steps=5"
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_scripts_of_verls_start_as_they_are(script: str) -> None:
+    load_config(script.split())
 
 
 def test_all_that_has_no_counterpart_is_refused_at_once_with_the_way_out() -> None:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainer.api.keys import as_text, flat_settings, overrides_of
+from trainer.config.settings import as_text, flat_settings, overrides_of
 from trainer.config.tree import parse
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
 
 TEXTS = st.text(st.sampled_from("ab'\"\\ {}[](),:=#%$é-./~\n1"), max_size=8)
@@ -61,3 +62,22 @@ def test_a_key_that_is_given_twice_is_refused() -> None:
 def test_what_the_command_line_has_no_form_for_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.shuffle=<object .*: a object is no value"):
         overrides_of({"data.shuffle": object()})
+
+
+def test_a_dict_is_a_configuration() -> None:
+    nested = {
+        "data": {"train_files": ["a", "b"], "train_batch_size": 64},
+        "actor_rollout_ref.model.path": "m",
+        "placement": "split",
+        "trainer": {"n_gpus_per_node": 2},
+    }
+    as_text = [
+        "data.train_files=[a,b]",
+        "data.train_batch_size=64",
+        "actor_rollout_ref.model.path=m",
+        "placement=split",
+        "trainer.n_gpus_per_node=2",
+    ]
+    assert load_config(nested) == load_config(as_text)
+    with pytest.raises(ConfigError, match="There is no key 'data.tran_files'"):
+        load_config({"data": {"tran_files": "a"}})

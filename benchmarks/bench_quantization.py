@@ -1,0 +1,182 @@
+"""A reference as int8 beside the same in float32: memory while it loads, seconds, and log-probs.
+
+    python benchmarks/bench_quantization.py [--hidden 1024] [--layers 8] [--rows 32] [--small]
+
+Either side is a `ReferenceWorker` on a Llama of random weights, in a process of its own with one
+thread. Memory is the largest anonymous memory (`RssAnon`: no pages of files) that a thread saw
+while the model loaded, over what the process had before. Linear weights are what `quantizable`
+names. Seconds are CPU time of scoring the rows, the least of three times. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCABULARY, PROMPT, RESPONSE = 512, 8, 56
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> None:
+    """Random weights, large enough that a token's probability is not that of every other."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        initializer_range=hidden**-0.5,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def make_rows(count: int) -> Any:
+    """Full rows of random tokens."""
+    from verl_like import DataProto
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (count, PROMPT + RESPONSE), generator=generator)
+    ones = torch.ones_like(ids)
+    columns = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(1) - 1}
+    responses = {"responses": ids[:, PROMPT:].clone(), "response_mask": ones[:, PROMPT:].clone()}
+    return DataProto.from_dict(columns | responses)
+
+
+def anonymous_mib() -> float:
+    """What the process holds now that is of no file."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
+
+
+class Peak:
+    """Within, the largest `anonymous_mib`; after, what it grew by."""
+
+    def __enter__(self) -> Peak:
+        self.before = self.largest = anonymous_mib()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self.ended.wait(0.001):
+            self.largest = max(self.largest, anonymous_mib())
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+        self.mib = max(self.largest, anonymous_mib()) - self.before
+
+
+def make_reference(folder: Path, num_rows: int, quantization: str | None) -> Any:
+    """One that has loaded nothing yet."""
+    from workers.config import ActorRolloutRefConfig, ModelConfig, RefConfig, WorkersConfig
+    from workers.roles.reference import ReferenceWorker
+
+    policy = ActorRolloutRefConfig(
+        model=ModelConfig(path=str(folder)),
+        ref=RefConfig(quantization=quantization, log_prob_micro_batch_size_per_gpu=num_rows),
+    )
+    config = WorkersConfig(actor_rollout_ref=policy, data=None, trainer=None, algorithm=None)
+    return ReferenceWorker(config)
+
+
+def run_side(folder: Path, num_rows: int, quantization: str | None) -> dict[str, Any]:
+    """Figures of one side, in this process."""
+    from workers.models.quantize import Int8Weight, quantizable
+
+    make_reference(folder / "tiny", num_rows, quantization).init_model()  # what is imported once
+    reference = make_reference(folder / "whole", num_rows, quantization)
+    with Peak() as peak:
+        reference.init_model()
+
+    linear_bytes = 0
+    for _, layer in quantizable(reference.engine.module):
+        weight = layer.weight
+        parts = (weight.numbers, weight.scales) if isinstance(weight, Int8Weight) else (weight,)
+        linear_bytes += sum(part.untyped_storage().nbytes() for part in parts)
+    rows, seconds = make_rows(num_rows), []
+    for _ in range(3):
+        began = time.process_time()
+        scored = reference.compute_ref_log_prob(rows)
+        seconds.append(time.process_time() - began)
+    return {
+        "load_peak_mib": peak.mib,
+        "linear_mib": linear_bytes / 2**20,
+        "score_s": min(seconds),
+        "log_probs": scored.batch["ref_log_prob"].flatten().tolist(),
+    }
+
+
+def start_side(folder: Path, num_rows: int, side: str) -> dict[str, Any]:
+    """`run_side` in a process of its own."""
+    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, "--folder", str(folder), "--rows", str(num_rows)]
+    done = subprocess.run(
+        [*command, "--side", side],
+        env=os.environ | one_thread,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def compare(hidden: int, layers: int, num_rows: int) -> dict[str, float]:
+    """Both sides, and int8 as a share of float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder) / "whole", hidden, layers)
+        make_model(Path(folder) / "tiny", 64, 1)
+        model_mib = (Path(folder) / "whole" / "model.safetensors").stat().st_size / 2**20
+        sides = {side: start_side(Path(folder), num_rows, side) for side in ("float32", "int8")}
+
+    report = {"model_mib": model_mib}
+    log_probs = [torch.tensor(figures.pop("log_probs")) for figures in sides.values()]
+    for name in ("load_peak_mib", "linear_mib", "score_s"):
+        report |= {f"{side}, {name}": figures[name] for side, figures in sides.items()}
+    report["load peak of int8 / float32 model"] = sides["int8"]["load_peak_mib"] / model_mib
+    shares = [sides[side]["linear_mib"] for side in ("int8", "float32")]
+    report["linear weights, int8 / float32"] = shares[0] / shares[1]
+    report["|log-prob apart|, mean"] = float((log_probs[0] - log_probs[1]).abs().mean())
+    return report
+
+
+def main() -> None:
+    """Command line; one JSON object on the last lines of stdout."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (("--hidden", 1024), ("--layers", 8), ("--rows", 32)):
+        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--small", action="store_true", help="try it out in some seconds")
+    for name in ("--folder", "--side"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
+    if args.side:
+        torch.set_num_threads(1)
+        wanted = None if args.side == "float32" else args.side
+        print(json.dumps(run_side(Path(args.folder), args.rows, wanted)))
+        return
+    sizes = (256, 16, 2) if args.small else (args.hidden, args.layers, args.rows)
+    report = compare(*sizes)
+    print(json.dumps({name: float(f"{value:.4g}") for name, value in report.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Two runs on one host at the same time: neither takes the other's ports, none needs a network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.groups.reporting_role import reporting
+from tests.trainer.groups.two_runs import ROLES
+from trainer.groups.worker_groups import WorkerGroups
+
+ROOT = Path(__file__).resolve().parents[3]
+LISTENS = "0A"
+
+
+def listening(pids: list[int]) -> set[str]:
+    """The addresses at which these processes listen, as /proc writes them."""
+    theirs = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                theirs.add(os.readlink(entry))
+            except FileNotFoundError:
+                continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == LISTENS and f"socket:[{words[9]}]" in theirs:
+                found.add(words[1])
+    return found
+
+
+def test_two_runs_at_once_meet_on_ports_of_their_own_of_loopback_alone(tmp_path: Path) -> None:
+    def run(name: str) -> tuple[list[float], set[str]]:
+        config = reporting(tmp_path / name, ROLES, maker_0_pool=1, trainer_pool=2)
+        with WorkerGroups(config) as groups:
+            sums = groups["actor"].sum_of_ranks()
+            pids = [header.pid for r in ROLES for header in groups[r].transport.started]
+            return sums, listening(pids)
+
+    with ThreadPoolExecutor(2) as at_once:
+        (first, its), (second, others) = at_once.map(run, ["first", "second"])
+    assert first == second == [1.0, 1.0]
+    assert len(its) >= 1
+    assert its.isdisjoint(others)
+    assert {address.partition(":")[0] for address in its | others} == {"0100007F"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_two_runs_at_once_need_no_network(backend: str, tmp_path: Path) -> None:
+    alone = ["unshare", "--net", "--map-root-user"]
+    if not shutil.which("ip") or subprocess.run([*alone, "true"], check=False).returncode:
+        pytest.skip("this machine lets nobody take its network away")
+    run = f"{sys.executable} -m tests.trainer.groups.two_runs {backend} {tmp_path}"
+    both = f"ip link set lo up; {run}/first & {run}/second; wait"
+    done = subprocess.run(
+        [*alone, "sh", "-c", both],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    sums = [line for line in done.stdout.splitlines() if line.startswith("sums")]
+    assert sums == ["sums [1.0, 1.0] [0.0]"] * 2, done.stderr[-3000:]

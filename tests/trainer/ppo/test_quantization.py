@@ -1,0 +1,174 @@
+"""Runs with int8 weights: what corrects for them, what is refused, counted, measured."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import load as load_file
+from tests.integration.runs import calls, lines, overrides
+from trainer import load_config, run
+from trainer.best_of_n.recipe import BEST_OF_N
+from trainer.cli.explain import explain
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.default_correction import needs_correction
+from trainer.ppo.memory import role_memories
+from trainer.ppo.quantization import reference_drift
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+
+CURVES = load_file("docs/make_curves.py")
+NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
+ROLLOUT = "actor_rollout_ref.rollout.quantization=int8"
+REF = "actor_rollout_ref.ref.quantization=int8"
+KL = "actor_rollout_ref.actor.use_kl_loss=true"
+DRIFT = "ref/quantization_log_prob_diff_mean"
+
+
+def load(*settings: str) -> PPOConfig:
+    return load_config([*NEEDED, *settings])
+
+
+def test_a_quantised_rollout_is_corrected_for_as_the_preset_does_and_a_notice_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = load(ROLLOUT).algorithm.rollout_correction
+    assert found == load("correction=decoupled_token_is").algorithm.rollout_correction
+    assert "rollout.quantization=int8 rounds the rollout's weights, so" in caplog.text
+    assert "correction=disabled turns it off" in caplog.text
+    caplog.clear()
+    assert load(REF, KL).algorithm.rollout_correction.rollout_is is None
+    assert "rollout_correction" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [
+        ("correction=disabled", None),
+        ("correction=decoupled_seq_is", "sequence"),
+        ("algorithm.rollout_correction.rollout_is=null", None),
+        ("algorithm.rollout_correction.rollout_is=geometric", "geometric"),
+        ("algorithm.rollout_correction={rollout_token_veto_threshold: 1e-4}", None),
+    ],
+)
+def test_what_the_user_sets_wins(
+    setting: str, wanted: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load(ROLLOUT, setting).algorithm.rollout_correction.rollout_is == wanted
+    assert "rounds the rollout's weights" not in caplog.text
+
+
+def test_vllms_own_quantisation_is_corrected_for_too() -> None:
+    config = load(
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.engine_kwargs.quantization=fp8",
+    )
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    assert "engine_kwargs.quantization=fp8" in needs_correction(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ((ROLLOUT, "actor_rollout_ref.rollout.name=vllm"), "engine_kwargs.quantization"),
+        (("actor_rollout_ref.rollout.quantization=int4",), "choose one of int8"),
+        ((ROLLOUT, "trainer.device=cuda"), "CPUs alone.*device is cuda"),
+        ((REF,), "this run has no reference"),
+        ((REF, KL, "actor_rollout_ref.ref.update_every=3"), "weights that move are not held"),
+        ((REF, KL, "actor_rollout_ref.ref.fsdp_config.fsdp_size=2"), "fsdp_size=2, or the quant"),
+        ((REF, KL, "actor_rollout_ref.ref.fsdp_config.param_offload=true"), "param_offload=true"),
+        ((REF, KL, "actor_rollout_ref.model.lora_rank=4"), "the actor's own module"),
+        (
+            (
+                "distillation.teacher_model.model_path=teacher",
+                "distillation.teacher_model.quantization=int8",
+                "distillation.teacher_model.fsdp_config.fsdp_size=2",
+            ),
+            "distillation.teacher_model.fsdp_config.fsdp_size=2",
+        ),
+        (("reward_model.model.quantization=int8",), "reward_model.enable is false"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    settings: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(*settings)
+
+
+def test_best_of_n_refuses_the_same_devices() -> None:
+    with pytest.raises(ConfigError, match="CPUs alone"):
+        load_config([*NEEDED, ROLLOUT, "trainer.device=cuda"], BEST_OF_N)
+
+
+def test_a_lora_reference_in_another_pool_may_be_int8() -> None:
+    more = ("placement=standalone", "trainer.n_gpus_per_node=4", "trainer.device=cpu")
+    load(REF, KL, "actor_rollout_ref.model.lora_rank=4", *more)
+
+
+def test_the_memory_plan_counts_int8_and_explain_shows_it(tiny_dir: Path, tmp_path: Path) -> None:
+    own = ("trainer.n_gpus_per_node=2", "trainer.device=cpu", "placement=colocate", KL)
+    plain, small = (
+        load_config(overrides(tiny_dir, tmp_path, *own, *more)) for more in ((), (ROLLOUT, REF))
+    )
+    before, after = ({m.role: m for m in role_memories(c, "cpu")} for c in (plain, small))
+    assert before["actor"] == after["actor"]
+    # shares of two ranks before, the whole model as int8 after
+    whole = 2 * before["ref"].weights
+    assert 0.25 * whole < after["ref"].weights == after["rollout"].weights < 0.7 * whole
+    assert (after["ref"].types, after["rollout"].types) == ("int8 / float32", "int8 / float32")
+    assert after["ref"].whole == 0
+    assert "int8 / float32" in explain(small)
+
+
+def test_drift_is_the_mean_gap_of_the_first_steps_tokens() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    columns = {
+        "response_mask": mask,
+        "ref_log_prob": torch.tensor([[-1.0, -2.0, 9.0], [-3.0, 9.0, 9.0]]),
+        "old_log_probs": torch.tensor([[-1.5, -2.0, 0.0], [-2.0, 0.0, 0.0]]),
+    }
+    batch = DataProto.from_dict(columns)
+    config = load(REF, KL)
+    assert reference_drift(batch, config, 1) == {DRIFT: pytest.approx(0.5)}
+    assert reference_drift(batch, config, 2) == {}
+    assert reference_drift(batch, load(KL), 1) == {}
+
+
+def test_a_run_with_int8_rollout_and_reference_logs_how_far_both_are_off(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = ("placement=colocate", "trainer.backend=local", ROLLOUT, REF, KL)
+    run(load_config(overrides(tiny_dir, tmp_path, *settings)))
+    first, *later = lines(tmp_path)
+    assert 0 < first[DRIFT] < 0.02
+    assert all(DRIFT not in line for line in later)
+    for line in (first, *later):
+        assert 0 < line["training/rollout_probs_diff_mean"] < 0.01
+        assert line["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.02)
+        assert line["rollout_corr/rollout_is_max"] > 1
+
+
+def test_old_log_probs_that_the_drift_asks_for_are_made_at_the_first_step_alone(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    on_policy = ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "algorithm.adv_estimator=grpo")
+    kl = (KL, "algorithm.use_kl_in_reward=false")
+    settings = (*on_policy, *kl, "placement=colocate", "trainer.backend=local", REF)
+    run(load_config(overrides(tiny_dir, tmp_path, *settings)))
+    first, *later = lines(tmp_path)
+    assert len(calls(tmp_path, "compute_log_prob")) == 1
+    assert 0 < first[DRIFT] < 0.02
+    assert all(DRIFT not in line for line in later)
+
+
+@pytest.mark.slow
+def test_a_run_with_an_int8_rollout_learns_the_tiny_task(tiny_dir: Path, tmp_path: Path) -> None:
+    scores = CURVES.train(["algorithm=grpo", ROLLOUT], tiny_dir, tmp_path)
+    first, last = CURVES.first_and_last(scores)
+    assert last > first + CURVES.LEAST_RISE, scores
+    assert all("rollout_corr/rollout_is_mean" in line for line in lines(tmp_path))

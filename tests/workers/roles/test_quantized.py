@@ -1,0 +1,116 @@
+"""Roles with int8 weights: what they score, on one rank and on two, and what they leave alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.distributed import run
+from tests.workers.samples import (
+    learned,
+    make_batch,
+    own_piece,
+    started,
+    tiny_config,
+)
+from workers.config import DistillationConfig, RewardConfig, TeacherModelConfig
+from workers.models.quantize import Int8Weight, is_quantized
+from workers.roles.actor import ActorWorker
+from workers.roles.reference import ReferenceWorker
+from workers.roles.reward_model import RewardModelWorker
+from workers.roles.rollout import RolloutWorker
+from workers.roles.teacher import TeacherWorker
+
+
+def reference_of(tiny_dir: Path | str, quantization: str | None) -> Any:
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.ref.quantization = quantization
+    return started(ReferenceWorker, config)
+
+
+def inside(scores: Any, name: str, batch: Any) -> torch.Tensor:
+    return scores.batch[name][batch.batch["response_mask"] != 0]
+
+
+def test_a_references_log_probs_are_near_the_exact_ones(tiny_dir: Path) -> None:
+    batch = make_batch(8)
+    exact, rounded = (
+        inside(reference_of(tiny_dir, q).compute_ref_log_prob(batch), "ref_log_prob", batch)
+        for q in (None, "int8")
+    )
+    assert 1e-6 < float((exact - rounded).abs().mean()) < 0.02
+
+
+def scores_of_a_rank(tiny_dir: str) -> tuple[bool, torch.Tensor]:
+    reference = reference_of(tiny_dir, "int8")
+    piece = own_piece(make_batch(8), reference.rank, reference.world_size)
+    return reference.engine.is_sharded, reference.compute_ref_log_prob(piece).batch["ref_log_prob"]
+
+
+def test_on_two_ranks_each_has_the_whole_model_and_scores_are_the_same(tiny_dir: Path) -> None:
+    (sharded, first), (_, second) = run(2, scores_of_a_rank, str(tiny_dir))
+    whole = reference_of(tiny_dir, "int8").compute_ref_log_prob(make_batch(8))
+    assert not sharded
+    torch.testing.assert_close(
+        torch.cat([first, second]), whole.batch["ref_log_prob"], atol=1e-2, rtol=0
+    )
+
+
+def test_a_teacher_scores_with_int8(tiny_dir: Path) -> None:
+    batch, found = make_batch(8), []
+    for quantization in (None, "int8"):
+        config = tiny_config(tiny_dir)
+        path = config.actor_rollout_ref.model.path
+        teacher = TeacherModelConfig(model_path=path, quantization=quantization)
+        config.distillation = DistillationConfig(teacher_model=teacher)
+        worker = started(TeacherWorker, config)
+        assert is_quantized(worker.engine.module) == bool(quantization)
+        found.append(inside(worker.compute_teacher_log_prob(batch), "teacher_log_prob", batch))
+    assert 1e-6 < float((found[0] - found[1]).abs().mean()) < 0.02
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_reward_model_scores_with_int8(tiny_dir: Path, classifier: Path, listed: bool) -> None:
+    batch, found = make_batch(6), []
+    for quantization in (None, "int8"):
+        config = tiny_config(tiny_dir)
+        path = str(classifier)
+        if listed:
+            reward = RewardConfig(name="one", kind="model", path=path, quantization=quantization)
+            config.rewards = [reward]
+        else:
+            config.reward_model.enable = True
+            config.reward_model.model.path = path
+            config.reward_model.model.quantization = quantization
+        worker = started(RewardModelWorker, config)
+        assert is_quantized(worker.engine.module) == bool(quantization)
+        assert not isinstance(worker.engine.module.score.weight, Int8Weight)
+        found.append(worker.compute_rm_score(batch).batch["rm_scores"].sum(dim=1))
+    assert float((found[0] - found[1]).abs().max()) < 0.05 * float(found[0].abs().max())
+    assert not torch.equal(*found)
+
+
+def updated(tiny_dir: Path, quantization: str | None) -> tuple[Any, ...]:
+    """Metrics and weights of an actor beside a rollout, after two syncs and updates."""
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    config.actor_rollout_ref.rollout.quantization = quantization
+    actor, rollout = ActorWorker(config), RolloutWorker(config)
+    rollout._siblings["actor"] = actor
+    actor.init_model(10)
+    rollout.init_model()
+    found = []
+    for version in range(2):
+        assert rollout.update_weights(version).error is None
+        assert rollout.weights_checksum() == actor.weights_checksum()
+        found.append(learned(actor.update_actor(make_batch(8, seed=version))))
+    owns = rollout.engine.owns_weights
+    return found, actor.weights_checksum(), owns, is_quantized(actor.engine.module)
+
+
+def test_an_actor_beside_an_int8_rollout_learns_bit_for_bit_as_without(tiny_dir: Path) -> None:
+    plain, rounded = (updated(tiny_dir, quantization) for quantization in (None, "int8"))
+    assert rounded[:2] == plain[:2]
+    assert (plain[2:], rounded[2:]) == ((False, False), (True, False))

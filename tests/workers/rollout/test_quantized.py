@@ -1,0 +1,124 @@
+"""Engines with int8 weights: what they draw, what they say they hold, and a sleep between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.rollout_engines import (
+    PROMPT,
+    RESPONSE,
+    full_logits,
+    load,
+    make_model,
+    make_prompts,
+    requests_of,
+    settings,
+)
+from verl_like.errors import RolloutError, WeightSyncError
+from workers.config import ModelConfig
+from workers.models.load import load_model
+from workers.models.quantize import Int8Weight
+from workers.rollout.base import EngineLimits
+from workers.rollout.hf import HFEngine
+from workers.rollout.native.engine import NativeEngine
+from workers.weights.checksum import checksum_of
+
+LIMITS = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, kv_cache_gb=1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return make_model(folder)
+
+
+def engine_of(name: str, model: Any, folder: Path) -> Any:
+    """One with int8 weights, as a sync leaves it."""
+    own = load_model(ModelConfig(path=str(folder)), "token", quantization="int8")
+    engine = HFEngine(own, LIMITS) if name == "hf" else None
+    engine = engine or NativeEngine(own, LIMITS, owns_weights=True)
+    load(engine, model, 1)
+    return engine
+
+
+@pytest.fixture(scope="module", params=["native", "hf"])
+def engine(request: pytest.FixtureRequest, model: Any, folder: Path) -> Any:
+    return engine_of(request.param, model, folder)
+
+
+def test_log_probs_are_near_those_of_the_model_and_not_the_same(engine: Any, model: Any) -> None:
+    requests = requests_of(make_prompts(), n=2)
+    gaps = []
+    for request, output in zip(requests, engine.generate(requests, settings()), strict=True):
+        logits = full_logits(model, list(request.prompt), output.tokens)
+        exact = logits.log_softmax(dim=-1).gather(1, output.tokens[:, None])[:, 0]
+        gaps.append((exact - output.log_probs).abs())
+    mean = float(torch.cat(gaps).mean())
+    assert 1e-4 < mean < 0.03
+    assert float(torch.cat(gaps).max()) < 0.2
+
+
+def test_a_sample_is_the_same_bits_alone_and_among_others(model: Any, folder: Path) -> None:
+    engine = engine_of("native", model, folder)
+    requests = requests_of(make_prompts(), n=2)
+    together = engine.generate(requests, settings())
+    assert engine.direct_agrees
+    for request, output in list(zip(requests, together, strict=True))[::3]:
+        (alone,) = engine.generate([request], settings())
+        assert torch.equal(alone.tokens, output.tokens)
+        assert torch.equal(alone.log_probs, output.log_probs)
+
+
+def test_its_checksum_is_that_of_what_arrived_while_it_holds_what_it_made_of_it(
+    engine: Any, model: Any
+) -> None:
+    arrived = checksum_of(model.named_parameters())
+    assert engine.weights_checksum() == arrived
+    assert checksum_of(engine.named_weights()) != arrived  # what it computes with
+
+    weight = engine.module.get_parameter("model.layers.0.mlp.up_proj.weight")
+    weight.numbers[0, 0] += 1
+    assert engine.weights_checksum() != arrived
+    weight.numbers[0, 0] -= 1
+    weight.scales[2] *= 2
+    assert engine.weights_checksum() != arrived
+    weight.scales[2] /= 2
+
+    norm = engine.module.get_parameter("model.norm.weight")
+    with torch.no_grad():
+        norm[0] += 1
+        assert engine.weights_checksum() != arrived
+        norm[0] -= 1
+    assert engine.weights_checksum() == arrived
+
+
+def test_asleep_it_holds_nothing_and_the_next_sync_fills_it_again(engine: Any, model: Any) -> None:
+    first = engine.generate(requests_of(make_prompts()), settings())
+    engine.sleep()
+    for weight in engine.module.parameters():
+        parts = [weight.numbers, weight.scales] if isinstance(weight, Int8Weight) else [weight]
+        assert all(part.numel() == 0 for part in parts)
+    engine.wake_up()
+    with pytest.raises(RolloutError, match="no verified weights"):
+        engine.generate(requests_of(make_prompts()), settings())
+    load(engine, model, 2)
+    second = engine.generate(requests_of(make_prompts()), settings())
+    for before, after in zip(first, second, strict=True):
+        assert torch.equal(before.log_probs, after.log_probs)
+
+
+def test_a_tensor_that_does_not_fit_is_refused_by_name(engine: Any, model: Any) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensors = {n: weight.detach() for n, weight in model.named_parameters()}
+    tensors[name] = tensors[name][1:]
+    with pytest.raises(WeightSyncError, match=f"of another shape: {name}"):
+        engine.load_weights(tensors.items())
+    load(engine, model, 3)

@@ -1,0 +1,222 @@
+"""Linear weights as int8: a quarter of float32's memory, and products of integers.
+
+    module = empty_model(config, head, device)
+    quantize_linears(module, device)        # before it has weights: none is ever whole in float32
+    load_weights(module, ...)               # each weight is quantised as it is read
+
+Roles that compute without training are built so: a rollout engine, a frozen reference, teacher or
+reward model (their `quantization=int8`). A weight [out, in] is kept as whole numbers from -127 to
+127 and a scale for each output channel. A layer's inputs are quantised row by row as they come, and
+what is multiplied are integers, whose sums are exact: a row's result has the same bits whatever
+rows are beside it.
+
+Embeddings and heads, a mixture's experts and routers, norms and biases stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from verl_like.errors import ConfigError
+
+LARGEST = 127
+"""Numbers run from -LARGEST to LARGEST."""
+ROWS_AT_ONCE = 1024
+"""Rows of a weight that are quantised at a time, to bound the memory that it takes."""
+ROUTERS = ("gate", "router")
+"""Last names of layers that choose between experts: rounded, they would choose others."""
+
+
+class Int8Weight(Tensor):
+    """A weight [out, in] that says it is of its float type, and is held as int8.
+
+    `linear` multiplies by the int8 numbers; `copy_` into it quantises; any other operation gets the
+    floats that the numbers stand for, and none may write to them.
+    """
+
+    numbers: Tensor
+    """[in, out], as the product of integers reads them fastest."""
+    scales: Tensor
+    """[out] in float32: what 1 stands for."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Int8Weight:
+        """Shows the weight's shape, type and device, and has no memory of its own."""
+        shape = (numbers.shape[1], numbers.shape[0])
+        weight: Int8Weight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=dtype, device=numbers.device
+        )
+        return weight
+
+    def __init__(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        self.numbers, self.scales = numbers, scales
+
+    @classmethod
+    def empty(cls, out_width: int, in_width: int, dtype: torch.dtype, device: Any) -> Int8Weight:
+        """Room for a weight."""
+        numbers = torch.empty(in_width, out_width, dtype=torch.int8, device=device)
+        return cls(numbers, torch.empty(out_width, device=device), dtype)
+
+    def floats(self) -> Tensor:
+        """The weight that the numbers stand for."""
+        numbers = self.numbers.t().contiguous()
+        return numbers.float().mul_(self.scales[:, None]).to(self.dtype)
+
+    def free(self) -> None:
+        """Drop the memory."""
+        self.numbers, self.scales = self.numbers.new_empty(0, 0), self.scales.new_empty(0)
+
+    def allocate(self) -> None:
+        """Take it again; what it holds is undefined."""
+        self.numbers = self.numbers.new_empty(self.shape[1], self.shape[0])
+        self.scales = self.scales.new_empty(self.shape[0])
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Without its numbers."""
+        return f"Int8Weight({list(self.shape)}, {self.dtype}, {self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        """As torch takes such tensors apart when it moves a module."""
+        return ["numbers", "scales"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, parts: dict[str, Tensor], dtype: torch.dtype, *_: Any
+    ) -> Int8Weight:
+        """And puts them together."""
+        return cls(parts["numbers"], parts["scales"], dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """`linear` by integers, before torch makes a transposition and a product of it."""
+        if func is linear and isinstance(args[1], Int8Weight):
+            return int8_linear(*args, **(kwargs or {}))
+        if func is Tensor.detach:
+            return args[0]  # it has no gradient; torch refuses under `inference_mode`
+        with torch._C.DisableTorchFunctionSubclass():  # results are tensors as any
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """What the class's docstring says of other operations."""
+        kwargs, aten, first = kwargs or {}, torch.ops.aten, args[0]
+        if func is aten.detach.default:
+            return cls(first.numbers, first.scales, first.dtype)
+        if func is aten.empty_like.default:
+            device = kwargs.get("device") or first.device
+            return cls.empty(*first.shape, dtype=first.dtype, device=device)
+        if func is aten.copy_.default and isinstance(first, Int8Weight):
+            write(first, args[1])
+            return first
+        if func._schema.is_mutable and isinstance(first, Int8Weight):
+            raise TypeError(f"{func} would write to a weight that is quantised to int8")
+
+        plain = [arg.floats() if isinstance(arg, Int8Weight) else arg for arg in args]
+        return func(*plain, **kwargs)
+
+
+def write(weight: Int8Weight, values: Tensor) -> None:
+    """Quantise `values` into `weight`, rows at a time; what is not finite makes its row NaN."""
+    if values.shape != weight.shape:
+        raise ValueError(f"{list(values.shape)} does not fit a weight of {list(weight.shape)}")
+    rows = zip(
+        values.split(ROWS_AT_ONCE),
+        weight.numbers.split(ROWS_AT_ONCE, dim=1),
+        weight.scales.split(ROWS_AT_ONCE),
+        strict=True,
+    )
+    for row_values, numbers, scales in rows:
+        row_numbers, row_scales = quantized(row_values.to(weight.device))
+        numbers.copy_(row_numbers.t())
+        scales.copy_(row_scales[:, 0])
+
+
+def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, width] as int8, and what 1 stands for in each row, [rows, 1]."""
+    rows = rows.float()
+    largest = rows.abs().amax(dim=1, keepdim=True)
+    scales = largest.clamp_(min=torch.finfo(torch.float32).tiny * LARGEST).div_(LARGEST)
+    return (rows / scales).round_().to(torch.int8), scales
+
+
+def int8_linear(input: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    """`linear` with inputs [..., in] quantised row by row; it has no gradient."""
+    if torch.is_grad_enabled() and input.requires_grad:
+        raise TypeError("int8 weights are for models that are not trained: they have no gradient")
+    numbers, scales = quantized(input.reshape(-1, input.shape[-1]))
+    result = torch._int_mm(numbers, weight.numbers).float().mul_(scales).mul_(weight.scales)
+    if bias is not None:
+        result.add_(bias)
+    return result.to(input.dtype).view(*input.shape[:-1], len(weight.scales))
+
+
+def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers, by name, whose weights `quantize_linears` makes int8."""
+    shared: dict[int, int] = {}
+    for child in module.modules():
+        for weight in child._parameters.values():
+            shared[id(weight)] = shared.get(id(weight), 0) + 1
+
+    find_head: Any = getattr(module, "get_output_embeddings", lambda: None)
+    head = find_head()
+    for name, child in module.named_modules():
+        is_plain = type(child) is nn.Linear and child is not head
+        if is_plain and shared[id(child.weight)] == 1 and name.rpartition(".")[2] not in ROUTERS:
+            yield name, child
+
+
+def quantize_linears(module: nn.Module, device: torch.device) -> None:
+    """Let the weights of linear layers be int8 once they are written; refuse where none can be."""
+    check_device(device.type)
+    layers = [layer for _, layer in quantizable(module)]
+    if not layers:
+        kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
+        raise ConfigError(
+            f"quantization=int8: a model of type {kind!r} has no linear layers (torch.nn.Linear) "
+            "outside its head; leave quantization out."
+        )
+    for layer in layers:
+        weight = layer.weight
+        room = Int8Weight.empty(*weight.shape, dtype=weight.dtype, device=weight.device)
+        layer.weight = nn.Parameter(room, requires_grad=False)
+
+
+def check_device(device_type: str) -> None:
+    """Refuse devices that are not known to multiply int8 exactly."""
+    if device_type != "cpu":
+        raise ConfigError(
+            f"quantization=int8 multiplies integers on CPUs alone, and this role's device is "
+            f"{device_type}: leave quantization out and set rollout.dtype or model.compute_dtype="
+            "bfloat16; rollout.name=vllm quantises by rollout.engine_kwargs.quantization."
+        )
+    if not _is_exact():
+        raise ConfigError(
+            "quantization=int8: torch's product of int8 matrices is not exact on this processor; "
+            "leave quantization out."
+        )
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether it has int8 weights: two ways to compute a row then differ by more than rounding."""
+    return any(isinstance(weight, Int8Weight) for weight in module.parameters())
+
+
+@functools.cache
+def _is_exact() -> bool:
+    """Whether the largest numbers are multiplied right: processors without a dot product of int8
+    have saturated sums of pairs.
+    """
+    left = torch.full((5, 96), LARGEST, dtype=torch.int8)
+    right = torch.full((96, 40), -LARGEST, dtype=torch.int8)
+    left[::2, ::3], right[::3, ::2] = -LARGEST, LARGEST - 1
+    return torch.equal(torch._int_mm(left, right).long(), left.long() @ right.long())

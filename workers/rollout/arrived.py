@@ -1,0 +1,50 @@
+"""What arrived at an engine that keeps less: hashes of weights from before they were quantised.
+
+A sync is proven by comparing the engine's weights with the trainer's, and int8 numbers cannot be
+compared with floats. So an engine notes the hash of every tensor that it quantises, and beside it
+that of what it made of it. The first stands for the weight in the engine's checksum as long as the
+second holds.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from workers.models.quantize import Int8Weight
+from workers.weights.checksum import NamedTensors, byte_view, digest_of, hash_of
+
+
+class ArrivedWeights:
+    """The hashes of one engine's int8 weights, as they arrived."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._hashes: dict[str, tuple[int, list[int]]] = {}
+
+    def note(self, name: str, sent: Tensor, held: Tensor | None) -> None:
+        """A tensor arrived, and was written into `held`."""
+        if isinstance(held, Int8Weight):
+            self._hashes[name] = _float_hash(sent), _held_hashes(held)
+
+    def checksum(self, weights: NamedTensors) -> str:
+        """That of `workers.weights.checksum.checksum_of`, over int8 weights as they arrived.
+
+        A weight that is not what was made of its tensor counts as what it is.
+        """
+        return digest_of((name, weight.shape, self._of(name, weight)) for name, weight in weights)
+
+    def _of(self, name: str, weight: Tensor) -> int:
+        if isinstance(weight, Int8Weight):
+            arrived, made = self._hashes.get(name, (0, []))
+            if made == _held_hashes(weight):
+                return arrived
+            return _held_hashes(weight)[0]
+        return _float_hash(weight)
+
+
+def _float_hash(tensor: Tensor) -> int:
+    return hash_of(byte_view(tensor.detach().float().cpu().contiguous()))
+
+
+def _held_hashes(weight: Int8Weight) -> list[int]:
+    return [hash_of(byte_view(part.contiguous())) for part in (weight.numbers, weight.scales)]
