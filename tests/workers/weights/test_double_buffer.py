@@ -17,7 +17,15 @@ from torch import nn
 from tests.workers.distributed import run
 from tests.workers.prompts import prompt_batch
 from tests.workers.samples import make_batch, started, tiny_config
-from tests.workers.stand_ins import Group, Receiver, Sender, checksums, train, versions
+from tests.workers.stand_ins import (
+    Group,
+    Receiver,
+    Sender,
+    TiedModel,
+    checksums,
+    train,
+    versions,
+)
 from verl_like.errors import WeightSyncError
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
@@ -113,6 +121,39 @@ def test_a_paused_generation_goes_on_with_its_weights_while_newer_ones_arrive(
     assert maker.weights_checksum() == actor.published_checksum(1) == actor.weights_checksum(True)
     after = maker.generate_sequences(prompt_batch(4))[0]
     assert [*alone.batch["policy_version"], *after.batch["policy_version"]] == [0] * 4 + [1] * 4
+
+
+def two_ranks_load_what_arrived() -> list[Any]:
+    """Rank 0 sends two versions to ranks 1 and 2; one of these cannot load the second one."""
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    if rank == 0:
+        sender = Sender()
+        for version in range(2):
+            sender.publish_weights(version)
+            address, _ = sender.open_delivery(version) or ("", None)
+            store.set(f"address {version}", address)
+            assert sender.deliver_weights(address, 2, 2.0).error is None
+        return []
+
+    own = dist.PrefixStore("rollout", store)
+    dist.init_process_group("gloo", store=own, rank=rank - 1, world_size=2)
+    maker, found = Receiver(rank - 1, 2), []
+    maker.kept = KeptWeights(announces=False)
+    for version in range(2):
+        report = maker.receive_ahead(store.get(f"address {version}").decode(), version)
+        assert report.error is None
+        if (rank, version) == (2, 1):
+            maker.engine.module = TiedModel(0, hidden=7)
+        error = maker.load_received(version).error
+        found.append((error and error[:31], maker.engine.version))
+    return found
+
+
+def test_one_rank_that_cannot_load_what_arrived_keeps_all_from_flipping() -> None:
+    _, first, second = run(3, two_ranks_load_what_arrived)
+    assert first == [(None, 0), (None, None)]
+    assert second == [(None, 0), ("rollout rank 1: engine: 2 of an", None)]
 
 
 # ------------------------------------------------------------------------------------------ memory
