@@ -22,7 +22,7 @@ from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
 from trainer.ppo.call_results import join_results
-from trainer.ppo.preflight import check_model, check_tensor_parallel
+from trainer.ppo.preflight import check_model, check_rollout
 from trainer.ppo.samples import repeat_prompts
 from trainer.ppo.sampling import SamplingTrainer
 from verl_like.batch.protocol import DataProto
@@ -60,7 +60,7 @@ class BestOfNTrainer(SamplingTrainer):
         """Tokenizer, rewards and prompts."""
         path = config.actor_rollout_ref.model.path
         check_model(config, "actor_rollout_ref.model.path", path)
-        check_tensor_parallel(config)
+        check_rollout(config)
         tokenizer = load_tokenizer(path)
         needs_rules = scores_by_rule(config)
         prompts = PromptSet(config.data, "train_files", tokenizer, needs_rules)

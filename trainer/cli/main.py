@@ -10,6 +10,7 @@ from verl_like.terminal import end_with_the_reader, fit, terminal_width
 USAGE = """usage: verl-like COMMAND ...
 
   ppo [key=value ...]           train by PPO, GRPO and their kin
+  detached [key=value ...]      the same, with makers that generate while it trains
   sft [key=value ...]           supervised fine-tuning on chats, responses, texts
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
@@ -20,8 +21,7 @@ USAGE = """usage: verl-like COMMAND ...
   doctor [--model PATH]         check what a run needs: packages, a remote call, a
                                 weight sync; or how a run treats one model
   serve-reward [...]            answer reward requests over HTTP
-  migrate SYSTEM FILE           turn a script of verl's, OpenRLHF's, TRL's or
-                                ColossalChat's into a command of ours
+  migrate SYSTEM FILE           a script of verl's, OpenRLHF's, TRL's, ... in our keys
   bench overlap [RUN_DIR]       predict what detached makers would gain a job
   report RUN_DIR                write RUN_DIR/report.html anew
   chat MODEL                    talk to a model folder, or to the model of a run
@@ -51,6 +51,16 @@ MODULES = {
 }
 """Commands whose module has a `main(arguments)`."""
 HELP = {
+    "detached": """usage: verl-like detached data.train_files=FILE
+           actor_rollout_ref.model.path=FOLDER [key=value ...]
+
+PPO whose samples are made beside the training: makers generate on pools of their own, the trainer
+takes batches from a buffer and sends its weights back. All keys of `verl-like ppo`, and:
+
+  detached.makers=2  detached.trainers=1   or detached.topology=2m1t
+  detached.max_staleness=1                 versions that a sample may be old; 0 is synchronous
+  verl-like detached --cfg job             every key with its meaning
+""",
     "sft": """usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
 
 Trains a model on chats (loss on what the assistant says), prompts with responses, or plain text.

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from trainer.compare.runs import ComparedRun
 from trainer.report.figures import panels_of
+from trainer.run_folder.progress import KL_NAMES
 
 LOWER_IS_BETTER = ("*/loss", "loss", "timing_s/step")
 """Metrics whose lowest value is the best; a policy's loss (`actor/pg_loss`) is none of them."""
@@ -48,7 +49,12 @@ def metrics_shown(runs: Sequence[ComparedRun]) -> list[str]:
             for pattern in panel.names:
                 found |= dict.fromkeys(n for n in known if fnmatchcase(n, pattern))
         found |= dict.fromkeys(name for name in ("timing_s/step",) if name in known)
-    return list(found)
+    return [name for name in found if name not in KL_NAMES or _is_ever_set(runs, name)]
+
+
+def _is_ever_set(runs: Sequence[ComparedRun], metric: str) -> bool:
+    """Whether it is not 0 throughout, as is the KL of a policy to itself."""
+    return any(value for run in runs for value in run.data.series(metric)[1])
 
 
 def end_of(runs: Sequence[ComparedRun], metric: str) -> Figure | None:

@@ -9,6 +9,12 @@ from verl_like.config_key import When, key
 from workers.config import UserCodeConfig
 from workers.config.conditions import VALIDATES
 
+ORDERED_BY_SAMPLER = When(
+    "it is not null", lambda data, _: data.sampler is not None, "data.sampler is null"
+)
+SHUFFLES = When(
+    "`sampler` is null", lambda data, _: data.sampler is None, "data.sampler says the order"
+)
 VALIDATION_IS_ON = When(
     "`trainer.test_freq` or `trainer.val_before_train`",
     VALIDATES.holds,
@@ -53,8 +59,10 @@ class DataConfig:
     """Tokens; every prompt is left-padded to it."""
     max_response_length: int = key(512, above=0)
     """Tokens; every response is right-padded to it."""
-    shuffle: bool = key(True)
+    shuffle: bool = key(True, read_when=SHUFFLES)
     """A new order each epoch, from `trainer.seed`."""
+    sampler: str | None = key(None, allows="a dotted path, or null", read_when=ORDERED_BY_SAMPLER)
+    """A function of one's own that orders the prompts of an epoch; null shuffles, or does not."""
     filter_overlong_prompts: bool = key(False)
     """Drop (and count) prompts of more than `max_prompt_length` tokens."""
     truncation: str = key("error", choices=("error", "left", "right"))

@@ -21,6 +21,7 @@ import torch
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.data.files import listing, other_columns, read_rows
+from trainer.data.order import epoch_order
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
 from workers.models.folder import model_folder
@@ -160,6 +161,7 @@ class PromptLoader:
         self.prompts = PromptSet(config.data, "train_files", tokenizer, needs_rules)
         self.num_left_over = len(self.prompts) % self._config.train_batch_size
         self._num_taken = 0
+        self._order = epoch_order(config.data, self._trainer.seed, len(self.prompts))
         self.validation: PromptSet | None = None
         """The prompts of `data.val_files`, if there are any."""
         if config.data.val_files:
@@ -197,9 +199,7 @@ class PromptLoader:
     def batch(self, number: int) -> DataProto:
         """The batch of that number, the run's first being 0, wherever the loader stands."""
         epoch, index = divmod(number, len(self))
-        order = self.prompts.rows
-        if self._config.shuffle:
-            order = np.random.default_rng([self._trainer.seed, epoch]).permutation(order)
+        order = self.prompts.rows[self._order(epoch)]
         start = index * self._config.train_batch_size
         chosen = order[start : start + self.num_prompts(number)]
         return self.prompts.batch(chosen.tolist(), epoch)

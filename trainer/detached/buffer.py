@@ -23,9 +23,8 @@ from trainer.detached.activity import Activity
 from trainer.detached.experience import Experience
 from trainer.detached.ledger import LOST, MADE_AGAIN, QUEUED, TAKEN, Ledger
 from trainer.detached.pacing import Pacing
-from trainer.detached.pieces import Piece, PieceStream
+from trainer.detached.pieces import Order, Piece, PieceStream
 from trainer.detached.samplers.registry import Choice, Sampler, Stock
-from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
 
 logger = logging.getLogger(__name__)
@@ -39,20 +38,6 @@ class StalledError(VerlLikeError, RuntimeError):
 
 class EndOfSamples(Exception):
     """No maker has prompts left, and no batch can be filled."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a maker is to make next."""
-
-    piece: Piece
-    prompts: DataProto
-    uids: list[str]
-    """One for each prompt."""
-    version: int
-    """Of the weights that the maker holds."""
-    attempt: int
-    """The number of the draw, within its step, that it is made for."""
 
 
 @dataclass(frozen=True)
@@ -115,16 +100,29 @@ class ExperienceBuffer:
         with self._change():
             self._makers.add(maker)
 
+    def fail(self, error: BaseException) -> None:
+        """Something of a maker's has failed: raised where the trainer is."""
+        with self._change():
+            self._failure = self._failure or error
+
+    def wait_for_version(self, above: int) -> int | None:
+        """Until there are weights of a higher version: theirs. None: it is over."""
+        with self._changed:
+            while self.version <= above and not self._closed:
+                self._changed.wait(LOOK_S)
+            return None if self._closed else self.version
+
     def leave(self, maker: int, error: BaseException | None = None) -> None:
         """A maker's thread has ended; its error, if it failed, is raised where the trainer is."""
         with self._change():
             self._makers.discard(maker)
             self._failure = self._failure or error
 
-    def begin(self, maker: int, version: int) -> Order | None:
+    def begin(self, maker: int, version: int, waits: bool = True) -> Order | None:
         """What the maker makes next, with weights of that version; waits for its turn.
 
-        None: there are newer weights to take first, or it is over.
+        None: there are newer weights to take first, it is over, or there is nothing now and the
+        maker does not wait.
         """
         with self._changed:
             while True:
@@ -135,6 +133,8 @@ class ExperienceBuffer:
                 if piece is not None:
                     self._idle.discard(maker)
                     return self._hand_out(piece, maker, version)
+                if not waits:
+                    return None
                 if maker not in self._idle:
                     self._idle.add(maker)
                     self._changed.notify_all()

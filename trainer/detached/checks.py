@@ -19,6 +19,7 @@ def check_run(config: DetachedConfig) -> None:
     _check_buffer(config)
     _check_rounds(config)
     _check_maker_settings(config, topology)
+    _check_weights(config, topology)
 
 
 def routed_ranks(topology: Topology) -> list[int]:
@@ -159,6 +160,18 @@ def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
                 f"detached.maker_settings gives maker {maker} another rollout.sync than the "
                 f"{sync!r} of actor_rollout_ref.rollout.sync: trainers send alike to all makers. "
                 "Set that key instead."
+            )
+
+
+def _check_weights(config: DetachedConfig, topology: Topology) -> None:
+    """A maker with a second buffer swaps it in between two pieces."""
+    for role in topology.roles():
+        rollout = config.of_role(role).actor_rollout_ref.rollout
+        if rollout.double_buffer and config.detached.new_weights == "at_once":
+            raise ConfigError(
+                "actor_rollout_ref.rollout.double_buffer=true receives weights while it generates "
+                "and loads them between two pieces; detached.new_weights=at_once loads them in the "
+                f"middle of one. Set one of them otherwise for {role}."
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.detached.pieces import Piece
+from trainer.detached.pieces import Order, Piece
 from trainer.ppo.sampling import with_responses
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.metrics import batch_alone
@@ -25,6 +25,11 @@ class Experience:
     """The prompts, a row for each sample; after `fetch` the samples."""
     future: Any = field(default=None, repr=False)
     """Of `generate_sequences`; None once the samples are here."""
+
+    @classmethod
+    def of(cls, order: Order, maker: int, rows: DataProto, future: Any = None) -> Experience:
+        """What the maker made of its order; without a `future` the rows are the samples."""
+        return cls(order.piece, maker, order.version, order.uids, rows, future)
 
     @property
     def num_samples(self) -> int:

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.detached.activity import Activity
-from trainer.detached.buffer import ExperienceBuffer, Order
+from trainer.detached.buffer import ExperienceBuffer
+from trainer.detached.carry_over import CarriedOver
 from trainer.detached.experience import Experience
+from trainer.detached.pieces import Order
 from trainer.detached.topology import maker_role
 from trainer.ppo.samples import repeat_prompts
 from verl_like.batch.protocol import DataProto
+from verl_like.calls.metrics import batch_alone
 from verl_like.errors import WorkerDiedError
 
 StartGenerating = Callable[[str, DataProto, int], Any]
@@ -26,7 +29,7 @@ OnLoss = Callable[[int, WorkerDiedError, int], bool]
 
 
 class Maker:
-    """One rollout group and its thread."""
+    """One rollout group and its thread; a second one brings weights, where they come at once."""
 
     def __init__(
         self,
@@ -36,30 +39,52 @@ class Maker:
         start_generating: StartGenerating,
         take_weights: TakeWeights,
         on_loss: OnLoss,
+        *,
+        weights_come_at_once: bool = False,
+        carries_over: bool = False,
     ) -> None:
-        """`start` begins."""
+        """`start` begins. `carries_over`: a call may leave responses unfinished."""
         self.number, self.role, self.name = number, maker_role(number), f"maker {number}"
         self.version = 0
         self._buffer, self._activity = buffer, activity.of(f"maker {number}")
         self._start_generating, self._take_weights = start_generating, take_weights
         self._on_loss = on_loss
-        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self._carried = CarriedOver() if carries_over else None
+        self._taking = threading.Lock()
+        self._threads = [threading.Thread(target=self._run, name=self.name, daemon=True)]
+        if weights_come_at_once:
+            bring = threading.Thread(target=self._bring_weights, name=f"{self.name} weights")
+            bring.daemon = True
+            self._threads.append(bring)
 
     def start(self) -> None:
         """Generate until the buffer is closed."""
         self._buffer.join(self.number)
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def wait_for_end(self, seconds: float) -> None:
-        """Until the thread has ended."""
-        if self._thread.ident is not None:
-            self._thread.join(seconds)
+        """Until its threads have ended."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(seconds)
 
     def take_weights(self) -> None:
         """Bring the group to the newest weights, if it has older ones."""
-        if self.version < self._buffer.version:
-            with self._activity.syncing(f"weights of version {self._buffer.version}"):
-                self.version = self._take_weights(self.number)
+        with self._taking:
+            if self.version < self._buffer.version:
+                with self._activity.syncing(f"weights of version {self._buffer.version}"):
+                    self.version = self._take_weights(self.number)
+
+    def _bring_weights(self) -> None:
+        """Newer weights as soon as they are published, whatever is being generated."""
+        try:
+            while self._buffer.wait_for_version(self.version) is not None:
+                self.take_weights()
+        except WorkerDiedError:
+            return  # the other thread sees it too, and knows what to do
+        except BaseException as error:  # noqa: BLE001 - raised where the trainer waits for samples
+            self._buffer.fail(error)
 
     def _run(self) -> None:
         try:
@@ -67,32 +92,49 @@ class Maker:
                 try:
                     self._next()
                 except WorkerDiedError as error:
-                    pieces = self._buffer.lost(self.number)
-                    self.version = 0  # whatever comes up in its place has no weights
-                    num_samples = sum(piece.num_samples for piece in pieces)
-                    if not self._on_loss(self.number, error, num_samples):
+                    if not self._goes_on_after(error):
                         break
         except BaseException as error:  # noqa: BLE001 - raised where the trainer waits for samples
             self._buffer.leave(self.number, error)
         else:
             self._buffer.leave(self.number)
 
+    def _goes_on_after(self, error: WorkerDiedError) -> bool:
+        pieces = self._buffer.lost(self.number)
+        if self._carried is not None:
+            self._carried.clear()
+        self.version = 0  # whatever comes up in its place has no weights
+        return self._on_loss(self.number, error, sum(piece.num_samples for piece in pieces))
+
     def _next(self) -> None:
         """Newer weights if there are any, and a piece if there is room for it."""
         self.take_weights()
+        if self._carried is not None:
+            self._next_call(self._carried)
+            return
         order = self._buffer.begin(self.number, self.version)
-        if order is not None:
-            with self._activity.busy("generate"):
-                experience = self._make(order)
-            if experience is not None:
-                self._buffer.put(experience)
-
-    def _make(self, order: Order) -> Experience | None:
-        """The samples of a piece; None if the run has ended meanwhile."""
-        samples_per_prompt = order.piece.num_samples // len(order.uids)
-        rows = repeat_prompts(order.prompts, samples_per_prompt)
+        if order is None:
+            return
+        rows = rows_of(order)
         future = self._start_generating(self.role, rows, order.attempt)
-        future.wait()
-        if self._buffer.is_closed:
-            return None
-        return Experience(order.piece, self.number, order.version, order.uids, rows, future)
+        with self._activity.busy("generate"):
+            future.wait()
+        if not self._buffer.is_closed:
+            self._buffer.put(Experience.of(order, self.number, rows, future))
+
+    def _next_call(self, carried: CarriedOver) -> None:
+        """One call that draws a part of every response: of those that go on and of a new piece."""
+        order = self._buffer.begin(self.number, self.version, waits=carried.is_empty)
+        if order is None and carried.is_empty:
+            return
+        rows = carried.rows(order, None if order is None else rows_of(order))
+        future = self._start_generating(self.role, rows, 0 if order is None else order.attempt)
+        with self._activity.busy("generate"):
+            samples = batch_alone(future.get())
+        for made, batch in carried.sort(rows, samples):
+            self._buffer.put(Experience.of(made, self.number, batch))
+
+
+def rows_of(order: Order) -> DataProto:
+    """A row for each sample of the prompts that a maker is to answer."""
+    return repeat_prompts(order.prompts, order.piece.num_samples // len(order.uids))

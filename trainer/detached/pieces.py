@@ -37,6 +37,20 @@ class Piece:
     num_samples: int
 
 
+@dataclass(frozen=True)
+class Order:
+    """What a maker is to make next."""
+
+    piece: Piece
+    prompts: DataProto
+    uids: list[str]
+    """One for each prompt."""
+    version: int
+    """Of the weights that the maker holds."""
+    attempt: int
+    """The number of the draw, within its step, that it is made for."""
+
+
 ANY_RANK = -1
 
 

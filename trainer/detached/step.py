@@ -22,11 +22,13 @@ from trainer.detached.losses import MakerLosses
 from trainer.detached.maker import Maker
 from trainer.detached.pacing import Pacing
 from trainer.detached.pieces import ANY_RANK, PieceStream
+from trainer.detached.plan import plan_lines
 from trainer.detached.recipe import topology_of
 from trainer.detached.samplers.registry import SAMPLERS
 from trainer.detached.source import DetachedSource, Rounds
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
+from trainer.ppo.config import PPOConfig
 from trainer.ppo.step import PPOTrainer
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
@@ -84,6 +86,8 @@ class DetachedTrainer(PPOTrainer):
                 self.start_generating,
                 self.feed.deliver,
                 losses,
+                weights_come_at_once=detached.new_weights == "at_once",
+                carries_over=config.actor_rollout_ref.rollout.max_new_tokens_per_call is not None,
             )
             for number in range(self.topology.makers)
         ]
@@ -158,6 +162,13 @@ class DetachedTrainer(PPOTrainer):
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
         """Generation is that, whatever the trainers did when it ended."""
         return "gen" if call["method"] == "generate_sequences" else ended_in
+
+    @classmethod
+    def describe(cls, config: PPOConfig, max_columns: int | None = None) -> list[str]:
+        """What makers and trainers will do, then PPO's paragraphs."""
+        assert isinstance(config, DetachedConfig), "this trainer's configuration"
+        plan = "\n".join(plan_lines(config, max_columns))
+        return [plan, *super().describe(config, max_columns)]
 
     def state_dict(self) -> dict[str, Any]:
         """PPO's, the books, and the place in the prompts."""

@@ -26,6 +26,7 @@ class WeightFeed:
         self._groups, self._topology = groups, topology
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
         self._log = SyncLog(config.trainer.default_local_dir) if config.detached.debug else None
+        self._at_once = config.detached.new_weights == "at_once"
         self._num_published = 0
         self._arrived: dict[int, tuple[Any, int]] = {}
         """By maker, the version that it has beside its engine, and the group that has it."""
@@ -69,7 +70,12 @@ class WeightFeed:
         actor, rollout = self._groups["actor"], self._groups[maker_role(maker)]
         sender = self._topology.weight_sender(maker)
         figures = deliver_weights(
-            actor, rollout, bucket_mb=self._bucket_mb, sender=sender, ahead=ahead
+            actor,
+            rollout,
+            bucket_mb=self._bucket_mb,
+            sender=sender,
+            ahead=ahead,
+            at_once=self._at_once and not ahead,
         )
         if self._log is not None:
             self._log.add(maker, figures)

@@ -16,7 +16,7 @@ from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.evaluation.config import EvaluationConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
-from trainer.ppo.preflight import check_model, check_tensor_parallel
+from trainer.ppo.preflight import check_model, check_rollout
 from trainer.ppo.sampling import SamplingTrainer
 from trainer.ppo.validation import name_metrics, sample_all
 from verl_like.errors import ConfigError
@@ -52,7 +52,7 @@ class Evaluation(SamplingTrainer):
         """Tokenizer, rewards and prompts."""
         path = config.actor_rollout_ref.model.path
         check_model(config, "actor_rollout_ref.model.path", path)
-        check_tensor_parallel(config)
+        check_rollout(config)
         tokenizer = load_tokenizer(path)
         prompts = PromptSet(config.data, "val_files", tokenizer, scores_by_rule(config))
         if not len(prompts):

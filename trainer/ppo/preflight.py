@@ -13,6 +13,7 @@ from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.models.random_init import check_weights
 from workers.models.tokenizers import check_same_tokenizer
+from workers.rollout.build import own_engine
 from workers.training.router_loss import check_routers
 
 
@@ -27,7 +28,7 @@ def preflight(config: PPOConfig) -> None:
         check_same_tokenizer(teacher, config.actor_rollout_ref.model.path, "teacher")
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
         check_routers(config.actor_rollout_ref.model.path)
-    check_tensor_parallel(config)
+    check_rollout(config)
     _check_offload(config)
     device_type = device_type_of(config.trainer)
     check_memory(config, device_type, memory_of_this_gpu(device_type))
@@ -59,9 +60,10 @@ def check_model(config: Any, key: str, path: str) -> None:
         )
 
 
-def check_tensor_parallel(config: Any) -> None:
-    """Refuse engines of more ranks than the rollout's pool divides into."""
+def check_rollout(config: Any) -> None:
+    """Refuse what is no engine, and engines of more ranks than the rollout's pool divides into."""
     rollout = config.actor_rollout_ref.rollout
+    own_engine(rollout.name)
     pool = expand_roles(config.role_mapping)["rollout"]
     ranks = sum(config.resource_pool_spec[pool])
     size = rollout.tensor_model_parallel_size

@@ -98,7 +98,7 @@ class PPORun(SamplingTrainer):
 
     @classmethod
     def worker_code(cls, config: PPOConfig) -> list[str]:
-        """Worker classes, the policy loss, the optimizer and its schedule."""
+        """Those of sampling, the policy loss, the optimizer and its schedule."""
         actor = config.actor_rollout_ref.actor
         return [
             *super().worker_code(config),

@@ -33,6 +33,11 @@ class SamplingTrainer(Trainer):
         self.tokenizer = tokenizer
         self.rewards = rewards
 
+    @classmethod
+    def worker_code(cls, config: Any) -> list[str]:
+        """Worker classes, and the rollout engine."""
+        return [*super().worker_code(config), config.actor_rollout_ref.rollout.name]
+
     def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
         """The rows of prompts with a response each; `settings` go before those of the batch."""
         asked = self.needed(batch, "rollout", "generate_sequences")

@@ -87,8 +87,12 @@ def find_checkpoint(path: Path) -> tuple[Path, str]:
     steps = committed(path)
     if not steps:
         what = "holds no completed checkpoint" if path.is_dir() else "is no folder"
+        runs = {found.parent.parent for found in path.glob(f"*/global_step_*/{MARKER}")}
+        near = sorted(map(str, runs))
+        hint = f" Runs in it: {', '.join(near[:5])}." if near else ""
         raise CheckpointError(
             f"{path} {what}; give a run folder, a global_step_N in it, or a role's folder in that."
+            f"{hint}"
         )
     return path / f"global_step_{steps[-1]}", ""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import key
+from verl_like.registry import Registry
 from workers.config.conditions import (
     CUT_BY_SAMPLES,
     ENGINE_IS_NOT_HF,
@@ -20,8 +21,10 @@ from workers.config.conditions import (
 )
 from workers.config.model import QUANTIZATIONS
 
-ENGINES = ("native", "hf", "vllm")
-"""The rollout engines."""
+ENGINES: Registry[Any] = Registry("rollout engine")
+"""What `rollout.name` may be: the built-in ones, and a class by its dotted path."""
+for _built_in in ("native", "hf", "vllm"):
+    ENGINES.register(_built_in)(_built_in)  # `workers.rollout.build` has their classes
 SYNCS = ("full", "changed")
 """What a weight sync sends."""
 
@@ -46,7 +49,7 @@ class ValidationSamplingConfig:
 class RolloutConfig:
     """Generation."""
 
-    name: str = key("native", choices=ENGINES)
+    name: str = key("native", registry="rollout engine")
     """Engine."""
     dtype: str | None = key(None, allows="a torch type")
     """Type of the engine's weights, cast at each sync; null is what the trainer computes in."""

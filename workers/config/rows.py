@@ -29,7 +29,7 @@ HAS_VALIDATION = When(
     "this run never validates: set trainer.test_freq or trainer.val_before_train",
 )
 LONGEST_ROW = 1024
-"""Tokens that a row is cut to unless `data.max_length` says so, or the model has less positions."""
+"""Tokens that a row is cut to, unless the config says so or the model has fewer positions."""
 
 
 @dataclass(kw_only=True)

@@ -4,6 +4,7 @@ native, hf    an engine per rank; native decodes with the actor's own module whe
               whole in this process, and of the type `rollout.dtype`
 vllm          an engine per `tensor_model_parallel_size` ranks, in the first of them; the
               others are on standby
+one's own     an engine per rank, of a class (module, limits, decode=) with weights of its own
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_like.errors import ConfigError, RolloutError, nearest
+from verl_like.errors import ConfigError, RolloutError
+from workers.config.rollout import ENGINES
 from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.state import set_buffer_dtype
@@ -28,17 +30,11 @@ if TYPE_CHECKING:
     from verl_like.process.worker import Worker
     from workers.config import WorkersConfig
 
-ENGINES = ("native", "hf", "vllm")
-
 
 def check_engine(config: WorkersConfig, world_size: int) -> None:
     """Refuse a name that is none, and tensor parallelism that does not fit the pool."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name not in ENGINES:
-        hint = nearest(rollout.name, ENGINES)
-        raise ConfigError(
-            f"rollout.name={rollout.name!r} is no engine; there is: {', '.join(ENGINES)}.{hint}"
-        )
+    own_engine(rollout.name)
     check_options(rollout.engine_kwargs)
     ranks = ranks_per_engine(config)
     if world_size % ranks:
@@ -47,6 +43,19 @@ def check_engine(config: WorkersConfig, world_size: int) -> None:
             f"rollout.tensor_model_parallel_size={ranks} does not divide the rollout's "
             f"{world_size} processes; valid: {valid}."
         )
+
+
+def own_engine(name: str) -> type[RolloutEngine] | None:
+    """The user's class at a dotted path; None for a built-in engine."""
+    found = ENGINES.look_up(name)
+    if name in ENGINES:
+        return None
+    if not (isinstance(found, type) and issubclass(found, RolloutEngine)):
+        raise ConfigError(
+            f"rollout.name={name} is no class of rollout engines: make it a subclass of "
+            "workers.rollout.base.RolloutEngine."
+        )
+    return found
 
 
 def ranks_per_engine(config: WorkersConfig) -> int:
@@ -89,6 +98,10 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         from workers.rollout.hf import HFEngine
 
         return HFEngine(module, limits, decode=decode)
+    if own := own_engine(rollout.name):
+        make: Any = own  # its constructor is the user's
+        engine: RolloutEngine = make(module, limits, decode=decode)
+        return engine
     from workers.rollout.native.engine import NativeEngine
 
     return NativeEngine(module, limits, owns_weights=shared is None, decode=decode)

@@ -7,6 +7,7 @@ weights are stored by name at full shape. The whole model is in host memory whil
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,7 @@ def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool
     weights = stored_weights(module, has_adapter)
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
     refuse_other_model(checkpoint, shapes, saved, OTHER_BASE)
-    dcp.load(weights, checkpoint_id=checkpoint / "shards", no_dist=True)
+    _read_shards(weights, checkpoint)
     if of_average:
         _put_average(checkpoint, module, saved)
     return module
@@ -103,11 +104,18 @@ def _put_average(checkpoint: Path, module: Any, saved: Mapping[str, Any]) -> Non
             f"{checkpoint} holds no moving average: it was trained without actor.ema_decay. Leave "
             "out --average."
         )
-    dcp.load(averages, checkpoint_id=checkpoint / "shards", no_dist=True)
+    _read_shards(averages, checkpoint)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for name, average in averages.items():
             parameters[name.removeprefix("average.")].copy_(average)
+
+
+def _read_shards(tensors: dict[str, Tensor], checkpoint: Path) -> None:
+    with warnings.catch_warnings():
+        # torch says that there is one process, which is what is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, checkpoint_id=checkpoint / "shards", no_dist=True)
 
 
 def _refuse_damaged(checkpoint: Path, manifest: Mapping[str, Any]) -> None:

@@ -163,3 +163,8 @@ def test_an_unknown_command_is_refused(decoys: Path) -> None:
     done = verl_like(decoys, "pppo")
     assert done.returncode == 1
     assert "no command 'pppo'" in done.stderr
+
+
+def test_every_recipe_is_a_command_with_its_help_in_the_list() -> None:
+    listed = {line.split()[0] for line in main.USAGE.splitlines() if line.startswith("  ")}
+    assert set(main.RECIPES) <= listed & set(main.HELP)

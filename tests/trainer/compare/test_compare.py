@@ -96,6 +96,12 @@ def test_runs_of_two_recipes_show_the_metrics_of_both(tmp_path: Path) -> None:
     assert names == ["metric", "critic/score/mean", "loss"]
 
 
+def test_a_kl_that_is_always_0_is_left_out(tmp_path: Path) -> None:
+    values = {"actor/ppo_kl": [0.0, 0.0], "actor/kl_loss": [0.0, 0.1]}
+    runs = read_runs([run_of(tmp_path / name, values) for name in "ab"])
+    assert [row[0] for row in tables.results(runs)] == ["metric", "actor/kl_loss"]
+
+
 def test_times_and_placements_stand_beside_each_other(tmp_path: Path) -> None:
     runs = read_runs([make_run(tmp_path / name, 3) for name in "ab"])
     rows = tables.phases(runs)

@@ -19,7 +19,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import KEYS_OF_VERLS_COMMAND, PPO
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
-from workers.config import ENGINES, KL_ESTIMATORS, LOSS_AGG_MODES, STRATEGIES
+from workers.config import KL_ESTIMATORS, LOSS_AGG_MODES, STRATEGIES
 from workers.config.model import STRATEGIES_ELSEWHERE
 
 PPO.load_registries()
@@ -113,10 +113,8 @@ def test_choices_are_the_names_that_the_code_knows() -> None:
     from trainer.run_folder import tracking
     from workers.losses import aggregate, kl
     from workers.parallel import fsdp
-    from workers.rollout import build
 
     assert set(STRATEGIES) == set(fsdp.STRATEGIES)
-    assert set(ENGINES) == set(build.ENGINES)
     assert set(LOSS_AGG_MODES) == set(aggregate.AGGREGATIONS)
     assert {name.removesuffix("+") for name in KL_ESTIMATORS} == set(kl.KL_ESTIMATORS)
     assert set(TRACKERS) == set(tracking.BUILT_IN)

@@ -6,11 +6,11 @@ import torch
 
 from trainer.data.prompts import as_objects
 from trainer.detached.activity import Activity
-from trainer.detached.buffer import BufferSettings, ExperienceBuffer, Order
+from trainer.detached.buffer import BufferSettings, ExperienceBuffer
 from trainer.detached.experience import Experience
 from trainer.detached.ledger import Ledger
 from trainer.detached.pacing import Pacing
-from trainer.detached.pieces import PieceStream
+from trainer.detached.pieces import Order, PieceStream
 from trainer.detached.samplers import SAMPLERS
 from verl_like.batch.protocol import DataProto
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
 from trainer.detached.recipe import DETACHED
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, RolloutError
 
 LOCAL = "trainer.backend=local"
 
@@ -61,6 +63,67 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(
     ours = (f"detached.topology={makers}", "detached.max_staleness=0")
     folder = detached(tiny_dir, tmp_path / "detached", *more, *ours)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+
+
+def test_responses_made_in_parts_are_those_made_at_once(tiny_dir: Path, tmp_path: Path) -> None:
+    parts = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
+    ours = ("detached.max_staleness=0", "trainer.total_training_steps=2")
+    whole = detached(tiny_dir, tmp_path / "whole", *ours)
+    assert shared_numbers(detached(tiny_dir, tmp_path / "parts", *ours, parts)) == shared_numbers(
+        whole
+    )
+    num_calls = [len(calls(tmp_path / name, "generate_sequences")) for name in ("whole", "parts")]
+    assert num_calls[0] == 2
+    assert num_calls[1] >= 4
+
+
+def test_weights_that_come_at_once_lose_no_sample(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = ("detached.new_weights=at_once", "detached.max_staleness=2")
+    more = ("data.max_response_length=16", "trainer.total_training_steps=5", "detached.debug=true")
+    folder = detached(tiny_dir, tmp_path, *settings, *more)
+    assert books(folder)["trainers"] == {"0": 5 * 16}
+    assert max(line["detached/staleness/max"] for line in lines(folder)) <= 2
+    syncs = [json.loads(line) for line in (folder / "syncs.jsonl").read_text().splitlines()]
+    versions = [sync["version"] for sync in syncs]
+    assert versions == sorted(set(versions))
+
+
+class KillMaker:
+    """Ends the process of maker 1 after the first step, as a kernel without memory does."""
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if trainer.global_step == 1:
+            group = trainer.groups["rollout_1"]
+            os.kill(group.transport.started[0].pid, signal.SIGKILL)
+
+
+def run_and_kill(tiny: Path, folder: Path, policy: str) -> Path:
+    makers = ("detached.makers=2", "detached.max_staleness=1", f"detached.on_maker_loss={policy}")
+    settings = (*makers, "trainer.total_training_steps=8")
+    config = load_config(overrides(tiny, folder, LOCAL, *settings), DETACHED)
+    run(config, callbacks=[KillMaker()])
+    return folder
+
+
+@pytest.mark.parametrize("policy", ["continue", "restart"])
+def test_a_lost_maker_costs_no_sample(tiny_dir: Path, tmp_path: Path, policy: str) -> None:
+    folder = run_and_kill(tiny_dir, tmp_path, policy)
+    kept = books(folder)
+    assert kept["trainers"] == {"0": 8 * 16}
+    uids = []
+    for step in range(1, 9):
+        text = (folder / "rollouts" / f"{step}.jsonl").read_text()
+        uids += [json.loads(line)["uid"] for line in text.splitlines()]
+    assert len(set(uids)) == 8 * 8
+    processes = {event["args"]["pid"] for event in calls(folder, "generate_sequences")}
+    assert len(processes) == (3 if policy == "restart" else 2)
+
+
+def test_a_lost_maker_ends_the_run_by_its_name_unless_told_otherwise(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RolloutError, match=r"maker 1 is lost.*SIGKILL.*on_maker_loss=restart"):
+        run_and_kill(tiny_dir, tmp_path, "fail")
 
 
 def test_adapters_are_trained_as_in_the_synchronous_run(tiny_dir: Path, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from tests.integration.runs import lines, overrides
 from trainer import run
-from trainer.cli.eval import configuration, main
+from trainer.cli.eval import configuration, main, settings_of_run
+from trainer.config.flat import flat_config
 from trainer.evaluation.step import core_table
 from trainer.ppo.recipe import load_config
+from trainer.run_folder.saved_model import SavedModel
 from verl_like.errors import ConfigError
 
 CORE = ("mean@4", "best@4/mean")
@@ -114,3 +116,28 @@ def test_a_model_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["verl-like", "eval", "data.val_files=x"])
     with pytest.raises(SystemExit, match="error: verl-like eval takes a model first"):
         verl_like()
+
+
+def test_what_a_run_says_of_its_validation_arrives_as_it_was(tmp_path: Path) -> None:
+    trained = load_config(
+        [
+            "actor_rollout_ref.model.path=m",
+            "data.train_files=t",
+            "data.val_files=[v.parquet,'with space.jsonl']",
+            "data.sampler=my.order",
+            "rewards=[{name: a, kind: function, path: r.py, kwargs: {k: 2}}, {name: b, weight: 0.5,"
+            " kind: remote, url: 'http://127.0.0.1:1/score'}]",
+            "actor_rollout_ref.rollout.sampling_kwargs={stop_strings: ['\\n\\n', x], min_p: 0.1}",
+            "actor_rollout_ref.rollout.val_kwargs={n: 3, do_sample: true, top_p: 0.9}",
+            "trainer.seed=11",
+        ]
+    )
+    saved = SavedModel(tmp_path, trained.actor_rollout_ref.model, flat_config(trained))
+    settings = settings_of_run(saved) | {"actor_rollout_ref.model.path": "m"}
+    config = configuration(settings, ["data.max_response_length=7"])
+    assert config.data.max_response_length == 7
+    assert config.data.val_files == ["v.parquet", "with space.jsonl"]
+    assert config.rewards == trained.rewards
+    ours, theirs = config.actor_rollout_ref.rollout, trained.actor_rollout_ref.rollout
+    assert (ours.sampling_kwargs, ours.val_kwargs) == (theirs.sampling_kwargs, theirs.val_kwargs)
+    assert config.trainer.seed == 11

@@ -75,6 +75,13 @@ def test_what_is_no_checkpoint_or_holds_no_such_role_is_refused(ppo_run: Path) -
         find_saved_model(ppo_run, role="acto")
 
 
+def test_the_folder_of_a_sweep_names_its_runs(tmp_path: Path) -> None:
+    for job in "01":
+        checkpoint(tmp_path / job, 1, {"actor": ["model"]}, PPO)
+    with pytest.raises(CheckpointError, match=f"Runs in it: {tmp_path}/0, {tmp_path}/1."):
+        find_saved_model(tmp_path)
+
+
 def test_several_roles_without_a_policy_have_to_be_told_apart(tmp_path: Path) -> None:
     roles = {"student": ["model"], "judge": ["model"], "frozen": []}
     checkpoint(tmp_path, 1, roles, {})

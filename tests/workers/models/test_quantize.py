@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, JambaConfig
 
 from tests.workers.rollout_engines import make_model
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig
+from workers.cpu import onednn
 from workers.models import quantize
 from workers.models.load import load_model
 from workers.models.quantize import (
@@ -177,6 +178,22 @@ def test_a_model_without_linear_layers_is_refused_by_name() -> None:
         quantize_linears(module, CPU)
 
 
+def test_a_class_whose_logits_rounding_changes_is_refused_by_name() -> None:
+    config = JambaConfig()
+    config._attn_implementation = "sdpa"
+    module = nn.Module()
+    module.layer, module.config = nn.Linear(2, 2), config
+    with pytest.raises(ConfigError, match="'jamba' is not to be rounded so .*off by [3-9]"):
+        quantize_linears(module, CPU)
+    assert type(module.layer.weight) is nn.Parameter
+
+
+def test_kernels_of_floats_leave_it_alone() -> None:
+    values = torch.ones(2, 3)
+    assert onednn.supports(nn.Parameter(values)) == onednn.supports(values)
+    assert not onednn.supports(held(values))
+
+
 def test_a_gpu_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match="CPUs alone.*device is cuda.*engine_kwargs.quantization"):
         check_device("cuda")
@@ -205,4 +222,5 @@ def test_a_weight_has_room_for_int8_alone_when_it_is_read(
     monkeypatch.setattr(quantize, "write", watched)
     module = load_model(ModelConfig(path=str(tmp_path)), "token", CPU, "int8")
     inside = [weight for weight in module.parameters() if isinstance(weight, Int8Weight)]
+    rooms = rooms[-len(inside) :]  # before them come those of the small model that tries it out
     assert rooms == [weight.numel() + 4 * len(weight) for weight in inside]

@@ -22,7 +22,9 @@ from workers.roles.actor import ActorWorker
 from workers.roles.reference import ReferenceWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rollout import RolloutWorker
+from workers.roles.sampler import SamplerWorker
 from workers.roles.teacher import TeacherWorker
+from workers.weights.checksum import checksum_of
 
 
 def reference_of(tiny_dir: Path | str, quantization: str | None) -> Any:
@@ -114,3 +116,25 @@ def test_an_actor_beside_an_int8_rollout_learns_bit_for_bit_as_without(tiny_dir:
     plain, rounded = (updated(tiny_dir, quantization) for quantization in (None, "int8"))
     assert rounded[:2] == plain[:2]
     assert (plain[2:], rounded[2:]) == ((False, False), (True, False))
+
+
+def test_a_references_checksum_is_of_what_it_computes_with(tiny_dir: Path) -> None:
+    plain, rounded, again = (reference_of(tiny_dir, q) for q in (None, "int8", "int8"))
+    named = {name: weight.float() for name, weight in plain.engine.module.named_parameters()}
+    for name, weight in rounded.engine.module.named_parameters():
+        named[name] = weight.floats() if isinstance(weight, Int8Weight) else weight
+    assert rounded.weights_checksum() == checksum_of(named.items())
+    assert rounded.weights_checksum() == again.weights_checksum() != plain.weights_checksum()
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_a_sampler_keeps_the_weights_that_it_has_read(tiny_dir: Path, engine: str) -> None:
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.rollout.name = engine
+    config.actor_rollout_ref.rollout.quantization = "int8"
+    sampler, reference = started(SamplerWorker, config), reference_of(tiny_dir, "int8")
+    weights = dict(reference.engine.module.named_parameters())
+    for name, weight in sampler.engine.module.named_parameters():
+        if isinstance(weight, Int8Weight):
+            assert torch.equal(weight.numbers, weights[name].numbers)
+            torch.testing.assert_close(weight.scales, weights[name].scales, rtol=1e-6, atol=0)

@@ -1,0 +1,83 @@
+"""The order of an epoch: shuffled by the seed, or that of a function of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.data.config import DataConfig
+from trainer.data.order import epoch_order
+from trainer.ppo.recipe import load_config
+from verl_like.errors import ConfigError
+
+CALLS = []
+
+
+def backwards(num_prompts: int, epoch: int, seed: int) -> list[int]:
+    CALLS.append((num_prompts, epoch, seed))
+    return list(reversed(range(num_prompts)))
+
+
+def too_few(num_prompts: int, epoch: int, seed: int) -> list[int]:
+    return [0] * (num_prompts - 1)
+
+
+def too_far(num_prompts: int, epoch: int, seed: int) -> list[int]:
+    return list(range(1, num_prompts + 1))
+
+
+def order_of(name: str) -> Any:
+    return epoch_order(DataConfig(sampler=f"{__name__}.{name}"), 3, 4)
+
+
+def test_ones_own_order_is_asked_for_once_an_epoch() -> None:
+    CALLS.clear()
+    order = order_of("backwards")
+    assert [order(epoch).tolist() for epoch in (0, 0, 1)] == [[3, 2, 1, 0]] * 3
+    assert CALLS == [(4, 0, 3), (4, 1, 3)]
+
+
+def test_a_shuffled_epoch_is_a_permutation_by_seed_and_epoch() -> None:
+    order, same, other = (epoch_order(DataConfig(), seed, 50) for seed in (1, 1, 2))
+    assert sorted(order(0)) == list(range(50))
+    assert np.array_equal(order(0), same(0))
+    assert not np.array_equal(order(0), order(1))
+    assert not np.array_equal(order(0), other(0))
+    assert epoch_order(DataConfig(shuffle=False), 1, 3)(5).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["too_few", "too_far"])
+def test_what_is_no_order_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} gave int64.*4 positions from 0 to 3"):
+        order_of(name)(0)
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="data.sampler=.*CALLS is no function"):
+        order_of("CALLS")
+
+
+def test_shuffle_beside_a_sampler_is_refused() -> None:
+    needed = ["data.train_files=x", "actor_rollout_ref.model.path=y", "data.sampler=a.b"]
+    with pytest.raises(ConfigError, match="data.shuffle is set.*data.sampler says the order"):
+        load_config([*needed, "data.shuffle=false"])
+
+
+def test_a_loader_takes_its_prompts_in_that_order(tiny_dir: Path) -> None:
+    from trainer.data.prompts import PromptLoader, load_tokenizer
+
+    data = DataConfig(
+        train_files=f"{tiny_dir}/val.parquet",
+        train_batch_size=4,
+        max_prompt_length=16,
+        sampler=f"{__name__}.backwards",
+    )
+    trainer = SimpleNamespace(seed=1, total_training_steps=2, total_epochs=1)
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    run = SimpleNamespace(data=data, trainer=trainer)
+    batch = next(iter(PromptLoader(run, tokenizer)))
+    assert batch.non_tensor_batch["uid"].tolist() == ["31-0", "30-0", "29-0", "28-0"]

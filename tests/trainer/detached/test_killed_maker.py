@@ -1,0 +1,68 @@
+"""A maker's process is killed in the middle of a run, which goes on without losing a sample."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import lines, overrides
+from trainer import load_config, run
+from trainer.detached.recipe import DETACHED
+
+
+class KillFirstMaker:
+    """A callback: kills maker 0 as the second step begins."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 2:
+            self.note(trainer)
+            os.kill(self.pids[0], signal.SIGKILL)
+
+    def on_train_end(self, trainer: Any) -> None:
+        self.note(trainer)
+
+    def note(self, trainer: Any) -> None:
+        self.pids += [header.pid for header in trainer.groups["rollout"].transport.started]
+
+
+@pytest.mark.parametrize(
+    ("backend", "topology", "policy"),
+    [
+        ("local", "1m2t", "restart"),
+        ("local", "2m1t", "continue"),
+        pytest.param("ray", "1m1t", "restart", marks=pytest.mark.ray),
+    ],
+)
+def test_a_run_outlives_a_killed_maker(
+    tiny_dir: Path,
+    tmp_path: Path,
+    backend: str,
+    topology: str,
+    policy: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    settings = (
+        f"trainer.backend={backend}",
+        f"detached.topology={topology}",
+        f"detached.on_maker_loss={policy}",
+        "cpus_per_process=0.5" if backend == "ray" else "trainer.device=cpu",
+        "trainer.total_training_steps=5",
+    )
+    killer = KillFirstMaker()
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[killer])
+    assert len(lines(tmp_path)) == 5
+    assert (killer.pids[0] == killer.pids[1]) == (policy == "continue")
+    ledger = json.loads((tmp_path / "detached.json").read_text())["ledger"]
+    assert sum(ledger["trainers"].values()) == 5 * 8 * 2
+    rows = [path.read_text().splitlines() for path in (tmp_path / "rollouts").glob("*.jsonl")]
+    assert len({json.loads(row)["uid"] for step in rows for row in step}) == 5 * 8

@@ -1,0 +1,46 @@
+"""Detached runs of every shape train on the same samples and come to the same numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import calls, numbers, overrides
+from trainer import load_config, run
+from trainer.detached.recipe import DETACHED
+
+SETTINGS = ("trainer.backend=local", "detached.max_staleness=0")
+
+
+def curves(folder: Path) -> list[dict[str, float]]:
+    """What the samples scored and what the updates lost, step by step."""
+    names = ("critic/score/", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss")
+    return [
+        {n: value for n, value in line.items() if n.startswith(names)} for line in numbers(folder)
+    ]
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one maker and one trainer."""
+    folder = tmp_path_factory.mktemp("1m1t")
+    run(load_config(overrides(tiny_dir, folder, *SETTINGS), DETACHED))
+    return folder
+
+
+@pytest.mark.parametrize(("topology", "makers", "trainers"), [("1m2t", 1, 2), ("2m2t", 2, 2)])
+def test_shards_of_the_weights_and_more_makers_change_no_curve(
+    tiny_dir: Path, tmp_path: Path, one_by_one: Path, topology: str, makers: int, trainers: int
+) -> None:
+    settings = (*SETTINGS, f"detached.topology={topology}")
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED))
+    assert len({c["args"]["pid"] for c in calls(tmp_path, "generate_sequences")}) == makers
+    assert len({c["args"]["pid"] for c in calls(tmp_path, "update_actor")}) == trainers
+
+    ledger = json.loads((tmp_path / "detached.json").read_text())["ledger"]
+    assert sum(ledger["trainers"].values()) == 3 * 8 * 2
+    assert len(curves(one_by_one)[0]) >= 5
+    for ours, theirs in zip(curves(tmp_path), curves(one_by_one), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)

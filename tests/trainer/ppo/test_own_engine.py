@@ -1,0 +1,49 @@
+"""`rollout.name` takes a class of the user's own by its dotted path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tests.integration.runs import numbers, overrides
+from trainer import load_config, run
+from verl_like.errors import ConfigError
+from workers.rollout.base import Output, Request, SamplingParams
+from workers.rollout.hf import HFEngine
+
+
+class CountingEngine(HFEngine):
+    """Generates as `hf`, and counts."""
+
+    num_responses: ClassVar[int] = 0
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
+        CountingEngine.num_responses += len(requests)
+        return super().generate(requests, sampling)
+
+
+def steps(tiny_dir: Path, folder: Path, name: str) -> list[dict[str, float]]:
+    settings = [
+        f"actor_rollout_ref.rollout.name={name}",
+        "trainer.backend=local",
+        "trainer.total_training_steps=1",
+    ]
+    run(load_config(overrides(tiny_dir, folder, *settings)))
+    return numbers(folder)
+
+
+def test_a_run_samples_with_an_engine_of_ones_own(tiny_dir: Path, tmp_path: Path) -> None:
+    own = steps(tiny_dir, tmp_path / "own", f"{__name__}.CountingEngine")
+    assert CountingEngine.num_responses == 16
+    assert own == steps(tiny_dir, tmp_path / "hf", "hf")
+
+
+def test_what_is_no_engine_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make it a subclass of workers.rollout.base.Rollout"):
+        steps(tiny_dir, tmp_path, f"{__name__}.steps")
+    with pytest.raises(ConfigError, match="unknown rollout engine 'natve'.*Did you mean 'native'"):
+        steps(tiny_dir, tmp_path, "natve")
+    assert not list(tmp_path.glob("*.yaml"))  # before anything has started
