@@ -55,6 +55,12 @@ def publish_weights(
 ) -> dict[str, float]:
     """Keep the actor's weights as `version` in the host memory of the ranks that send them."""
     start = time.perf_counter()
+    absent = [rank for rank in senders if not 0 <= rank < actor_group.world_size]
+    if absent or not senders:
+        raise WeightSyncError(
+            f"version {version} cannot be published by ranks {list(senders)}: the actor has ranks "
+            f"0 to {actor_group.world_size - 1}, and one of them at least must send."
+        )
     reports: list[PublishReport] = actor_group.publish_weights(version, list(senders))
     figures = {
         "timing_s/publish_weights": time.perf_counter() - start,
@@ -118,7 +124,8 @@ def _warn_of_weights_that_stand_still() -> None:
     logger.warning(
         "A new version of the weights is bit for bit the one before: no update in between has "
         "moved what a rollout gets. Are all advantages zero, is actor.optim.lr too small for the "
-        "type of the rollout's weights (rollout.dtype), or does everything stand frozen?"
+        "type of the rollout's weights (rollout.dtype), or does everything stand frozen? During "
+        "trainer.critic_warmup it is as it should be."
     )
 
 

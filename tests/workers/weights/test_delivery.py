@@ -91,6 +91,12 @@ def test_makers_may_get_their_weights_from_different_ranks(actor: Group) -> None
         assert checksums(maker) == checksums(actor)[:1]
 
 
+@pytest.mark.parametrize("senders", [[0, 2], []])
+def test_ranks_that_the_actor_has_not_publish_nothing(actor: Group, senders: list[int]) -> None:
+    with pytest.raises(WeightSyncError, match=r"by ranks \[.*\]: the actor has ranks 0 to 1, and"):
+        publish_weights(actor, 1, senders)
+
+
 def test_weights_that_do_not_fit_are_refused_and_the_next_delivery_goes_through(
     actor: Group, rollout: Group
 ) -> None:
