@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from trainer.config.checks import check_fields
 from trainer.detached.config import DetachedConfig
 from trainer.detached.sizes import piece_size, routed_ranks, samples_per_batch, topology_of
 from trainer.detached.topology import TRAINER_POOL, Topology, maker_role
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
+from workers.config import RolloutConfig
+
+ROLLOUT = "actor_rollout_ref.rollout"
+SAME_FOR_ALL = {
+    "n": "all groups of a batch have as many samples",
+    "sync": "trainers send alike to all makers",
+}
+"""Keys of the rollout that no maker has of its own, and why."""
 
 
 def check_run(config: DetachedConfig) -> None:
@@ -114,19 +125,29 @@ def _check_rounds(config: DetachedConfig) -> None:
 
 
 def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
-    for maker in config.detached.maker_settings:
+    """Makers that there are, keys and values of a rollout, and what trainers do for all alike."""
+    known = [field.name for field in dataclasses.fields(RolloutConfig)]
+    for maker, settings in config.detached.maker_settings.items():
+        where = f"detached.maker_settings.{maker}"
         if not str(maker).isdecimal() or int(maker) >= topology.makers:
             raise ConfigError(
                 f"detached.maker_settings names maker {maker!r}; this run has makers 0 to "
                 f"{topology.makers - 1}."
             )
-        sync = config.actor_rollout_ref.rollout.sync
-        if config.of_role(maker_role(int(maker))).actor_rollout_ref.rollout.sync != sync:
-            raise ConfigError(
-                f"detached.maker_settings gives maker {maker} another rollout.sync than the "
-                f"{sync!r} of actor_rollout_ref.rollout.sync: trainers send alike to all makers. "
-                "Set that key instead."
-            )
+        for name in settings:
+            if name not in known:
+                raise ConfigError(
+                    f"{where} names {name!r}, no key of rollout.{nearest(name, known)}"
+                )
+            if name in SAME_FOR_ALL:
+                raise ConfigError(
+                    f"{where}.{name} would differ from {ROLLOUT}.{name}: {SAME_FOR_ALL[name]}. Set "
+                    "that key instead."
+                )
+        try:
+            check_fields(config.of_role(maker_role(int(maker))))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
 
 
 def _check_weights(config: DetachedConfig, topology: Topology) -> None:

@@ -8,8 +8,10 @@ takes them when it can.
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from trainer.ppo.step import PPOTrainer
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
+from verl_like.errors import WorkerError
 from verl_like.files import write_whole
 from workers.columns import read_columns
 
@@ -52,6 +55,8 @@ class DetachedTrainer(PPOTrainer):
     source: DetachedSource
     _trained_by = 0
     """The version of the weights that the last update began with."""
+    _makers_rest_since = 0.0
+    """When the last validation began, as `time.time` has it."""
 
     # ------------------------------------------------------------------------------- what it adds
 
@@ -161,12 +166,16 @@ class DetachedTrainer(PPOTrainer):
     def validation_metrics(self) -> Metrics:
         """Makers rest meanwhile, and the first one has the newest weights."""
         with self.source.paused():
+            self._makers_rest_since = time.time()
             self.source.makers[0].take_weights()
             return super().validation_metrics()
 
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
-        """Generation is that, whatever the trainers did when it ended."""
-        return "gen" if call["method"] == "generate_sequences" else ended_in
+        """Makers generate whatever the trainers do; while they rest, it is for a validation."""
+        if call["method"] != "generate_sequences":
+            return ended_in
+        is_validation = ended_in == "testing" and call["start"] >= self._makers_rest_since
+        return ended_in if is_validation else "gen"
 
     @classmethod
     def describe(cls, config: PPOConfig, max_columns: int | None = None) -> list[str]:
@@ -195,6 +204,10 @@ class DetachedTrainer(PPOTrainer):
 
     def close(self) -> None:
         """End the makers, and close the books."""
+        self.source.buffer.close()
+        for maker in self.source.makers:
+            with suppress(WorkerError):  # whoever is gone has nothing to break off
+                self.groups[maker.role].abort()
         self.source.close()
         self.ledger.check()
         print(self.ledger.describe(), flush=True)
@@ -206,6 +219,8 @@ class DetachedTrainer(PPOTrainer):
             return super()._next_step(tracking, timeline)
         except EndOfSamples as end:
             self.global_step -= 1
+            self.save(is_last=True)
+            self.checkpoints.commit()
             return f"the run ends after step {self.global_step}: {end}"
 
     def _ranks_and_versions(self, batch: DataProto) -> dict[str, list[tuple[int, int]]]:
