@@ -10,7 +10,7 @@ from trainer.detached.sizes import piece_size, routed_ranks, samples_per_batch, 
 from trainer.detached.topology import TRAINER_POOL, Topology, maker_role
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
-from workers.config import RolloutConfig
+from workers.config import ENGINES, RolloutConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SAME_FOR_ALL = {
@@ -151,9 +151,17 @@ def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
 
 
 def _check_weights(config: DetachedConfig, topology: Topology) -> None:
-    """A maker with a second buffer swaps it in between two pieces."""
+    """Weights that come at once need an engine that can take them, and no second buffer."""
     for role in topology.roles():
         rollout = config.of_role(role).actor_rollout_ref.rollout
+        engine = ENGINES.look_up(rollout.name)
+        at_once = config.detached.new_weights == "at_once"
+        if at_once and not getattr(engine, "can_take_weights_in_flight", engine == rollout.name):
+            raise ConfigError(
+                f"detached.new_weights=at_once: the engine {rollout.name} of {role} takes no "
+                "weights within a generation (can_take_weights_in_flight is false). Set it to "
+                "at_boundary."
+            )
         if rollout.double_buffer and config.detached.new_weights == "at_once":
             raise ConfigError(
                 "actor_rollout_ref.rollout.double_buffer=true receives weights while it generates "
