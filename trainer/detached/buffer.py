@@ -212,7 +212,7 @@ class ExperienceBuffer:
                 self._paused = False
 
     def state_dict(self) -> tuple[dict[str, Any], list[Experience]]:
-        """Where the prompts stand, the pieces that are being made, the books; and what is queued,
+        """Where the prompts stand, the pieces that are being made, the ledger; and what is queued,
         which is not in the first.
         """
         with self._changed:

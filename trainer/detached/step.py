@@ -61,7 +61,7 @@ class DetachedTrainer(PPOTrainer):
     # ------------------------------------------------------------------------------- what it adds
 
     def make_source(self) -> DetachedSource:
-        """Makers' threads, the buffer, and the books."""
+        """Makers' threads, the buffer, and the ledger."""
         config, detached = self.config, self.config.detached
         self.topology = topology_of(config)
         self.activity, self.ledger = Activity(), Ledger()
@@ -138,7 +138,7 @@ class DetachedTrainer(PPOTrainer):
         return batch, metrics
 
     def update(self, batch: DataProto) -> Metrics:
-        """PPO's update; then the books say what was trained on."""
+        """PPO's update; then the ledger says what was trained on."""
         self._trained_by = self.weight_version
         metrics = super().update(batch)
         if self.rounds.place(self.global_step)[1] == 0:
@@ -185,7 +185,7 @@ class DetachedTrainer(PPOTrainer):
         return [plan, *super().describe(config, max_columns)]
 
     def state_dict(self) -> dict[str, Any]:
-        """PPO's, the books, and the place in the prompts."""
+        """PPO's, the ledger, and the place in the prompts."""
         return super().state_dict() | {"detached": self.source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ class DetachedTrainer(PPOTrainer):
             self.source.write_samples(folder / SAMPLES)
 
     def close(self) -> None:
-        """End the makers, and close the books."""
+        """End the makers, and check the ledger."""
         self.source.buffer.close()
         for maker in self.source.makers:
             with suppress(WorkerError):  # whoever is gone has nothing to break off

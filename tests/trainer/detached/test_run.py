@@ -36,7 +36,7 @@ def shared_numbers(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def books(folder: Path) -> dict[str, Any]:
+def ledger_of(folder: Path) -> dict[str, Any]:
     ledger: dict[str, Any] = json.loads((folder / "detached.json").read_text())["ledger"]
     return ledger
 
@@ -81,7 +81,7 @@ def test_weights_that_come_at_once_lose_no_sample(tiny_dir: Path, tmp_path: Path
     settings = ("detached.new_weights=at_once", "detached.max_staleness=2")
     more = ("data.max_response_length=16", "trainer.total_training_steps=5", "detached.debug=true")
     folder = detached(tiny_dir, tmp_path, *settings, *more)
-    assert books(folder)["trainers"] == {"0": 5 * 16}
+    assert ledger_of(folder)["trainers"] == {"0": 5 * 16}
     assert max(line["detached/staleness/max"] for line in lines(folder)) <= 2
     syncs = [json.loads(line) for line in (folder / "syncs.jsonl").read_text().splitlines()]
     versions = [sync["version"] for sync in syncs]
@@ -138,7 +138,7 @@ def test_makers_run_ahead_by_the_versions_that_are_allowed(ahead: Path) -> None:
 
 
 def test_every_sample_that_was_made_was_trained_on(ahead: Path) -> None:
-    kept = books(ahead)
+    kept = ledger_of(ahead)
     rows = kept["makers"].values()
     assert sum(row["made"] for row in rows) == 6 * 16
     assert all(row["made"] == row["trained"] for row in rows)
@@ -175,7 +175,7 @@ def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_
     rounds = ("detached.update_steps=2", "detached.train_epochs=2")
     more = (*rounds, "trainer.total_training_steps=8")
     folder = detached(tiny_dir, tmp_path, *more)
-    assert books(folder)["makers"]["0"]["made"] == 4 * 16
+    assert ledger_of(folder)["makers"]["0"]["made"] == 4 * 16
     assert [line["training/weight_version"] for line in lines(folder)[3::4]] == [2, 3]
     texts = [(folder / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 9)]
     uids = [{json.loads(line)["uid"] for line in text.splitlines()} for text in texts]
@@ -203,7 +203,7 @@ def test_a_resumed_run_repeats_no_sample_and_loses_none(
     texts = [(tmp_path / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 7)]
     uids = [json.loads(line)["uid"] for text in texts for line in text.splitlines()]
     assert len(set(uids)) == 6 * 8
-    assert books(tmp_path)["trainers"] == {"0": 6 * 16}
+    assert ledger_of(tmp_path)["trainers"] == {"0": 6 * 16}
 
 
 def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
