@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from trainer.detached.config import DetachedConfig
-from trainer.detached.pieces import ANY_RANK
-from trainer.detached.recipe import topology_of
+from trainer.detached.sizes import piece_size, routed_ranks, samples_per_batch, topology_of
 from trainer.detached.topology import TRAINER_POOL, Topology, maker_role
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -20,39 +19,6 @@ def check_run(config: DetachedConfig) -> None:
     _check_rounds(config)
     _check_maker_settings(config, topology)
     _check_weights(config, topology)
-
-
-def routed_ranks(topology: Topology) -> list[int]:
-    """The trainer ranks whose samples come from makers of their own.
-
-    Where every maker serves every rank, rows may go to any: one answer, `ANY_RANK`.
-    """
-    everything = topology.makers * topology.trainers
-    if len(topology.experience) == everything:
-        return [ANY_RANK]
-    return list(range(topology.trainers))
-
-
-def piece_size(config: DetachedConfig, topology: Topology) -> int:
-    """Prompts of a piece: as configured, or a batch in equal parts for the makers."""
-    size = config.data.train_batch_size
-    if config.detached.prompts_per_piece is not None:
-        return config.detached.prompts_per_piece
-    ranks = len(routed_ranks(topology))
-    makers = topology.makers if ranks == 1 else len(topology.makers_of(0))
-    part = size // ranks
-    return next(n for n in range(max(part // makers, 1), 0, -1) if part % n == 0)
-
-
-def samples_per_batch(config: DetachedConfig) -> int:
-    """Samples of a step."""
-    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-
-
-def open_samples(config: DetachedConfig) -> int:
-    """Samples that the bound of staleness lets be open while the trainer waits for a batch."""
-    detached = config.detached
-    return (detached.max_staleness + 1) * detached.update_steps * samples_per_batch(config)
 
 
 def _check_pools(config: DetachedConfig, topology: Topology) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from trainer.detached.activity import Activity
 from trainer.detached.buffer import BufferSettings, EndOfSamples, ExperienceBuffer
-from trainer.detached.checks import open_samples, piece_size, routed_ranks, samples_per_batch
 from trainer.detached.config import DetachedConfig
 from trainer.detached.ledger import Ledger
 from trainer.detached.losses import MakerLosses
@@ -23,8 +22,14 @@ from trainer.detached.maker import Maker
 from trainer.detached.pacing import Pacing
 from trainer.detached.pieces import ANY_RANK, PieceStream
 from trainer.detached.plan import plan_lines
-from trainer.detached.recipe import topology_of
 from trainer.detached.samplers.registry import SAMPLERS
+from trainer.detached.sizes import (
+    open_samples,
+    piece_size,
+    routed_ranks,
+    samples_per_batch,
+    topology_of,
+)
 from trainer.detached.source import DetachedSource, Rounds
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics

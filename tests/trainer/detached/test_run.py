@@ -105,20 +105,6 @@ def run_and_kill(tiny: Path, folder: Path, policy: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("policy", ["continue", "restart"])
-def test_a_lost_maker_costs_no_sample(tiny_dir: Path, tmp_path: Path, policy: str) -> None:
-    folder = run_and_kill(tiny_dir, tmp_path, policy)
-    kept = books(folder)
-    assert kept["trainers"] == {"0": 8 * 16}
-    uids = []
-    for step in range(1, 9):
-        text = (folder / "rollouts" / f"{step}.jsonl").read_text()
-        uids += [json.loads(line)["uid"] for line in text.splitlines()]
-    assert len(set(uids)) == 8 * 8
-    processes = {event["args"]["pid"] for event in calls(folder, "generate_sequences")}
-    assert len(processes) == (3 if policy == "restart" else 2)
-
-
 def test_a_lost_maker_ends_the_run_by_its_name_unless_told_otherwise(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
