@@ -235,7 +235,7 @@ def test_a_reward_server_ends_with_the_run_that_fails(remote_dir: Path) -> None:
     assert server_has_ended(done.stdout)
 
 
-def books(shown: str) -> dict[str, list[int]]:
+def ledger_of(shown: str) -> dict[str, list[int]]:
     """Made, trained, queued, dropped and in flight of every maker, as the run has ended with."""
     rows = re.findall(r"^(maker \d)((?: +\d+){5})$", shown, re.M)
     return {maker: [int(number) for number in numbers.split()] for maker, numbers in rows}
@@ -260,7 +260,7 @@ def test_trainers_learn_from_all_that_makers_made(
     assert done.returncode == 0, done.stdout + done.stderr
 
     num_makers, num_trainers, num_samples = int(topology[0]), int(topology[2]), 2 * 16 * 4
-    kept = books(done.stdout)
+    kept = ledger_of(done.stdout)
     assert set(kept) <= {f"maker {maker}" for maker in range(num_makers)}
     assert sum(made for made, *_ in kept.values()) == num_samples
     assert all(row == [row[0], row[0], 0, 0, 0] for row in kept.values())

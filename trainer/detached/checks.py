@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from trainer.config.checks import check_fields
 from trainer.detached.config import DetachedConfig
@@ -15,7 +16,11 @@ from workers.config import ENGINES, RolloutConfig
 ROLLOUT = "actor_rollout_ref.rollout"
 SAME_FOR_ALL = {
     "n": "all groups of a batch have as many samples",
+    "temperature": "the log-prob passes of the trainers divide by it, too",
+    "do_sample": "the log-prob passes of the trainers go by it, too",
+    "log_prob_micro_batch_size_per_gpu": "it is of the actor's passes",
     "sync": "trainers send alike to all makers",
+    "update_weights_bucket_megabytes": "trainers send alike to all makers",
 }
 """Keys of the rollout that no maker has of its own, and why."""
 
@@ -133,6 +138,11 @@ def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
             raise ConfigError(
                 f"detached.maker_settings names maker {maker!r}; this run has makers 0 to "
                 f"{topology.makers - 1}."
+            )
+        if not isinstance(settings, Mapping):
+            raise ConfigError(
+                f"{where}={settings!r} is no setting of a rollout: give keys of {ROLLOUT} with "
+                f"their values, as in {where}={{name: hf}}."
             )
         for name in settings:
             if name not in known:

@@ -5,7 +5,7 @@ The numbers of makers and trainers decide pools and roles; `detached_graph` is w
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from trainer.config.recipe import Recipe
@@ -46,10 +46,19 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
     if "trainer.n_gpus_per_node" not in keys:
         sizes = [max(sizes) for sizes in config.resource_pool_spec.values() if sizes]
         config.trainer.n_gpus_per_node = sum(sizes)
-    ages = ""
+    return correct_by_default(config, keys, _other_weights(config))
+
+
+def _other_weights(config: DetachedConfig) -> str:
+    """Why samples may be of other weights than the trainer's, by the keys of detached runs."""
+    detached = config.detached
     if detached.max_staleness:
-        ages = f"detached.max_staleness={detached.max_staleness} lets samples be of older weights"
-    return correct_by_default(config, keys, ages)
+        return f"detached.max_staleness={detached.max_staleness} lets samples be of older weights"
+    for maker, settings in detached.maker_settings.items():
+        if isinstance(settings, Mapping) and settings.get("quantization"):
+            rounds = f"quantization={settings['quantization']} rounds that maker's weights"
+            return f"detached.maker_settings.{maker}.{rounds}"
+    return ""
 
 
 def load_registries() -> None:

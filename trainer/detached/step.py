@@ -33,6 +33,7 @@ from trainer.detached.sizes import (
     topology_of,
 )
 from trainer.detached.source import DetachedSource, Rounds
+from trainer.detached.topology import maker_role
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
@@ -97,11 +98,16 @@ class DetachedTrainer(PPOTrainer):
                 self.feed.deliver,
                 losses,
                 weights_come_at_once=detached.new_weights == "at_once",
-                carries_over=config.actor_rollout_ref.rollout.max_new_tokens_per_call is not None,
+                carries_over=self._draws_in_parts(number),
             )
             for number in range(self.topology.makers)
         ]
         return DetachedSource(buffer, makers, self.rounds, self.make_samples)
+
+    def _draws_in_parts(self, maker: int) -> bool:
+        """Whether a call of this maker may leave responses unfinished."""
+        rollout = self.config.of_role(maker_role(maker)).actor_rollout_ref.rollout
+        return rollout.max_new_tokens_per_call is not None
 
     def start_generating(self, role: str, rows: DataProto, attempt: int) -> Any:
         """The future of the samples of these rows; called in the thread of a maker."""

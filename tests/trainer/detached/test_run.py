@@ -66,15 +66,17 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(
 
 
 def test_responses_made_in_parts_are_those_made_at_once(tiny_dir: Path, tmp_path: Path) -> None:
-    parts = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
+    parts = {
+        "of_all": "actor_rollout_ref.rollout.max_new_tokens_per_call=3",
+        "of_one": "detached.maker_settings.0={max_new_tokens_per_call: 3}",
+    }
     ours = ("detached.max_staleness=0", "trainer.total_training_steps=2")
     whole = detached(tiny_dir, tmp_path / "whole", *ours)
-    assert shared_numbers(detached(tiny_dir, tmp_path / "parts", *ours, parts)) == shared_numbers(
-        whole
-    )
-    num_calls = [len(calls(tmp_path / name, "generate_sequences")) for name in ("whole", "parts")]
-    assert num_calls[0] == 2
-    assert num_calls[1] >= 4
+    assert len(calls(whole, "generate_sequences")) == 2
+    for name, setting in parts.items():
+        folder = detached(tiny_dir, tmp_path / name, *ours, setting)
+        assert shared_numbers(folder) == shared_numbers(whole)
+        assert len(calls(folder, "generate_sequences")) >= 4
 
 
 def test_weights_that_come_at_once_lose_no_sample(tiny_dir: Path, tmp_path: Path) -> None:
@@ -216,6 +218,8 @@ def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
 
     assert correction("detached.max_staleness=1") == ("token", False)
     assert correction("detached.max_staleness=0") == (None, False)
+    rounded = "detached.maker_settings.1={quantization: int8}"
+    assert correction("detached.max_staleness=0", "detached.makers=2", rounded)[0] == "token"
     assert correction("correction=disabled") == (None, False)
     assert correction("correction=decoupled_seq_is") == ("sequence", False)
     assert correction("algorithm.rollout_correction.rollout_is=null") == (None, False)
@@ -236,6 +240,8 @@ def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
         (["detached.maker_settings.0={nam: hf}"], "names 'nam', no key of rollout.*'name'"),
         (["detached.maker_settings.0={name: sglang}"], "maker_settings.0: .*sglang"),
         (["detached.maker_settings.0={n: 3}"], "as many samples"),
+        (["detached.maker_settings.0={temperature: 0.5}"], "0.temperature would differ.*log-prob"),
+        (["detached.maker_settings.0=hf"], "0='hf' is no setting.*0={name: hf}"),
         (
             ["detached.new_weights=at_once", "actor_rollout_ref.rollout.name=builtins.object"],
             "the engine builtins.object of rollout takes no weights within a generation",
