@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.errors import VerlLikeError, WeightSyncError
+from verl_like.errors import VerlLikeError, WeightSyncError, WorkerDiedError
 from workers.weights.channel import Channel, join_store
 from workers.weights.checksum import Hashing, checksum_of
 from workers.weights.kept import changes
@@ -91,7 +91,7 @@ def deliver_weights(
     calls before, and its next ones wait; `at_once` it takes them in the middle of a generation.
     With `ahead` it keeps them beside its engine, which goes on too, until `load_delivered`; to one
     group the two are called one after the other. Raises `WeightSyncError` where it fails on any
-    rank, with what both sides say, and `WorkerDiedError` where a rollout rank is gone.
+    rank, with what both sides say, and `WorkerDiedError` where a rank of either side is gone.
     """
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
@@ -112,6 +112,9 @@ def deliver_weights(
         try:
             received: list[SyncReport] = receive.remote(address, version).get()
         except VerlLikeError as error:
+            lost = sending.exception()
+            if isinstance(lost, WorkerDiedError) and not isinstance(error, WorkerDiedError):
+                raise lost from error  # what the rollout saw is that nothing more came
             error.add_note(f"delivery of version {version}: {_words_of(sending)}")
             raise
         sent: list[SyncReport] = sending.result()
