@@ -7,6 +7,7 @@ the order in which they arrive, then the same ones E - 1 times over, each time i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,6 +27,10 @@ from verl_like.batch.protocol import DataProto
 Metrics = dict[str, float]
 PAUSE_S = 600.0
 """How long a pause waits for what the makers are making."""
+NAMED_UIDS = 8
+"""Uids in a message, at most."""
+END_S = 10.0
+"""How long the end of a run waits for it: one that failed shall say so soon."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,13 @@ class DetachedSource(SampleSource):
         self._drop_unused(batch)
         return batch, metrics | {"detached/queue_depth": float(self.buffer.depth)}
 
+    def in_words(self) -> str:
+        """Which samples the step is on, for the report of an error."""
+        named = ", ".join(self._drawn[:NAMED_UIDS])
+        more = len(self._drawn) - NAMED_UIDS
+        rest = f" and {more} more" if more > 0 else ""
+        return f"step {self._step} is on the samples of uid {named}{rest}"
+
     def keep(self, batch: DataProto) -> None:
         """The batch of this step with its scores, for the epochs in which it comes again."""
         _, epoch, _ = self.rounds.place(self._step)
@@ -163,8 +175,9 @@ class DetachedSource(SampleSource):
     def close(self) -> None:
         """Begin nothing more; what is being made is waited for a little."""
         self.buffer.close()
+        until = time.monotonic() + END_S
         for maker in self.makers:
-            maker.wait_for_end(30.0)
+            maker.wait_for_end(max(until - time.monotonic(), 0.0))
 
     def _start(self) -> None:
         if not self._has_started:

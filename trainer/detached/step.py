@@ -34,6 +34,7 @@ from trainer.detached.sizes import (
 )
 from trainer.detached.source import DetachedSource, Rounds
 from trainer.detached.topology import maker_role
+from trainer.detached.watch import TrainerWatch
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
@@ -88,6 +89,8 @@ class DetachedTrainer(PPOTrainer):
         pacing = Pacing(detached.max_staleness, per_version)
         sampler = SAMPLERS.look_up(detached.sampler)()
         buffer = ExperienceBuffer(stream, pacing, sampler, settings, self.ledger, self.activity)
+        trainers = [role for role in self.groups if role not in self.topology.roles()]
+        self.watch = TrainerWatch([self.groups[role] for role in trainers], buffer)
         losses = MakerLosses(config, self.groups, self.topology, self.init_arguments)
         makers = [
             Maker(
@@ -128,8 +131,12 @@ class DetachedTrainer(PPOTrainer):
         """PPO's step, on the samples that come next."""
         filters = self.config.algorithm.filter_groups.enable
         self.source.ask_for(self.global_step, None if filters else self.total_steps)
-        with self.activity.of("trainer").busy("train"):
-            return super().timed_step()
+        try:
+            with self.activity.of("trainer").busy("train"):
+                return super().timed_step()
+        except Exception as error:
+            error.add_note(self.source.in_words())
+            raise
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """As PPO does; but rows that go to one rank by `detached.edges` stay there."""
@@ -208,8 +215,14 @@ class DetachedTrainer(PPOTrainer):
         if self.config.detached.on_resume == "restore":
             self.source.write_samples(folder / SAMPLES)
 
+    def init_models(self) -> None:
+        """As PPO does; from then on a trainer that is lost is noticed."""
+        super().init_models()
+        self.watch.start()
+
     def close(self) -> None:
         """End the makers, and check the ledger."""
+        self.watch.stop()
         self.source.buffer.close()
         for maker in self.source.makers:
             with suppress(WorkerError):  # whoever is gone has nothing to break off

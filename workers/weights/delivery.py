@@ -92,7 +92,7 @@ def deliver_weights(
     calls before, and its next ones wait; `at_once` it takes them in the middle of a generation.
     With `ahead` it keeps them beside its engine, which goes on too, until `load_delivered`; to one
     group the two are called one after the other. Raises `WeightSyncError` where it fails on any
-    rank, with what both sides say, and `WorkerDiedError` where a rollout rank is gone.
+    rank, with what both sides say, and `WorkerDiedError` where a rank of either side is gone.
     """
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
@@ -114,6 +114,9 @@ def deliver_weights(
     except WorkerDiedError:
         raise  # at once: the sender still waits for it to come
     except VerlLikeError as error:
+        lost = sending.exception()
+        if isinstance(lost, WorkerDiedError):
+            raise lost from error  # what the rollout saw is that nothing more came
         error.add_note(f"delivery of version {version}: {_words_of(sending)}")
         raise
     return sync_figures([*received, *sending.result()], int(version), start)
