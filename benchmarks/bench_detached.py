@@ -1,0 +1,253 @@
+"""Detached PPO beside the synchronous run, and beside its makers and its trainer alone.
+
+    python benchmarks/bench_detached.py [--only speed,ray,slow,memory] [--rounds 2] [--json FILE]
+    python benchmarks/bench_detached.py --learning      rewards at equal samples, over seeds
+
+prints a table and which limits hold. Every side is a process of its own, one thread each
+(`detached_side.py`); sides run in turn, and the median over rounds counts. A rate is samples a
+second of the steps after `WARM_UP`. The last steps of a detached run, for which nothing is made any
+more, do not count. `speed` is `backend=local`, whose makers are child processes; `ray` is Ray.
+Run it on an idle machine with two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench_ppo import ENV, HERE
+from detached_side import NUM_PROMPTS, NUM_SAMPLES
+
+SIDE = str(HERE / "detached_side.py")
+STEPS, WARM_UP, LAST = 20, 4, 5
+"""Steps of a run; those that do not count at its begin and at its end."""
+ALONE = ("makers_alone", "trainer_alone")
+SIDES = {
+    "local": ("synchronous", "staleness_0", "staleness_1", "staleness_4", *ALONE),
+    "ray": ("synchronous", "split", "staleness_1", *ALONE),
+}
+"""`placement=split` has the rollout beside the actor and the critic apart, which only Ray
+overlaps."""
+LIMITS: dict[str, tuple[str, float]] = {
+    "staleness 1 over the synchronous run": (">=", 1.3),
+    "staleness 1 over the slower side alone": (">=", 0.85),
+    "driver, share of a core": ("<=", 0.05),
+    "slow send and update over serial": ("<=", 0.75),
+    "memory growth over 150 steps, MiB": ("<=", 20.0),
+}
+Facts = dict[str, list[float]]
+
+
+def start(*arguments: str, script: str = SIDE) -> subprocess.Popen[str]:
+    """A side, in a process of its own."""
+    env = ENV | {"PYTHONPATH": str(HERE.parent)}
+    command = [sys.executable, script, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def answer(process: subprocess.Popen[str]) -> Any:
+    """What a side prints, once it has ended."""
+    printed, _ = process.communicate(timeout=600)
+    lines = [line for line in printed.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        sys.exit(f"{process.args} failed: its error stands above.")
+    return json.loads(lines[-1])
+
+
+def rate(facts: Facts, samples: int = NUM_PROMPTS * NUM_SAMPLES) -> float:
+    """Samples a second of the steps that count."""
+    ended = facts["ended"][WARM_UP - 1 : len(facts["ended"]) - LAST]
+    return samples * (len(ended) - 1) / (ended[-1] - ended[0])
+
+
+def driver_share(facts: Facts) -> float:
+    """Of a core, by the driver's process."""
+    counted = slice(WARM_UP - 1, len(facts["ended"]) - LAST)
+    ended, used = facts["ended"][counted], facts["cpu_s"][counted]
+    return (used[-1] - used[0]) / (ended[-1] - ended[0])
+
+
+def rates_at_once(folder: str, backend: str) -> dict[str, float]:
+    """Makers and trainer alone, but at once: what they cost each other without a word between.
+
+    Of the time in which both were at work; a side that ends first is started with more steps.
+    """
+    steps = {"makers_alone": 3 * STEPS, "trainer_alone": STEPS}
+    processes = {name: start(name, folder, backend, str(n)) for name, n in steps.items()}
+    found = {name: answer(process) for name, process in processes.items()}
+    begin = max(facts["ended"][WARM_UP - 1] for facts in found.values())
+    end = min(facts["ended"][-1] for facts in found.values())
+    rates = {}
+    for name, facts in found.items():
+        within = [time for time in facts["ended"] if begin <= time <= end]
+        if len(within) < WARM_UP:
+            return {}
+        rate_within = (len(within) - 1) / (within[-1] - within[0])
+        rates[f"{name} at once"] = NUM_PROMPTS * NUM_SAMPLES * rate_within
+    return rates
+
+
+def speed(folder: str, backend: str, rounds: int, steps: int) -> dict[str, float]:
+    """Samples a second of every side, and what staleness 1 makes of them."""
+    rates: dict[str, list[float]] = {}
+    shares: list[float] = []
+    lengths: list[float] = []
+    for _ in range(rounds):
+        for name in SIDES[backend]:
+            facts = answer(start(name, folder, backend, str(steps)))
+            rates.setdefault(name, []).append(rate(facts))
+            print(f"{backend} {name}: {rates[name][-1]:.1f} samples/s", file=sys.stderr)
+            lengths += [length for length in facts["length"] if length]
+            if name == "staleness_1":
+                shares.append(driver_share(facts))
+        if backend == "local":
+            for name, found in rates_at_once(folder, backend).items():
+                rates.setdefault(name, []).append(found)
+
+    found = {f"{name}, samples/s": statistics.median(of) for name, of in rates.items()}
+    middle = {name: statistics.median(of) for name, of in rates.items()}
+    ahead = middle["staleness_1"]
+    found["mean length, tokens"] = statistics.mean(lengths)
+    found["staleness 1 over the synchronous run"] = ahead / middle["synchronous"]
+    if "split" in middle:
+        found["staleness 1 over placement=split"] = ahead / middle["split"]
+    found["staleness 1 over the slower side alone"] = ahead / min(middle[name] for name in ALONE)
+    if "trainer_alone at once" in middle:
+        at_once = min(middle[f"{name} at once"] for name in ALONE)
+        found["staleness 1 over the slower side, both at once"] = ahead / at_once
+    if backend == "ray":  # in process the driver is the trainer as well
+        found["driver, share of a core"] = statistics.median(shares)
+    return found
+
+
+def slow(folder: str, rounds: int) -> dict[str, float]:
+    """Twenty steps with a slow send and a slow update: overlapped over one after the other."""
+    seconds: dict[str, list[float]] = {"slow_serial": [], "slow_overlapped": []}
+    for _ in range(rounds):
+        for name, times in seconds.items():
+            ended = answer(start(name, folder, "local", "21"))["ended"]
+            times.append(ended[-1] - ended[0])
+    serial, overlapped = (statistics.median(times) for times in seconds.values())
+    return {
+        "20 steps one after the other, s": serial,
+        "20 steps overlapped, s": overlapped,
+        "slow send and update over serial": overlapped / serial,
+    }
+
+
+def memory(folder: str) -> dict[str, float]:
+    """Resident memory of the driver, which trains as well, over 200 steps."""
+    resident = answer(start("memory", folder, "local", "200"))["rss_mib"]
+    late = statistics.linear_regression(range(100), resident[100:])
+    return {
+        "memory after 50 steps, MiB": resident[49],
+        "memory after 200 steps, MiB": resident[199],
+        "memory growth over 150 steps, MiB": resident[199] - resident[49],
+        "memory growth a step in the last 100, KiB": late.slope * 1024,
+    }
+
+
+def learning(folder: str, seeds: int, steps: int) -> dict[str, float]:
+    """Scores at equal samples: a case's mean, its spread, and Welch's t against staleness 0."""
+    scores: dict[str, list[float]] = {}
+    ages: dict[str, list[float]] = {}
+    waiting = list(range(1, seeds + 1))
+    while waiting:
+        now, waiting = waiting[:2], waiting[2:]
+        script = str(HERE / "detached_learning.py")
+        running = [start(folder, str(seed), str(steps), script=script) for seed in now]
+        for cases in map(answer, running):
+            for case, found in cases.items():
+                scores.setdefault(case, []).append(found["score"])
+                ages.setdefault(case, []).append(found["age"])
+
+    found = {}
+    first, *others = scores
+    for case, of in scores.items():
+        found[f"{case}: mean score"] = statistics.mean(of)
+        found[f"{case}: standard deviation"] = statistics.stdev(of)
+        found[f"{case}: mean age of samples, versions"] = statistics.mean(ages[case])
+    for case in others:
+        found[f"{case} less {first}: t"] = welch(scores[case], scores[first])
+    for case in scores:
+        if f"{case} without correction" in scores:
+            found[f"{case} without less with correction: t"] = welch(
+                scores[f"{case} without correction"], scores[case]
+            )
+    return found
+
+
+def welch(these: list[float], those: list[float]) -> float:
+    """The difference of the means over its standard error."""
+    squares = sum(statistics.variance(of) / len(of) for of in (these, those))
+    return (statistics.mean(these) - statistics.mean(those)) / squares**0.5
+
+
+def judge(figures: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """The limits on what was measured, and whether they hold."""
+    found = {}
+    for key, value in figures.items():
+        relation, limit = LIMITS.get(key.split(": ", 1)[-1], ("", 0.0))
+        if relation:
+            holds = value >= limit if relation == ">=" else value <= limit
+            found[key] = {"value": round(value, 4), "limit": f"{relation} {limit}", "holds": holds}
+    return found
+
+
+def show(figures: dict[str, float], limits: dict[str, dict[str, Any]]) -> None:
+    """A line for each figure; with its limit, if there is one."""
+    for key, value in figures.items():
+        limit = limits.get(key)
+        verdict = ""
+        if limit:
+            verdict = f"   {limit['limit']}: {'holds' if limit['holds'] else 'DOES NOT HOLD'}"
+        print(f"{key:60} {value:10.3f}{verdict}", flush=True)
+
+
+def main() -> None:
+    """Measure what was asked for, then say which limits hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="speed,ray,slow,memory")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--learning", action="store_true", help="only rewards, over seeds")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--learning-steps", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        answer_of_make = start("make", folder)
+        if answer_of_make.wait():
+            sys.exit("the tiny model could not be written: the error stands above.")
+        sections = ["learning"] if options.learning else options.only.split(",")
+        for section in sections:
+            if section in ("speed", "ray"):
+                backend = "local" if section == "speed" else "ray"
+                found = speed(folder, backend, options.rounds, options.steps)
+            elif section == "slow":
+                found = slow(folder, 1)
+            elif section == "memory":
+                found = memory(folder)
+            elif section == "learning":
+                found = learning(f"{folder}/letters", options.seeds, options.learning_steps)
+            else:
+                sys.exit(f"--only {section}: there are speed, ray, slow, memory.")
+            found = {f"{section}: {key}": value for key, value in found.items()}
+            show(found, judge(found))
+            figures |= found
+
+    if options.json:
+        text = json.dumps({"figures": figures, "limits": judge(figures)}, indent=2)
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""One measured run of detached PPO or of what it is compared with, in a process of its own.
+
+    python benchmarks/detached_side.py make FOLDER
+    python benchmarks/detached_side.py SIDE FOLDER local|ray STEPS
+
+prints JSON; `bench_detached.py` runs it. SIDE is a name in `SIDES`. Policy and critic are Llamas of
+hidden size 64 with two layers. The model ends a response at every token alike with a chance of
+1/32, so lengths are geometric with a mean of 32, of 256 at most; a learning rate of 1e-6 leaves
+that as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import load_config, run
+from trainer.detached.recipe import DETACHED
+from trainer.detached.step import DetachedTrainer
+from trainer.loop import Metrics
+from trainer.ppo.sample_source import Samples, SampleSource
+from trainer.ppo.step import PPOTrainer
+from verl_like import Dispatch, register
+from verl_like.batch.protocol import DataProto
+from workers.roles.rollout import RolloutWorker
+
+NUM_PROMPTS, NUM_SAMPLES = 16, 4
+MEAN_LENGTH, WIDTH = 32, 256
+DELAY_S = 0.2
+"""Of a slow send, and of a slow update."""
+KEPT_BATCHES = 4
+"""Batches that a trainer alone is given in turn."""
+
+
+class Replayed(SampleSource):
+    """The first batches of another source, over and over."""
+
+    length = 0
+
+    def __init__(self, source: SampleSource) -> None:
+        """Batches are drawn from `source` as long as there are too few."""
+        self._source = source
+        self._kept: list[Samples] = []
+        self._num_taken = 0
+
+    def take(self) -> Samples:
+        """The next one."""
+        if len(self._kept) < KEPT_BATCHES:
+            self._kept.append(self._source.take())
+        batch, metrics = self._kept[self._num_taken % KEPT_BATCHES]
+        self._num_taken += 1
+        return batch.select(), dict(metrics)
+
+    def close(self) -> None:
+        """End the other source."""
+        self._source.close()
+
+
+class TrainerAlone(PPOTrainer):
+    """All of a step but generation and weight sync."""
+
+    def make_source(self) -> SampleSource:
+        """Batches that were made in the first steps."""
+        return Replayed(super().make_source())
+
+    def sync(self) -> Metrics:
+        """Samples are of older weights, as in a detached run."""
+        if self.global_step == 0:
+            return super().sync()
+        self.weight_version += 1
+        return {}
+
+
+class MakersAlone(DetachedTrainer):
+    """Generation at its own speed: samples are taken and thrown away."""
+
+    def step(self) -> Metrics:
+        """Bring a batch here; there is no update, so no version either."""
+        with self.clock("gen"):
+            batch, metrics = self.source.take()
+        self.source.buffer.trained(self._ranks_and_versions(batch))
+        return metrics
+
+
+class SlowUpdate(DetachedTrainer):
+    """Each update takes a while longer, without computing."""
+
+    def update(self, batch: DataProto) -> Metrics:
+        """PPO's, and a rest."""
+        time.sleep(DELAY_S)
+        return super().update(batch)
+
+
+class SlowSend(RolloutWorker):
+    """Samples take a while until they are on their way."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """The engine's samples, after a rest."""
+        samples = super().generate_sequences(prompts)
+        time.sleep(DELAY_S)
+        return samples
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a run is, beside the settings that all have."""
+
+    overrides: tuple[str, ...] = ()
+    is_detached: bool = True
+    trainer: type[PPOTrainer] | None = None
+
+
+TWO_POOLS = "trainer.n_gpus_per_node=2"
+ROLLOUT_APART = ("placement=standalone", "role_mapping.critic=actor_pool", TWO_POOLS)
+SHORT = (
+    "data.train_batch_size=4",
+    "data.max_response_length=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+)
+SLOW = (*SHORT, "role_workers.rollout=benchmarks.detached_side.SlowSend")
+
+SIDES = {
+    "synchronous": Side(ROLLOUT_APART, is_detached=False),
+    "split": Side(("placement=split", TWO_POOLS), is_detached=False),
+    "staleness_0": Side(("detached.max_staleness=0",)),
+    "staleness_1": Side(("detached.max_staleness=1",)),
+    "staleness_4": Side(("detached.max_staleness=4",)),
+    "makers_alone": Side(("detached.max_staleness=1000",), trainer=MakersAlone),
+    "trainer_alone": Side(ROLLOUT_APART, is_detached=False, trainer=TrainerAlone),
+    "slow_serial": Side((*SLOW, "detached.max_staleness=0"), trainer=SlowUpdate),
+    "slow_overlapped": Side((*SLOW, "detached.max_staleness=1"), trainer=SlowUpdate),
+    "memory": Side((*SHORT, "detached.max_staleness=1")),
+}
+
+
+class Meter:
+    """When each step ended, and what this process had used by then."""
+
+    def __init__(self, run_folder: str) -> None:
+        """No step has ended."""
+        self._metrics = Path(run_folder) / "metrics.jsonl"
+        self.facts: dict[str, list[float]] = defaultdict(list)
+
+    def on_step_end(self, trainer: Any, metrics: Metrics) -> None:
+        """Called by the trainer."""
+        import psutil
+
+        self.facts["ended"].append(time.time())
+        self.facts["cpu_s"].append(time.process_time())
+        self.facts["rss_mib"].append(psutil.Process().memory_info().rss / 2**20)
+        self.facts["length"].append(metrics.get("response_length/mean", 0.0))
+        self.facts["staleness"].append(metrics.get("detached/staleness/mean", 0.0))
+        self.facts["score"].append(metrics.get("critic/score/mean", 0.0))
+
+    def on_train_end(self, trainer: Any) -> None:
+        """Without metrics no report is drawn, which would take longer than the steps."""
+        self._metrics.unlink()
+
+
+def make(folder: Path) -> None:
+    """A model that ends a response at any token alike, prompts, and `letters` for the learning."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from trainer.cli.make_tiny import make as make_tiny
+
+    make_tiny(folder / "letters", num_train=60 * NUM_PROMPTS)
+    make_tiny(folder, num_train=60 * NUM_PROMPTS)
+    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    end = model.config.eos_token_id
+    with torch.no_grad():
+        # one number of the hidden states is nearly the same everywhere; the end's logit reads it
+        model.model.embed_tokens.weight[:, 0] = 0.5
+        model.lm_head.weight[end] = 0.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[end, 0] = 1.0
+        tokens = torch.randint(end + 1, model.config.vocab_size, (64, 32))
+        logits = model(tokens).logits.flatten(0, 1)
+        others = torch.cat([logits[:, :end], logits[:, end + 1 :]], dim=1).logsumexp(-1)
+        wanted = others.mean() - torch.tensor(MEAN_LENGTH - 1.0).log()
+        model.lm_head.weight[end, 0] = wanted / logits[:, end].mean()
+    model.save_pretrained(folder / "model")
+
+
+def overrides(folder: Path, run_folder: str, backend: str, steps: int) -> list[str]:
+    """PPO with a critic of the policy's size, and two mini-batches a step."""
+    return [
+        f"trainer.backend={backend}",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        f"trainer.default_local_dir={run_folder}",
+        f"trainer.total_training_steps={steps}",
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"data.train_files={folder}/train.parquet",
+        "data.max_prompt_length=16",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "critic.optim.lr=1e-6",
+        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
+        f"data.train_batch_size={NUM_PROMPTS}",
+        f"data.max_response_length={WIDTH}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS // 2}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
+        "critic.ppo_micro_batch_size_per_gpu=64",
+    ]
+
+
+def measure(name: str, folder: Path, backend: str, steps: int) -> dict[str, list[float]]:
+    """A run of so many steps: what `Meter` saw."""
+    side = SIDES[name]
+    with tempfile.TemporaryDirectory() as run_folder:
+        settings = [*overrides(folder, run_folder, backend, steps), *side.overrides]
+        config = load_config(settings, DETACHED) if side.is_detached else load_config(settings)
+        meter = Meter(run_folder)
+        run(config, side.trainer, callbacks=[meter])
+    return meter.facts
+
+
+def main() -> None:
+    """Command line."""
+    if sys.argv[1] == "make":
+        make(Path(sys.argv[2]))
+        return
+    name, folder, backend, steps = sys.argv[1:]
+    print(json.dumps(measure(name, Path(folder), backend, int(steps))), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
