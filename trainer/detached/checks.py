@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 
 from trainer.config.checks import check_fields
 from trainer.detached.config import DetachedConfig
 from trainer.detached.roles import maker_roles, score_roles
 from trainer.detached.sizes import piece_size, routed_ranks, samples_per_batch, topology_of
-from trainer.detached.topology import TRAINER_POOL, Topology, maker_role
+from trainer.detached.topology import TRAINER_POOL, Topology, maker_role, role_on
 from trainer.groups.worker_groups import worker_class
 from trainer.ppo.sizes import CRITIC_COPY
 from verl_like.errors import ConfigError, nearest
@@ -187,13 +188,15 @@ def _check_scoring(config: DetachedConfig, topology: Topology) -> None:
         )
     if not roles:
         return
-    pools, of_makers = expand_roles(config.role_mapping), maker_roles(config)
-    if len(of_makers) < topology.makers * (len(roles) + 1):
+    names = [role_on(role, maker) for maker in range(topology.makers) for role in roles]
+    if twice := [name for name, number in Counter(names).items() if number > 1]:
         raise ConfigError(
-            "detached.score_on=maker: a model of `rewards` has a number as its name, and its role "
-            f"would be called as one of another maker's ({', '.join(of_makers)}). Rename it."
+            f"detached.score_on=maker: two roles are called {twice[0]}, that of a model in "
+            "`rewards` and a further maker's of another. Rename the model whose name ends in a "
+            "number."
         )
-    for role, maker in of_makers.items():
+    pools = expand_roles(config.role_mapping)
+    for role, maker in maker_roles(config).items():
         own = maker_role(maker)
         if pools.get(role) != pools.get(own):
             raise ConfigError(

@@ -51,9 +51,9 @@ class CriticCopyWorker(WeightReceiver, Worker):
         version = self.engine.version
         if version is None:
             raise WeightSyncError(
-                f"{self.role or 'critic_copy'} holds no version of the critic's weights: it was "
-                "sent none, or a rank has refused them. "
-                "deliver_weights(critic_group, copy_group) brings them."
+                f"{self.role}: this copy of the critic holds no version of its weights; it was "
+                "sent none, or a rank has refused them. deliver_weights(critic_group, copy_group) "
+                "brings them."
             )
         columns = self.engine.forward_rows(data, self.budget)
         columns["value_version"] = torch.full((len(data),), version)

@@ -1,4 +1,4 @@
-"""Makers that score what they make: reference, reward models and a copy of the critic beside them."""
+"""Makers that score what they make: with references, reward models and copies of the critic."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ from verl_like.errors import ConfigError
 ON_MAKER = "detached.score_on=maker"
 SCORES = ("compute_ref_log_prob", "compute_values", "compute_rm_score")
 
+ROW_BY_ROW = (
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+)
+"""Else the rows of a piece are in other passes than those of a batch, and round otherwise."""
+
 
 def two_models(classifier: Path) -> str:
     """A rule and two models, of which the second is normalised over the batch."""
-    model = f"kind: model, path: '{classifier}'"
+    model = f"kind: model, path: '{classifier}', micro_batch_size_per_gpu: 1"
     second = f"{{name: second, {model}, weight: 0.5, normalize: true}}"
     return f"rewards=[{{name: rule}},{{name: first, {model}}},{second}]"
 
@@ -44,10 +50,10 @@ def configured(*more: str) -> DetachedConfig:
 def test_scores_of_makers_are_those_of_the_synchronous_run_bit_for_bit(
     tiny_dir: Path, classifier: Path, tmp_path: Path, makers: str
 ) -> None:
-    rewards = two_models(classifier)
-    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, rewards)))
+    more = (two_models(classifier), *(ROW_BY_ROW if makers == "2m1t" else ()))
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     ours = (f"detached.topology={makers}", "detached.max_staleness=0", ON_MAKER)
-    folder = detached(tiny_dir, tmp_path / "detached", rewards, *ours)
+    folder = detached(tiny_dir, tmp_path / "detached", *more, *ours)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
 
     asked = roles_of(folder)
@@ -141,7 +147,8 @@ def test_a_further_makers_reward_model_is_told_the_reward_that_is_its() -> None:
     assert config.role_workers["reward_model_b_1"] == config.role_workers["reward_model_b"]
 
 
-NO_CRITIC = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
+MODELS = ",".join(f"{{kind: model, path: x, name: {name}}}" for name in ("a", "b", "b_1"))
 
 
 @pytest.mark.parametrize(
@@ -150,12 +157,9 @@ NO_CRITIC = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
         (["role_mapping.ref=trainer_pool"], "ref=trainer_pool is not the pool of rollout, maker_0"),
         (["actor_rollout_ref.ref.update_every=2"], "makers' references stand still"),
         (["detached.new_weights=at_once"], "copy of the critic takes weights between two pieces"),
-        (NO_CRITIC, "no reference, reward model or critic that could score"),
+        ([*GRPO, "algorithm.use_kl_in_reward=false"], "no reference, reward model or critic"),
         (["role_workers.critic=verl_like.Worker"], "verl_like.Worker cannot publish its weights"),
-        (
-            ["rewards=[{kind: model, path: x, name: a}, {kind: model, path: x, name: '1'}]"],
-            "has a number as its name.*Rename it",
-        ),
+        ([f"rewards=[{MODELS}]"], "two roles are called reward_model_b_1.*Rename"),
     ],
 )
 def test_what_makers_cannot_score_is_refused_before_anything_starts(

@@ -26,7 +26,7 @@ def test_values_are_the_critics_at_the_version_that_was_delivered(
     critic: CriticWorker, tiny_dir: Path
 ) -> None:
     copy = started(CriticCopyWorker, tiny_config(tiny_dir))
-    with pytest.raises(WeightSyncError, match="critic_copy holds no version of the critic's"):
+    with pytest.raises(WeightSyncError, match="copy of the critic holds no version of its weights"):
         copy.compute_values(make_batch(8))
     trainers, makers = Group([critic]), Group([copy])
     for version in (1, 2):
