@@ -112,7 +112,7 @@ class Ledger:
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON has it; what a trainer's step has taken counts as queued."""
         return {
-            "makers": {str(m): self._row(m, account) for m, account in self.makers.items()},
+            "makers": {str(m): self._row(m, self.makers[m]) for m in sorted(self.makers)},
             "trainers": {str(rank): count for rank, count in sorted(self.trainers.items())},
             "staleness": {str(k): count for k, count in sorted(self.staleness.items())},
             "versions": {str(v): count for v, count in sorted(self.versions.items())},
@@ -120,7 +120,7 @@ class Ledger:
 
     def describe(self) -> str:
         """A table: a line a maker, and one for all."""
-        rows = {f"maker {m}": self._row(m, account) for m, account in self.makers.items()}
+        rows = {f"maker {m}": self._row(m, self.makers[m]) for m in sorted(self.makers)}
         names = ("made", "trained", "queued", "dropped", "in_flight")
         lines = ["samples".ljust(10) + "".join(f"{name.replace('_', ' '):>11}" for name in names)]
         total: Counter[str] = Counter()

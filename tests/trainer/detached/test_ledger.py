@@ -62,3 +62,11 @@ def test_the_table_has_a_line_a_maker_and_the_reasons() -> None:
     assert text.splitlines()[1].split() == ["maker", "0", "6", "2", "2", "0", "2"]
     assert text.splitlines()[3].split() == ["all", "8", "2", "2", "2", "2"]
     assert "dropped: 2 (lost with its maker)" in text
+
+
+def test_makers_stand_in_their_order_whoever_began_first() -> None:
+    ledger = Ledger()
+    ledger.begin(1, ["a"], 2)
+    ledger.begin(0, ["b"], 2)
+    assert list(ledger.as_dict()["makers"]) == ["0", "1"]
+    assert [line.split()[1] for line in ledger.describe().splitlines()[1:3]] == ["0", "1"]
