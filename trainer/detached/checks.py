@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 
 from trainer.config.checks import check_fields
 from trainer.detached.config import DetachedConfig
+from trainer.detached.roles import maker_roles, score_roles
 from trainer.detached.sizes import piece_size, routed_ranks, samples_per_batch, topology_of
-from trainer.detached.topology import TRAINER_POOL, Topology, maker_role
+from trainer.detached.topology import TRAINER_POOL, Topology, maker_role, role_on
+from trainer.groups.worker_groups import worker_class
+from trainer.ppo.sizes import CRITIC_COPY
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
 from workers.config import ENGINES, RolloutConfig
+from workers.weights.delivery import WeightPublisher
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SAME_FOR_ALL = {
@@ -35,11 +40,13 @@ def check_run(config: DetachedConfig) -> None:
     _check_rounds(config)
     _check_maker_settings(config, topology)
     _check_weights(config, topology)
+    _check_scoring(config, topology)
 
 
 def _check_pools(config: DetachedConfig, topology: Topology) -> None:
     pools = expand_roles(config.role_mapping)
-    others = {pool: role for role, pool in pools.items() if role not in topology.roles()}
+    of_makers = maker_roles(config)
+    others = {pool: role for role, pool in pools.items() if role not in of_makers}
     for role in topology.roles():
         if pools.get(role) in others:
             raise ConfigError(
@@ -178,6 +185,56 @@ def _check_weights(config: DetachedConfig, topology: Topology) -> None:
                 "and loads them between two pieces; detached.new_weights=at_once loads them in the "
                 f"middle of one. Set one of them otherwise for {role}."
             )
+
+
+def _check_scoring(config: DetachedConfig, topology: Topology) -> None:
+    """Makers that score have all their roles in the processes of their rollout."""
+    roles = score_roles(config)
+    if config.detached.score_on == "maker" and not roles:
+        raise ConfigError(
+            "detached.score_on=maker: this run has no reference, reward model or critic that could "
+            "score on makers. Leave it out."
+        )
+    if not roles:
+        return
+    names = [role_on(role, maker) for maker in range(topology.makers) for role in roles]
+    if twice := [name for name, number in Counter(names).items() if number > 1]:
+        raise ConfigError(
+            f"detached.score_on=maker: two roles are called {twice[0]}, that of a model in "
+            "`rewards` and a further maker's of another. Rename the model whose name ends in a "
+            "number."
+        )
+    pools = expand_roles(config.role_mapping)
+    for role, maker in maker_roles(config).items():
+        own = maker_role(maker)
+        if pools.get(role) != pools.get(own):
+            raise ConfigError(
+                f"role_mapping.{role}={pools.get(role)} is not the pool of {own}, "
+                f"{pools.get(own)}: with detached.score_on=maker it scores there. Leave it out, or "
+                "set detached.score_on=trainer."
+            )
+    if config.actor_rollout_ref.ref.update_every is not None and "ref" in roles:
+        raise ConfigError(
+            f"actor_rollout_ref.ref.update_every={config.actor_rollout_ref.ref.update_every} with "
+            "detached.score_on=maker: makers' references stand still. Drop one."
+        )
+    if CRITIC_COPY in roles and config.detached.new_weights == "at_once":
+        raise ConfigError(
+            "detached.new_weights=at_once with detached.score_on=maker: a maker's copy of the "
+            "critic takes weights between two pieces. Set at_boundary, score_on=trainer, or an "
+            "algorithm.adv_estimator without a critic, such as grpo."
+        )
+    _check_critic_sends(config, roles)
+
+
+def _check_critic_sends(config: DetachedConfig, roles: Mapping[str, str]) -> None:
+    """A critic of the user's own can send its weights."""
+    if CRITIC_COPY in roles and not issubclass(worker_class(config, "critic"), WeightPublisher):
+        raise ConfigError(
+            f"role_workers.critic={config.role_workers['critic']} cannot publish its weights, "
+            "which makers' copies need (detached.score_on=maker). Derive it from "
+            "workers.roles.critic.CriticWorker, or set detached.score_on=trainer."
+        )
 
 
 def _named(numbers: list[int]) -> str:

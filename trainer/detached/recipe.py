@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer.config.recipe import Recipe
 from trainer.detached.config import DetachedConfig
+from trainer.detached.roles import place_makers
 from trainer.detached.sizes import topology_of
 from trainer.detached.topology import TRAINER_POOL, counts
 from trainer.ppo.default_correction import correct_by_default
@@ -19,7 +20,6 @@ from verl_like.placement.roles import expand_roles
 TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
 PLACEMENTS = {"detached": {TRAINER_POOL: TRAINER_ROLES, "maker_0_pool": ["rollout"]}}
 """The roles of a run; its pools are as many as it has makers, so no preset could name them."""
-ROLLOUT_WORKER = "workers.roles.rollout.RolloutWorker"
 
 
 def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
@@ -27,15 +27,13 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
     detached = config.detached
     if detached.topology is not None:
         detached.makers, detached.trainers = counts(detached.topology)
-    makers = topology_of(config).roles()
+    makers = place_makers(config, topology_of(config))
 
     mapped = expand_roles(config.role_mapping)
     wanted = {role: TRAINER_POOL for role in TRAINER_ROLES} | makers
     for role, pool in wanted.items():
         if role not in mapped:
             config.role_mapping[role] = pool
-    for role in list(makers)[1:]:
-        config.role_workers.setdefault(role, ROLLOUT_WORKER)
 
     used = set(config.role_mapping.values())
     if TRAINER_POOL in used:

@@ -20,6 +20,7 @@ from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.experience import Experience
 from trainer.detached.maker import Maker
 from trainer.detached.pieces import Piece
+from trainer.ppo.dynamic_sampling import over_draws
 from trainer.ppo.sample_source import Draw, Samples, SampleSource
 from trainer.ppo.samples import concat_rows
 from verl_like.batch.protocol import DataProto
@@ -85,6 +86,7 @@ class DetachedSource(SampleSource):
         self._step = 0
         self._num_steps: int | None = None
         self._drawn: list[str] = []
+        self._read: list[Metrics] = []
         self._kept: list[DataProto] = []
         self._queued: list[Experience] = []
         self._is_paused = self._has_started = False
@@ -106,10 +108,11 @@ class DetachedSource(SampleSource):
 
         if place == 0:
             self._kept = []
-        self._drawn = []
+        self._drawn, self._read = [], []
         batch, metrics = self._assemble(self._draw)
         self._drop_unused(batch)
-        return batch, metrics | {"detached/queue_depth": float(self.buffer.depth)}
+        read = over_draws(self._read)
+        return batch, metrics | read | {"detached/queue_depth": float(self.buffer.depth)}
 
     def in_words(self) -> str:
         """Which samples the step is on, for the report of an error."""
@@ -200,7 +203,9 @@ class DetachedSource(SampleSource):
         experiences = self.buffer.take(sizes(fresh), attempt, sum(map(sizes, rest)), rest_of_run)
         experiences.sort(key=lambda one: (one.piece.rank, one.piece.number))
         self._drawn += [uid for experience in experiences for uid in experience.uids]
-        return concat_rows([experience.fetch() for experience in experiences])
+        rows = [experience.fetch() for experience in experiences]
+        self._read += [experience.metrics for experience in experiences]
+        return concat_rows(rows)
 
     def _drop_unused(self, batch: DataProto) -> None:
         """Groups that were drawn and are not in the batch: dynamic sampling left them out."""

@@ -24,7 +24,15 @@ from trainer.detached.maker import Maker
 from trainer.detached.pacing import Pacing
 from trainer.detached.pieces import ANY_RANK, PieceStream
 from trainer.detached.plan import plan_lines
+from trainer.detached.roles import maker_roles, score_roles
 from trainer.detached.samplers.registry import SAMPLERS
+from trainer.detached.scoring import (
+    MADE_BY_MAKERS,
+    REWARD_METHOD,
+    Reading,
+    ScoresHere,
+    launch_readings,
+)
 from trainer.detached.sizes import (
     open_samples,
     piece_size,
@@ -33,7 +41,7 @@ from trainer.detached.sizes import (
     topology_of,
 )
 from trainer.detached.source import DetachedSource, Rounds
-from trainer.detached.topology import maker_role
+from trainer.detached.topology import maker_role, role_on
 from trainer.detached.watch import TrainerWatch
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
@@ -44,7 +52,7 @@ from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerError
 from verl_like.files import write_whole
-from workers.columns import read_columns
+from workers.columns import has_column, read_columns, rm_column
 
 SAMPLES = "queued_samples"
 """The folder of a checkpoint that holds what was queued."""
@@ -68,6 +76,7 @@ class DetachedTrainer(PPOTrainer):
         self.topology = topology_of(config)
         self.activity, self.ledger = Activity(), Ledger()
         self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
+        self._roles_of_makers = maker_roles(config)
         self.feed = WeightFeed(config, self.groups, self.topology)
         samples = config.actor_rollout_ref.rollout.n
         stream = PieceStream(
@@ -100,6 +109,7 @@ class DetachedTrainer(PPOTrainer):
                 self.start_generating,
                 self.feed.deliver,
                 losses,
+                start_scoring=self.start_scoring if score_roles(config) else None,
                 weights_come_at_once=detached.new_weights == "at_once",
                 carries_over=self._draws_in_parts(number),
             )
@@ -118,7 +128,20 @@ class DetachedTrainer(PPOTrainer):
         asked.meta_info = asked.meta_info | {"attempt": attempt}
         return self.groups[role].generate_sequences.remote(asked)
 
+    def start_scoring(self, maker: int, samples: Any) -> list[Reading]:
+        """What a maker's roles say of samples, or of the future of them; in its thread."""
+        roles = {role: role_on(role, maker) for role in score_roles(self.config)}
+        return launch_readings(self.groups, roles, samples)
+
     # ------------------------------------------------------------------ what is different from PPO
+
+    def call(
+        self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
+    ) -> Any:
+        """A reward model is not asked again about what a maker has had it score."""
+        if method == REWARD_METHOD and has_column(batch, rm_column(role)):
+            return ScoresHere(batch, role)
+        return super().call(role, method, batch, *more, **settings)
 
     @property
     def total_steps(self) -> int:
@@ -184,8 +207,8 @@ class DetachedTrainer(PPOTrainer):
             return super().validation_metrics()
 
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
-        """Makers generate whatever the trainers do; while they rest, it is for a validation."""
-        if call["method"] != "generate_sequences":
+        """Makers make samples whatever trainers do; while they rest, it is for a validation."""
+        if call["method"] not in MADE_BY_MAKERS or call["role"] not in self._roles_of_makers:
             return ended_in
         is_validation = ended_in == "testing" and call["start"] >= self._makers_rest_since
         return ended_in if is_validation else "gen"
@@ -262,6 +285,7 @@ class DetachedTrainer(PPOTrainer):
             **self.activity.metrics(),
             "detached/staleness/mean": float(ages.float().mean()),
             "detached/staleness/max": float(ages.max()),
+            **self._value_ages(batch),
             **{
                 f"detached/staleness/{age}": float(count)
                 for age, count in zip(
@@ -269,3 +293,10 @@ class DetachedTrainer(PPOTrainer):
                 )
             },
         }
+
+    def _value_ages(self, batch: DataProto) -> Metrics:
+        """Versions between the values of makers' critics and the update."""
+        if not has_column(batch, "value_version"):
+            return {}
+        ages = self._trained_by - read_columns(batch, "value_version")["value_version"]
+        return {"detached/value_staleness/max": float(ages.max())}
