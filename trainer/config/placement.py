@@ -134,7 +134,11 @@ def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> lis
         notices.append(f"notice: no role of this run uses the pool {pool!r}, it is dropped")
 
     spec = config.resource_pool_spec
-    if not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:
+    if (
+        recipe.shares_devices
+        and not named_pools
+        and len({sum(sizes) for sizes in spec.values()}) > 1
+    ):
         notices.append(
             f"notice: the devices do not divide evenly, the first pools have more: {spec}"
         )

@@ -81,6 +81,8 @@ class Recipe(Generic[C]):
     """Words such as `colocate_all` -> the overrides that `colocate_all=true` stands for."""
     only_noticed: frozenset[str] = frozenset()
     """Keys that are shown, not refused, where nothing reads them."""
+    shares_devices: bool = True
+    """Whether its presets share the devices out; else its pools are as large as they are meant."""
     shares_presets_of: Path | None = None
     """Folder of another recipe whose groups of presets it has, too; its YAML names that folder in
     `hydra.searchpath`.

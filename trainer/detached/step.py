@@ -214,6 +214,11 @@ class DetachedTrainer(PPOTrainer):
         return ended_in if is_validation else "gen"
 
     @classmethod
+    def recipe_class(cls) -> type[PPOTrainer]:
+        """This one."""
+        return DetachedTrainer
+
+    @classmethod
     def describe(cls, config: PPOConfig, max_columns: int | None = None) -> list[str]:
         """What makers and trainers will do, then PPO's paragraphs."""
         assert isinstance(config, DetachedConfig), "this trainer's configuration"

@@ -214,8 +214,13 @@ class PPOTrainer(PPORun):
     @classmethod
     def describe(cls, config: PPOConfig, max_columns: int | None = None) -> list[str]:
         """Batch sizes, memory, and the graph of a step as this class runs it."""
-        graph = describe(config, max_columns, own_stages(cls, PPOTrainer))
+        graph = describe(config, max_columns, own_stages(cls, cls.recipe_class()))
         return [batch_table(config, max_columns), plan_text(config, max_columns), graph]
+
+    @classmethod
+    def recipe_class(cls) -> type[PPOTrainer]:
+        """The recipe's own trainer: what a subclass of it overrides is shown as its own."""
+        return PPOTrainer
 
     def init_models(self) -> None:
         """Build every role's model; the rollout gets its weights before the first prompt."""
