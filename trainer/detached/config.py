@@ -32,20 +32,16 @@ SAVES = When(
 class DetachedSettings:
     """Makers, trainers, and the buffer between them."""
 
-    topology: str | None = key(None, allows="<makers>m<trainers>t, such as 2m1t, or null")
+    topology: str | None = key(None, allows="a name such as 2m1t")
     """Numbers of makers and trainers in a word."""
     makers: int = key(1, above=0, read_when=BY_NUMBERS)
     """Groups that generate, each on a pool of its own: roles `rollout`, `rollout_1`, ..."""
     trainers: int = key(1, above=0, read_when=BY_NUMBERS)
     """Ranks of the group that learns."""
-    edges: list[list[int]] | None = key(
-        None, allows="a list of [maker, trainer], or null for an even graph"
-    )
-    """Whose samples go to which trainer rank."""
-    weight_edges: list[list[int]] | None = key(
-        None, allows="a list of [trainer, maker], or null for an even graph"
-    )
-    """Which trainer rank sends its weights to whom."""
+    edges: list[list[int]] | None = key(None, allows="a list of [maker, trainer]")
+    """Whose samples go to which trainer rank; null is an even graph."""
+    weight_edges: list[list[int]] | None = key(None, allows="a list of [trainer, maker]")
+    """Which trainer rank sends its weights to whom; null is an even graph."""
     maker_settings: dict[str, Any] = key(
         factory=dict, allows="number of a maker: {key of actor_rollout_ref.rollout: value}"
     )

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from trainer.detached.checks import open_samples, piece_size, samples_per_batch
 from trainer.detached.config import DetachedConfig
 from trainer.detached.overlap import Phases, Setup, simulate, what_limits
-from trainer.detached.recipe import topology_of
+from trainer.detached.sizes import open_samples, piece_size, samples_per_batch, topology_of
 
 AGES = {0: "as new as the policy", 1: "at most 1 version old"}
 MOMENTS = {"at_boundary": "between two pieces", "at_once": "in the middle of a piece"}

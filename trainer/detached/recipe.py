@@ -10,7 +10,8 @@ from pathlib import Path
 
 from trainer.config.recipe import Recipe
 from trainer.detached.config import DetachedConfig
-from trainer.detached.topology import TRAINER_POOL, Topology, counts
+from trainer.detached.sizes import topology_of
+from trainer.detached.topology import TRAINER_POOL, counts
 from trainer.ppo.default_correction import correct_by_default
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from verl_like.placement.roles import expand_roles
@@ -19,12 +20,6 @@ TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
 PLACEMENTS = {"detached": {TRAINER_POOL: TRAINER_ROLES, "maker_0_pool": ["rollout"]}}
 """The roles of a run; its pools are as many as it has makers, so no preset could name them."""
 ROLLOUT_WORKER = "workers.roles.rollout.RolloutWorker"
-
-
-def topology_of(config: DetachedConfig) -> Topology:
-    """Who sends what to whom."""
-    detached = config.detached
-    return Topology.of(detached.makers, detached.trainers, detached.edges, detached.weight_edges)
 
 
 def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:

@@ -140,7 +140,7 @@ class DetachedSource(SampleSource):
         return self._is_paused
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the prompts, the books, and what is queued, but for its samples."""
+        """The place in the prompts, the ledger, and what is queued, but for its samples."""
         state, self._queued = self.buffer.state_dict()
         queued = [
             {

@@ -8,14 +8,15 @@ takes them when it can.
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.detached.activity import Activity
 from trainer.detached.buffer import BufferSettings, EndOfSamples, ExperienceBuffer
-from trainer.detached.checks import open_samples, piece_size, routed_ranks, samples_per_batch
 from trainer.detached.config import DetachedConfig
 from trainer.detached.ledger import Ledger
 from trainer.detached.losses import MakerLosses
@@ -23,8 +24,14 @@ from trainer.detached.maker import Maker
 from trainer.detached.pacing import Pacing
 from trainer.detached.pieces import ANY_RANK, PieceStream
 from trainer.detached.plan import plan_lines
-from trainer.detached.recipe import topology_of
 from trainer.detached.samplers.registry import SAMPLERS
+from trainer.detached.sizes import (
+    open_samples,
+    piece_size,
+    routed_ranks,
+    samples_per_batch,
+    topology_of,
+)
 from trainer.detached.source import DetachedSource, Rounds
 from trainer.detached.watch import TrainerWatch
 from trainer.detached.weights import WeightFeed
@@ -34,6 +41,7 @@ from trainer.ppo.step import PPOTrainer
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
+from verl_like.errors import WorkerError
 from verl_like.files import write_whole
 from workers.columns import read_columns
 
@@ -48,11 +56,13 @@ class DetachedTrainer(PPOTrainer):
     source: DetachedSource
     _trained_by = 0
     """The version of the weights that the last update began with."""
+    _makers_rest_since = 0.0
+    """When the last validation began, as `time.time` has it."""
 
     # ------------------------------------------------------------------------------- what it adds
 
     def make_source(self) -> DetachedSource:
-        """Makers' threads, the buffer, and the books."""
+        """Makers' threads, the buffer, and the ledger."""
         config, detached = self.config, self.config.detached
         self.topology = topology_of(config)
         self.activity, self.ledger = Activity(), Ledger()
@@ -135,7 +145,7 @@ class DetachedTrainer(PPOTrainer):
         return batch, metrics
 
     def update(self, batch: DataProto) -> Metrics:
-        """PPO's update; then the books say what was trained on."""
+        """PPO's update; then the ledger says what was trained on."""
         self._trained_by = self.weight_version
         metrics = super().update(batch)
         if self.rounds.place(self.global_step)[1] == 0:
@@ -163,12 +173,16 @@ class DetachedTrainer(PPOTrainer):
     def validation_metrics(self) -> Metrics:
         """Makers rest meanwhile, and the first one has the newest weights."""
         with self.source.paused():
+            self._makers_rest_since = time.time()
             self.source.makers[0].take_weights()
             return super().validation_metrics()
 
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
-        """Generation is that, whatever the trainers did when it ended."""
-        return "gen" if call["method"] == "generate_sequences" else ended_in
+        """Makers generate whatever the trainers do; while they rest, it is for a validation."""
+        if call["method"] != "generate_sequences":
+            return ended_in
+        is_validation = ended_in == "testing" and call["start"] >= self._makers_rest_since
+        return ended_in if is_validation else "gen"
 
     @classmethod
     def describe(cls, config: PPOConfig, max_columns: int | None = None) -> list[str]:
@@ -178,7 +192,7 @@ class DetachedTrainer(PPOTrainer):
         return [plan, *super().describe(config, max_columns)]
 
     def state_dict(self) -> dict[str, Any]:
-        """PPO's, the books, and the place in the prompts."""
+        """PPO's, the ledger, and the place in the prompts."""
         return super().state_dict() | {"detached": self.source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -201,8 +215,13 @@ class DetachedTrainer(PPOTrainer):
         self.watch.start()
 
     def close(self) -> None:
-        """End the makers, and close the books."""
+        """End the makers, and check the ledger."""
         self.watch.stop()
+        self.source.buffer.close()
+        for maker in self.source.makers:
+            if self.source.buffer.in_flight(maker.number):
+                with suppress(WorkerError):  # whoever is gone has nothing to break off
+                    self.groups[maker.role].abort()
         self.source.close()
         self.ledger.check()
         print(self.ledger.describe(), flush=True)
@@ -214,6 +233,8 @@ class DetachedTrainer(PPOTrainer):
             return super()._next_step(tracking, timeline)
         except EndOfSamples as end:
             self.global_step -= 1
+            self.save(is_last=True)
+            self.checkpoints.commit()
             return f"the run ends after step {self.global_step}: {end}"
 
     def _ranks_and_versions(self, batch: DataProto) -> dict[str, list[tuple[int, int]]]:

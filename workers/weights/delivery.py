@@ -14,10 +14,11 @@ host memory, over gloo: nothing of it touches a GPU that is computing.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -105,20 +106,34 @@ def deliver_weights(
     address, version = actor_group.open_delivery(version, sender)[sender]
 
     # either group may run in the thread that calls it, so each side has one
-    with ThreadPoolExecutor(1, "weights sender") as beside:
-        sending = beside.submit(
-            actor_group.deliver_weights, address, rollout_group.world_size, bucket_mb, sender
-        )
+    sending = _in_a_thread(
+        actor_group.deliver_weights, address, rollout_group.world_size, bucket_mb, sender
+    )
+    try:
+        received: list[SyncReport] = receive.remote(address, version).get()
+    except WorkerDiedError:
+        raise  # at once: the sender still waits for it to come
+    except VerlLikeError as error:
+        lost = sending.exception()
+        if isinstance(lost, WorkerDiedError):
+            raise lost from error  # what the rollout saw is that nothing more came
+        error.add_note(f"delivery of version {version}: {_words_of(sending)}")
+        raise
+    return sync_figures([*received, *sending.result()], int(version), start)
+
+
+def _in_a_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """The future of a call in a thread that nobody has to wait for."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
         try:
-            received: list[SyncReport] = receive.remote(address, version).get()
-        except VerlLikeError as error:
-            lost = sending.exception()
-            if isinstance(lost, WorkerDiedError) and not isinstance(error, WorkerDiedError):
-                raise lost from error  # what the rollout saw is that nothing more came
-            error.add_note(f"delivery of version {version}: {_words_of(sending)}")
-            raise
-        sent: list[SyncReport] = sending.result()
-    return sync_figures([*received, *sent], int(version), start)
+            future.set_result(call(*arguments))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weights sender", daemon=True).start()
+    return future
 
 
 @cache

@@ -117,7 +117,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_delivery_goes_through(
 def test_a_rank_that_does_not_come_is_named_and_its_version_let_go(
     actor: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=2))
     alone = Group([Receiver(0, 2)])
     alone.world_size = 2
     publish_weights(actor, 0)
