@@ -98,3 +98,9 @@ def test_the_benchmark_of_deliveries_compares_one_maker_with_more() -> None:
         assert full[makers]["mib_each"] * 2**20 == number * width * width * 4
         assert changed[makers]["mib_each"] * 2**20 == number * 2 * 4 * width * 4
         assert full[makers]["ratio_to_one"] > 0
+
+
+def test_the_memory_of_a_detached_run_is_bounded_in_samples(tmp_path: Path) -> None:
+    rows = load("benchmarks/bench_detached_memory.py").measure(tmp_path, steps=4)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["open_groups"] <= 2 * 8 and row["queued"] <= 2 * 16 for row in rows)

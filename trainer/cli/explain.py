@@ -48,7 +48,9 @@ def explain(
     run whose phases say how long a detached one will take.
     """
     card = "cuda" if card_bytes is not None else None
-    own = own_stages(trainer_class(config), PPOTrainer)
+    trainer_cls = trainer_class(config)
+    assert issubclass(trainer_cls, PPOTrainer), "recipes that are explained are PPO's kin"
+    own = own_stages(trainer_cls, trainer_cls.recipe_class())
     sections = {
         "What a step does": describe(config, max_columns, own).splitlines(),
         **makers_sections(config, max_columns, measured),

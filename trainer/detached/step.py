@@ -253,8 +253,9 @@ class DetachedTrainer(PPOTrainer):
         self.watch.stop()
         self.source.buffer.close()
         for maker in self.source.makers:
-            with suppress(WorkerError):  # whoever is gone has nothing to break off
-                self.groups[maker.role].abort()
+            if self.source.buffer.in_flight(maker.number):
+                with suppress(WorkerError):  # whoever is gone has nothing to break off
+                    self.groups[maker.role].abort()
         self.source.close()
         self.ledger.check()
         print(self.ledger.describe(), flush=True)

@@ -35,10 +35,10 @@ class TrainerWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """No ping is under way afterwards."""
+        """Ping no more; a ping that is under way is waited for a little."""
         self._stopped.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(PING_S)
 
     def _run(self) -> None:
         try:

@@ -78,3 +78,11 @@ class OtherWeights(RolloutWorker):
         super().init_model()
         for parameter in self.engine.module.parameters():
             parameter.data.normal_()
+
+
+class CannotBeBuilt(RolloutWorker):
+    """As with an engine that does not load the model."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        raise ValueError("no such engine")

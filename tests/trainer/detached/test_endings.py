@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import lines, overrides
-from tests.trainer.detached.test_run import LOCAL, books, detached
+from tests.trainer.detached.test_run import LOCAL, detached, ledger_of
 from trainer import load_config, run
 from trainer.data.prompts import PromptLoader
 from trainer.detached.recipe import DETACHED
@@ -32,7 +32,7 @@ def test_as_many_prompts_as_asked_for_are_answered_over_several_epochs(
     total = ("data.total_prompts=150", "data.train_batch_size=60", "detached.makers=2")
     sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=30", "data.max_response_length=2")
     folder = detached(tiny_dir, tmp_path, *total, *sizes, "trainer.total_training_steps=null")
-    assert books(folder)["trainers"] == {"0": 2 * 150}
+    assert ledger_of(folder)["trainers"] == {"0": 2 * 150}
     assert len(set(uids_of(folder))) == 150
     assert len(lines(folder)) == 3
 
@@ -46,7 +46,7 @@ def test_a_run_whose_prompts_end_too_soon_ends_with_words_and_not_in_a_wait(
     monkeypatch.setattr(PromptLoader, "num_prompts", lambda _, number: 8 if number < 2 else 0)
     folder = detached(tiny_dir, tmp_path, "trainer.total_training_steps=50")
     assert "the run ends after step 2: the prompts have ended" in capsys.readouterr().out
-    assert books(folder)["trainers"] == {"0": 2 * 16}
+    assert ledger_of(folder)["trainers"] == {"0": 2 * 16}
 
 
 class Dawdles:
@@ -72,7 +72,7 @@ def test_a_full_buffer_holds_the_makers_up(tiny_dir: Path, tmp_path: Path) -> No
     config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), DETACHED)
     run(config, callbacks=[slow])
     assert slow.open_samples == 16
-    assert books(tmp_path)["trainers"] == {"0": 3 * 16}
+    assert ledger_of(tmp_path)["trainers"] == {"0": 3 * 16}
 
 
 def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path) -> None:
@@ -83,3 +83,10 @@ def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path)
     named = note.removeprefix("step 2 is on the samples of uid ").split(", ")
     assert len(named) == 8
     assert not uids & set(named)
+
+
+def test_a_maker_that_cannot_be_built_ends_the_run_with_its_error(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="no such engine"):
+        detached(tiny_dir, tmp_path, f"role_workers.rollout={RIGGED}.CannotBeBuilt")
