@@ -20,6 +20,7 @@ from trainer.cli.explain import field_docs
 from trainer.config.keys import Key, config_keys, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
+from trainer.detached.recipe import DETACHED
 from trainer.migrate.tables import coati_rows, openrlhf_rows, trl_rows, verl_rows
 from trainer.ppo.cards import (
     Card,
@@ -342,6 +343,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "rewards": ("rewards.md", reward_key_table),
     "sft-keys": ("sft.md", partial(recipe_key_table, SFT, RunConfig)),
     "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL, RowConfig)),
+    "detached-keys": ("detached.md", partial(recipe_key_table, DETACHED, PPOConfig)),
     "columns": ("dataflow.md", column_table),
     "presets": ("algorithms.md", preset_table),
     "estimators": ("algorithms.md", estimator_table),

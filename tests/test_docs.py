@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from trainer import load_config
+from trainer.config.keys import config_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import TRACKERS
+from trainer.detached.config import DetachedConfig
 from trainer.detached.recipe import DETACHED
+from trainer.hooks import Hooks
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from workers.training.schedules import LR_SCHEDULES
@@ -109,3 +112,25 @@ def test_a_command_composes(recipe: Recipe[PPOConfig], settings: list[str]) -> N
     missing = [f"{key}={value}" for key, value in needed.items() if key not in given]
     config = load_config([*missing, *settings], recipe)
     assert config.data.train_files
+
+
+KEYS = re.compile(
+    r"`((?:actor_rollout_ref|algorithm|critic|data|detached|reward_model|trainer)(?:\.\w+)+)"
+)
+
+
+@pytest.mark.parametrize("page", ["detached.md", "coming_from_colossalchat.md"])
+def test_the_keys_that_a_page_names_are_there(page: str) -> None:
+    named = set(KEYS.findall((ROOT / "docs" / page).read_text(encoding="utf-8")))
+    keys = {key.name for key in config_keys(DetachedConfig)}
+    of_makers = {name for name in named if name.startswith("detached.maker_settings.")}
+    assert len(named) > 15
+    assert named - keys - of_makers - {"detached.json"} == set()
+
+
+def test_the_hooks_beside_colossalchats_callbacks_are_ours() -> None:
+    text = (ROOT / "docs" / "coming_from_colossalchat.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `on_")]
+    ours = {name for row in rows for name in re.findall(r"`(on_\w+)", row[1])}
+    assert len(ours) >= 5
+    assert [name for name in ours if not hasattr(Hooks, name)] == []

@@ -80,7 +80,7 @@ class WeightSyncError(VerlLikeError, RuntimeError):
 
 
 class LedgerError(VerlLikeError, RuntimeError):
-    """The books of a detached run do not close: a sample was lost, or counted twice."""
+    """The ledger of a detached run does not add up: a sample was lost, or counted twice."""
 
 
 class CheckpointError(VerlLikeError, RuntimeError):

@@ -61,6 +61,7 @@ COLUMNS: dict[str, Column] = {
         Column("ref_log_prob", "[rows, R]", "float32", "ref.compute_ref_log_prob"),
         Column("teacher_log_prob", "[rows, R]", "float32", "teacher.compute_teacher_log_prob"),
         Column("values", "[rows, R]", "float32", "critic.compute_values"),
+        Column("value_version", "[rows]", "int64", "critic_copy.compute_values, for makers"),
         Column("rm_scores", "[rows, R]", "float32", "reward_model.compute_rm_score"),
         Column("token_level_scores", "[rows, R]", "float32", "the reward"),
         Column("step_ends", "[rows, R]", "bool", "the reward: where it put a score"),
@@ -168,6 +169,11 @@ def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
     require(batch, *names)
     tensors: Any = batch.batch
     return {name: tensors[name] for name in names}
+
+
+def rm_column(role: str) -> str:
+    """The column of a reward model's scores in a batch that may hold those of several."""
+    return "rm_scores" if role == "reward_model" else f"rm_scores of {role}"
 
 
 def has_column(batch: DataProto, name: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, create_colocated_worker_cls
 from verl_like.calls.waiting import Deadlines
@@ -11,7 +13,12 @@ BACKENDS = ("inline", "child", "ray")
 
 
 @contextmanager
-def start(backend, roles, process_on_nodes=(2,), **options):
+def start(
+    backend: str,
+    roles: Mapping[str, tuple[type, tuple[Any, ...]]],
+    process_on_nodes: Sequence[int] = (2,),
+    **options: Any,
+) -> Iterator[Any]:
     """A group of one role, or of several fused; it ends with the block."""
     options.setdefault("deadlines", Deadlines(start_s=180, call_s=60))
     made = {role: ClassWithInitArgs(cls, *args) for role, (cls, args) in roles.items()}

@@ -22,7 +22,7 @@ from typing import Any
 from trainer.detached.activity import Activity
 from trainer.detached.experience import Experience
 from trainer.detached.ledger import LOST, MADE_AGAIN, QUEUED, TAKEN, Ledger
-from trainer.detached.pacing import Pacing
+from trainer.detached.pacing import Demand, Pacing
 from trainer.detached.pieces import Order, Piece, PieceStream
 from trainer.detached.samplers.registry import Choice, Sampler, Stock
 from verl_like.errors import VerlLikeError
@@ -52,18 +52,6 @@ class BufferSettings:
     stall_s: float = 120.0
 
 
-@dataclass(frozen=True)
-class _Demand:
-    """What the trainer waits for, if it does, and what it will ask for later."""
-
-    num_samples: int = 0
-    attempt: int = 0
-    rest_of_version: int = 0
-    """Fresh samples after these, before the next version of the weights."""
-    rest_of_run: int | None = None
-    """Fresh samples after these; None: nobody can say."""
-
-
 class ExperienceBuffer:
     """Between makers' threads and the trainer's."""
 
@@ -88,7 +76,7 @@ class ExperienceBuffer:
         self._idle: set[int] = set()
         self.version = 0
         """Of the newest weights that makers can have."""
-        self._demand = _Demand()
+        self._demand = Demand()
         self._num_taken = 0
         self._failure: BaseException | None = None
         self._closed = self._paused = False
@@ -176,13 +164,13 @@ class ExperienceBuffer:
         `EndOfSamples` where there is no more.
         """
         with self._changed, self._activity.of("trainer").waiting("samples"):
-            self._demand = _Demand(num_samples, attempt, rest_of_version, rest_of_run)
+            self._demand = Demand(num_samples, attempt, rest_of_version, rest_of_run)
             self._look_again()
             try:
                 return self._wait_for_batch(num_samples)
             finally:
                 # before the lock is free: what was taken is no longer asked for
-                self._demand = _Demand(0, 0, rest_of_version, rest_of_run)
+                self._demand = Demand(0, 0, rest_of_version, rest_of_run)
                 self._look_again()
 
     def drop_taken(self, uids: Iterable[str], reason: str) -> None:
@@ -224,7 +212,7 @@ class ExperienceBuffer:
                 self._paused = False
 
     def state_dict(self) -> tuple[dict[str, Any], list[Experience]]:
-        """Where the prompts stand, the pieces that are being made, the books; and what is queued,
+        """Where the prompts stand, the pieces that are being made, the ledger; and what is queued,
         which is not in the first.
         """
         with self._changed:
@@ -374,14 +362,9 @@ class ExperienceBuffer:
             return None
         opened = self._queued() + sum(o.piece.num_samples for _, o in self._in_flight.values())
         opened += piece.num_samples + self.stream.waiting_before(piece)
-        demand = self._demand
-        bounds = [
-            self._pacing.bound(demand.num_samples, demand.rest_of_version, self.version - version)
-        ]
+        bounds = [self._pacing.bound(self._demand, self.version - version)]
         if not self._settings.evicts:
             bounds.append(self._settings.limit)
-        if demand.rest_of_run is not None:
-            bounds.append(demand.num_samples + demand.rest_of_run)
         return piece if opened <= min(bounds) else None
 
     def _hand_out(self, piece: Piece, maker: int, version: int) -> Order:

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+
+from trainer.config.checks import check_fields
 from trainer.detached.config import DetachedConfig
-from trainer.detached.pieces import ANY_RANK
-from trainer.detached.recipe import topology_of
-from trainer.detached.topology import TRAINER_POOL, Topology, maker_role
-from verl_like.errors import ConfigError
+from trainer.detached.roles import maker_roles, score_roles
+from trainer.detached.sizes import piece_size, routed_ranks, samples_per_batch, topology_of
+from trainer.detached.topology import TRAINER_POOL, Topology, maker_role, role_on
+from trainer.groups.worker_groups import worker_class
+from trainer.ppo.sizes import CRITIC_COPY
+from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
+from workers.config import ENGINES, RolloutConfig
+from workers.weights.delivery import WeightPublisher
+
+ROLLOUT = "actor_rollout_ref.rollout"
+SAME_FOR_ALL = {
+    "n": "all groups of a batch have as many samples",
+    "temperature": "the log-prob passes of the trainers divide by it, too",
+    "do_sample": "the log-prob passes of the trainers go by it, too",
+    "log_prob_micro_batch_size_per_gpu": "it is of the actor's passes",
+    "sync": "trainers send alike to all makers",
+    "update_weights_bucket_megabytes": "trainers send alike to all makers",
+}
+"""Keys of the rollout that no maker has of its own, and why."""
 
 
 def check_run(config: DetachedConfig) -> None:
@@ -20,44 +40,13 @@ def check_run(config: DetachedConfig) -> None:
     _check_rounds(config)
     _check_maker_settings(config, topology)
     _check_weights(config, topology)
-
-
-def routed_ranks(topology: Topology) -> list[int]:
-    """The trainer ranks whose samples come from makers of their own.
-
-    Where every maker serves every rank, rows may go to any: one answer, `ANY_RANK`.
-    """
-    everything = topology.makers * topology.trainers
-    if len(topology.experience) == everything:
-        return [ANY_RANK]
-    return list(range(topology.trainers))
-
-
-def piece_size(config: DetachedConfig, topology: Topology) -> int:
-    """Prompts of a piece: as configured, or a batch in equal parts for the makers."""
-    size = config.data.train_batch_size
-    if config.detached.prompts_per_piece is not None:
-        return config.detached.prompts_per_piece
-    ranks = len(routed_ranks(topology))
-    makers = topology.makers if ranks == 1 else len(topology.makers_of(0))
-    part = size // ranks
-    return next(n for n in range(max(part // makers, 1), 0, -1) if part % n == 0)
-
-
-def samples_per_batch(config: DetachedConfig) -> int:
-    """Samples of a step."""
-    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-
-
-def open_samples(config: DetachedConfig) -> int:
-    """Samples that the bound of staleness lets be open while the trainer waits for a batch."""
-    detached = config.detached
-    return (detached.max_staleness + 1) * detached.update_steps * samples_per_batch(config)
+    _check_scoring(config, topology)
 
 
 def _check_pools(config: DetachedConfig, topology: Topology) -> None:
     pools = expand_roles(config.role_mapping)
-    others = {pool: role for role, pool in pools.items() if role not in topology.roles()}
+    of_makers = maker_roles(config)
+    others = {pool: role for role, pool in pools.items() if role not in of_makers}
     for role in topology.roles():
         if pools.get(role) in others:
             raise ConfigError(
@@ -148,31 +137,104 @@ def _check_rounds(config: DetachedConfig) -> None:
 
 
 def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
-    for maker in config.detached.maker_settings:
+    """Makers that there are, keys and values of a rollout, and what trainers do for all alike."""
+    known = [field.name for field in dataclasses.fields(RolloutConfig)]
+    for maker, settings in config.detached.maker_settings.items():
+        where = f"detached.maker_settings.{maker}"
         if not str(maker).isdecimal() or int(maker) >= topology.makers:
             raise ConfigError(
                 f"detached.maker_settings names maker {maker!r}; this run has makers 0 to "
                 f"{topology.makers - 1}."
             )
-        sync = config.actor_rollout_ref.rollout.sync
-        if config.of_role(maker_role(int(maker))).actor_rollout_ref.rollout.sync != sync:
+        if not isinstance(settings, Mapping):
             raise ConfigError(
-                f"detached.maker_settings gives maker {maker} another rollout.sync than the "
-                f"{sync!r} of actor_rollout_ref.rollout.sync: trainers send alike to all makers. "
-                "Set that key instead."
+                f"{where}={settings!r} is no setting of a rollout: give keys of {ROLLOUT} with "
+                f"their values, as in {where}={{name: hf}}."
             )
+        for name in settings:
+            if name not in known:
+                raise ConfigError(
+                    f"{where} names {name!r}, no key of rollout.{nearest(name, known)}"
+                )
+            if name in SAME_FOR_ALL:
+                raise ConfigError(
+                    f"{where}.{name} would differ from {ROLLOUT}.{name}: {SAME_FOR_ALL[name]}. Set "
+                    "that key instead."
+                )
+        try:
+            check_fields(config.of_role(maker_role(int(maker))))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
 
 
 def _check_weights(config: DetachedConfig, topology: Topology) -> None:
-    """A maker with a second buffer swaps it in between two pieces."""
+    """Weights that come at once need an engine that can take them, and no second buffer."""
     for role in topology.roles():
         rollout = config.of_role(role).actor_rollout_ref.rollout
+        engine = ENGINES.look_up(rollout.name)
+        at_once = config.detached.new_weights == "at_once"
+        if at_once and not getattr(engine, "can_take_weights_in_flight", engine == rollout.name):
+            raise ConfigError(
+                f"detached.new_weights=at_once: the engine {rollout.name} of {role} takes no "
+                "weights within a generation (can_take_weights_in_flight is false). Set it to "
+                "at_boundary."
+            )
         if rollout.double_buffer and config.detached.new_weights == "at_once":
             raise ConfigError(
                 "actor_rollout_ref.rollout.double_buffer=true receives weights while it generates "
                 "and loads them between two pieces; detached.new_weights=at_once loads them in the "
                 f"middle of one. Set one of them otherwise for {role}."
             )
+
+
+def _check_scoring(config: DetachedConfig, topology: Topology) -> None:
+    """Makers that score have all their roles in the processes of their rollout."""
+    roles = score_roles(config)
+    if config.detached.score_on == "maker" and not roles:
+        raise ConfigError(
+            "detached.score_on=maker: this run has no reference, reward model or critic that could "
+            "score on makers. Leave it out."
+        )
+    if not roles:
+        return
+    names = [role_on(role, maker) for maker in range(topology.makers) for role in roles]
+    if twice := [name for name, number in Counter(names).items() if number > 1]:
+        raise ConfigError(
+            f"detached.score_on=maker: two roles are called {twice[0]}, that of a model in "
+            "`rewards` and a further maker's of another. Rename the model whose name ends in a "
+            "number."
+        )
+    pools = expand_roles(config.role_mapping)
+    for role, maker in maker_roles(config).items():
+        own = maker_role(maker)
+        if pools.get(role) != pools.get(own):
+            raise ConfigError(
+                f"role_mapping.{role}={pools.get(role)} is not the pool of {own}, "
+                f"{pools.get(own)}: with detached.score_on=maker it scores there. Leave it out, or "
+                "set detached.score_on=trainer."
+            )
+    if config.actor_rollout_ref.ref.update_every is not None and "ref" in roles:
+        raise ConfigError(
+            f"actor_rollout_ref.ref.update_every={config.actor_rollout_ref.ref.update_every} with "
+            "detached.score_on=maker: makers' references stand still. Drop one."
+        )
+    if CRITIC_COPY in roles and config.detached.new_weights == "at_once":
+        raise ConfigError(
+            "detached.new_weights=at_once with detached.score_on=maker: a maker's copy of the "
+            "critic takes weights between two pieces. Set at_boundary, score_on=trainer, or an "
+            "algorithm.adv_estimator without a critic, such as grpo."
+        )
+    _check_critic_sends(config, roles)
+
+
+def _check_critic_sends(config: DetachedConfig, roles: Mapping[str, str]) -> None:
+    """A critic of the user's own can send its weights."""
+    if CRITIC_COPY in roles and not issubclass(worker_class(config, "critic"), WeightPublisher):
+        raise ConfigError(
+            f"role_workers.critic={config.role_workers['critic']} cannot publish its weights, "
+            "which makers' copies need (detached.score_on=maker). Derive it from "
+            "workers.roles.critic.CriticWorker, or set detached.score_on=trainer."
+        )
 
 
 def _named(numbers: list[int]) -> str:

@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.detached.topology import maker_role
+from trainer.detached.topology import maker_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from verl_like.config_key import When, key
 from verl_like.placement.roles import expand_roles
+from workers.config import model_rewards
 
 BY_NUMBERS = When(
     "`topology` is null",
@@ -32,20 +33,16 @@ SAVES = When(
 class DetachedSettings:
     """Makers, trainers, and the buffer between them."""
 
-    topology: str | None = key(None, allows="<makers>m<trainers>t, such as 2m1t, or null")
+    topology: str | None = key(None, allows="a name such as 2m1t")
     """Numbers of makers and trainers in a word."""
     makers: int = key(1, above=0, read_when=BY_NUMBERS)
     """Groups that generate, each on a pool of its own: roles `rollout`, `rollout_1`, ..."""
     trainers: int = key(1, above=0, read_when=BY_NUMBERS)
     """Ranks of the group that learns."""
-    edges: list[list[int]] | None = key(
-        None, allows="a list of [maker, trainer], or null for an even graph"
-    )
-    """Whose samples go to which trainer rank."""
-    weight_edges: list[list[int]] | None = key(
-        None, allows="a list of [trainer, maker], or null for an even graph"
-    )
-    """Which trainer rank sends its weights to whom."""
+    edges: list[list[int]] | None = key(None, allows="a list of [maker, trainer]")
+    """Whose samples go to which trainer rank; null is an even graph."""
+    weight_edges: list[list[int]] | None = key(None, allows="a list of [trainer, maker]")
+    """Which trainer rank sends its weights to whom; null is an even graph."""
     maker_settings: dict[str, Any] = key(
         factory=dict, allows="number of a maker: {key of actor_rollout_ref.rollout: value}"
     )
@@ -65,6 +62,10 @@ class DetachedSettings:
     max_staleness: int = key(1, at_least=0)
     """Versions of the weights between the draw of a sample and the update that trains on it; makers
     wait rather than make what could become older. 0 is the synchronous run.
+    """
+    score_on: str = key("trainer", choices=("trainer", "maker"))
+    """Where reference, reward models and values stand: on the trainers' pool, or beside each
+    rollout, on its devices, with a copy of the critic.
     """
     new_weights: str = key("at_boundary", choices=("at_boundary", "at_once"))
     """When a maker takes newer weights: between two pieces, or in the middle of one."""
@@ -117,7 +118,12 @@ class DetachedConfig(PPOConfig):
         return frozenset(pools[maker_role(maker)] for maker in range(self.detached.makers))
 
     def of_role(self, role: str) -> DetachedConfig:
-        """With `detached.maker_settings` for a maker that has some."""
+        """With `detached.maker_settings` for a maker that has some; a further maker's reward model
+        is told the one reward that is its.
+        """
+        for judge, reward in model_rewards(self).items() if self.rewards else ():
+            if role in [role_on(judge, maker) for maker in range(1, self.detached.makers)]:
+                return dataclasses.replace(self, rewards=[reward])
         for maker, settings in self.detached.maker_settings.items():
             if role == maker_role(int(maker)):
                 policy = self.actor_rollout_ref

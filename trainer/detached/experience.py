@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.detached.pieces import Order, Piece
+from trainer.detached.scoring import Reading, join_readings
+from trainer.loop import Metrics
 from trainer.ppo.sampling import with_responses
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.metrics import batch_alone
@@ -25,11 +28,22 @@ class Experience:
     """The prompts, a row for each sample; after `fetch` the samples."""
     future: Any = field(default=None, repr=False)
     """Of `generate_sequences`; None once the samples are here."""
+    readings: list[Reading] = field(default_factory=list, repr=False)
+    """What the maker's roles say of them; none once that is here, or where trainers score."""
+    metrics: Metrics = field(default_factory=dict)
+    """Numbers that came with the readings, after `fetch`."""
 
     @classmethod
-    def of(cls, order: Order, maker: int, rows: DataProto, future: Any = None) -> Experience:
+    def of(
+        cls,
+        order: Order,
+        maker: int,
+        rows: DataProto,
+        future: Any = None,
+        readings: Sequence[Reading] = (),
+    ) -> Experience:
         """What the maker made of its order; without a `future` the rows are the samples."""
-        return cls(order.piece, maker, order.version, order.uids, rows, future)
+        return cls(order.piece, maker, order.version, order.uids, rows, future, list(readings))
 
     @property
     def num_samples(self) -> int:
@@ -37,8 +51,11 @@ class Experience:
         return self.piece.num_samples
 
     def fetch(self) -> DataProto:
-        """The samples, brought here at the first call."""
+        """The samples, and what was read of them, brought here at the first call."""
         if self.future is not None:
             self.rows = with_responses(self.rows, batch_alone(self.future.get()))
             self.future = None
+        if self.readings:
+            self.rows, self.metrics = join_readings(self.rows, self.readings)
+            self.readings = []
         return self.rows

@@ -1,4 +1,4 @@
-"""The books of a detached run: every sample is accounted for, by the uid of its prompt.
+"""The ledger of a detached run: every sample is accounted for, by the uid of its prompt.
 
     made = trained + queued + dropped (by reason) + in flight
 
@@ -96,12 +96,12 @@ class Ledger:
         return sum(group.num_samples for group in groups if maker in (None, group.maker))
 
     def check(self) -> None:
-        """Raise if the books do not close, for a maker or as a whole."""
+        """Raise if the ledger does not add up, for a maker or as a whole."""
         for maker, account in self.makers.items():
             row = self._row(maker, account)
             accounted = row["trained"] + row["queued"] + sum(row["dropped"].values())
             if account.made != accounted + row["in_flight"]:
-                raise LedgerError(f"maker {maker}: the books do not close: {row}")
+                raise LedgerError(f"maker {maker}: the ledger does not add up: {row}")
         trained = sum(account.trained for account in self.makers.values())
         if trained != sum(self.trainers.values()):
             raise LedgerError(
@@ -112,7 +112,7 @@ class Ledger:
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON has it; what a trainer's step has taken counts as queued."""
         return {
-            "makers": {str(m): self._row(m, account) for m, account in self.makers.items()},
+            "makers": {str(m): self._row(m, self.makers[m]) for m in sorted(self.makers)},
             "trainers": {str(rank): count for rank, count in sorted(self.trainers.items())},
             "staleness": {str(k): count for k, count in sorted(self.staleness.items())},
             "versions": {str(v): count for v, count in sorted(self.versions.items())},
@@ -120,7 +120,7 @@ class Ledger:
 
     def describe(self) -> str:
         """A table: a line a maker, and one for all."""
-        rows = {f"maker {m}": self._row(m, account) for m, account in self.makers.items()}
+        rows = {f"maker {m}": self._row(m, self.makers[m]) for m in sorted(self.makers)}
         names = ("made", "trained", "queued", "dropped", "in_flight")
         lines = ["samples".ljust(10) + "".join(f"{name.replace('_', ' '):>11}" for name in names)]
         total: Counter[str] = Counter()
@@ -137,7 +137,7 @@ class Ledger:
         return "\n".join(lines)
 
     def load_state_dict(self, state: dict[str, Any], open_is: str) -> None:
-        """Go on with these books; what was open then was not kept: dropped as `open_is`."""
+        """Go on with this ledger; what was open then was not kept: dropped as `open_is`."""
         self.trainers = Counter({int(rank): n for rank, n in state["trainers"].items()})
         self.staleness = Counter({int(k): n for k, n in state["staleness"].items()})
         self.versions = Counter({int(v): n for v, n in state["versions"].items()})
@@ -152,7 +152,7 @@ class Ledger:
     def restore(
         self, maker: int, uids: Iterable[str], samples_per_group: int, counted_as: str
     ) -> None:
-        """These groups of the books that were loaded were kept: they are queued still."""
+        """These groups of the ledger that was loaded were kept: they are queued still."""
         account = self.makers[maker]
         for uid in uids:
             account.dropped[counted_as] -= samples_per_group

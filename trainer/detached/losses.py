@@ -65,9 +65,11 @@ class MakerLosses:
         return True
 
     def _restart(self, maker: int) -> None:
-        role = maker_role(maker)
-        self._groups.restart(self._pools[role])
-        self._groups[role].init_model(**self._init_arguments(role))
+        pool = self._pools[maker_role(maker)]
+        self._groups.restart(pool)
+        for role, its_pool in self._pools.items():
+            if its_pool == pool:
+                self._groups[role].init_model(**self._init_arguments(role))
 
     def _ranks_without_makers(self) -> list[int]:
         ranks = range(self._topology.trainers)

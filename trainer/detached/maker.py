@@ -14,6 +14,7 @@ from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.carry_over import CarriedOver
 from trainer.detached.experience import Experience
 from trainer.detached.pieces import Order
+from trainer.detached.scoring import Reading
 from trainer.detached.topology import maker_role
 from trainer.ppo.samples import repeat_prompts
 from verl_like.batch.protocol import DataProto
@@ -22,6 +23,8 @@ from verl_like.errors import WorkerDiedError
 
 StartGenerating = Callable[[str, DataProto, int], Any]
 """(role, rows, attempt) -> the future of their samples."""
+StartScoring = Callable[[int, Any], list[Reading]]
+"""(number of a maker, samples or the future of them) -> what its roles say of them."""
 TakeWeights = Callable[[int], int]
 """Number of a maker -> the version that it holds now, the newest there is."""
 OnLoss = Callable[[int, WorkerDiedError, int], bool]
@@ -40,15 +43,18 @@ class Maker:
         take_weights: TakeWeights,
         on_loss: OnLoss,
         *,
+        start_scoring: StartScoring | None = None,
         weights_come_at_once: bool = False,
         carries_over: bool = False,
     ) -> None:
-        """`start` begins. `carries_over`: a call may leave responses unfinished."""
+        """`start` begins. `carries_over`: a call may leave responses unfinished; without
+        `start_scoring` the trainers score.
+        """
         self.number, self.role, self.name = number, maker_role(number), f"maker {number}"
         self.version = 0
         self._buffer, self._activity = buffer, activity.of(f"maker {number}")
         self._start_generating, self._take_weights = start_generating, take_weights
-        self._on_loss = on_loss
+        self._start_scoring, self._on_loss = start_scoring, on_loss
         self._carried = CarriedOver() if carries_over else None
         self._taking = threading.Lock()
         self._threads = [threading.Thread(target=self._run, name=self.name, daemon=True)]
@@ -119,8 +125,9 @@ class Maker:
         future = self._start_generating(self.role, rows, order.attempt)
         with self._activity.busy("generate"):
             future.wait()
+        readings = self._score(future)
         if not self._buffer.is_closed:
-            self._buffer.put(Experience.of(order, self.number, rows, future))
+            self._buffer.put(Experience.of(order, self.number, rows, future, readings))
 
     def _next_call(self, carried: CarriedOver) -> None:
         """One call that draws a part of every response: of those that go on and of a new piece."""
@@ -132,7 +139,18 @@ class Maker:
         with self._activity.busy("generate"):
             samples = batch_alone(future.get())
         for made, batch in carried.sort(rows, samples):
-            self._buffer.put(Experience.of(made, self.number, batch))
+            readings = self._score(batch)
+            self._buffer.put(Experience.of(made, self.number, batch, readings=readings))
+
+    def _score(self, samples: Any) -> list[Reading]:
+        """What this maker's roles say of its samples, on the workers; nothing if trainers score."""
+        if self._start_scoring is None or self._buffer.is_closed:
+            return []
+        readings = self._start_scoring(self.number, samples)
+        with self._activity.busy("score"):
+            for reading in readings:
+                reading.future.wait()
+        return readings
 
 
 def rows_of(order: Order) -> DataProto:

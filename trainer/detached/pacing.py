@@ -12,6 +12,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Demand:
+    """What the trainer waits for, if it does, and what it will ask for later."""
+
+    num_samples: int = 0
+    attempt: int = 0
+    rest_of_version: int = 0
+    """Fresh samples after these, before the next version of the weights."""
+    rest_of_run: int | None = None
+    """Fresh samples after these; None: nobody can say."""
+
+
+@dataclass(frozen=True)
 class Pacing:
     """The bound of a run, in samples."""
 
@@ -20,11 +32,10 @@ class Pacing:
     samples_per_version: int
     """Fresh samples that are trained on between two versions of the weights."""
 
-    def bound(self, demand: int, rest_of_version: int, lag: int) -> int:
-        """Samples that may be open at once, for a maker whose weights are `lag` versions old.
-
-        `demand` is what the trainer waits for now, `rest_of_version` what it will ask for after
-        that before the next version.
-        """
+    def bound(self, demand: Demand, lag: int) -> int:
+        """Samples that may be open at once, for a maker whose weights are `lag` versions old."""
         ahead = (self.max_staleness - lag) * self.samples_per_version
-        return max(demand + rest_of_version + ahead, 0)
+        bound = max(demand.num_samples + demand.rest_of_version + ahead, 0)
+        if demand.rest_of_run is None:
+            return bound
+        return min(bound, demand.num_samples + demand.rest_of_run)

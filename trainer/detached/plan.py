@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from trainer.detached.checks import open_samples, piece_size, samples_per_batch
 from trainer.detached.config import DetachedConfig
 from trainer.detached.overlap import Phases, Setup, simulate, what_limits
-from trainer.detached.recipe import topology_of
+from trainer.detached.roles import score_roles
+from trainer.detached.sizes import open_samples, piece_size, samples_per_batch, topology_of
 
 AGES = {0: "as new as the policy", 1: "at most 1 version old"}
 MOMENTS = {"at_boundary": "between two pieces", "at_once": "in the middle of a piece"}
@@ -31,6 +31,8 @@ def plan_lines(config: DetachedConfig, max_columns: int | None = None) -> list[s
         f"there is a version of the weights after every {rounds}; "
         f"a maker takes it {MOMENTS[detached.new_weights]}",
     ]
+    if roles := score_roles(config):
+        lines.append(f"makers score what they have made, each with its own {', '.join(roles)}")
     if weights := config.algorithm.rollout_correction.rollout_is:
         lines.append(f"what older weights drew is corrected for: rollout_is={weights}")
     idle = topology.makers - setup.limit

@@ -5,12 +5,14 @@ The numbers of makers and trainers decide pools and roles; `detached_graph` is w
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from trainer.config.recipe import Recipe
 from trainer.detached.config import DetachedConfig
-from trainer.detached.topology import TRAINER_POOL, Topology, counts
+from trainer.detached.roles import place_makers
+from trainer.detached.sizes import topology_of
+from trainer.detached.topology import TRAINER_POOL, counts
 from trainer.ppo.default_correction import correct_by_default
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from verl_like.placement.roles import expand_roles
@@ -18,13 +20,6 @@ from verl_like.placement.roles import expand_roles
 TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
 PLACEMENTS = {"detached": {TRAINER_POOL: TRAINER_ROLES, "maker_0_pool": ["rollout"]}}
 """The roles of a run; its pools are as many as it has makers, so no preset could name them."""
-ROLLOUT_WORKER = "workers.roles.rollout.RolloutWorker"
-
-
-def topology_of(config: DetachedConfig) -> Topology:
-    """Who sends what to whom."""
-    detached = config.detached
-    return Topology.of(detached.makers, detached.trainers, detached.edges, detached.weight_edges)
 
 
 def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
@@ -32,15 +27,13 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
     detached = config.detached
     if detached.topology is not None:
         detached.makers, detached.trainers = counts(detached.topology)
-    makers = topology_of(config).roles()
+    makers = place_makers(config, topology_of(config))
 
     mapped = expand_roles(config.role_mapping)
     wanted = {role: TRAINER_POOL for role in TRAINER_ROLES} | makers
     for role, pool in wanted.items():
         if role not in mapped:
             config.role_mapping[role] = pool
-    for role in list(makers)[1:]:
-        config.role_workers.setdefault(role, ROLLOUT_WORKER)
 
     used = set(config.role_mapping.values())
     if TRAINER_POOL in used:
@@ -51,10 +44,19 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
     if "trainer.n_gpus_per_node" not in keys:
         sizes = [max(sizes) for sizes in config.resource_pool_spec.values() if sizes]
         config.trainer.n_gpus_per_node = sum(sizes)
-    ages = ""
+    return correct_by_default(config, keys, _other_weights(config))
+
+
+def _other_weights(config: DetachedConfig) -> str:
+    """Why samples may be of other weights than the trainer's, by the keys of detached runs."""
+    detached = config.detached
     if detached.max_staleness:
-        ages = f"detached.max_staleness={detached.max_staleness} lets samples be of older weights"
-    return correct_by_default(config, keys, ages)
+        return f"detached.max_staleness={detached.max_staleness} lets samples be of older weights"
+    for maker, settings in detached.maker_settings.items():
+        if isinstance(settings, Mapping) and settings.get("quantization"):
+            rounds = f"quantization={settings['quantization']} rounds that maker's weights"
+            return f"detached.maker_settings.{maker}.{rounds}"
+    return ""
 
 
 def load_registries() -> None:

@@ -7,6 +7,7 @@ the order in which they arrive, then the same ones E - 1 times over, each time i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.experience import Experience
 from trainer.detached.maker import Maker
 from trainer.detached.pieces import Piece
+from trainer.ppo.dynamic_sampling import over_draws
 from trainer.ppo.sample_source import Draw, Samples, SampleSource
 from trainer.ppo.samples import concat_rows
 from verl_like.batch.protocol import DataProto
@@ -26,6 +28,10 @@ from verl_like.batch.protocol import DataProto
 Metrics = dict[str, float]
 PAUSE_S = 600.0
 """How long a pause waits for what the makers are making."""
+NAMED_UIDS = 8
+"""Uids in a message, at most."""
+END_S = 10.0
+"""How long the end of a run waits for it: one that failed shall say so soon."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class DetachedSource(SampleSource):
         self._step = 0
         self._num_steps: int | None = None
         self._drawn: list[str] = []
+        self._read: list[Metrics] = []
         self._kept: list[DataProto] = []
         self._queued: list[Experience] = []
         self._is_paused = self._has_started = False
@@ -101,10 +108,18 @@ class DetachedSource(SampleSource):
 
         if place == 0:
             self._kept = []
-        self._drawn = []
+        self._drawn, self._read = [], []
         batch, metrics = self._assemble(self._draw)
         self._drop_unused(batch)
-        return batch, metrics | {"detached/queue_depth": float(self.buffer.depth)}
+        read = over_draws(self._read)
+        return batch, metrics | read | {"detached/queue_depth": float(self.buffer.depth)}
+
+    def in_words(self) -> str:
+        """Which samples the step is on, for the report of an error."""
+        named = ", ".join(self._drawn[:NAMED_UIDS])
+        more = len(self._drawn) - NAMED_UIDS
+        rest = f" and {more} more" if more > 0 else ""
+        return f"step {self._step} is on the samples of uid {named}{rest}"
 
     def keep(self, batch: DataProto) -> None:
         """The batch of this step with its scores, for the epochs in which it comes again."""
@@ -128,7 +143,7 @@ class DetachedSource(SampleSource):
         return self._is_paused
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the prompts, the books, and what is queued, but for its samples."""
+        """The place in the prompts, the ledger, and what is queued, but for its samples."""
         state, self._queued = self.buffer.state_dict()
         queued = [
             {
@@ -163,8 +178,9 @@ class DetachedSource(SampleSource):
     def close(self) -> None:
         """Begin nothing more; what is being made is waited for a little."""
         self.buffer.close()
+        until = time.monotonic() + END_S
         for maker in self.makers:
-            maker.wait_for_end(30.0)
+            maker.wait_for_end(max(until - time.monotonic(), 0.0))
 
     def _start(self) -> None:
         if not self._has_started:
@@ -187,7 +203,9 @@ class DetachedSource(SampleSource):
         experiences = self.buffer.take(sizes(fresh), attempt, sum(map(sizes, rest)), rest_of_run)
         experiences.sort(key=lambda one: (one.piece.rank, one.piece.number))
         self._drawn += [uid for experience in experiences for uid in experience.uids]
-        return concat_rows([experience.fetch() for experience in experiences])
+        rows = [experience.fetch() for experience in experiences]
+        self._read += [experience.metrics for experience in experiences]
+        return concat_rows(rows)
 
     def _drop_unused(self, batch: DataProto) -> None:
         """Groups that were drawn and are not in the batch: dynamic sampling left them out."""

@@ -8,14 +8,15 @@ takes them when it can.
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.detached.activity import Activity
 from trainer.detached.buffer import BufferSettings, EndOfSamples, ExperienceBuffer
-from trainer.detached.checks import open_samples, piece_size, routed_ranks, samples_per_batch
 from trainer.detached.config import DetachedConfig
 from trainer.detached.ledger import Ledger
 from trainer.detached.losses import MakerLosses
@@ -23,9 +24,25 @@ from trainer.detached.maker import Maker
 from trainer.detached.pacing import Pacing
 from trainer.detached.pieces import ANY_RANK, PieceStream
 from trainer.detached.plan import plan_lines
-from trainer.detached.recipe import topology_of
+from trainer.detached.roles import maker_roles, score_roles
 from trainer.detached.samplers.registry import SAMPLERS
+from trainer.detached.scoring import (
+    MADE_BY_MAKERS,
+    REWARD_METHOD,
+    Reading,
+    ScoresHere,
+    launch_readings,
+)
+from trainer.detached.sizes import (
+    open_samples,
+    piece_size,
+    routed_ranks,
+    samples_per_batch,
+    topology_of,
+)
 from trainer.detached.source import DetachedSource, Rounds
+from trainer.detached.topology import maker_role, role_on
+from trainer.detached.watch import TrainerWatch
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
@@ -33,8 +50,9 @@ from trainer.ppo.step import PPOTrainer
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
+from verl_like.errors import WorkerError
 from verl_like.files import write_whole
-from workers.columns import read_columns
+from workers.columns import has_column, read_columns, rm_column
 
 SAMPLES = "queued_samples"
 """The folder of a checkpoint that holds what was queued."""
@@ -47,15 +65,18 @@ class DetachedTrainer(PPOTrainer):
     source: DetachedSource
     _trained_by = 0
     """The version of the weights that the last update began with."""
+    _makers_rest_since = 0.0
+    """When the last validation began, as `time.time` has it."""
 
     # ------------------------------------------------------------------------------- what it adds
 
     def make_source(self) -> DetachedSource:
-        """Makers' threads, the buffer, and the books."""
+        """Makers' threads, the buffer, and the ledger."""
         config, detached = self.config, self.config.detached
         self.topology = topology_of(config)
         self.activity, self.ledger = Activity(), Ledger()
         self.rounds = Rounds(detached.update_steps, detached.train_epochs, config.trainer.seed)
+        self._roles_of_makers = maker_roles(config)
         self.feed = WeightFeed(config, self.groups, self.topology)
         samples = config.actor_rollout_ref.rollout.n
         stream = PieceStream(
@@ -77,6 +98,8 @@ class DetachedTrainer(PPOTrainer):
         pacing = Pacing(detached.max_staleness, per_version)
         sampler = SAMPLERS.look_up(detached.sampler)()
         buffer = ExperienceBuffer(stream, pacing, sampler, settings, self.ledger, self.activity)
+        trainers = [role for role in self.groups if role not in self.topology.roles()]
+        self.watch = TrainerWatch([self.groups[role] for role in trainers], buffer)
         losses = MakerLosses(config, self.groups, self.topology, self.init_arguments)
         makers = [
             Maker(
@@ -86,12 +109,18 @@ class DetachedTrainer(PPOTrainer):
                 self.start_generating,
                 self.feed.deliver,
                 losses,
+                start_scoring=self.start_scoring if score_roles(config) else None,
                 weights_come_at_once=detached.new_weights == "at_once",
-                carries_over=config.actor_rollout_ref.rollout.max_new_tokens_per_call is not None,
+                carries_over=self._draws_in_parts(number),
             )
             for number in range(self.topology.makers)
         ]
         return DetachedSource(buffer, makers, self.rounds, self.make_samples)
+
+    def _draws_in_parts(self, maker: int) -> bool:
+        """Whether a call of this maker may leave responses unfinished."""
+        rollout = self.config.of_role(maker_role(maker)).actor_rollout_ref.rollout
+        return rollout.max_new_tokens_per_call is not None
 
     def start_generating(self, role: str, rows: DataProto, attempt: int) -> Any:
         """The future of the samples of these rows; called in the thread of a maker."""
@@ -99,7 +128,20 @@ class DetachedTrainer(PPOTrainer):
         asked.meta_info = asked.meta_info | {"attempt": attempt}
         return self.groups[role].generate_sequences.remote(asked)
 
+    def start_scoring(self, maker: int, samples: Any) -> list[Reading]:
+        """What a maker's roles say of samples, or of the future of them; in its thread."""
+        roles = {role: role_on(role, maker) for role in score_roles(self.config)}
+        return launch_readings(self.groups, roles, samples)
+
     # ------------------------------------------------------------------ what is different from PPO
+
+    def call(
+        self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
+    ) -> Any:
+        """A reward model is not asked again about what a maker has had it score."""
+        if method == REWARD_METHOD and has_column(batch, rm_column(role)):
+            return ScoresHere(batch, role)
+        return super().call(role, method, batch, *more, **settings)
 
     @property
     def total_steps(self) -> int:
@@ -112,8 +154,12 @@ class DetachedTrainer(PPOTrainer):
         """PPO's step, on the samples that come next."""
         filters = self.config.algorithm.filter_groups.enable
         self.source.ask_for(self.global_step, None if filters else self.total_steps)
-        with self.activity.of("trainer").busy("train"):
-            return super().timed_step()
+        try:
+            with self.activity.of("trainer").busy("train"):
+                return super().timed_step()
+        except Exception as error:
+            error.add_note(self.source.in_words())
+            raise
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """As PPO does; but rows that go to one rank by `detached.edges` stay there."""
@@ -128,7 +174,7 @@ class DetachedTrainer(PPOTrainer):
         return batch, metrics
 
     def update(self, batch: DataProto) -> Metrics:
-        """PPO's update; then the books say what was trained on."""
+        """PPO's update; then the ledger says what was trained on."""
         self._trained_by = self.weight_version
         metrics = super().update(batch)
         if self.rounds.place(self.global_step)[1] == 0:
@@ -156,12 +202,16 @@ class DetachedTrainer(PPOTrainer):
     def validation_metrics(self) -> Metrics:
         """Makers rest meanwhile, and the first one has the newest weights."""
         with self.source.paused():
+            self._makers_rest_since = time.time()
             self.source.makers[0].take_weights()
             return super().validation_metrics()
 
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
-        """Generation is that, whatever the trainers did when it ended."""
-        return "gen" if call["method"] == "generate_sequences" else ended_in
+        """Makers make samples whatever trainers do; while they rest, it is for a validation."""
+        if call["method"] not in MADE_BY_MAKERS or call["role"] not in self._roles_of_makers:
+            return ended_in
+        is_validation = ended_in == "testing" and call["start"] >= self._makers_rest_since
+        return ended_in if is_validation else "gen"
 
     @classmethod
     def describe(cls, config: PPOConfig, max_columns: int | None = None) -> list[str]:
@@ -171,7 +221,7 @@ class DetachedTrainer(PPOTrainer):
         return [plan, *super().describe(config, max_columns)]
 
     def state_dict(self) -> dict[str, Any]:
-        """PPO's, the books, and the place in the prompts."""
+        """PPO's, the ledger, and the place in the prompts."""
         return super().state_dict() | {"detached": self.source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,8 +238,18 @@ class DetachedTrainer(PPOTrainer):
         if self.config.detached.on_resume == "restore":
             self.source.write_samples(folder / SAMPLES)
 
+    def init_models(self) -> None:
+        """As PPO does; from then on a trainer that is lost is noticed."""
+        super().init_models()
+        self.watch.start()
+
     def close(self) -> None:
-        """End the makers, and close the books."""
+        """End the makers, and check the ledger."""
+        self.watch.stop()
+        self.source.buffer.close()
+        for maker in self.source.makers:
+            with suppress(WorkerError):  # whoever is gone has nothing to break off
+                self.groups[maker.role].abort()
         self.source.close()
         self.ledger.check()
         print(self.ledger.describe(), flush=True)
@@ -201,6 +261,8 @@ class DetachedTrainer(PPOTrainer):
             return super()._next_step(tracking, timeline)
         except EndOfSamples as end:
             self.global_step -= 1
+            self.save(is_last=True)
+            self.checkpoints.commit()
             return f"the run ends after step {self.global_step}: {end}"
 
     def _ranks_and_versions(self, batch: DataProto) -> dict[str, list[tuple[int, int]]]:
@@ -223,6 +285,7 @@ class DetachedTrainer(PPOTrainer):
             **self.activity.metrics(),
             "detached/staleness/mean": float(ages.float().mean()),
             "detached/staleness/max": float(ages.max()),
+            **self._value_ages(batch),
             **{
                 f"detached/staleness/{age}": float(count)
                 for age, count in zip(
@@ -230,3 +293,10 @@ class DetachedTrainer(PPOTrainer):
                 )
             },
         }
+
+    def _value_ages(self, batch: DataProto) -> Metrics:
+        """Versions between the values of makers' critics and the update."""
+        if not has_column(batch, "value_version"):
+            return {}
+        ages = self._trained_by - read_columns(batch, "value_version")["value_version"]
+        return {"detached/value_staleness/max": float(ages.max())}

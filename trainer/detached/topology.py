@@ -26,9 +26,14 @@ PRESETS = ("1m1t", "2m1t", "1m2t", "2m2t")
 """Names that messages show as examples; there is `<N>m<M>t` for any two numbers."""
 
 
+def role_on(role: str, maker: int) -> str:
+    """What a role of makers is called at this one: `ref`, `ref_1`, ..."""
+    return f"{role}_{maker}" if maker else role
+
+
 def maker_role(maker: int) -> str:
-    """The role of a maker."""
-    return f"rollout_{maker}" if maker else "rollout"
+    """The role of a maker that generates."""
+    return role_on("rollout", maker)
 
 
 def maker_pool(maker: int) -> str:

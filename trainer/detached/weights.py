@@ -2,7 +2,8 @@
 
 `publish` is called between two updates, and copies; `deliver` is called in a maker's thread, and
 sends that copy while the trainers go on. To a maker with `rollout.double_buffer` it is sent as soon
-as it is there, and `deliver` has it loaded.
+as it is there, and `deliver` has it loaded. A maker that has a copy of the critic gets the critic's
+weights in the same way, after the actor's.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 
 from trainer.detached.config import DetachedConfig
 from trainer.detached.sync_log import SyncLog
-from trainer.detached.topology import Topology, maker_role
+from trainer.detached.topology import Topology, maker_role, role_on
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
+from trainer.ppo.sizes import CRITIC_COPY
+from verl_like.errors import WeightSyncError
 from workers.weights.delivery import deliver_weights, load_delivered, publish_weights
 
 
@@ -38,7 +41,12 @@ class WeightFeed:
     def publish(self, version: int) -> Metrics:
         """The weights as they are now are that version, on the ranks that send."""
         senders = sorted({sender for sender, _ in self._topology.weights})
-        metrics = publish_weights(self._groups["actor"], version, senders)
+        copies = {}
+        if CRITIC_COPY in self._groups:
+            # before the actor's: who gets those finds the critic's no older
+            figures = publish_weights(self._groups["critic"], version, senders)
+            copies = {"timing_s/publish_critic_weights": figures["timing_s/publish_weights"]}
+        metrics = copies | publish_weights(self._groups["actor"], version, senders)
         self._num_published += 1
         for maker, thread in self._threads.items():
             thread.submit(self._deliver_ahead, maker, self._num_published)
@@ -47,9 +55,21 @@ class WeightFeed:
     def deliver(self, maker: int) -> int:
         """Bring that maker to the newest weights; gives their version."""
         if maker not in self._threads:
-            return self._deliver(maker)
-        # in the thread of its deliveries: loading does not meet one
-        return self._threads[maker].submit(self._load, maker).result()
+            version = self._deliver(maker)
+        else:  # in the thread of its deliveries: loading does not meet one
+            version = self._threads[maker].submit(self._load, maker).result()
+        if CRITIC_COPY in self._groups:
+            self._deliver_critic(maker)
+        return version
+
+    def _deliver_critic(self, maker: int) -> None:
+        copy = self._groups[role_on(CRITIC_COPY, maker)]
+        sender = self._topology.weight_sender(maker)
+        try:
+            deliver_weights(self._groups["critic"], copy, bucket_mb=self._bucket_mb, sender=sender)
+        except WeightSyncError as error:
+            error.add_note(f"It was to bring maker {maker}'s copy of the critic to the critic's.")
+            raise
 
     def _deliver_ahead(self, maker: int, number: int) -> None:
         """Unless a publication with a higher number has come, which will be delivered next."""

@@ -16,9 +16,10 @@ from trainer.groups.worker_groups import worker_class
 from trainer.ppo.compute_advantage import columns_read
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.correct_rollout import columns_of_correction
+from trainer.ppo.sizes import values_role
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
-from workers.columns import reads_of
+from workers.columns import reads_of, rm_column
 from workers.config import model_rewards
 from workers.config.conditions import has_teacher, teacher_is_alone
 from workers.losses.registry import get_policy_loss, token_chooser
@@ -193,13 +194,13 @@ def _add_scoring(graph: Graph) -> None:
         graph.on_role("score", "actor", "compute_log_prob", "old_log_probs")
     graph.on_role("score", "ref", "compute_ref_log_prob", "ref_log_prob")
     graph.on_role("score", "teacher", "compute_teacher_log_prob", "teacher_log_prob")
-    graph.on_role("score", "critic", "compute_values", "values")
+    graph.on_role("score", values_role(graph.config), "compute_values", "values")
 
 
 def _add_rewards(graph: Graph, stage: str) -> None:
     reads = ["responses"]
     for role in model_rewards(graph.config):
-        column = "rm_scores" if role == "reward_model" else f"rm_scores of {role}"
+        column = rm_column(role)
         graph.on_role(stage, role, "compute_rm_score", column)
         reads.append(column)
     graph.on_driver(stage, "rewards", reads, "token_level_scores")

@@ -23,7 +23,7 @@ from trainer.memory import (
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.ptx import longest_row
 from trainer.ppo.quantization import quantization_of
-from trainer.ppo.sizes import rows_of
+from trainer.ppo.sizes import CRITIC_COPY, rows_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import FSDPConfig, ModelConfig, critic_model, model_rewards, teacher_model
@@ -48,7 +48,7 @@ def role_memories(
         elif role == "actor":
             sharding = settle(policy.actor.strategy, policy.actor.fsdp_config)
             found.append(_engine(config, role, policy.model, "token", sharding, device_type))
-        elif role == "critic":
+        elif role in ("critic", CRITIC_COPY):
             sharding = settle(config.critic.strategy, config.critic.model.fsdp_config)
             model = critic_model(config)
             found.append(_engine(config, role, model, "scalar", sharding, device_type))

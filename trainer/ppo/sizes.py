@@ -12,6 +12,14 @@ from trainer.ppo.config import PPOConfig
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 
+CRITIC_COPY = "critic_copy"
+"""The role of a frozen copy of the critic, where samples get their values as they are made."""
+
+
+def values_role(config: PPOConfig) -> str:
+    """The role that predicts the values which advantages are computed from."""
+    return CRITIC_COPY if CRITIC_COPY in config.role_mapping else "critic"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -44,7 +52,7 @@ def rows_of(config: PPOConfig) -> list[Row]:
         ),
         Row("reference", "ref", batch, *cut(policy.ref.log_prob_micro_batch_size_per_gpu)),
         Row("teacher", "teacher", batch, *cut(teacher.log_prob_micro_batch_size_per_gpu)),
-        Row("values", "critic", batch, *critic_cut),
+        Row("values", values_role(config), batch, *critic_cut),
         Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *critic_cut),
         Row("actor mini-batch", "actor", mini, *cut(actor.ppo_micro_batch_size_per_gpu)),
     ]

@@ -205,6 +205,10 @@ class Worker:
         """
         self._mesh_facts[mesh_name] = (int(dp_rank), bool(is_collect))
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def ping(self) -> None:
+        """Answer, beside whatever is being computed: the process is there."""
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
         """Write what a resume needs of this role into the folder `path`.

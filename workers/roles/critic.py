@@ -13,16 +13,28 @@ from verl_like.process.worker import Worker
 from workers.config import critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
+from workers.models.precision import precision_of
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch
+from workers.weights.delivery import WeightPublisher
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 
-class CriticWorker(Checkpointed, Worker):
+def value_budget(config: WorkersConfig) -> Budget:
+    """What a pass of the critic may hold, or of its copy."""
+    actor, own = config.actor_rollout_ref.actor, config.critic
+    return Budget.of(
+        actor.use_dynamic_bsz,
+        own.ppo_micro_batch_size_per_gpu,
+        own.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+    )
+
+
+class CriticWorker(Checkpointed, WeightPublisher, Worker):
     """Predicts, before each response token, the return that will follow."""
 
     def __init__(self, config: WorkersConfig) -> None:
@@ -37,11 +49,7 @@ class CriticWorker(Checkpointed, Worker):
         self.loss_scale_factor = own.loss_scale_factor or actor.loss_scale_factor
         self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
         self.shuffle_seed = shuffle_seed(actor)
-        self.budget = Budget.of(
-            actor.use_dynamic_bsz,
-            own.ppo_micro_batch_size_per_gpu,
-            own.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
-        )
+        self.budget = value_budget(config)
         self.engine = TrainEngine(
             critic_model(config),
             self.config.model.fsdp_config,
@@ -58,6 +66,8 @@ class CriticWorker(Checkpointed, Worker):
         The schedule spans `total_steps` calls of `update_critic`.
         """
         self.engine.build(self, total_steps)
+        # a frozen copy holds the type that passes compute in
+        self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -5,7 +5,8 @@
     batch = trainer.roll_out(join_prompts(rest, more_prompts))
 
 A response is unfinished where the generation was aborted, or where its call drew all that
-`rollout.max_new_tokens_per_call` allows. `rollout.generate_sequences` reads the columns.
+`rollout.max_new_tokens_per_call` allows. `rollout.generate_sequences` reads the columns. It draws
+the rest with the noise of the `attempt` in its own `meta_info`: give it that of the first call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A frozen model whose weights follow a policy's: the reference under `ref.update_every`.
+"""A frozen model whose weights follow another's: the reference under `ref.update_every`, a copy of
+the critic.
 
 Weights arrive whole and by name, as a rollout engine gets them (`workers.weights.sync`), whatever
 the sharding on either side; each rank keeps its rows of them.
@@ -32,6 +33,7 @@ class FollowingEngine(TrainEngine):
         super().__init__(*args, **settings)
         self.decay = decay
         self.version: int | None = None
+        """Of the weights; None until every rank has agreed to them."""
         self.averages: dict[str, Tensor] = {}
         """Name -> what is averaged, where it is not the weight itself."""
 
@@ -45,6 +47,7 @@ class FollowingEngine(TrainEngine):
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Move towards these whole tensors; those that do not fit this model are refused."""
+        self.version = None
         targets = dict(named_state(self.module))
         buffers = {name for name, _ in persistent_buffers(self.module)}
         unknown, unfit = [], []
@@ -59,7 +62,9 @@ class FollowingEngine(TrainEngine):
             else:
                 self._move(name, target, whole)
         missing = list(targets)
-        refuse_problems("ref", missing=missing, unknown=unknown, **{"of another shape": unfit})
+        refuse_problems(
+            "frozen model", missing=missing, unknown=unknown, **{"of another shape": unfit}
+        )
 
     def _move(self, name: str, weight: Tensor, whole: Tensor) -> None:
         """One parameter's own rows."""

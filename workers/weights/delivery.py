@@ -14,10 +14,11 @@ host memory, over gloo: nothing of it touches a GPU that is computing.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.errors import VerlLikeError, WeightSyncError
+from verl_like.errors import VerlLikeError, WeightSyncError, WorkerDiedError
 from workers.weights.channel import Channel, join_store
 from workers.weights.checksum import Hashing, checksum_of
 from workers.weights.kept import changes
@@ -55,6 +56,12 @@ def publish_weights(
 ) -> dict[str, float]:
     """Keep the actor's weights as `version` in the host memory of the ranks that send them."""
     start = time.perf_counter()
+    absent = [rank for rank in senders if not 0 <= rank < actor_group.world_size]
+    if absent or not senders:
+        raise WeightSyncError(
+            f"version {version} cannot be published by ranks {list(senders)}: the actor has ranks "
+            f"0 to {actor_group.world_size - 1}, and one of them at least must send."
+        )
     reports: list[PublishReport] = actor_group.publish_weights(version, list(senders))
     figures = {
         "timing_s/publish_weights": time.perf_counter() - start,
@@ -85,7 +92,7 @@ def deliver_weights(
     calls before, and its next ones wait; `at_once` it takes them in the middle of a generation.
     With `ahead` it keeps them beside its engine, which goes on too, until `load_delivered`; to one
     group the two are called one after the other. Raises `WeightSyncError` where it fails on any
-    rank, with what both sides say, and `WorkerDiedError` where a rollout rank is gone.
+    rank, with what both sides say, and `WorkerDiedError` where a rank of either side is gone.
     """
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
@@ -99,17 +106,34 @@ def deliver_weights(
     address, version = actor_group.open_delivery(version, sender)[sender]
 
     # either group may run in the thread that calls it, so each side has one
-    with ThreadPoolExecutor(1, "weights sender") as beside:
-        sending = beside.submit(
-            actor_group.deliver_weights, address, rollout_group.world_size, bucket_mb, sender
-        )
+    sending = _in_a_thread(
+        actor_group.deliver_weights, address, rollout_group.world_size, bucket_mb, sender
+    )
+    try:
+        received: list[SyncReport] = receive.remote(address, version).get()
+    except WorkerDiedError:
+        raise  # at once: the sender still waits for it to come
+    except VerlLikeError as error:
+        lost = sending.exception()
+        if isinstance(lost, WorkerDiedError):
+            raise lost from error  # what the rollout saw is that nothing more came
+        error.add_note(f"delivery of version {version}: {_words_of(sending)}")
+        raise
+    return sync_figures([*received, *sending.result()], int(version), start)
+
+
+def _in_a_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """The future of a call in a thread that nobody has to wait for."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
         try:
-            received: list[SyncReport] = receive.remote(address, version).get()
-        except VerlLikeError as error:
-            error.add_note(f"delivery of version {version}: {_words_of(sending)}")
-            raise
-        sent: list[SyncReport] = sending.result()
-    return sync_figures([*received, *sent], int(version), start)
+            future.set_result(call(*arguments))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weights sender", daemon=True).start()
+    return future
 
 
 @cache
@@ -118,7 +142,8 @@ def _warn_of_weights_that_stand_still() -> None:
     logger.warning(
         "A new version of the weights is bit for bit the one before: no update in between has "
         "moved what a rollout gets. Are all advantages zero, is actor.optim.lr too small for the "
-        "type of the rollout's weights (rollout.dtype), or does everything stand frozen?"
+        "type of the rollout's weights (rollout.dtype), or does everything stand frozen? During "
+        "trainer.critic_warmup it is as it should be."
     )
 
 

@@ -192,7 +192,7 @@ def test_a_random_batch_is_the_same_for_the_same_seed_and_takes_no_sample_twice(
     assert first != [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_the_states_of_the_books_follow_a_sample() -> None:
+def test_the_ledger_follows_a_sample() -> None:
     buffer = make_buffer()
     order = begin(buffer)
     assert buffer.ledger.uids(IN_FLIGHT) == ["0", "1"]

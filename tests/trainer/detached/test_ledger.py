@@ -8,7 +8,7 @@ from trainer.detached.ledger import QUEUED, Ledger
 from verl_like.errors import LedgerError
 
 
-def books() -> Ledger:
+def filled() -> Ledger:
     """Maker 0 made a, b and c; a is trained, b queued, c in flight; maker 1 lost d."""
     ledger = Ledger()
     ledger.begin(0, ["a", "b", "c"], 2)
@@ -20,7 +20,7 @@ def books() -> Ledger:
 
 
 def test_every_sample_is_somewhere() -> None:
-    ledger = books()
+    ledger = filled()
     ledger.check()
     row = ledger.as_dict()["makers"]["0"]
     assert row == {"made": 6, "trained": 2, "queued": 2, "dropped": {}, "in_flight": 2}
@@ -28,37 +28,45 @@ def test_every_sample_is_somewhere() -> None:
 
 
 def test_trainers_and_ages_are_counted_by_sample() -> None:
-    kept = books().as_dict()
+    kept = filled().as_dict()
     assert kept["trainers"] == {"0": 1, "1": 1}
     assert kept["staleness"] == {"1": 1, "2": 1}
     assert kept["versions"] == {"3": 1, "4": 1}
 
 
 def test_what_is_open_cannot_be_made_again_and_what_is_done_not_trained_again() -> None:
-    ledger = books()
+    ledger = filled()
     with pytest.raises(LedgerError, match="uid b are queued already, and maker 1"):
         ledger.begin(1, ["b"], 2)
     with pytest.raises(LedgerError, match="uid a, or they are done"):
         ledger.trained("a", [0, 1], [3, 4], version=5)
 
 
-def test_books_that_do_not_close_are_refused() -> None:
-    ledger = books()
+def test_a_ledger_that_does_not_add_up_is_refused() -> None:
+    ledger = filled()
     ledger.makers[0].made += 1
-    with pytest.raises(LedgerError, match="maker 0: the books do not close"):
+    with pytest.raises(LedgerError, match="maker 0: the ledger does not add up"):
         ledger.check()
 
 
 def test_a_resume_drops_what_was_open_with_its_reason() -> None:
     ledger = Ledger()
-    ledger.load_state_dict(books().as_dict(), "made again after a resume")
+    ledger.load_state_dict(filled().as_dict(), "made again after a resume")
     ledger.check()
     assert ledger.makers[0].dropped == {"made again after a resume": 4}
     ledger.begin(0, ["b"], 2)
 
 
 def test_the_table_has_a_line_a_maker_and_the_reasons() -> None:
-    text = books().describe()
+    text = filled().describe()
     assert text.splitlines()[1].split() == ["maker", "0", "6", "2", "2", "0", "2"]
     assert text.splitlines()[3].split() == ["all", "8", "2", "2", "2", "2"]
     assert "dropped: 2 (lost with its maker)" in text
+
+
+def test_makers_stand_in_their_order_whoever_began_first() -> None:
+    ledger = Ledger()
+    ledger.begin(1, ["a"], 2)
+    ledger.begin(0, ["b"], 2)
+    assert list(ledger.as_dict()["makers"]) == ["0", "1"]
+    assert [line.split()[1] for line in ledger.describe().splitlines()[1:3]] == ["0", "1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from trainer import load_config, run
 from trainer.detached.recipe import DETACHED
 
 SETTINGS = ("trainer.backend=local", "detached.max_staleness=0")
+OTHER_WEIGHTS = "role_workers.rollout=tests.trainer.detached.rigged_workers.OtherWeights"
 
 
 def curves(folder: Path) -> list[dict[str, float]]:
@@ -20,6 +22,20 @@ def curves(folder: Path) -> list[dict[str, float]]:
     return [
         {n: value for n, value in line.items() if n.startswith(names)} for line in numbers(folder)
     ]
+
+
+class Hashes:
+    """A callback: what every rank of the trainers holds, and the makers, at every version."""
+
+    def __init__(self) -> None:
+        self.trainers: list[set[str]] = []
+        self.makers: list[set[str]] = []
+
+    def on_sample_end(self, trainer: Any, batch: Any) -> None:
+        groups = trainer.groups
+        self.trainers.append(set(groups["actor"].weights_checksum(True)))
+        makers = [role for role in groups if role.startswith("rollout")]
+        self.makers.append({sum for role in makers for sum in groups[role].weights_checksum()})
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +50,12 @@ def one_by_one(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_shards_of_the_weights_and_more_makers_change_no_curve(
     tiny_dir: Path, tmp_path: Path, one_by_one: Path, topology: str, makers: int, trainers: int
 ) -> None:
-    settings = (*SETTINGS, f"detached.topology={topology}")
-    run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED))
+    settings = (*SETTINGS, f"detached.topology={topology}", OTHER_WEIGHTS)
+    hashes = Hashes()
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[hashes])
+    assert hashes.makers == hashes.trainers
+    assert [len(each) for each in hashes.trainers] == [1, 1, 1]
+    assert len(set.union(*hashes.trainers)) == 3
     assert len({c["args"]["pid"] for c in calls(tmp_path, "generate_sequences")}) == makers
     assert len({c["args"]["pid"] for c in calls(tmp_path, "update_actor")}) == trainers
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import load as load_file
-from tests.integration.runs import calls, lines, overrides
+from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.cli.explain import explain
@@ -164,6 +164,16 @@ def test_old_log_probs_that_the_drift_asks_for_are_made_at_the_first_step_alone(
     assert len(calls(tmp_path, "compute_log_prob")) == 1
     assert 0 < first[DRIFT] < 0.02
     assert all(DRIFT not in line for line in later)
+
+
+def test_a_resumed_run_is_the_whole_one_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = ("placement=colocate", "trainer.backend=local", "trainer.save_freq=1", ROLLOUT, REF)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    for folder, lengths in ((whole, [2]), (parted, [1, 2])):
+        for length in lengths:
+            steps = f"trainer.total_training_steps={length}"
+            run(load_config(overrides(tiny_dir, folder, *settings, steps)))
+    assert numbers(parted) == numbers(whole)
 
 
 @pytest.mark.slow

@@ -91,6 +91,12 @@ def test_makers_may_get_their_weights_from_different_ranks(actor: Group) -> None
         assert checksums(maker) == checksums(actor)[:1]
 
 
+@pytest.mark.parametrize("senders", [[0, 2], []])
+def test_ranks_that_the_actor_has_not_publish_nothing(actor: Group, senders: list[int]) -> None:
+    with pytest.raises(WeightSyncError, match=r"by ranks \[.*\]: the actor has ranks 0 to 1, and"):
+        publish_weights(actor, 1, senders)
+
+
 def test_weights_that_do_not_fit_are_refused_and_the_next_delivery_goes_through(
     actor: Group, rollout: Group
 ) -> None:
@@ -111,7 +117,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_delivery_goes_through(
 def test_a_rank_that_does_not_come_is_named_and_its_version_let_go(
     actor: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=2))
     alone = Group([Receiver(0, 2)])
     alone.world_size = 2
     publish_weights(actor, 0)

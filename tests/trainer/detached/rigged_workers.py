@@ -1,0 +1,80 @@
+"""Workers that are slow, or die, at a moment that a test chooses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.dispatch import Dispatch, register
+from workers.roles.actor import ActorWorker
+from workers.roles.rollout import RolloutWorker
+from workers.weights.sync import SyncReport
+
+GENERATION_S = 6.0
+SEND_S = LEARN_S = 0.2
+
+
+class LongRollout(RolloutWorker):
+    """From the second call on it generates for seconds."""
+
+    num_calls = 0
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        self.num_calls += 1
+        if self.num_calls > 1:
+            time.sleep(GENERATION_S)
+        return super().generate_sequences(data)
+
+
+class DiesAsItSends(ActorWorker):
+    """Killed in the delivery of the second version."""
+
+    num_deliveries = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def deliver_weights(self, *arguments: Any) -> SyncReport:
+        self.num_deliveries += 1
+        if self.num_deliveries > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().deliver_weights(*arguments)
+
+
+class SlowActor(ActorWorker):
+    """Takes its time to send, and to learn."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def deliver_weights(self, *arguments: Any) -> SyncReport:
+        time.sleep(SEND_S)
+        return super().deliver_weights(*arguments)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
+        time.sleep(LEARN_S)
+        return super().update_actor(data, ptx)
+
+
+class FailsInSecondUpdate(ActorWorker):
+    """As a batch does that no update can use."""
+
+    num_updates = 0
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, float]:
+        self.num_updates += 1
+        if self.num_updates > 1:
+            raise ValueError("no gradient of this")
+        return super().update_actor(data, ptx)
+
+
+class OtherWeights(RolloutWorker):
+    """Built with weights that are not the trainers'."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        super().init_model()
+        for parameter in self.engine.module.parameters():
+            parameter.data.normal_()

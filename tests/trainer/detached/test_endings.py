@@ -1,0 +1,85 @@
+"""How a detached run ends: with the prompts that were asked for, and with words where it cannot go
+on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import lines, overrides
+from tests.trainer.detached.test_run import LOCAL, books, detached
+from trainer import load_config, run
+from trainer.data.prompts import PromptLoader
+from trainer.detached.recipe import DETACHED
+
+RIGGED = "tests.trainer.detached.rigged_workers"
+
+
+def uids_of(folder: Path) -> list[str]:
+    """One for each sample that was trained on."""
+    texts = [path.read_text() for path in sorted((folder / "rollouts").glob("*.jsonl"))]
+    return [json.loads(line)["uid"] for text in texts for line in text.splitlines()]
+
+
+def test_as_many_prompts_as_asked_for_are_answered_over_several_epochs(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    total = ("data.total_prompts=150", "data.train_batch_size=60", "detached.makers=2")
+    sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=30", "data.max_response_length=2")
+    folder = detached(tiny_dir, tmp_path, *total, *sizes, "trainer.total_training_steps=null")
+    assert books(folder)["trainers"] == {"0": 2 * 150}
+    assert len(set(uids_of(folder))) == 150
+    assert len(lines(folder)) == 3
+
+
+def test_a_run_whose_prompts_end_too_soon_ends_with_words_and_not_in_a_wait(
+    tiny_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(PromptLoader, "num_prompts", lambda _, number: 8 if number < 2 else 0)
+    folder = detached(tiny_dir, tmp_path, "trainer.total_training_steps=50")
+    assert "the run ends after step 2: the prompts have ended" in capsys.readouterr().out
+    assert books(folder)["trainers"] == {"0": 2 * 16}
+
+
+class Dawdles:
+    """A callback that keeps the trainer waiting until the makers have filled the buffer."""
+
+    open_samples = 0
+
+    def on_sample_end(self, trainer: Any, batch: Any) -> None:
+        buffer = trainer.source.buffer
+        if trainer.global_step > 1:
+            return
+        deadline = time.monotonic() + 20
+        while buffer.depth < 16 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # what a maker that does not stop would begin the next piece in
+        being_made = sum(piece.num_samples for piece in buffer.in_flight())
+        self.open_samples = buffer.depth + being_made
+
+
+def test_a_full_buffer_holds_the_makers_up(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = ("detached.limit=16", "detached.max_staleness=4", "detached.prompts_per_piece=4")
+    slow = Dawdles()
+    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), DETACHED)
+    run(config, callbacks=[slow])
+    assert slow.open_samples == 16
+    assert books(tmp_path)["trainers"] == {"0": 3 * 16}
+
+
+def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no gradient of this") as error:
+        detached(tiny_dir, tmp_path, f"role_workers.actor={RIGGED}.FailsInSecondUpdate")
+    uids = set(uids_of(tmp_path))
+    (note,) = [note for note in error.value.__notes__ if note.startswith("step 2 is on")]
+    named = note.removeprefix("step 2 is on the samples of uid ").split(", ")
+    assert len(named) == 8
+    assert not uids & set(named)

@@ -1,0 +1,169 @@
+"""Makers that score what they make: with references, reward models and copies of the critic."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import calls, lines, overrides
+from tests.trainer.detached.test_run import LOCAL, detached, ledger_of, shared_numbers
+from trainer import load_config, run
+from trainer.detached.config import DetachedConfig
+from trainer.detached.plan import plan_lines
+from trainer.detached.recipe import DETACHED
+from trainer.detached.step import DetachedTrainer
+from verl_like.errors import ConfigError
+
+ON_MAKER = "detached.score_on=maker"
+SCORES = ("compute_ref_log_prob", "compute_values", "compute_rm_score")
+
+ROW_BY_ROW = (
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+)
+"""Else the rows of a piece are in other passes than those of a batch, and round otherwise."""
+
+
+def two_models(classifier: Path) -> str:
+    """A rule and two models, of which the second is normalised over the batch."""
+    model = f"kind: model, path: '{classifier}', micro_batch_size_per_gpu: 1"
+    second = f"{{name: second, {model}, weight: 0.5, normalize: true}}"
+    return f"rewards=[{{name: rule}},{{name: first, {model}}},{second}]"
+
+
+def roles_of(folder: Path, methods: Iterable[str] = SCORES) -> dict[str, set[str]]:
+    """Method -> the roles that were asked for it in a run."""
+    return {method: {event["cat"] for event in calls(folder, method)} for method in methods}
+
+
+def configured(*more: str) -> DetachedConfig:
+    needed = ("data.train_files=x", "actor_rollout_ref.model.path=y")
+    return load_config([*needed, ON_MAKER, "algorithm.use_kl_in_reward=true", *more], DETACHED)
+
+
+@pytest.mark.parametrize("makers", ["1m1t", "2m1t"])
+def test_scores_of_makers_are_those_of_the_synchronous_run_bit_for_bit(
+    tiny_dir: Path, classifier: Path, tmp_path: Path, makers: str
+) -> None:
+    more = (two_models(classifier), *(ROW_BY_ROW if makers == "2m1t" else ()))
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
+    ours = (f"detached.topology={makers}", "detached.max_staleness=0", ON_MAKER)
+    folder = detached(tiny_dir, tmp_path / "detached", *more, *ours)
+    assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+
+    asked = roles_of(folder)
+    first = {"ref", "critic_copy", "reward_model", "reward_model_second"}
+    second = {f"{role}_1" for role in first} if makers == "2m1t" else set()
+    assert set.union(*asked.values()) == first | second
+    scored = {event["args"]["pid"] for method in SCORES for event in calls(folder, method)}
+    assert scored == {event["args"]["pid"] for event in calls(folder, "generate_sequences")}
+
+
+def test_responses_made_in_parts_are_scored_when_they_are_whole(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    parts = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
+    ours = ("detached.max_staleness=0", "trainer.total_training_steps=2")
+    whole = detached(tiny_dir, tmp_path / "whole", *ours)
+    in_parts = detached(tiny_dir, tmp_path / "parts", *ours, parts, ON_MAKER)
+    assert shared_numbers(in_parts) == shared_numbers(whole)
+    assert len(calls(tmp_path / "parts", "compute_values")) == 2
+
+
+def test_makers_that_run_ahead_have_values_of_the_version_that_they_took(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    more = ("detached.makers=2", "detached.max_staleness=1", "trainer.total_training_steps=5")
+    folder = detached(tiny_dir, tmp_path, ON_MAKER, *more)
+    books = ledger_of(folder)
+    assert books["trainers"] == {"0": 5 * 16}
+    assert all(row["made"] == row["trained"] for row in books["makers"].values())
+    found = lines(folder)
+    assert max(line["detached/value_staleness/max"] for line in found) == 1
+    for line in found:
+        assert line["detached/value_staleness/max"] <= line["detached/staleness/max"]
+
+
+def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = ("detached.on_resume=restore", "detached.max_staleness=2", "trainer.save_freq=1")
+    detached(tiny_dir, tmp_path, ON_MAKER, *settings, "trainer.total_training_steps=2")
+    before = len(calls(tmp_path, "compute_values"))
+    detached(tiny_dir, tmp_path, ON_MAKER, *settings, "trainer.total_training_steps=4")
+    after = len(calls(tmp_path, "compute_values"))
+    num_made = len(calls(tmp_path, "generate_sequences"))
+    assert (before, after) == (before, num_made)
+    assert ledger_of(tmp_path)["trainers"] == {"0": 4 * 16}
+
+
+class KillMaker:
+    """Ends the maker's process as the second step begins."""
+
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 2:
+            os.kill(trainer.groups["critic_copy"].transport.started[0].pid, signal.SIGKILL)
+
+
+def test_a_maker_that_is_started_anew_gets_all_its_roles_and_the_critics_weights(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = (LOCAL, ON_MAKER, "detached.on_maker_loss=restart", "detached.max_staleness=0")
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[KillMaker()])
+    assert [line["detached/value_staleness/max"] for line in lines(tmp_path)] == [0, 0, 0]
+
+
+def test_groups_that_dynamic_sampling_draws_are_scored_on_makers(
+    tiny_dir: Path, classifier: Path, tmp_path: Path
+) -> None:
+    more = (two_models(classifier), "algorithm.filter_groups.enable=true")
+    folder = detached(tiny_dir, tmp_path, ON_MAKER, *more, "trainer.total_training_steps=2")
+    num_made = len(calls(folder, "generate_sequences"))
+    assert len(calls(folder, "compute_rm_score")) == 2 * num_made
+
+
+def test_makers_have_the_roles_that_score_and_trainers_those_that_learn() -> None:
+    config = configured("detached.topology=2m1t")
+    roles = config.role_mapping
+    assert {role for role, pool in roles.items() if pool == "trainer_pool"} == {"actor", "critic"}
+    assert {role for role, pool in roles.items() if pool == "maker_1_pool"} == {
+        *("rollout_1", "ref_1", "critic_copy_1")
+    }
+    assert config.role_workers["critic_copy_1"] == config.role_workers["critic_copy"]
+    assert "makers score what they have made, each with its own ref, critic_copy" in plan_lines(
+        config
+    )
+    assert "critic_copy.compute_values" in DetachedTrainer.describe(config)[-1]
+
+
+def test_a_further_makers_reward_model_is_told_the_reward_that_is_its() -> None:
+    rewards = "rewards=[{name: a, kind: model, path: x}, {name: b, kind: model, path: y}]"
+    config = configured(rewards, "detached.makers=2")
+    assert [one.path for one in config.of_role("reward_model_b_1").rewards] == ["y"]
+    assert [one.path for one in config.of_role("reward_model_1").rewards] == ["x"]
+    assert config.role_workers["reward_model_b_1"] == config.role_workers["reward_model_b"]
+
+
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
+MODELS = ",".join(f"{{kind: model, path: x, name: {name}}}" for name in ("a", "b", "b_1"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["role_mapping.ref=trainer_pool"], "ref=trainer_pool is not the pool of rollout, maker_0"),
+        (["actor_rollout_ref.ref.update_every=2"], "makers' references stand still"),
+        (["detached.new_weights=at_once"], "copy of the critic takes weights between two pieces"),
+        ([*GRPO, "algorithm.use_kl_in_reward=false"], "no reference, reward model or critic"),
+        (["role_workers.critic=verl_like.Worker"], "verl_like.Worker cannot publish its weights"),
+        ([f"rewards=[{MODELS}]"], "two roles are called reward_model_b_1.*Rename"),
+    ],
+)
+def test_what_makers_cannot_score_is_refused_before_anything_starts(
+    settings: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured("detached.makers=2", *settings)

@@ -1,0 +1,65 @@
+"""A frozen copy of the critic, which predicts values where samples are made.
+
+Makers of detached runs that score their samples have one each (`detached.score_on=maker`). It gets
+the critic's weights version by version, as a rollout gets the actor's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.tensordict_import import TensorDict
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.errors import WeightSyncError
+from verl_like.process.worker import Worker
+from workers.config import critic_model
+from workers.roles.critic import value_budget
+from workers.training.refresh import FollowingEngine
+from workers.weights.sync import WeightReceiver
+
+if TYPE_CHECKING:
+    from workers.config import WorkersConfig
+
+
+class CriticCopyWorker(WeightReceiver, Worker):
+    """Values as the critic predicted them at one version; it has no optimizer."""
+
+    engine: FollowingEngine
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__()
+        self.budget = value_budget(config)
+        self.engine = FollowingEngine(
+            critic_model(config),
+            config.critic.model.fsdp_config,
+            strategy=config.critic.strategy,
+            head="scalar",
+            decay=0.0,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the critic's model, which is stale until the first delivery."""
+        self.engine.build(self)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """`values` as the critic writes them, and `value_version`, that of the weights."""
+        version = self.engine.version
+        if version is None:
+            raise WeightSyncError(
+                f"{self.role}: this copy of the critic holds no version of its weights; it was "
+                "sent none, or a rank has refused them. deliver_weights(critic_group, copy_group) "
+                "brings them."
+            )
+        columns = self.engine.forward_rows(data, self.budget)
+        columns["value_version"] = torch.full((len(data),), version)
+        return DataProto(batch=TensorDict(columns, batch_size=[len(data)]))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_checksum(self) -> str:
+        """Hash of the full weights."""
+        return self.engine.weights_checksum()
