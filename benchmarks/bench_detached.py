@@ -54,7 +54,11 @@ def start(*arguments: str, script: str = SIDE) -> subprocess.Popen[str]:
 
 def answer(process: subprocess.Popen[str]) -> Any:
     """What a side prints, once it has ended."""
-    printed, _ = process.communicate(timeout=600)
+    try:
+        printed, _ = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        sys.exit(f"{process.args} has not ended in 600 s: is the machine busy?")
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if process.returncode or not lines:
         sys.exit(f"{process.args} failed: its error stands above.")
