@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_ppo import ENV, HERE
+from detached_learning import WITHOUT
 from detached_side import NUM_PROMPTS, NUM_SAMPLES
 
 SIDE = str(HERE / "detached_side.py")
@@ -53,7 +54,11 @@ def start(*arguments: str, script: str = SIDE) -> subprocess.Popen[str]:
 
 def answer(process: subprocess.Popen[str]) -> Any:
     """What a side prints, once it has ended."""
-    printed, _ = process.communicate(timeout=600)
+    try:
+        printed, _ = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        sys.exit(f"{process.args} has not ended in 600 s: is the machine busy?")
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if process.returncode or not lines:
         sys.exit(f"{process.args} failed: its error stands above.")
@@ -168,18 +173,17 @@ def learning(folder: str, seeds: int, steps: int) -> dict[str, float]:
                 ages.setdefault(case, []).append(found["age"])
 
     found = {}
-    first, *others = scores
     for case, of in scores.items():
         found[f"{case}: mean score"] = statistics.mean(of)
         found[f"{case}: standard deviation"] = statistics.stdev(of)
         found[f"{case}: mean age of samples, versions"] = statistics.mean(ages[case])
-    for case in others:
-        found[f"{case} less {first}: t"] = welch(scores[case], scores[first])
-    for case in scores:
-        if f"{case} without correction" in scores:
-            found[f"{case} without less with correction: t"] = welch(
-                scores[f"{case} without correction"], scores[case]
-            )
+    for case, of in scores.items():
+        synchronous = f"{case.partition(':')[0]}: staleness 0"
+        corrected = case.removesuffix(f" {WITHOUT}")
+        if case != synchronous:
+            found[f"{case} less staleness 0: t"] = welch(of, scores[synchronous])
+        if case != corrected and corrected in scores:
+            found[f"{case} less with correction: t"] = welch(of, scores[corrected])
     return found
 
 
@@ -207,7 +211,7 @@ def show(figures: dict[str, float], limits: dict[str, dict[str, Any]]) -> None:
         verdict = ""
         if limit:
             verdict = f"   {limit['limit']}: {'holds' if limit['holds'] else 'DOES NOT HOLD'}"
-        print(f"{key:60} {value:10.3f}{verdict}", flush=True)
+        print(f"{key:72} {value:10.3f}{verdict}", flush=True)
 
 
 def main() -> None:

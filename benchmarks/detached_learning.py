@@ -23,16 +23,18 @@ from trainer.detached.step import DetachedTrainer
 from trainer.loop import Metrics
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 8
-LEARNING_RATE = 3e-3
 LONGEST_WAIT_S = 20.0
-UNCORRECTED = "correction=disabled"
-CASES: dict[str, tuple[str, ...]] = {
-    "staleness 0": ("detached.max_staleness=0",),
-    "staleness 1": ("detached.max_staleness=1",),
-    "staleness 4": ("detached.max_staleness=4",),
-    "staleness 8": ("detached.max_staleness=8",),
-    "staleness 4 without correction": ("detached.max_staleness=4", UNCORRECTED),
-    "staleness 8 without correction": ("detached.max_staleness=8", UNCORRECTED),
+WITHOUT = "without correction"
+CASES = {
+    f"lr {lr:g}: {name}": (f"actor_rollout_ref.actor.optim.lr={lr:g}", *settings)
+    for lr in (1e-3, 3e-3)
+    for name, settings in {
+        "staleness 0": ("detached.max_staleness=0",),
+        "staleness 1": ("detached.max_staleness=1",),
+        "staleness 4": ("detached.max_staleness=4",),
+        f"staleness 4 {WITHOUT}": ("detached.max_staleness=4", "correction=disabled"),
+        f"staleness 8 {WITHOUT}": ("detached.max_staleness=8", "correction=disabled"),
+    }.items()
 }
 
 
@@ -89,7 +91,6 @@ def learn(folder: Path, case: str, seed: int, steps: int) -> dict[str, float]:
             "data.max_response_length=8",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS // 2}",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
-            f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
             f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
             "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
             "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
