@@ -16,16 +16,21 @@ from workers.training import engine
 from workers.weights.delivery import deliver_weights, publish_weights
 
 
-@pytest.fixture
-def critic(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> CriticWorker:
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    return started(CriticWorker, tiny_config(tiny_dir, ppo_mini_batch_size=8), 20)
 
 
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_values_are_the_critics_at_the_version_that_was_delivered(
-    critic: CriticWorker, tiny_dir: Path
+    tiny_dir: Path, compute_dtype: str
 ) -> None:
-    copy = started(CriticCopyWorker, tiny_config(tiny_dir))
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    config.actor_rollout_ref.model.compute_dtype = compute_dtype
+    config.critic.model.compute_dtype = compute_dtype
+    critic, copy = started(CriticWorker, config, 20), started(CriticCopyWorker, config)
+    held = {weight.dtype for weight in copy.engine.module.parameters()}
+    assert held == {getattr(torch, compute_dtype)}
     with pytest.raises(WeightSyncError, match="copy of the critic holds no version of its weights"):
         copy.compute_values(make_batch(8))
     trainers, makers = Group([critic]), Group([copy])
@@ -41,10 +46,9 @@ def test_values_are_the_critics_at_the_version_that_was_delivered(
         assert not torch.equal(critic.compute_values(make_batch(8)).batch["values"], published)
 
 
-def test_weights_that_were_refused_are_not_scored_with(
-    critic: CriticWorker, tiny_dir: Path
-) -> None:
-    copy = started(CriticCopyWorker, tiny_config(tiny_dir))
+def test_weights_that_were_refused_are_not_scored_with(tiny_dir: Path) -> None:
+    config = tiny_config(tiny_dir)
+    critic, copy = started(CriticWorker, config, 1), started(CriticCopyWorker, config)
     copy.engine.commit(1)
     score = critic.engine.module.score
     score.weight = torch.nn.Parameter(torch.zeros(2, score.weight.shape[1]))
@@ -59,6 +63,6 @@ def test_the_copy_makes_no_optimizer(tiny_dir: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine, "build_optimizer", None)  # who calls it fails
     copy = started(CriticCopyWorker, tiny_config(tiny_dir))
     assert copy.engine.optimizer is None
-    assert not any(parameter.requires_grad for parameter in copy.engine.parameters())
+    assert not any(weight.requires_grad for weight in copy.engine.module.parameters())
     with pytest.raises(TypeError):
         started(CriticWorker, tiny_config(tiny_dir), 20)
