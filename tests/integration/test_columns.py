@@ -14,19 +14,22 @@ import pytest
 import torch
 
 from tests.integration.runs import overrides
+from tests.workers.samples import started, tiny_config
 from trainer import load_config, run
 from trainer.ppo import step
 from trainer.ppo.samples import EXTRA
 from trainer.ppo.step import PPOTrainer
 from trainer.ppo.update_samples import samples_of_update
 from verl_like.batch.protocol import DataProto
-from workers.columns import COLUMNS
+from workers.columns import COLUMNS, PARTIAL_RESPONSE
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
+from workers.roles.critic_copy import CriticCopyWorker
 from workers.roles.reference import ReferenceWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rollout import RolloutWorker
 from workers.roles.teacher import TeacherWorker
+from workers.training.engine import INPUTS
 
 WIDTHS = {"P": 16, "R": 8, "T": 16 + 8}
 METHODS = {
@@ -111,6 +114,13 @@ def recorders(
             made.append(Recorder(patch))
             changes = [*changes, "trainer.backend=local", "trainer.total_training_steps=1"]
             run(load_config(overrides(tiny_dir, folder / name, *changes)))
+    # of detached runs, where it works in a maker's process and has the critic's column, too
+    critic_copy = started(CriticCopyWorker, tiny_config(tiny_dir))
+    critic_copy.engine.commit(1)
+    samples = DataProto.from_dict({name: made[0].given["update_actor"][name] for name in INPUTS})
+    columns = columns_of(critic_copy.compute_values(samples))
+    del columns["values"]
+    made[0].written["critic_copy.compute_values"] = columns
     return made
 
 
@@ -130,7 +140,9 @@ def test_a_step_s_columns_have_the_table_s_shapes_and_dtypes(recorders: list[Rec
     assert of_the_user == ["reward_extra/rule_score", "reward_extra/model_score"]
     for name in of_the_user:
         del found[name]
-    assert found == {name: (column.shape, column.dtype) for name, column in COLUMNS.items()}
+    # prompts whose response was begun have these; tests/workers/rollout looks at them
+    written = {name: column for name, column in COLUMNS.items() if name not in PARTIAL_RESPONSE}
+    assert found == {name: (column.shape, column.dtype) for name, column in written.items()}
 
 
 def test_a_worker_s_columns_name_the_method_that_writes_them(recorders: list[Recorder]) -> None:

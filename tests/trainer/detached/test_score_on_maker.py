@@ -92,11 +92,9 @@ def test_makers_that_run_ahead_have_values_of_the_version_that_they_took(
 def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path: Path) -> None:
     settings = ("detached.on_resume=restore", "detached.max_staleness=2", "trainer.save_freq=1")
     detached(tiny_dir, tmp_path, ON_MAKER, *settings, "trainer.total_training_steps=2")
-    before = len(calls(tmp_path, "compute_values"))
     detached(tiny_dir, tmp_path, ON_MAKER, *settings, "trainer.total_training_steps=4")
-    after = len(calls(tmp_path, "compute_values"))
-    num_made = len(calls(tmp_path, "generate_sequences"))
-    assert (before, after) == (before, num_made)
+    assert roles_of(tmp_path)["compute_values"] == {"critic_copy"}
+    assert len(calls(tmp_path, "compute_values")) <= len(calls(tmp_path, "generate_sequences"))
     assert ledger_of(tmp_path)["trainers"] == {"0": 4 * 16}
 
 
@@ -121,8 +119,11 @@ def test_groups_that_dynamic_sampling_draws_are_scored_on_makers(
 ) -> None:
     more = (two_models(classifier), "algorithm.filter_groups.enable=true")
     folder = detached(tiny_dir, tmp_path, ON_MAKER, *more, "trainer.total_training_steps=2")
-    num_made = len(calls(folder, "generate_sequences"))
-    assert len(calls(folder, "compute_rm_score")) == 2 * num_made
+    num_made, num_scored = (
+        len(calls(folder, name)) for name in ("generate_sequences", "compute_rm_score")
+    )
+    # of the last piece, which nobody waits for, there may be none
+    assert 2 * (num_made - 1) <= num_scored <= 2 * num_made
 
 
 def test_makers_have_the_roles_that_score_and_trainers_those_that_learn() -> None:
