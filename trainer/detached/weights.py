@@ -31,6 +31,7 @@ class WeightFeed:
         self._log = SyncLog(config.trainer.default_local_dir) if config.detached.debug else None
         self._at_once = config.detached.new_weights == "at_once"
         self._num_published = 0
+        self._critic_version: int | None = None
         self._arrived: dict[int, tuple[Any, int]] = {}
         """By maker, the version that it has beside its engine, and the group that has it."""
         self._threads: dict[int, ThreadPoolExecutor] = {}
@@ -42,9 +43,11 @@ class WeightFeed:
         """The weights as they are now are that version, on the ranks that send."""
         senders = sorted({sender for sender, _ in self._topology.weights})
         copies = {}
-        if CRITIC_COPY in self._groups:
+        # a version comes again where a validation has had other weights: the critic has one set
+        if CRITIC_COPY in self._groups and version != self._critic_version:
             # before the actor's: who gets those finds the critic's no older
             figures = publish_weights(self._groups["critic"], version, senders)
+            self._critic_version = version
             copies = {"timing_s/publish_critic_weights": figures["timing_s/publish_weights"]}
         metrics = copies | publish_weights(self._groups["actor"], version, senders)
         self._num_published += 1

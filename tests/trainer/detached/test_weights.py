@@ -60,6 +60,24 @@ def test_a_maker_that_was_started_anew_is_sent_what_it_lost(groups: dict[str, Gr
     assert checksums(groups["rollout"]) == checksums(groups["actor"])
 
 
+def test_a_copy_of_the_critic_gets_the_critics_weights_once_for_each_version(
+    groups: dict[str, Group],
+) -> None:
+    critic, copies = Group([Sender()]), {"critic_copy": maker(), "critic_copy_1": maker()}
+    groups |= {"critic": critic, **copies}
+    feed = feed_of(groups)
+    for version in (1, 2):
+        train(critic)
+        published = checksums(critic)
+        feed.publish(version)
+        train(critic)
+        feed.publish(version)  # as for a validation by other weights of the actor
+        assert [feed.deliver(0), feed.deliver(1)] == [version] * 2
+        for copy in copies.values():
+            assert checksums(copy) == published
+            assert versions(copy) == [version]
+
+
 def test_weights_in_parts_and_ahead_of_time_change_no_number(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
