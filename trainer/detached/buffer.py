@@ -340,10 +340,8 @@ class ExperienceBuffer:
         if self._in_flight or self._idle < self._makers:
             return
         if self.stream.has_ended:
-            raise EndOfSamples(
-                f"the prompts have ended: {self._queued()} samples are left, a batch has "
-                f"{num_samples}"
-            )
+            size = f", a batch has {num_samples}" if num_samples else ""
+            raise EndOfSamples(f"the prompts have ended: {self._queued()} samples are left{size}")
         if not self._makers:
             raise StalledError(
                 f"the trainer waits for {num_samples} samples, {self._queued()} are queued, and "
