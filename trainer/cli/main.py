@@ -10,26 +10,24 @@ from verl_like.terminal import end_with_the_reader, fit, terminal_width
 USAGE = """usage: verl-like COMMAND ...
 
   ppo [key=value ...]           train by PPO, GRPO and their kin
-  detached [key=value ...]      the same, with makers that generate while it trains
+  detached [key=value ...]      PPO, with makers that generate beside it
   sft [key=value ...]           supervised fine-tuning on chats, responses, texts
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
-  best-of-n [key=value ...]     keep a model's best answers, as rows for sft or dpo
+  best-of-n [key=value ...]     a model's best answers as rows for sft or dpo
                                 (of these, --help tells more, --cfg job all keys)
   explain [key=value ...]       say in words what a step of ppo will do
-  make-tiny DIR                 a model and data for trying things, in seconds
-  doctor [--model PATH]         check what a run needs: packages, a remote call, a
-                                weight sync; or how a run treats one model
-  serve-reward [...]            answer reward requests over HTTP
-  migrate SYSTEM FILE           a script of verl's, OpenRLHF's, TRL's, ... in our keys
   bench overlap [RUN_DIR]       predict what detached makers would gain a job
+  doctor [--model PATH]         what a run needs, or does with a model
+  make-tiny DIR                 a model and data for trying things
+  serve-reward [...]            answer reward requests over HTTP
+  migrate SYSTEM FILE           a script of verl's, TRL's, ... in our keys
   report RUN_DIR                write RUN_DIR/report.html anew
-  chat MODEL                    talk to a model folder, or to the model of a run
   compare RUN RUN ...           runs side by side: settings, curves, times
-  eval MODEL [key=value ...]    validate a model folder, or the model of a run
+  eval MODEL [key=value ...]    validate a model, or that of a run
+  chat MODEL                    talk to a model, or to that of a run
   export CHECKPOINT OUT         a trained model as a Hugging Face folder
-  -sc install=bash              print tab completion; use it with
-                                eval "$(verl-like -sc install=bash)"
+  -sc install=bash              print tab completion, for eval "$(...)"
   --version                     print the version
 """
 RECIPES = {

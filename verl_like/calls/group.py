@@ -30,7 +30,7 @@ from verl_like.calls.pack import Sender
 from verl_like.calls.pieces import drop_padding
 from verl_like.calls.target import CallSite, CallTarget, MeshFacts
 from verl_like.calls.transport import Transport
-from verl_like.errors import DispatchError, PlacementError, WorkerError, nearest
+from verl_like.errors import DispatchError, PlacementError, WorkerDiedError, nearest
 
 
 class ClassWithInitArgs:
@@ -319,7 +319,7 @@ class WorkerGroup:
     def refuse_after_shutdown(self, site: CallSite) -> None:
         """Refuse a call that nobody can answer any more."""
         if self._ended.is_set():
-            raise WorkerError(
+            raise WorkerDiedError(
                 f"{site}: the group {self.name} was shut down, and its processes are gone; call it "
                 "before shutdown(), or inside the group's `with` block."
             )

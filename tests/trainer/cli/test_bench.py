@@ -24,7 +24,10 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return json.loads(printed(capsys, *arguments, "--json"))
 
 
-def test_each_run_has_its_seconds_speed_up_and_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_run_has_its_seconds_speed_up_and_limit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     lines = printed(capsys, *GIVEN, "--makers=1", "--staleness=0,1").splitlines()
     runs = [line.split() for line in lines[2:6]]
     assert runs[1][:5] == ["1", "1", "synchronous", "2.4", "1.00"]

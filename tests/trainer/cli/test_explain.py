@@ -81,8 +81,9 @@ def test_lines_fit_the_terminal(
 
 
 def test_a_detached_run_is_explained_with_its_makers_and_how_fast_it_will_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     folder = make_run(tmp_path / "run", 3, samples=1)
     main(["detached", f"--measured={folder}", *NEEDED, "detached.makers=2"])
     text = capsys.readouterr().out
