@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -68,6 +69,13 @@ def tiny_dir(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
     Read only.
     """
     return make_tiny.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def broken_pipes_are_errors() -> Iterator[None]:
+    """A command that only prints ends where nobody reads it; the tests' process does not."""
+    yield
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ def main() -> None:
     """Dispatch `sys.argv` to a subcommand."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     arguments = sys.argv[2:]
-    if command != "ppo":
+    if only_prints(command, arguments):
         end_with_the_reader()
     if command in ("-h", "--help"):
         _show(USAGE)
@@ -249,6 +249,15 @@ def main() -> None:
         _plain_command(command, arguments)
     else:
         sys.exit(f"verl-like: no command {command!r}\n{USAGE}")
+
+
+def only_prints(command: str, arguments: list[str]) -> bool:
+    """Whether a command starts no process that it writes to.
+
+    Others hear of a child's death by an error on its pipe, and must not end without a word then.
+    """
+    works = command in ("ppo", "eval", "chat", "doctor", "serve-reward", *RECIPES)
+    return not works or bool({"-h", "--help", "--cfg"} & set(arguments))
 
 
 def _show(text: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -168,3 +170,21 @@ def test_an_unknown_command_is_refused(decoys: Path) -> None:
 def test_every_recipe_is_a_command_with_its_help_in_the_list() -> None:
     listed = {line.split()[0] for line in main.USAGE.splitlines() if line.startswith("  ")}
     assert set(main.RECIPES) <= listed & set(main.HELP)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "handler"),
+    [
+        (["detached", "no_such_key=1"], signal.SIG_IGN),
+        (["sft", "no_such_key=1"], signal.SIG_IGN),
+        (["sft", "--help"], signal.SIG_DFL),
+        (["compare"], signal.SIG_DFL),
+    ],
+)
+def test_a_command_that_starts_processes_outlives_their_pipes(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], handler: signal.Handlers
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["verl-like", *arguments])
+    with contextlib.suppress(SystemExit):
+        main.main()
+    assert signal.getsignal(signal.SIGPIPE) is handler
