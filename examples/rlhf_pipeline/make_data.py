@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import random
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,8 @@ from typing import Any
 
 from kindness import ADJECTIVES, ANIMALS, VERBS, kindness
 
-TINY = Path(__file__).resolve().parents[1] / "tiny" / "make.py"
+from trainer.cli.make_tiny import make_model, make_tokenizer
+
 ASKS = ("tell of a", "write of a", "say of a")
 Row = dict[str, Any]
 
@@ -95,10 +95,9 @@ FILES: dict[str, tuple[Callable[[random.Random], Row], int]] = {
 
 def main(folder: Path, seed: int = 0) -> None:
     """Write the model and all files."""
-    tiny = runpy.run_path(str(TINY))
-    tokenizer = tiny["make_tokenizer"]()
+    tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "base")
-    tiny["make_model"](tokenizer, seed).save_pretrained(folder / "base")
+    make_model(tokenizer, seed).save_pretrained(folder / "base")
     for name, (make_row, num_rows) in FILES.items():
         rng = random.Random(f"{seed}-{name}")
         lines = [json.dumps(make_row(rng)) for _ in range(num_rows)]

@@ -33,7 +33,10 @@ step() { # <step> <role> <command and settings>: run it, unless its model is the
     "${verl_like[@]}" "$3" "${common[@]}" trainer.default_local_dir="$run_dir/$1" "${@:4}"
 }
 
-if [ ! -e "$data/prompts_val.jsonl" ]; then "$py" "$here/make_data.py" "$data" 2>/dev/null; fi
+if [ ! -e "$data/prompts_val.jsonl" ]; then
+    mkdir -p "$run_dir"
+    "$py" "$here/make_data.py" "$data" 2>"$run_dir/make_data.log" || { cat "$run_dir/make_data.log" >&2; exit 1; }
+fi
 
 step sft sft sft model.path="$data/base" data.train_files="$data/sft.jsonl" data.val_files="$data/sft_val.jsonl" \
     "${of_rows[@]}" optim.lr=5e-3 trainer.test_freq=32
