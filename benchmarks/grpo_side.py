@@ -17,7 +17,6 @@ of 256 tokens at most.
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 import tempfile
 from pathlib import Path
@@ -26,7 +25,6 @@ from typing import Any
 NUM_PROMPTS, NUM_SAMPLES, LEARNING_RATE = 64, 4, 1e-3
 WIDTHS = {"fixed": 32, "tailed": 256}
 VOCABULARY = 64
-TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py"
 
 
 def make(folder: Path) -> None:
@@ -36,9 +34,10 @@ def make(folder: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    tiny = runpy.run_path(str(TINY))
+    from trainer.cli.make_tiny import make_rows, make_tokenizer
+
     for kind in WIDTHS:
-        tokenizer = tiny["make_tokenizer"]()
+        tokenizer = make_tokenizer()
         while len(tokenizer) < VOCABULARY:
             tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
         if kind == "fixed":
@@ -62,7 +61,7 @@ def make(folder: Path) -> None:
         tokenizer.save_pretrained(folder / kind)
         Qwen2ForCausalLM(config).save_pretrained(folder / kind)
 
-    rows = tiny["make_rows"](40 * NUM_PROMPTS, "train")
+    rows = make_rows(40 * NUM_PROMPTS, "train")
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     lines = [
         json.dumps({"prompt": row["prompt"], "letter": row["reward_model"]["ground_truth"]})

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train_side import MODEL, TINY
+from train_side import MODEL
 
 PROMPT, LONGEST = 8, 256
 NUM_ROWS, NUM_STEPS = 64, 6
@@ -38,12 +38,12 @@ Step = Callable[[int], float]
 
 def make(folder: Path) -> None:
     """A Qwen2 of one million parameters, a scorer of that size, and every kind's rows."""
-    import runpy
-
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
+    from trainer.cli.make_tiny import make_tokenizer
+
     torch.manual_seed(0)
-    tokenizer = runpy.run_path(str(TINY))["make_tokenizer"]()
+    tokenizer = make_tokenizer()
     while len(tokenizer) < MODEL["vocab_size"]:
         tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
     for name, model, more in (

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny" / "make.py"
 PROMPT, ROWS, REPEATS = 8, 256, 5
 WIDTHS = {"full": 32, "tailed": 256, "ragged": 192}
 MODEL = {
@@ -44,14 +43,13 @@ MODEL = {
 
 def make(folder: Path) -> None:
     """The 1M-parameter Qwen2, a tokenizer of 64 tokens, and every kind's rows."""
-    import runpy
-
     from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from trainer.cli.make_tiny import make_tokenizer
 
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**MODEL, pad_token_id=0)).save_pretrained(folder)
-    tiny = runpy.run_path(str(TINY))
-    tokenizer = tiny["make_tokenizer"]()
+    tokenizer = make_tokenizer()
     while len(tokenizer) < MODEL["vocab_size"]:
         tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
     tokenizer.save_pretrained(folder)
