@@ -66,7 +66,7 @@ class ExperienceBuffer:
     ) -> None:
         """Empty, with weights of version 0."""
         self.stream, self.ledger = stream, ledger
-        self._pacing, self._sampler, self._settings = pacing, sampler, settings
+        self.pacing, self._sampler, self._settings = pacing, sampler, settings
         self._activity = activity
         self._changed = threading.Condition()
         self._ready: list[Experience] = []
@@ -244,6 +244,11 @@ class ExperienceBuffer:
             self._closed = True
 
     @property
+    def is_paused(self) -> bool:
+        """Whether makers are to rest."""
+        return self._paused
+
+    @property
     def is_closed(self) -> bool:
         """Whether nothing is begun any more."""
         return self._closed
@@ -326,7 +331,7 @@ class ExperienceBuffer:
             coming=[(piece, version) for piece, version in coming if piece.rank == rank],
             num_samples=num_samples,
             version=self.version,
-            max_staleness=self._pacing.max_staleness,
+            max_staleness=self.pacing.max_staleness,
             seed=(self._settings.seed, self._num_taken),
             window=self._settings.window,
         )
@@ -360,7 +365,7 @@ class ExperienceBuffer:
             return None
         opened = self._queued() + sum(o.piece.num_samples for _, o in self._in_flight.values())
         opened += piece.num_samples + self.stream.waiting_before(piece)
-        bounds = [self._pacing.bound(self._demand, self.version - version)]
+        bounds = [self.pacing.bound(self._demand, self.version - version)]
         if not self._settings.evicts:
             bounds.append(self._settings.limit)
         return piece if opened <= min(bounds) else None
@@ -387,7 +392,7 @@ class ExperienceBuffer:
             return "the end of a validation or a checkpoint"
         return (
             f"room: {self._queued()} samples are queued, and weights of version {version} may be "
-            f"at most {self._pacing.max_staleness} versions old"
+            f"at most {self.pacing.max_staleness} versions old"
         )
 
     def _who_waits(self) -> str:

@@ -1,6 +1,6 @@
 """Detached PPO as a recipe: `verl-like detached`.
 
-The numbers of makers and trainers decide pools and roles; `detached_graph` is what they come to.
+The numbers of makers and trainers decide pools and roles: `trainer.detached.sizes.topology_of`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ the order in which they arrive, then the same ones E - 1 times over, each time i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,6 @@ class DetachedSource(SampleSource):
     ) -> None:
         """`assemble` makes a step's samples of as many draws as it needs."""
         self.buffer, self.makers, self.rounds = buffer, list(makers), rounds
-        self.length = 1
         self._assemble = assemble
         self._step = 0
         self._num_steps: int | None = None
@@ -89,7 +88,7 @@ class DetachedSource(SampleSource):
         self._read: list[Metrics] = []
         self._kept: list[DataProto] = []
         self._queued: list[Experience] = []
-        self._is_paused = self._has_started = False
+        self._has_started = False
 
     def ask_for(self, step: int, num_steps: int | None) -> None:
         """What `take` gives next: the samples of that step, of `num_steps` in all.
@@ -127,20 +126,9 @@ class DetachedSource(SampleSource):
         if self.rounds.train_epochs > 1 and epoch == 0:
             self._kept.append(batch.select())
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Within, makers do nothing: their groups are the caller's."""
-        with self.buffer.paused(PAUSE_S):
-            self._is_paused = True
-            try:
-                yield
-            finally:
-                self._is_paused = False
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether makers rest."""
-        return self._is_paused
+        return self.buffer.paused(PAUSE_S)
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the prompts, the ledger, and what is queued, but for its samples."""
@@ -198,7 +186,9 @@ class DetachedSource(SampleSource):
         if self._num_steps is not None:
             total = self.rounds.num_fresh(self._num_steps)
             rest = range(rest.start, min(rest.stop, total))
-            rest_of_run = sum(map(sizes, range(fresh + 1, total)))
+            # no further than makers may go ahead: the bound of staleness is the lower one there
+            ahead = (self.buffer.pacing.max_staleness + 1) * self.rounds.update_steps
+            rest_of_run = sum(map(sizes, range(fresh + 1, min(total, fresh + 1 + ahead))))
 
         experiences = self.buffer.take(sizes(fresh), attempt, sum(map(sizes, rest)), rest_of_run)
         experiences.sort(key=lambda one: (one.piece.rank, one.piece.number))

@@ -183,7 +183,7 @@ class DetachedTrainer(PPOTrainer):
 
     def sync(self) -> Metrics:
         """The weights are published as a new version, if a round has ended; makers take them."""
-        if self.source.is_paused:  # a validation by other weights, or the end of one
+        if self.source.buffer.is_paused:  # a validation by other weights, or the end of one
             metrics = self.feed.publish(self.weight_version)
             self.feed.deliver(0)
             return metrics

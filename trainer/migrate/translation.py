@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_like.errors import ConfigError
 from verl_like.terminal import fit
 
 
@@ -92,3 +93,14 @@ def _quoted(word: str) -> str:
     if "$" in word:
         return f'"{word}"'
     return shlex.quote(word)
+
+
+def as_number(name: str, text: str) -> float:
+    """The value of a flag as a number; a shell variable has none."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(
+            f"{name} is {text!r}: this figure is computed with others, so replace the shell "
+            "variable by its number."
+        ) from None

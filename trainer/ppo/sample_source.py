@@ -6,9 +6,8 @@
     for step in range(num_steps):
         batch, metrics = source.take()    # every row with the `policy_version` that made it
 
-`length` says how many batches may wait. Zero is the synchronous loop: nothing is made ahead, so
-every sample is of the current policy. A source with makers of its own has a length above zero, and
-makers that wait while it is full.
+In the synchronous loop nothing is made ahead, so every sample is of the current policy. A source
+with makers of its own bounds what may wait, and makers wait while it is full.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ Draw = Callable[[int], DataProto]
 class SampleSource(ABC):
     """What `PPOTrainer` asks for the samples of a step."""
 
-    length: int
-    """Batches that may wait, made and not yet taken."""
-
     @abstractmethod
     def take(self) -> Samples:
         """The samples of the next step; waits for them, and raises what their making raised."""
@@ -40,9 +36,7 @@ class SampleSource(ABC):
 
 
 class SynchronousSource(SampleSource):
-    """Length 0: a batch is made when it is asked for, by the weights of that moment."""
-
-    length = 0
+    """A batch is made when it is asked for, by the weights of that moment."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.migrate.command import Flags
 from trainer.migrate.openrlhf.flags import ABSENT, ALWAYS, IF_ONE, NEW_NAMES, RENAMED
-from trainer.migrate.translation import Translation
+from trainer.migrate.translation import Translation, as_number
 from verl_like.errors import ConfigError, nearest
 
 
@@ -38,14 +38,7 @@ class GivenFlags:
 
     def number(self, name: str, default: float) -> float:
         """Its one value as a number; a shell variable has none."""
-        text = self.value(name, str(default))
-        try:
-            return float(text)
-        except ValueError:
-            raise ConfigError(
-                f"--{self._spelled[name]} is {text!r}: this figure is computed with others, so "
-                "replace the shell variable by its number."
-            ) from None
+        return as_number(self.spelled(name), self.value(name, str(default)))
 
     def count(self, name: str, default: int) -> int:
         """The same as a whole number."""

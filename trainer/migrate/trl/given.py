@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer.migrate.translation import Translation
+from trainer.migrate.translation import Translation, as_number
 from trainer.migrate.trl.flags import (
     ABSENT,
     ABSENT_IN,
@@ -23,34 +23,24 @@ from verl_like.errors import ConfigError, nearest
 
 
 class GivenFields:
-    """The fields that a run sets; which of them were looked at is remembered."""
+    """The fields that a run sets."""
 
     def __init__(self, program: str, values: Mapping[str, str]) -> None:
         self.program = program
         self._values = dict(values)
-        self._seen: set[str] = set()
         self._ignored: set[str] = set()
 
     def has(self, name: str) -> bool:
         """Whether the run sets it."""
-        self._seen.add(name)
         return name in self._values
 
     def value(self, name: str, default: str) -> str:
         """Its value, or TRL's default."""
-        self._seen.add(name)
         return self._values.get(name, default)
 
     def number(self, name: str, default: float) -> float:
         """Its value as a number; a shell variable has none."""
-        text = self.value(name, str(default))
-        try:
-            return float(text)
-        except ValueError:
-            raise ConfigError(
-                f"{name} is {text!r}: this figure is computed with others, so replace the shell "
-                "variable by its number."
-            ) from None
+        return as_number(name, self.value(name, str(default)))
 
     def count(self, name: str, default: int) -> int:
         """The same as a whole number."""
@@ -71,7 +61,6 @@ class GivenFields:
 
     def ignore(self, *names: str) -> None:
         """These fields are part of another one's settings, or have no effect in that run."""
-        self._seen.update(names)
         self._ignored.update(names)
 
     def tell_the_rest(self, done: Translation) -> None:
