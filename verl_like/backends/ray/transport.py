@@ -17,7 +17,14 @@ from typing import Any
 
 import cloudpickle
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RaySystemError, RayTaskError
+from ray.exceptions import (
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
 
 from verl_like.backends.ray import side_channel
 from verl_like.backends.ray.cluster import NodeProbe
@@ -132,6 +139,9 @@ class RayTransport(Transport):
             return ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
             raise WorkerDiedError(f"the worker process is gone: {cause_of_death(error)}") from None
+        except ObjectLostError as error:
+            gone = f"the machine that held the answer is gone ({type(error).__name__})"
+            raise WorkerDiedError(gone) from None
         except RayTaskError as error:
             if isinstance(error.cause, WorkerError):
                 raise error.cause from None
