@@ -127,7 +127,7 @@ def hf_config_of(model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     folder = model_folder(model.path, weights=False)
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _whole(

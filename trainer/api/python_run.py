@@ -23,7 +23,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.settings import flat_settings, overrides_of
 from trainer.hooks import check_callbacks
 from trainer.launch import run
-from trainer.run_folder.checkpoint import committed, read_marker
+from trainer.run_folder.marker import committed, read_marker
 from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.data.config import DataConfig
+from trainer.data.formats import csv_rows, json_rows, parquet_rows
 from trainer.data.hub import hub_files, is_hub_name
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import load_from
@@ -26,14 +25,19 @@ PLAIN = str | int | float | bool | None
 
 
 def read_rows(
-    config: DataConfig, setting: str, tokenizer: Any = None, needs_rules: bool = True
+    config: DataConfig,
+    setting: str,
+    tokenizer: Any = None,
+    needs_rules: bool = True,
+    encode: Callable[[str, Row], None] = lambda where, row: None,
 ) -> tuple[list[Row], int]:
     """The rows in order, and how many were skipped.
 
     `setting` names the files to read: train_files or val_files of `config`.
 
     A row has a prompt; where rules by data_source score it (`needs_rules`), a data_source and a
-    reward_model with its ground_truth, too. One that has not stops the run or, with
+    reward_model with its ground_truth, too. `encode` gets every row with its place in the files; a
+    ValueError of it says what else is wrong. A bad row stops the run or, with
     data.on_bad_row=skip, is left out and counted.
     """
     files = getattr(config, setting)
@@ -44,7 +48,7 @@ def read_rows(
     ):
         if not needs_rules and isinstance(row, dict):
             row = with_rule_columns(row)
-        problem = _problem(row, config.prompt_key)
+        problem = _problem(row, config.prompt_key) or _encoding_problem(encode, where, row)
         if problem is None:
             rows.append(row)
             continue
@@ -58,6 +62,16 @@ def read_rows(
                 "%s: %s; it and others like it are skipped (data.on_bad_row=skip)", where, problem
             )
     return rows, skipped
+
+
+def _encoding_problem(encode: Callable[[str, Row], None], where: str, row: Row) -> str | None:
+    try:
+        encode(where, row)
+    except ConfigError:  # of all rows, not of this one
+        raise
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def with_rule_columns(row: Row) -> Row:
@@ -93,12 +107,13 @@ def rows_of_files(
                 raise ConfigError(
                     f"{key}: there is no file {path}; {path.parent} holds {listing(path.parent)}."
                 )
+            check = partial(_check, path, columns)
             if path.suffix == ".parquet":
-                yield from _parquet_rows(path, columns)
+                yield from parquet_rows(path, check)
             elif path.suffix == ".csv":
-                yield from _csv_rows(path, columns)
+                yield from csv_rows(path, check)
             else:
-                yield from _json_rows(path)
+                yield from json_rows(path)
 
 
 def _custom_rows(
@@ -119,60 +134,13 @@ def _custom_rows(
         yield f"{custom.path}:{custom.name}, row {index}", row
 
 
-def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(path)
-    except pa.ArrowInvalid as err:
-        raise ConfigError(f"{path} is not a readable parquet file: {err}") from err
-    _check_columns(path, columns, table.column_names)
-    for index, row in enumerate(table.to_pylist()):
-        yield f"{path}, row {index}", row
-
-
-def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Every cell is a text; an empty one is nothing."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
-        _check_columns(path, columns, reader.fieldnames or [])
-        try:
-            for row in reader:
-                where = f"{path}, line {reader.line_num}"
-                if None in row:
-                    yield where, ValueError(f"it has more cells than the {len(row) - 1} columns")
-                    continue
-                yield where, {name: cell or None for name, cell in row.items()}
-        except csv.Error as err:
-            raise ConfigError(
-                f"{path}, line {reader.line_num}: not readable as CSV: {err}"
-            ) from err
-
-
-def _check_columns(path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
+def _check(path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
     for column in wanted:
         if column not in there:
             raise ConfigError(
                 f"{path}: no column {column!r}; there is {', '.join(there)}."
                 f"{nearest(column, there)} The prompts' column is set by data.prompt_key."
             )
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as err:
-                row = ValueError(
-                    f"not JSON ({err}); a file that ends in neither .parquet nor .csv has a JSON "
-                    "object a line"
-                )
-            yield f"{path}, line {number}", row
 
 
 def why_no_row(found: Any) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,8 +21,10 @@ import torch
 
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
-from trainer.data.files import listing, other_columns, read_rows
+from trainer.data.files import Row, listing, other_columns, read_rows
 from trainer.data.order import epoch_order
+from trainer.data.prompt_tokens import encode_prompt
+from trainer.data.row_digest import OTHER_ROWS, digest_of_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
 from workers.models.folder import model_folder
@@ -35,7 +38,7 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
 
     folder = model_folder(path, weights=False)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as err:
         there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"No tokenizer loads from {key}={path}: {there}.\n{err}") from err
@@ -58,15 +61,25 @@ class PromptSet:
     ) -> None:
         """Read, tokenize and filter the files that the key `setting` of `config` names."""
         self._config, self._tokenizer = config, tokenizer
-        rows, self.num_bad = read_rows(config, setting, tokenizer, needs_rules)
-        prompts = encode_prompts([row[config.prompt_key] for row in rows], tokenizer)
+        prompts: list[np.ndarray[Any, Any]] = []
+
+        def encode(where: str, row: Row) -> None:
+            prompts.append(encode_prompt(row[config.prompt_key], tokenizer))
+            if self._is_refused(len(prompts[-1])):
+                raise ConfigError(
+                    f"{where}: the prompt has {len(prompts[-1])} tokens, data.max_prompt_length="
+                    f"{config.max_prompt_length}. Raise it, or set "
+                    "data.filter_overlong_prompts=true, or data.truncation=left|right."
+                )
+
+        rows, self.num_bad = read_rows(config, setting, tokenizer, needs_rules, encode)
         fits = [len(ids) <= config.max_prompt_length for ids in prompts]
         kept = [i for i in range(len(rows)) if fits[i] or not config.filter_overlong_prompts]
         self.num_overlong = len(rows) - len(kept)
         self.num_cut = sum(not fits[i] for i in kept)
         self._rows = {i: rows[i] for i in kept}
         self.columns = other_columns(self._rows.values(), config.prompt_key)
-        self._ids = {i: prompts[i] if fits[i] else self._cut(prompts[i], i) for i in kept}
+        self._ids = {i: prompts[i] if fits[i] else self._cut(prompts[i]) for i in kept}
         self.rows = np.array(kept, dtype=np.int64)
         longest = max(map(len, prompts), default=0)
         self.story = (
@@ -83,13 +96,23 @@ class PromptSet:
         """The names by which rules for rewards are found."""
         return {str(row["data_source"]) for row in self._rows.values()}
 
-    def _cut(self, ids: np.ndarray[Any, Any], row: int) -> np.ndarray[Any, Any]:
+    @cached_property
+    def digest(self) -> str:
+        """Of the prompts in their order, with what their rewards read."""
+        names = ("data_source", "reward_model", *self.columns)
+        return digest_of_rows(
+            (self._ids[number], {name: self._rows[number].get(name) for name in names})
+            for number in self.rows.tolist()
+        )
+
+    def _is_refused(self, num_tokens: int) -> bool:
+        """Whether a prompt of so many tokens ends the run."""
+        config = self._config
+        stays = config.truncation != "error" or config.filter_overlong_prompts
+        return num_tokens > config.max_prompt_length and not stays
+
+    def _cut(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         limit = self._config.max_prompt_length
-        if self._config.truncation == "error":
-            raise ConfigError(
-                f"Prompt {row} has {len(ids)} tokens, data.max_prompt_length={limit}. Raise it, "
-                "or set data.filter_overlong_prompts=true, or data.truncation=left|right."
-            )
         return ids[-limit:] if self._config.truncation == "left" else ids[:limit]
 
     def in_order(self) -> Iterator[DataProto]:
@@ -230,15 +253,16 @@ class PromptLoader:
             return own
         return [name for name in own if name in self.validation.columns]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the loader stands; with the seed in the config, all that a resume needs."""
         return {
             "num_taken": self._num_taken,
             "num_prompts": len(self.prompts),
             "batch_size": self._config.train_batch_size,
+            "rows": self.prompts.digest,
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where `state` was taken; other data or another batch size is refused."""
         now = self.state_dict()
         differs = []
@@ -247,33 +271,15 @@ class PromptLoader:
                 differs.append(f"{name}: saved {state[name]}, now {now[name]}")
         if differs:
             raise CheckpointError(
-                f"The loader's saved position is one in other data ({'; '.join(differs)})."
+                f"The loader's saved position is one in other data ({'; '.join(differs)}). "
+                f"{OTHER_ROWS}"
+            )
+        if state["rows"] != now["rows"]:
+            raise CheckpointError(
+                f"The loader's saved position is one in other data: as many prompts "
+                f"({now['num_prompts']}), but of other contents or in another order. {OTHER_ROWS}"
             )
         self._num_taken = state["num_taken"]
-
-
-def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[np.ndarray[Any, Any]]:
-    """Token ids of each prompt: chat messages through the chat template, strings as they are."""
-    chats = [p for p in prompts if not isinstance(p, str)]
-    if chats and tokenizer.chat_template is None:
-        raise ConfigError(
-            f"The tokenizer of {tokenizer.name_or_path} has no chat template, and {len(chats)} of "
-            f"{len(prompts)} prompts are chat messages. Add chat_template.jinja to the model "
-            "folder, or give prompts as plain strings."
-        )
-
-    encoded = []
-    for index, prompt in enumerate(prompts):
-        # the template writes the special tokens of a chat itself
-        is_plain = isinstance(prompt, str)
-        text = prompt
-        if not is_plain:
-            text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        ids = np.array(tokenizer(text, add_special_tokens=is_plain)["input_ids"], dtype=np.int64)
-        if ids.size == 0:
-            raise ConfigError(f"Prompt {index} has no tokens: {text!r}.")
-        encoded.append(ids)
-    return encoded
 
 
 def as_objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:

@@ -40,6 +40,7 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
             note.write_text(
                 STOPPED if stopped else "".join(traceback.format_exception(failure)),
                 encoding="utf-8",
+                errors="backslashreplace",
             )
         data = read_run(folder)
         for line in summary(data):
@@ -65,7 +66,8 @@ def _write(data: RunData) -> Path:
     page = environment.get_template(TEMPLATE.name).render(_content(data))
     path = data.folder / REPORT_FILE
     partial = path.with_name(path.name + ".part")
-    partial.write_text(page, encoding="utf-8")
+    # a lone surrogate of a sample has no UTF-8: it is shown by its number
+    partial.write_text(page, encoding="utf-8", errors="backslashreplace")
     partial.replace(path)
     return path
 

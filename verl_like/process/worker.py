@@ -217,7 +217,7 @@ class Worker:
         `load_checkpoint`.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
-        save_random_state(Path(path) / f"{self.rank}.pt")
+        save_random_state(Path(path) / f"{self.rank}.json")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
@@ -225,7 +225,7 @@ class Worker:
 
         A rank that had no counterpart keeps its own random state.
         """
-        saved = Path(path) / f"{self.rank}.pt"
+        saved = Path(path) / f"{self.rank}.json"
         if saved.is_file():
             load_random_state(saved)
 

@@ -90,7 +90,7 @@ class ReferenceWorker(WeightReceiver, Worker):
         super().load_checkpoint(path)
         if not self.follows:
             return
-        if not (Path(path) / ".metadata").is_file():
+        if not any(Path(path).glob("*.safetensors")):
             raise CheckpointError(
                 f"{path} holds no weights: the reference of that run stood still. Leave out "
                 "actor_rollout_ref.ref.update_every, or start anew."

@@ -124,7 +124,9 @@ def _decoder(path: str) -> Callable[[list[int]], str]:
     from transformers import AutoTokenizer
 
     folder = model_folder(path, weights=False)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
 
 
