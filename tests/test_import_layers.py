@@ -38,6 +38,7 @@ OPTIONAL = {"vllm", "flash_attn", "peft", "wandb", "mlflow"}
 ORDER: dict[str, list[tuple[str, ...]]] = {
     "verl_like": [
         ("errors",),
+        ("signatures",),
         ("files", "registry", "tensor_ops", "terminal"),
         ("config_key",),
         ("batch",),

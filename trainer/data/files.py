@@ -17,6 +17,7 @@ from trainer.data.config import DataConfig
 from trainer.data.hub import hub_files, is_hub_name
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import load_from
+from verl_like.signatures import Call, check_call
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -106,6 +107,8 @@ def _custom_rows(
 ) -> Iterator[tuple[str, Any]]:
     custom = config.custom_cls
     make = load_from(custom.path, custom.name, "data.custom_cls")
+    call = Call(by_name=("data_files", "tokenizer", "config"))
+    check_call(make, f"data.custom_cls.name={custom.name}", call)
     made = make(data_files=files, tokenizer=tokenizer, config=config)
     if not hasattr(made, "__iter__") and not (
         hasattr(made, "__len__") and hasattr(made, "__getitem__")

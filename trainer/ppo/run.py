@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.data.row_loader import RowLoader
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
+from trainer.ppo.compute_advantage import check_columns
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.entropy import get_entropy_controller
 from trainer.ppo.kl import get_kl_controller
@@ -79,6 +81,14 @@ class PPORun(SamplingTrainer):
         """The samples of one step."""
 
     # ---------------------------------------------------------------------- what the loop asks for
+
+    @classmethod
+    def check_code(cls, config: PPOConfig, callbacks: Sequence[object]) -> None:
+        """Columns that the estimator asks for are written by someone, too."""
+        super().check_code(config, callbacks)
+        is_ours = cls.__module__.partition(".")[0] == "trainer"
+        if is_ours and not callbacks:  # they may write columns of their own
+            check_columns(config)
 
     @classmethod
     def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
