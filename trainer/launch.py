@@ -13,6 +13,7 @@ from contextlib import ExitStack
 import torch
 
 from trainer.config.schema import RunConfig
+from trainer.dry_run import look_at
 from trainer.groups.nodes import needs_of_pools
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
@@ -40,7 +41,7 @@ def run(
 ) -> RunResult:
     """A whole run: checks first, then data, then processes, then steps.
 
-    With `trainer.dry_run` it ends before data. `callbacks` have hooks (`trainer.hooks`).
+    With `trainer.dry_run` it ends before processes. `callbacks` have hooks (`trainer.hooks`).
     """
     trainer_cls = trainer_cls or trainer_class(config)
     check_trainer(trainer_cls)
@@ -56,12 +57,13 @@ def run(
     if config.trainer.backend == "torchrun":
         serve_unless_driver(config)
 
-    if config.trainer.dry_run:
-        show_plan(nominal_placement(config), config, trainer_cls)
-        return RunResult.of(config, trainer_cls.role)
-
     with ExitStack() as at_end:
         at_end.callback(torch.set_num_threads, threads_before)
+        if config.trainer.dry_run:
+            show_plan(nominal_placement(config), config, trainer_cls)
+            print("", *look_at(config, trainer_cls), sep="\n", flush=True)
+            return RunResult.of(config, trainer_cls.role)
+
         # a folder that this run cannot go on from is refused before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         Checkpoints(config)

@@ -79,6 +79,11 @@ class Trainer(Hooks, ABC):
         return ()
 
     @classmethod
+    def look_at(cls, config: Any, *inputs: Any) -> list[str]:
+        """Lines of a dry run about what `prepare` has made; what shows no earlier is refused."""
+        return []
+
+    @classmethod
     def worker_code(cls, config: Any) -> list[str]:
         """Dotted paths in the configuration that worker processes import."""
         return list(config.role_workers.values())

@@ -105,7 +105,7 @@ class TrainerConfig:
     val_before_train: bool = key(True, may_change_on_resume=True)
     """Validate before the first step, if there is something to validate on."""
     dry_run: bool = key(False, may_change_on_resume=True)
-    """Check everything, print the plan and the batch sizes, and stop before a process starts."""
+    """Check all that needs no process of a worker, print the plan and what was found, and stop."""
     save_freq: int = key(
         -1, above=0, or_exactly=-1, hint="or -1 for no checkpoints", may_change_on_resume=True
     )

@@ -10,6 +10,10 @@ import gzip
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +73,43 @@ def with_rule_columns(row: Row) -> Row:
     return row if row.get("data_source") else row | {"data_source": "unknown"}
 
 
+@dataclass
+class FirstRows:
+    """How many rows are read of each list of files, and whether one had more."""
+
+    number: int
+    were_more: bool = False
+
+
+_first_rows: ContextVar[FirstRows | None] = ContextVar("first_rows", default=None)
+
+
+@contextmanager
+def first_rows(number: int) -> Iterator[FirstRows]:
+    """Within, only so many rows of each list of files are read: for a dry run."""
+    most = FirstRows(number)
+    before = _first_rows.set(most)
+    try:
+        yield most
+    finally:
+        _first_rows.reset(before)
+
+
+def _cut(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    most = _first_rows.get()
+    if most is None:
+        yield from rows
+        return
+    yield from islice(rows, most.number)
+    most.were_more |= next(rows, None) is not None
+
+
 def _rows_of(
     config: DataConfig, files: Sequence[str], setting: str, tokenizer: Any, needs_rules: bool
 ) -> Iterator[tuple[str, Any]]:
     """(where it stands, row)."""
     if config.custom_cls.path:
-        yield from _custom_rows(config, files, tokenizer)
+        yield from _cut(_custom_rows(config, files, tokenizer))
         return
     columns = (config.prompt_key, *(RULE_COLUMNS if needs_rules else ()))
     yield from rows_of_files(files, f"data.{setting}", columns)
@@ -88,6 +123,10 @@ def rows_of_files(
     A name of a data set of the hub stands for its files (`trainer.data.hub`). A table (parquet,
     CSV) without one of the `columns` is refused at once, as is a file that is not there.
     """
+    yield from _cut(_all_rows(files, key, columns))
+
+
+def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for name in files:
         for path in hub_files(name, key) if is_hub_name(name) else [Path(name)]:
             if not path.is_file():
@@ -126,13 +165,16 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    index = 0
     try:
-        table = pq.read_table(path)
+        with pq.ParquetFile(path) as file:
+            _check_columns(path, columns, file.schema_arrow.names)
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield f"{path}, row {index}", row
+                    index += 1
     except pa.ArrowInvalid as err:
         raise ConfigError(f"{path} is not a readable parquet file: {err}") from err
-    _check_columns(path, columns, table.column_names)
-    for index, row in enumerate(table.to_pylist()):
-        yield f"{path}, row {index}", row
 
 
 def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:

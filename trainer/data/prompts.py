@@ -83,6 +83,13 @@ class PromptSet:
         """The names by which rules for rewards are found."""
         return {str(row["data_source"]) for row in self._rows.values()}
 
+    def first_of_each_source(self) -> list[int]:
+        """The number of the first row of every data source."""
+        first: dict[str, int] = {}
+        for row, columns in self._rows.items():
+            first.setdefault(str(columns["data_source"]), row)
+        return list(first.values())
+
     def _cut(self, ids: np.ndarray[Any, Any], row: int) -> np.ndarray[Any, Any]:
         limit = self._config.max_prompt_length
         if self._config.truncation == "error":

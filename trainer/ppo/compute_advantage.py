@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, Estimator
-from trainer.ppo.named_rewards import read_named_reward
+from trainer.ppo.named_rewards import GDPO_KEY, read_named_reward
 from verl_like.errors import BatchError, ConfigError, nearest
 from verl_like.placement.roles import expand_roles
 from verl_like.signatures import is_asked
@@ -150,8 +150,7 @@ def named_rewards(batch: DataProto, names: Sequence[str]) -> Tensor:
 
     A name that no sample has is refused.
     """
-    key = "algorithm.gdpo_reward_keys"
-    columns = [read_named_reward(batch, name, key).float() for name in names]
+    columns = [read_named_reward(batch, name, GDPO_KEY).float() for name in names]
     return torch.stack(columns, dim=1)
 
 

@@ -25,8 +25,10 @@ from trainer.ppo.metrics import (
     compute_throughout_metrics,
     compute_timing_metrics,
 )
+from trainer.ppo.named_rewards import check_named_rewards
 from trainer.ppo.preflight import preflight
 from trainer.ppo.ptx import make_ptx_loader
+from trainer.ppo.reward_trial import try_rewards
 from trainer.ppo.running_norm import RunningNorm
 from trainer.ppo.sample_source import Draw, SampleSource, SynchronousSource
 from trainer.ppo.sampling import SamplingTrainer
@@ -105,6 +107,18 @@ class PPORun(SamplingTrainer):
         )
         at_end.enter_context(closing(rewards))
         return tokenizer, loader, rewards, make_ptx_loader(config, tokenizer)
+
+    @classmethod
+    def look_at(cls, config: PPOConfig, *inputs: Any) -> list[str]:
+        """Prompts and rewards; what is asked of rewards by name is among what they give."""
+        tokenizer, loader, rewards, *_ = inputs
+        num_validation = len(loader.validation) if loader.validation else 0
+        count = f"{len(loader.prompts)} prompts to train on, {num_validation} to validate on"
+        width = config.data.max_response_length
+        scored, lines = try_rewards(rewards, loader.prompts, tokenizer, width)
+        if scored is not None:
+            check_named_rewards(config.algorithm, scored)
+        return [count, *lines]
 
     @classmethod
     def worker_code(cls, config: PPOConfig) -> list[str]:
