@@ -13,9 +13,10 @@ from contextlib import ExitStack
 import torch
 
 from trainer.config.schema import RunConfig
+from trainer.dry_run import look_at
 from trainer.groups.nodes import needs_of_pools
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.hooks import check_callbacks
+from trainer.hooks import Hooks
 from trainer.loop import Trainer
 from trainer.report.page import close_run
 from trainer.run_folder.checkpoint import Checkpoints
@@ -29,6 +30,7 @@ from verl_like.files import write_whole
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
 from verl_like.registry import load_object
+from verl_like.signatures import check_methods
 from verl_like.terminal import fit, terminal_width
 
 
@@ -39,9 +41,11 @@ def run(
 ) -> RunResult:
     """A whole run: checks first, then data, then processes, then steps.
 
-    With `trainer.dry_run` it ends before data. `callbacks` have hooks (`trainer.hooks`).
+    With `trainer.dry_run` it ends before processes. `callbacks` have hooks (`trainer.hooks`).
     """
-    check_callbacks(callbacks)
+    trainer_cls = trainer_cls or trainer_class(config)
+    check_trainer(trainer_cls)
+    trainer_cls.check_code(config, callbacks)
     # sums come out alike whatever the machine; the driver's share of the arithmetic is small
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -53,13 +57,13 @@ def run(
     if config.trainer.backend == "torchrun":
         serve_unless_driver(config)
 
-    trainer_cls = trainer_cls or trainer_class(config)
-    if config.trainer.dry_run:
-        show_plan(nominal_placement(config), config, trainer_cls)
-        return RunResult.of(config, trainer_cls.role)
-
     with ExitStack() as at_end:
         at_end.callback(torch.set_num_threads, threads_before)
+        if config.trainer.dry_run:
+            show_plan(nominal_placement(config), config, trainer_cls)
+            print("", *look_at(config, trainer_cls), sep="\n", flush=True)
+            return RunResult.of(config, trainer_cls.role)
+
         # a folder that this run cannot go on from is refused before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         Checkpoints(config)
@@ -117,3 +121,12 @@ def trainer_class(config: RunConfig) -> type[Trainer]:
             "PPO's is trainer.ppo.PPOTrainer."
         )
     return cls
+
+
+def check_trainer(cls: type[Trainer]) -> None:
+    """Refuse hooks and stages that could not be called; with a `step` of its own, hooks alone."""
+    ours = (each for each in cls.__mro__ if each.__module__.startswith("trainer."))
+    base = next(each for each in ours if issubclass(each, Trainer))
+    hooks = [name for name in vars(Hooks) if name.startswith("on_")]
+    names = None if cls.step is base.step else hooks
+    check_methods(cls, base, f"trainer.cls={cls.__module__}.{cls.__qualname__}", names)

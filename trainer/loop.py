@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.hooks import Hooks
+from trainer.hooks import Hooks, check_callbacks
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.stopping import reached_goal
 from trainer.run_folder.timeline import Timeline, call_timings
@@ -66,12 +66,22 @@ class Trainer(Hooks, ABC):
         """One step, its stages timed by `clock`; gives the metrics."""
 
     @classmethod
+    def check_code(cls, config: Any, callbacks: Sequence[object]) -> None:
+        """Refuse code of the user's that would fail within a step; nothing is read yet."""
+        check_callbacks(callbacks)
+
+    @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """What the constructor takes after `config` and `groups`, made before a process starts.
 
         What cannot work is refused here. What must be closed goes on the stack `at_end`.
         """
         return ()
+
+    @classmethod
+    def look_at(cls, config: Any, *inputs: Any) -> list[str]:
+        """Lines of a dry run about what `prepare` has made; what shows no earlier is refused."""
+        return []
 
     @classmethod
     def worker_code(cls, config: Any) -> list[str]:

@@ -22,7 +22,8 @@ from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
 from trainer.ppo.call_results import join_results
-from trainer.ppo.preflight import check_model, check_rollout
+from trainer.ppo.preflight import check_model, check_reward_models, check_rollout
+from trainer.ppo.reward_trial import try_rewards
 from trainer.ppo.samples import repeat_prompts
 from trainer.ppo.sampling import SamplingTrainer
 from verl_like.batch.protocol import DataProto
@@ -60,6 +61,7 @@ class BestOfNTrainer(SamplingTrainer):
         """Tokenizer, rewards and prompts."""
         path = config.actor_rollout_ref.model.path
         check_model(config, "actor_rollout_ref.model.path", path)
+        check_reward_models(config)
         check_rollout(config)
         tokenizer = load_tokenizer(path)
         needs_rules = scores_by_rule(config)
@@ -89,6 +91,14 @@ class BestOfNTrainer(SamplingTrainer):
             f"A step draws {total:,} samples ({num_prompts:,} prompts, {num_samples:,} each) and "
             f"keeps {kept}."
         ]
+
+    @classmethod
+    def look_at(cls, config: BestOfNConfig, *inputs: Any) -> list[str]:
+        """Prompts and rewards."""
+        tokenizer, rewards, prompts = inputs
+        width = config.data.max_response_length
+        _, lines = try_rewards(rewards, prompts, tokenizer, width)
+        return [f"{len(prompts)} prompts", *lines]
 
     @property
     def total_steps(self) -> int:

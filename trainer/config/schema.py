@@ -12,7 +12,9 @@ from typing import Any
 
 from verl_like.calls.waiting import Deadlines
 from verl_like.config_key import When, key
+from verl_like.errors import ConfigError
 from verl_like.registry import Registry
+from verl_like.signatures import Call, check_call, check_method
 
 ON_RAY = When(
     "`trainer.backend` is ray",
@@ -39,7 +41,26 @@ RESUMES_FROM_PATH = When(
     lambda trainer, _: trainer.resume_mode == "resume_path",
     "trainer.resume_mode is not resume_path",
 )
-TRACKERS: Registry[Any] = Registry("tracker")
+
+
+def check_tracker(tracker: Any, subject: str) -> None:
+    """Refuse what does not make a tracker, and what is made without its two methods."""
+    check_call(tracker, subject, Call("config", "total_steps"))
+    if isinstance(tracker, type):
+        check_tracker_methods(tracker, subject)
+
+
+def check_tracker_methods(tracker: Any, subject: str) -> None:
+    """Of a class, or of an object."""
+    for name, call in (("write", Call("metrics", "step")), ("close", Call())):
+        if not hasattr(tracker, name):
+            raise ConfigError(
+                f"{subject} has no {name}: a tracker has write(metrics, step) and close()."
+            )
+        check_method(tracker, name, subject, call)
+
+
+TRACKERS: Registry[Any] = Registry("tracker", check_tracker)
 """What `trainer.logger` may name: built-in ones, and functions (config, total_steps) -> tracker."""
 for _built_in in ("console", "tensorboard", "wandb", "mlflow"):
     TRACKERS.register(_built_in)(_built_in)  # `trainer.run_folder.tracking` has their classes
@@ -84,7 +105,7 @@ class TrainerConfig:
     val_before_train: bool = key(True, may_change_on_resume=True)
     """Validate before the first step, if there is something to validate on."""
     dry_run: bool = key(False, may_change_on_resume=True)
-    """Check everything, print the plan and the batch sizes, and stop before a process starts."""
+    """Check all that needs no process of a worker, print the plan and what was found, and stop."""
     save_freq: int = key(
         -1, above=0, or_exactly=-1, hint="or -1 for no checkpoints", may_change_on_resume=True
     )

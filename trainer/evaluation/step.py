@@ -16,7 +16,8 @@ from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.evaluation.config import EvaluationConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
-from trainer.ppo.preflight import check_model, check_rollout
+from trainer.ppo.preflight import check_model, check_reward_models, check_rollout
+from trainer.ppo.reward_trial import try_rewards
 from trainer.ppo.sampling import SamplingTrainer
 from trainer.ppo.validation import name_metrics, sample_all
 from verl_like.errors import ConfigError
@@ -52,6 +53,7 @@ class Evaluation(SamplingTrainer):
         """Tokenizer, rewards and prompts."""
         path = config.actor_rollout_ref.model.path
         check_model(config, "actor_rollout_ref.model.path", path)
+        check_reward_models(config)
         check_rollout(config)
         tokenizer = load_tokenizer(path)
         prompts = PromptSet(config.data, "val_files", tokenizer, scores_by_rule(config))
@@ -63,6 +65,14 @@ class Evaluation(SamplingTrainer):
         rewards = make_rewards(rewards_of(config), tokenizer, prompts.data_sources, overlong)
         at_end.enter_context(closing(rewards))
         return tokenizer, rewards, prompts
+
+    @classmethod
+    def look_at(cls, config: EvaluationConfig, *inputs: Any) -> list[str]:
+        """Prompts and rewards."""
+        tokenizer, rewards, prompts = inputs
+        width = config.data.max_response_length
+        _, lines = try_rewards(rewards, prompts, tokenizer, width)
+        return [f"{len(prompts)} prompts", *lines]
 
     @property
     def total_steps(self) -> int:

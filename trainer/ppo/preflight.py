@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from trainer.config.offload import check_offload, device_type_of
@@ -11,9 +12,11 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
+from workers.config import rewards_of
 from workers.models.random_init import check_weights
 from workers.models.tokenizers import check_same_tokenizer
 from workers.rollout.build import own_engine
+from workers.rollout.vllm.setup import check_version
 from workers.training.router_loss import check_routers
 
 
@@ -28,6 +31,7 @@ def preflight(config: PPOConfig) -> None:
         check_same_tokenizer(teacher, config.actor_rollout_ref.model.path, "teacher")
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
         check_routers(config.actor_rollout_ref.model.path)
+    check_reward_models(config)
     check_rollout(config)
     _check_offload(config)
     device_type = device_type_of(config.trainer)
@@ -60,10 +64,21 @@ def check_model(config: Any, key: str, path: str) -> None:
         )
 
 
+def check_reward_models(config: Any) -> None:
+    """Refuse reward models that are not there, or too short."""
+    for number, reward in enumerate(rewards_of(config)):
+        if reward.kind == "model":
+            key = f"rewards[{number}].path" if config.rewards else "reward_model.model.path"
+            check_model(config, key, reward.path)
+
+
 def check_rollout(config: Any) -> None:
     """Refuse what is no engine, and engines of more ranks than the rollout's pool divides into."""
     rollout = config.actor_rollout_ref.rollout
     own_engine(rollout.name)
+    joins = config.ray.address or os.environ.get("RAY_ADDRESS")
+    if rollout.name == "vllm" and not joins:  # what is installed on other machines is not known
+        check_version(device_type_of(config.trainer))
     pool = expand_roles(config.role_mapping)["rollout"]
     ranks = sum(config.resource_pool_spec[pool])
     size = rollout.tensor_model_parallel_size

@@ -228,13 +228,13 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
             weights, mask = self.correction(log_probs, old_log_probs, mask, self.correction_gauge)
         chosen = {"chosen_tokens": columns["chosen_tokens"]} if self.chooses_tokens else {}
         loss, metrics = self.policy_loss(
-            old_log_probs,
-            outputs["log_probs"],
-            columns["advantages"],
-            mask,
-            config.loss_agg_mode,
-            config,
-            weights,
+            old_log_prob=old_log_probs,
+            log_prob=outputs["log_probs"],
+            advantages=columns["advantages"],
+            response_mask=mask,
+            loss_agg_mode=config.loss_agg_mode,
+            config=config,
+            rollout_is_weights=weights,
             **chosen,
             **divisors,
         )
