@@ -8,6 +8,7 @@ from trainer.config.offload import check_offload, device_type_of
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.memory import memory_of_this_gpu
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.fit_passes import fit_passes
 from trainer.ppo.memory import check_memory
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -31,7 +32,9 @@ def preflight(config: PPOConfig) -> None:
     check_rollout(config)
     _check_offload(config)
     device_type = device_type_of(config.trainer)
-    check_memory(config, device_type, memory_of_this_gpu(device_type))
+    device_bytes = memory_of_this_gpu(device_type)
+    fit_passes(config, device_type, device_bytes)
+    check_memory(config, device_type, device_bytes)
 
 
 def _check_offload(config: PPOConfig) -> None:
