@@ -21,7 +21,7 @@ from verl_like.errors import ConfigError
 from workers.config import critic_optim
 from workers.config.passes import tokens_per_pass
 from workers.losses.registry import get_policy_loss, token_chooser
-from workers.parallel.fsdp import settle
+from workers.parallel.sharding import settle
 from workers.rollout.sampling_settings import check_sampling_kwargs
 from workers.training.schedules import check_schedule
 

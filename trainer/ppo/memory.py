@@ -32,7 +32,7 @@ from workers.models.attention import resolve_attention, why_no_flash, why_no_ker
 from workers.models.causal_lm import Head
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
-from workers.parallel.fsdp import Sharding, settle
+from workers.parallel.sharding import Sharding, settle
 
 
 def role_memories(

@@ -15,7 +15,6 @@ from verl_like.placement.roles import expand_roles
 from workers.models.random_init import check_weights
 from workers.models.tokenizers import check_same_tokenizer
 from workers.rollout.build import own_engine
-from workers.training.router_loss import check_routers
 
 
 def preflight(config: PPOConfig) -> None:
@@ -28,6 +27,8 @@ def preflight(config: PPOConfig) -> None:
         check_model(config, "distillation.teacher_model.model_path", teacher)
         check_same_tokenizer(teacher, config.actor_rollout_ref.model.path, "teacher")
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
+        from workers.training.router_loss import check_routers  # with the engine: a second
+
         check_routers(config.actor_rollout_ref.model.path)
     check_rollout(config)
     _check_offload(config)
