@@ -3,9 +3,10 @@
     python benchmarks/bench_start.py [--rounds 3] [--only help,local,ray,quickstart]
 
 prints JSON. Every figure is of a process of its own, in turn with the bare one that it is held
-against: seconds of the clock, which other work on the machine stretches, and CPU seconds of the
-process with all its children, which it stretches less. `quickstart` clones this checkout into an
-empty folder and runs the script there, installation included; pip's cache is what it is.
+against (for Ray, one with two actors that import torch and transformers): seconds of the clock,
+which other work on the machine stretches, and CPU seconds of the process with all its children,
+which it stretches less. `quickstart` clones this checkout into an empty folder and runs the script
+there, installation included; pip's cache is what it is.
 """
 
 from __future__ import annotations
@@ -39,10 +40,9 @@ LIMITS = {
 """Seconds of the clock on two cores that nobody else uses."""
 PYTHON = "pass"
 LIBRARIES = "import torch, transformers"
-RAY = "import ray; ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)"
 IMPORT = "import verl_like, workers, trainer"
 HELP = "import sys; sys.argv[1:] = ['ppo', '--help']; from trainer.cli.main import main; main()"
-AT_FIRST_STEP = "AT FIRST STEP "
+READY = "READY "
 
 
 def bare(code: str) -> Callable[[], dict[str, float]]:
@@ -61,34 +61,55 @@ def bare(code: str) -> Callable[[], dict[str, float]]:
     return measure
 
 
-def start_of(backend: str, tiny: Path) -> Callable[[], dict[str, float]]:
-    """Measures a run of this backend, from its process's start to the start of its first step."""
+def until_ready(side_name: str, tiny: Path) -> Callable[[], dict[str, float]]:
+    """Measures a side of this file, from its process's start to its line READY."""
 
     def measure() -> dict[str, float]:
-        side = [sys.executable, __file__, "--side", backend, str(tiny)]
+        side = [sys.executable, __file__, "--side", side_name, str(tiny)]
         began = time.time()
         done = subprocess.run(side, env=ENV, capture_output=True, text=True, check=False)
-        found = [line for line in done.stdout.splitlines() if line.startswith(AT_FIRST_STEP)]
+        found = [line for line in done.stdout.splitlines() if line.startswith(READY)]
         if not found:
-            sys.exit(f"{' '.join(side)} had no first step:\n{done.stderr[-3000:]}")
-        at, cpu = json.loads(found[0].removeprefix(AT_FIRST_STEP))
+            sys.exit(f"{' '.join(side)} failed:\n{done.stderr[-3000:]}")
+        at, cpu = json.loads(found[0].removeprefix(READY))
         return {"seconds": at - began, "cpu": cpu}
 
     return measure
 
 
-def run_to_first_step(backend: str, tiny: Path) -> None:
-    """A run of one step that prints when the step began, and the CPU seconds of all processes."""
+def say_ready() -> None:
+    """Print the time, and the CPU seconds of this process and all below it."""
     import psutil
 
+    me = psutil.Process()
+    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
+    cpu = sum(t.user + t.system + t.children_user + t.children_system for t in times)
+    print(READY + json.dumps([time.time(), cpu]), flush=True)
+
+
+def bare_ray() -> None:
+    """A Ray of its own, and two actors that have imported what every worker needs."""
+    import ray
+
+    @ray.remote(num_cpus=1)
+    class Bare:
+        def ready(self) -> None:
+            import torch  # noqa: F401
+            import transformers  # noqa: F401
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    actors = [Bare.remote() for _ in range(2)]
+    ray.get([actor.ready.remote() for actor in actors])
+    say_ready()
+
+
+def run_to_first_step(backend: str, tiny: Path) -> None:
+    """A run of one step, which says when that begins."""
     from trainer import load_config, run
 
     class FirstStep:
         def on_step_begin(self, trainer: Any) -> None:
-            me = psutil.Process()
-            times = [of.cpu_times() for of in (me, *me.children(recursive=True))]
-            cpu = sum(t.user + t.system + t.children_user + t.children_system for t in times)
-            print(AT_FIRST_STEP + json.dumps([time.time(), cpu]), flush=True)
+            say_ready()
 
     with tempfile.TemporaryDirectory() as folder:
         settings = [
@@ -142,11 +163,11 @@ def figures_of(only: Sequence[str], tiny: Path, rounds: int) -> dict[str, float]
     sides = {
         "python": bare(PYTHON),
         "libraries": bare(LIBRARIES),
-        "bare_ray": bare(RAY),
+        "bare_ray": until_ready("bare_ray", tiny),
         "import": bare(IMPORT),
         "help": bare(HELP),
-        "local": start_of("local", tiny),
-        "ray": start_of("ray", tiny),
+        "local": until_ready("local", tiny),
+        "ray": until_ready("ray", tiny),
     }
     against = {"import": "python", "help": "python", "local": "libraries", "ray": "bare_ray"}
     asked = [side for side in against if side in only]
@@ -167,11 +188,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="import,help,local,ray")
-    parser.add_argument("--side", nargs=2, metavar=("BACKEND", "TINY"), help=argparse.SUPPRESS)
+    parser.add_argument("--side", nargs=2, metavar=("SIDE", "TINY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        run_to_first_step(options.side[0], Path(options.side[1]))
-        return
+        name, tiny = options.side
+        return bare_ray() if name == "bare_ray" else run_to_first_step(name, Path(tiny))
 
     with tempfile.TemporaryDirectory() as folder:
         from trainer.cli.make_tiny import make

@@ -1,4 +1,4 @@
-"""What a strategy's name and its `fsdp_config` come to; the driver asks, too, so torch is not needed.
+"""What a strategy and its `fsdp_config` come to: the driver asks, too, so torch is not needed.
 
 `workers.parallel.fsdp` does it.
 """
