@@ -9,6 +9,7 @@ from trainer.config.offload import check_offload, device_type_of
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.memory import memory_of_this_gpu
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.fit_passes import fit_passes
 from trainer.ppo.memory import check_memory
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -17,7 +18,6 @@ from workers.models.random_init import check_weights
 from workers.models.tokenizers import check_same_tokenizer
 from workers.rollout.build import own_engine
 from workers.rollout.vllm.setup import check_version
-from workers.training.router_loss import check_routers
 
 
 def preflight(config: PPOConfig) -> None:
@@ -30,12 +30,16 @@ def preflight(config: PPOConfig) -> None:
         check_model(config, "distillation.teacher_model.model_path", teacher)
         check_same_tokenizer(teacher, config.actor_rollout_ref.model.path, "teacher")
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
+        from workers.training.router_loss import check_routers  # with the engine: a second
+
         check_routers(config.actor_rollout_ref.model.path)
     check_reward_models(config)
     check_rollout(config)
     _check_offload(config)
     device_type = device_type_of(config.trainer)
-    check_memory(config, device_type, memory_of_this_gpu(device_type))
+    device_bytes = memory_of_this_gpu(device_type)
+    fit_passes(config, device_type, device_bytes)
+    check_memory(config, device_type, device_bytes)
 
 
 def _check_offload(config: PPOConfig) -> None:

@@ -26,7 +26,7 @@ from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 from workers.models.causal_lm import Head
-from workers.parallel.fsdp import settle
+from workers.parallel.sharding import settle
 
 R = TypeVar("R")
 

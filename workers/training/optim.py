@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, signature_of
@@ -115,7 +114,7 @@ def guarded_step(
     Returns the norm.
     """
     norm: Tensor = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
+    if hasattr(norm, "full_tensor"):  # a DTensor, for which the driver need not import its class
         norm = norm.full_tensor()
     if torch.isfinite(norm):
         nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
