@@ -99,9 +99,9 @@ def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer
 def nominal_placement(config: RunConfig) -> Placement:
     """The plan on the machines that the configuration names, without looking for them."""
     trainer = config.trainer
-    cpus = float(os.cpu_count() or 1)
+    cpus, kind = float(os.cpu_count() or 1), "CPU slot" if trainer.device == "cpu" else "device"
     nodes = [
-        Node(f"node {number}", trainer.n_gpus_per_node, cpus, "device")
+        Node(f"node {number}", trainer.n_gpus_per_node, cpus, kind)
         for number in range(trainer.nnodes)
     ]
     spec, needs = config.resource_pool_spec, needs_of_pools(config)
