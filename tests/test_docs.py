@@ -117,7 +117,9 @@ def commands() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("recipe", "settings"), list(commands()))
-def test_a_command_composes_and_its_pools_have_room(recipe: Recipe[PPOConfig], settings: list[str]) -> None:
+def test_a_command_composes_and_its_pools_have_room(
+    recipe: Recipe[PPOConfig], settings: list[str]
+) -> None:
     needed = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": "model"}
     given = {setting.partition("=")[0] for setting in settings}
     missing = [f"{key}={value}" for key, value in needed.items() if key not in given]

@@ -19,6 +19,7 @@ from trainer.hooks import check_callbacks
 from trainer.loop import Trainer
 from trainer.report.page import close_run
 from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.finished import why_finished
 from trainer.run_folder.folder import open_run_folder
 from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.result import RunResult
@@ -62,7 +63,10 @@ def run(
         at_end.callback(torch.set_num_threads, threads_before)
         # a folder that this run cannot go on from is refused before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
-        Checkpoints(config)
+        if nothing_left := why_finished(Checkpoints(config)):
+            print(nothing_left, flush=True)
+            close_run(config.trainer.default_local_dir, None)
+            return RunResult.of(config, trainer_cls.role)
         inputs = trainer_cls.prepare(config, at_end)
         folder = open_run_folder(config, lock)
         note_start(folder)
