@@ -20,6 +20,7 @@ from trainer.hooks import Hooks
 from trainer.loop import Trainer
 from trainer.report.page import close_run
 from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.finished import why_finished
 from trainer.run_folder.folder import open_run_folder
 from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.result import RunResult
@@ -66,7 +67,10 @@ def run(
 
         # a folder that this run cannot go on from is refused before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
-        Checkpoints(config)
+        if nothing_left := why_finished(Checkpoints(config)):
+            print(nothing_left, flush=True)
+            close_run(config.trainer.default_local_dir, None)
+            return RunResult.of(config, trainer_cls.role)
         inputs = trainer_cls.prepare(config, at_end)
         folder = open_run_folder(config, lock)
         note_start(folder)
@@ -103,9 +107,9 @@ def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer
 def nominal_placement(config: RunConfig) -> Placement:
     """The plan on the machines that the configuration names, without looking for them."""
     trainer = config.trainer
-    cpus = float(os.cpu_count() or 1)
+    cpus, kind = float(os.cpu_count() or 1), "CPU slot" if trainer.device == "cpu" else "device"
     nodes = [
-        Node(f"node {number}", trainer.n_gpus_per_node, cpus, "device")
+        Node(f"node {number}", trainer.n_gpus_per_node, cpus, kind)
         for number in range(trainer.nnodes)
     ]
     spec, needs = config.resource_pool_spec, needs_of_pools(config)

@@ -23,6 +23,7 @@ from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks, check_callbacks
 from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.finished import IS_LAST
 from trainer.run_folder.stopping import reached_goal
 from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
@@ -226,7 +227,7 @@ class Trainer(Hooks, ABC):
         if not self.checkpoints.is_due(self.global_step, last_step):
             return {}
         with self.clock("save_checkpoint"):
-            state = self.state_dict()
+            state = self.state_dict() | {IS_LAST: self.global_step == last_step}
             self.checkpoints.write(self.global_step, self.groups, state, self.write_more)
         return {"timing_s/save_checkpoint": self.timing["save_checkpoint"]}
 

@@ -6,6 +6,7 @@ Shown on a regression of less than 60 lines and a YAML: no algorithm, no tokeniz
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,8 +105,30 @@ def test_an_interrupted_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> 
     assert numbers(tmp_path) == numbers(whole)
     assert len(calls(tmp_path, "load_checkpoint")) == 2
     assert json.loads((tmp_path / "global_step_6" / "trainer.json").read_text()) == {
-        "global_step": 6
+        "global_step": 6,
+        "is_last_step": True,
     }
+
+
+def test_a_finished_run_that_is_started_again_says_so_and_starts_nothing(
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+
+    def started(*_: object) -> None:
+        raise AssertionError("a worker process was started")
+
+    monkeypatch.setattr("trainer.launch.WorkerGroups", started)
+    result = run(config(folder))
+    shown = capsys.readouterr().out
+    assert f"{folder} holds this run, which ended with step 6: nothing is left to do." in shown
+    assert f"report: {folder}/report.html" in shown
+    assert result.metrics == lines(whole)
+    with pytest.raises(AssertionError, match="was started"):
+        run(config(folder, total_training_steps=7))
 
 
 def test_a_folder_of_another_configuration_is_refused(whole: Path) -> None:

@@ -184,7 +184,9 @@ class RunConfig:
     )
     """Pool name -> processes on each of its nodes."""
     role_mapping: dict[str, str] = key(factory=dict, allows="role: pool", may_change_on_resume=True)
-    """Role -> pool name; `actor_rollout` is actor and rollout fused in one process."""
+    """Role -> pool name; `actor_rollout` is actor and rollout fused in one process, and `rollout`
+    beside it elsewhere.
+    """
     role_workers: dict[str, str] = key(factory=dict, allows="role: dotted path")
     """Role -> dotted path of its worker class, where it is not the built-in one."""
     cpus_per_process: float | None = key(

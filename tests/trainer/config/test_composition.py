@@ -214,7 +214,7 @@ def test_pools_are_named_on_the_command_line_without_a_plus() -> None:
         "+resource_pool_spec.rm_pool=[1]",
     ]
     config = load_config(
-        [*NEEDED, *ALL_ROLES, "placement=split", "trainer.n_gpus_per_node=4", *pools]
+        [*NEEDED, *ALL_ROLES, "placement=split", "trainer.n_gpus_per_node=5", *pools]
     )
     assert config.resource_pool_spec == {
         "actor_rollout_ref_pool": [2],
