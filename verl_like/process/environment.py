@@ -17,9 +17,12 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALL
 PROTECTED = (
     "CUDA_VISIBLE_DEVICES",
     "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
     "RANK",
+    "RAY_LOCAL_RANK",
+    "RAY_LOCAL_WORLD_SIZE",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_USE_AGENT_STORE",
     "WORLD_SIZE",
@@ -32,7 +35,7 @@ def is_under_torchrun() -> bool:
 
 
 def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) -> dict[str, str]:
-    """What workers written for torchrun read.
+    """What workers written for torchrun or for verl read.
 
     `init_process_group()` then meets in the store that rank 0 holds.
     """
@@ -40,6 +43,9 @@ def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) ->
         "RANK": facts.rank,
         "WORLD_SIZE": facts.world_size,
         "LOCAL_RANK": facts.local_rank,
+        "LOCAL_WORLD_SIZE": facts.local_world_size,
+        "RAY_LOCAL_RANK": facts.local_rank,
+        "RAY_LOCAL_WORLD_SIZE": facts.local_world_size,
     }
     if master is not None:
         values |= {"MASTER_ADDR": master[0], "MASTER_PORT": master[1]}

@@ -19,6 +19,8 @@ class ProcessFacts:
     world_size: int = 1
     local_rank: int = 0
     """The process's number among those of the group on its node."""
+    local_world_size: int = 1
+    """Processes of the group on its node."""
     device_kind: str = "cpu"
     seed: int = 0
     log_dir: str | None = None

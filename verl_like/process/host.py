@@ -27,6 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import count_real_rows
+from verl_like.batch.tensordict_rows import rows_of, value_of
 from verl_like.calls import stacks
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.messages import Call, Header, RemoteError
@@ -160,16 +161,21 @@ class WorkerHost:
         method = getattr(state.worker, call.method)
         args, kwargs, given = list(call.args), call.kwargs, None
         if args or kwargs:
-            mark: Registration = getattr(method, ATTRIBUTE)
-            args = [fill(value, parts, mark.readonly) for value in args]
-            kwargs = {name: fill(value, parts, mark.readonly) for name, value in kwargs.items()}
+            mark: Registration | None = getattr(method, ATTRIBUTE, None)
+            readonly = mark is not None and mark.readonly
+            args = [fill(value, parts, readonly) for value in args]
+            kwargs = {name: fill(value, parts, readonly) for name, value in kwargs.items()}
             given = piece_of([*args, *kwargs.values()])
+            args = [value_of(value) for value in args]
+            kwargs = {name: value_of(value) for name, value in kwargs.items()}
         with self._turn_of(state):
             result = self._result(method(*args, **kwargs))
 
         metrics = None
         if call.returns_batch:
             result, metrics = split_result(result, self._where(call))
+        elif given is not None:
+            result = rows_of(result)
         if metrics is None and not isinstance(result, DataProto):
             return Outcome(result)
 

@@ -30,7 +30,7 @@ from tests.workers.stand_ins import (
     versions,
 )
 from verl_like.backends.local.group import LocalWorkerGroup
-from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls
+from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.placement.pools import ResourcePool
 from workers.roles.actor import ActorWorker
