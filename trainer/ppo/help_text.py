@@ -9,8 +9,7 @@ HELP = """PPO on declared placement of roles.
 
 Placement    placement=colocate|split|standalone
              resource_pool_spec.critic_pool=[2]   processes per node; wins over the preset
-             +resource_pool_spec.my_pool=[1]  role_mapping.critic=my_pool
-             ~resource_pool_spec.critic_pool
+             resource_pool_spec.my_pool=[1]  role_mapping.rollout=my_pool   a pool of its own
 Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=auto|cpu|cuda
 Where        trainer.backend=ray|local  ray.address=HOST:PORT
 Look first   trainer.dry_run=true prints the plan and the batch sizes
