@@ -28,6 +28,7 @@ from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
+from verl_like.process.sandbox import refuse_runs_inside
 from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
 
@@ -41,6 +42,7 @@ def run(
 
     With `trainer.dry_run` it ends before data. `callbacks` have hooks (`trainer.hooks`).
     """
+    refuse_runs_inside()
     check_callbacks(callbacks)
     # sums come out alike whatever the machine; the driver's share of the arithmetic is small
     threads_before = torch.get_num_threads()
