@@ -9,12 +9,15 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import math
 import os
+import platform
 import resource
 import socket
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +39,13 @@ VISIBLE_PREFIXES = ("LC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TOKENIZERS_")
 OPEN_FILES = 1024
 """Files that a process in a sandbox may have open."""
 
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_THREAD = 0x10000000, 0x40000000, 0x10000
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
+_SYSTEM_CALLS = {  # machine -> its number for audits; its calls fork and vfork; clone; clone3
+    "x86_64": (0xC000003E, (57, 58), 56, 435),
+    "aarch64": (0xC00000B7, (), 220, 435),
+}
 
 
 @dataclass(frozen=True)
@@ -123,3 +131,36 @@ def isolate_network() -> None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14s", b"lo", _IFF_UP, b""))
+
+
+def forbid_processes() -> bool:
+    """Have the kernel refuse that this process starts another, threads aside; whether it does.
+
+    A filter of system calls (seccomp), for Linux on the machines of `_SYSTEM_CALLS`.
+    """
+    known = _SYSTEM_CALLS.get(platform.machine()) if sys.platform == "linux" else None
+    if known is None:
+        return False
+    arch, forks, clone, clone3 = known
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill = 0x7FFF0000, 0x80000000
+    refuse, unknown = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+
+    # (operation, value, operations to skip if true, and if not)
+    filters = [(load, 4, 0, 0), (equal, arch, 1, 0), (answer, kill, 0, 0), (load, 0, 0, 0)]
+    filters += [(at_least, 0x40000000, 0, 1), (answer, kill, 0, 0)]  # another table of calls
+    for number in forks:
+        filters += [(equal, number, 0, 1), (answer, refuse, 0, 0)]
+    filters += [(equal, clone3, 0, 1), (answer, unknown, 0, 0)]  # clone is taken instead
+    filters += [(equal, clone, 1, 0), (answer, allow, 0, 0)]
+    filters += [(load, 16, 0, 0), (any_bit, _CLONE_THREAD, 1, 0)]
+    filters += [(answer, refuse, 0, 0), (answer, allow, 0, 0)]
+
+    packed = b"".join(struct.pack("HBBI", code, yes, no, k) for code, k, yes, no in filters)
+    code = ctypes.create_string_buffer(packed, len(packed))
+    program = struct.pack("HxxxxxxP", len(filters), ctypes.addressof(code))
+    libc = ctypes.CDLL(None)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        return False
+    done: int = libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0)
+    return done == 0

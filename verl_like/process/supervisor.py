@@ -36,7 +36,7 @@ KILL_S = 5.0
 """Time that killed processes get to end."""
 OUT_OF_TIME = "used up its processor time (cpu_s={0:g})"
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -47,7 +47,7 @@ def supervise(
     folder = tempfile.mkdtemp(prefix="verl_like_sandbox_")
     ending: str | None = None
     try:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
         if not sandbox.network:
             isolate_network()
         ending = _Supervised(control, data, sandbox, program, folder).watch()
@@ -133,7 +133,7 @@ class _Supervised:
             if pid == 0:
                 return None
             if pid == self._child:
-                return _how(status, self._sandbox)
+                return how_it_ended(status, self._sandbox)
 
     def _kill(self) -> None:
         """Kill all of them, and pass on what they had printed."""
@@ -170,7 +170,7 @@ def _run_child(
     """What runs in the child; does not return."""
     code = 1
     try:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != supervisor:  # it died before it could be watched
             os._exit(code)
         os.setpgid(0, 0)
@@ -193,7 +193,7 @@ def _run_child(
         os._exit(code)
 
 
-def _how(status: int, sandbox: Sandbox) -> str:
+def how_it_ended(status: int, sandbox: Sandbox) -> str:
     """A status of `waitpid` in words."""
     if os.WIFSTOPPED(status):
         return f"was stopped by {signal.Signals(os.WSTOPSIG(status)).name}"
@@ -266,7 +266,7 @@ def kill_descendants() -> None:
         time.sleep(0.002)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     """Linux's prctl; elsewhere there is none, and groups alone are killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
