@@ -30,6 +30,7 @@ from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
+from verl_like.process.sandbox import refuse_runs_inside
 from verl_like.registry import load_object
 from verl_like.signatures import check_methods
 from verl_like.terminal import fit, terminal_width
@@ -44,6 +45,7 @@ def run(
 
     With `trainer.dry_run` it ends before processes. `callbacks` have hooks (`trainer.hooks`).
     """
+    refuse_runs_inside()
     trainer_cls = trainer_cls or trainer_class(config)
     check_trainer(trainer_cls)
     trainer_cls.check_code(config, callbacks)

@@ -146,10 +146,14 @@ def _module(name: str, subject: str, way_out: str) -> ModuleType:
         ) from error
 
 
-def _module_of_file(path: Path, subject: str) -> ModuleType:
+def check_file(path: Path, subject: str) -> None:
+    """Refuse a file that is not there; the message begins with `subject`."""
     if not path.is_file():
         raise ConfigError(f"{subject}: there is no such file (looked for {path.resolve()}).")
 
+
+def _module_of_file(path: Path, subject: str) -> ModuleType:
+    check_file(path, subject)
     name = f"user_code_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a path that ends in .py always has a loader"

@@ -26,6 +26,7 @@ from trainer.launch import run
 from trainer.run_folder.marker import committed, read_marker
 from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError
+from verl_like.process.sandbox import refuse_runs_inside
 from verl_like.registry import load_object
 
 FOLDER_KEY = "trainer.default_local_dir"
@@ -55,6 +56,7 @@ class PythonRun:
         keys: Mapping[str, Any],
     ) -> None:
         """`data` has rows, or file names, by the key that they are for (data.train_files)."""
+        refuse_runs_inside()
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
         self._recipe: Recipe[Any] = load_object(self.recipe, type(self).__name__)

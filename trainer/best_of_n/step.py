@@ -29,7 +29,7 @@ from trainer.ppo.sampling import SamplingTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, CheckpointError, ConfigError
 from workers.columns import read_columns
-from workers.config import rewards_of, scores_by_rule
+from workers.config import scores_by_rule
 from workers.rewards.weighted import Rewards, make_rewards
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,7 @@ class BestOfNTrainer(SamplingTrainer):
         logger.info("%s", prompts.story)
         _make_folder_of(config.selection.file)
 
-        overlong = config.reward_model.overlong_buffer
-        rewards = make_rewards(rewards_of(config), tokenizer, prompts.data_sources, overlong)
+        rewards = make_rewards(config, tokenizer, prompts.data_sources)
         at_end.enter_context(closing(rewards))
         return tokenizer, rewards, prompts
 

@@ -23,6 +23,7 @@ from workers.config import (
     RewardConfig,
     RewardFunctionConfig,
     RewardModelConfig,
+    ScoringConfig,
     ValidationSamplingConfig,
 )
 from workers.config.conditions import NO_REWARD_LIST
@@ -111,5 +112,7 @@ class EvaluationConfig(RunConfig):
     """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
     reward_model: RewardModelConfig = key(factory=RewardModelConfig)
     """Scores."""
+    reward: ScoringConfig = key(factory=ScoringConfig)
+    """Failures, and the sandbox of reward functions."""
     trainer: EvaluationTrainerConfig = key(factory=EvaluationTrainerConfig)
     """The run."""

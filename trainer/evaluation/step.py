@@ -22,7 +22,7 @@ from trainer.ppo.sampling import SamplingTrainer
 from trainer.ppo.validation import name_metrics, sample_all
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table, terminal_width
-from workers.config import rewards_of, scores_by_rule
+from workers.config import scores_by_rule
 from workers.rewards.weighted import Rewards, make_rewards
 
 CORE_METRIC = re.compile(r"val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<metric>\w+@\d+)(/mean)?")
@@ -61,8 +61,7 @@ class Evaluation(SamplingTrainer):
             raise ConfigError(f"{prompts.story}: no prompt is left.")
         logger.info("%s", prompts.story)
 
-        overlong = config.reward_model.overlong_buffer
-        rewards = make_rewards(rewards_of(config), tokenizer, prompts.data_sources, overlong)
+        rewards = make_rewards(config, tokenizer, prompts.data_sources)
         at_end.enter_context(closing(rewards))
         return tokenizer, rewards, prompts
 

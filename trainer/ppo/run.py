@@ -34,7 +34,7 @@ from trainer.ppo.sample_source import Draw, SampleSource, SynchronousSource
 from trainer.ppo.sampling import SamplingTrainer
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
-from workers.config import rewards_of, scores_by_rule
+from workers.config import scores_by_rule
 from workers.rewards.weighted import Rewards, make_rewards
 
 
@@ -101,10 +101,7 @@ class PPORun(SamplingTrainer):
 
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
-        overlong = config.reward_model.overlong_buffer
-        rewards = make_rewards(
-            rewards_of(config), tokenizer, loader.data_sources, overlong, loader.columns
-        )
+        rewards = make_rewards(config, tokenizer, loader.data_sources, loader.columns)
         at_end.enter_context(closing(rewards))
         return tokenizer, loader, rewards, make_ptx_loader(config, tokenizer)
 
