@@ -22,6 +22,7 @@ from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import open_run_folder
 from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.result import RunResult
+from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.starts import note_start
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError
@@ -60,6 +61,7 @@ def run(
 
     with ExitStack() as at_end:
         at_end.callback(torch.set_num_threads, threads_before)
+        stop = at_end.enter_context(StopSignals())
         # a folder that this run cannot go on from is refused before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         Checkpoints(config)
@@ -72,6 +74,7 @@ def run(
                 show_plan(groups.placement, config, trainer_cls)
                 trainer = trainer_cls(config, groups, *inputs)
                 trainer.callbacks = callbacks
+                trainer.stop = stop
                 trainer.fit()
         finally:
             close_run(folder, sys.exception())
