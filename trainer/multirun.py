@@ -40,7 +40,7 @@ class Sweep:
 
     @contextmanager
     def job(self, overrides: Sequence[str], folder: str | Path) -> Iterator[None]:
-        """Within, a job runs; when it exits with an error that is noted. A signal to stop ends all."""
+        """Within, a job runs; an error that it exits with is noted. A signal to stop ends all."""
         failure = ""
         try:
             yield
