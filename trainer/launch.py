@@ -24,6 +24,7 @@ from trainer.run_folder.finished import why_finished
 from trainer.run_folder.folder import open_run_folder
 from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.result import RunResult
+from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.starts import note_start
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError
@@ -67,6 +68,7 @@ def run(
             print("", *look_at(config, trainer_cls), sep="\n", flush=True)
             return RunResult.of(config, trainer_cls.role)
 
+        stop = at_end.enter_context(StopSignals())
         # a folder that this run cannot go on from is refused before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         if nothing_left := why_finished(Checkpoints(config)):
@@ -82,6 +84,7 @@ def run(
                 show_plan(groups.placement, config, trainer_cls)
                 trainer = trainer_cls(config, groups, *inputs)
                 trainer.callbacks = callbacks
+                trainer.stop = stop
                 trainer.fit()
         finally:
             close_run(folder, sys.exception())

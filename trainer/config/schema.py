@@ -15,6 +15,7 @@ from verl_like.config_key import When, key
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, check_method
+from workers.config.conditions import SAVE_EVERY_MINUTES, SAVES
 
 ON_RAY = When(
     "`trainer.backend` is ray",
@@ -30,11 +31,6 @@ COUNTS_EPOCHS = When(
     "`total_training_steps` is null",
     lambda trainer, _: trainer.total_training_steps is None,
     "trainer.total_training_steps is set",
-)
-SAVES = When(
-    "`save_freq` > 0",
-    lambda trainer, _: trainer.save_freq > 0,
-    "trainer.save_freq writes no checkpoints",
 )
 RESUMES_FROM_PATH = When(
     "`resume_mode` is resume_path",
@@ -109,16 +105,22 @@ class TrainerConfig:
     save_freq: int = key(
         -1, above=0, or_exactly=-1, hint="or -1 for no checkpoints", may_change_on_resume=True
     )
-    """Steps between checkpoints, the last step's included; -1 writes none."""
+    """Steps between checkpoints, the last step's included; -1 writes none by number of steps."""
+    save_every_minutes: float | None = key(
+        SAVE_EVERY_MINUTES, above=0, hint="or null for none by time", may_change_on_resume=True
+    )
+    """Minutes between checkpoints, beside those of save_freq; of a longer run the end's, too."""
     max_ckpt_to_keep: int | None = key(
-        None,
+        2,
         at_least=1,
         hint="or null to keep all",
         read_when=SAVES,
         may_change_on_resume=True,
         verl="trainer.max_actor_ckpt_to_keep",
     )
-    """Committed checkpoints that stay in the run folder; null keeps all."""
+    """Newest committed checkpoints that stay in the run folder, beside that of the best validation;
+    null keeps all.
+    """
     resume_mode: str = key(
         "auto", choices=("auto", "disable", "resume_path"), may_change_on_resume=True
     )

@@ -144,6 +144,11 @@ class DetachedTrainer(PPOTrainer):
         return super().call(role, method, batch, *more, **settings)
 
     @property
+    def can_save(self) -> bool:
+        """Not within a round, whose batches no checkpoint holds."""
+        return self.rounds.ends_with(self.global_step)
+
+    @property
     def total_steps(self) -> int:
         """Steps of the whole run, those on batches that come again included."""
         if self.config.data.total_prompts is None and self.config.trainer.total_training_steps:

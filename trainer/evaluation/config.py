@@ -88,6 +88,8 @@ class EvaluationTrainerConfig(BestOfNTrainerConfig):
     """Metric -> value: the run ends with the first step in which one of them is reached."""
     save_freq: int = key(-1, above=0, or_exactly=-1, read_when=IN_ORDER)
     """Steps between checkpoints."""
+    save_every_minutes: float | None = key(None, above=0, read_when=IN_ORDER)
+    """Minutes between checkpoints."""
     experiment_name: str = key("eval", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""
     default_local_dir: str = key("runs/verl_like/eval", allows="a folder")

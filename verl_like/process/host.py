@@ -15,13 +15,11 @@ import os
 import pickle
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import CoroutineType
 from typing import Any
 
-import cloudpickle
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -239,8 +237,10 @@ class WorkerHost:
             outcome = work(call, parts)
         except UpstreamError as upstream:
             error = upstream.error
-        except Exception as failure:  # noqa: BLE001 - the process edge: every error travels to the driver
-            error = _as_remote(failure)
+        except BaseException as failure:  # noqa: BLE001 - the process edge: every error travels
+            if self._ends_the_process(failure):
+                raise
+            error = RemoteError.of(failure)
         result = outcome.payload
         keys: tuple[str, ...] = ()
         if isinstance(result, DataProto):
@@ -258,6 +258,13 @@ class WorkerHost:
         header.metrics, header.only_padding = outcome.metrics, outcome.only_padding
         return result, header
 
+    def _ends_the_process(self, failure: BaseException) -> bool:
+        """Whether an error is meant for the process: Ctrl-C in the driver's, an exit in our own."""
+        if self._in_callers_thread:
+            return isinstance(failure, KeyboardInterrupt)
+        is_in_turn = threading.current_thread() is threading.main_thread()
+        return is_in_turn and isinstance(failure, SystemExit)
+
     def _result(self, value: Any) -> Any:
         """The value itself; of a coroutine what it gives.
 
@@ -272,13 +279,15 @@ class WorkerHost:
                     target=self._loop.run_forever, name="coroutines", daemon=True
                 )
                 self._loop_thread.start()
-        return asyncio.run_coroutine_threadsafe(value, self._loop).result()
+        result, error = asyncio.run_coroutine_threadsafe(_caught(value), self._loop).result()
+        if error is not None:
+            raise error
+        return result
 
 
-def _as_remote(error: Exception) -> RemoteError:
-    text = "".join(traceback.format_exception(error))
-    pickled: bytes | None = None
-    with contextlib.suppress(Exception):  # user exceptions may refuse to be pickled in any way
-        pickled = cloudpickle.dumps(error)
-        pickle.loads(pickled)
-    return RemoteError(pickled, f"{type(error).__module__}.{type(error).__qualname__}", text)
+async def _caught(coroutine: CoroutineType[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+    """What a coroutine gives, or its error: an exit would end the loop, and nobody would hear."""
+    try:
+        return await coroutine, None
+    except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+        return None, error

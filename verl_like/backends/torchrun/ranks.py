@@ -101,12 +101,10 @@ class _ServingProcess:
         self.connection = Connection(os.dup(connected.fileno()))
         self.rank, self.pid = self.connection.recv()
 
-    def terminate(self) -> None:
+    def kill(self) -> None:
         """Hang up: it ends then, in the middle of a call too."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-
-    kill = terminate
 
     def wait(self, timeout: float | None = None) -> None:
         """Its status is torchrun's to ask for."""
