@@ -19,6 +19,7 @@ from verl_like.placement.pools import ResourcePool
 from verl_like.process.environment import checked_worker_env
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import Recipes
+from verl_like.process.store import new_secret
 from verl_like.process.worker import Worker
 
 
@@ -56,10 +57,12 @@ class LocalWorkerGroup(WorkerGroup):
         limits, size = deadlines or Deadlines(), resource_pool.world_size
         env = checked_worker_env(worker_env)
         name, settings = "+".join(roles), (device_kind, seed, log_dir)
-        times = limits.rendezvous_s, limits.call_s
+        times, secret = (limits.rendezvous_s, limits.call_s), new_secret()
         facts = []
         for rank, local_rank in enumerate(resource_pool.local_rank_list()):
-            facts.append(ProcessFacts(name, rank, size, local_rank, *settings, *times))
+            facts.append(
+                ProcessFacts(name, rank, size, local_rank, *settings, *times, secret=secret)
+            )
         transport: Transport
         inline = size == 1 and not own_processes
         if inline and env:

@@ -18,6 +18,7 @@ from verl_like.calls.waiting import Deadlines
 from verl_like.errors import PlacementError
 from verl_like.process.environment import checked_worker_env
 from verl_like.process.facts import ProcessFacts
+from verl_like.process.store import new_secret
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -73,9 +74,10 @@ class RayWorkerGroup(WorkerGroup):
         limits = deadlines or resource_pool.deadlines
         bundles = resource_pool.bundles()
         name, size, kind = "+".join(roles), len(bundles), "cuda" if resource_pool.use_gpu else "cpu"
-        times, one_node = (limits.rendezvous_s, limits.call_s), has_one_node()
+        times = limits.rendezvous_s, limits.call_s
+        settings = kind, seed, log_dir, *times, has_one_node(), new_secret()
         facts = [
-            ProcessFacts(name, rank, size, bundle.local_rank, kind, seed, log_dir, *times, one_node)
+            ProcessFacts(name, rank, size, bundle.local_rank, *settings)
             for rank, bundle in enumerate(bundles)
         ]
         run = uuid.uuid4().hex[:8]
