@@ -54,6 +54,15 @@ def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) ->
     return {name: str(value) for name, value in values.items()}
 
 
+def loopback_environment(facts: ProcessFacts) -> dict[str, str]:
+    """What keeps gloo's sockets on this machine, where nobody elsewhere is talked to.
+
+    An interface that the user has chosen stays.
+    """
+    name = "GLOO_SOCKET_IFNAME"
+    return {} if name in os.environ or not facts.one_node else {name: "lo"}
+
+
 def checked_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:
     """The user's variables for worker processes, none of them the launcher's own."""
     values = {name: str(value) for name, value in (worker_env or {}).items()}

@@ -32,7 +32,11 @@ from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.calls.metrics import Metrics, split_result
 from verl_like.calls.unpack import UpstreamError, fill, piece_of
 from verl_like.errors import WorkerError
-from verl_like.process.environment import environment, torchrun_environment
+from verl_like.process.environment import (
+    environment,
+    loopback_environment,
+    torchrun_environment,
+)
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import get_random_state, set_random_state
 from verl_like.process.role_state import RoleState
@@ -143,8 +147,7 @@ class WorkerHost:
     def _own_the_process(self, master: tuple[str, int] | None) -> None:
         """Set a process of our own up: torchrun's environment, stack dumps on signal and crash."""
         os.environ.update(torchrun_environment(self.facts, master))
-        if self.facts.one_node and self.facts.world_size > 1:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.update(loopback_environment(self.facts))
         path = self.facts.log_path()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +222,8 @@ class WorkerHost:
         set_random_state(state.random_state)
         self._turn = state
         try:
-            with environment(torchrun_environment(self.facts, ("127.0.0.1", 0))), state:
+            here = torchrun_environment(self.facts, ("127.0.0.1", 0))
+            with environment({**loopback_environment(self.facts), **here}), state:
                 yield
         finally:
             state.random_state, self._turn = get_random_state(), outer

@@ -163,7 +163,8 @@ class Worker:
         """The group's store, once every rank has come to it; says which ones did not."""
         limit = timedelta(seconds=self._facts.rendezvous_s)
         store = PrefixStore(
-            "default", TCPStore(address, port, self.world_size, is_master=False, timeout=limit)
+            f"default/{self._facts.secret}",  # no stranger finds it in passing
+            TCPStore(address, port, self.world_size, is_master=False, timeout=limit),
         )
         store.set(f"rank {self.rank}", "here")
         names = [f"rank {rank}" for rank in range(self.world_size)]

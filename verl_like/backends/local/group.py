@@ -21,6 +21,7 @@ from verl_like.placement.pools import ResourcePool
 from verl_like.process.environment import checked_worker_env
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import Recipes
+from verl_like.process.store import new_secret
 from verl_like.process.worker import Worker
 
 
@@ -64,7 +65,8 @@ class LocalWorkerGroup(WorkerGroup):
         limits, size = deadlines or Deadlines(), resource_pool.world_size
         env = checked_worker_env(worker_env)
         name, times = "+".join(roles), (limits.rendezvous_s, limits.call_s)
-        facts = _facts(resource_pool, name, device_name, seed, log_dir, *times)
+        settings = device_name, seed, log_dir, *times, True, new_secret()
+        facts = _facts(resource_pool, name, *settings)
         transport: Transport
         inline = size == 1 and not own_processes
         if inline and env:

@@ -27,6 +27,7 @@ from verl_like.calls.worker_classes import ClassWithInitArgs
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.environment import checked_worker_env
 from verl_like.process.facts import ProcessFacts
+from verl_like.process.store import new_secret
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -99,7 +100,7 @@ class RayWorkerGroup(WorkerGroup):
         kind = _device_kind(device_name, resource_pool)
         name, size, local = "+".join(roles), len(bundles), resource_pool.local_world_size_list()
         times, one_node = (limits.rendezvous_s, limits.call_s), has_one_node()
-        settings = kind, seed, log_dir, *times, one_node
+        settings = kind, seed, log_dir, *times, one_node, new_secret()
         facts = [
             ProcessFacts(name, rank, size, bundle.local_rank, local[rank], *settings)
             for rank, bundle in enumerate(bundles)

@@ -61,7 +61,10 @@ class RayHost:
             side_channel.STACKS: lambda _: self._host.stacks().encode(),
             side_channel.CALL: self._call_past_queue,
         }
-        endpoint = side_channel.serve(ray.util.get_node_ip_address(), handlers)
+        # on one machine nobody comes from elsewhere
+        one_node = self._host.facts.one_node
+        address = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
+        endpoint = side_channel.serve(address, handlers)
         return Location(ray.get_runtime_context().get_node_id(), endpoint)
 
     def open_store(self, port: int) -> tuple[str, int] | WorkerError:
