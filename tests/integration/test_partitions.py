@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.trainer.config.test_composition import ROLES, partitions
 from trainer import PPOTrainer, load_config
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
+from trainer.ppo.config import PPOConfig
 
 PARTITIONS = sorted(partitions(ROLES))
 SETTINGS = [
@@ -37,28 +40,29 @@ def step(
     config = load_config(overrides(tiny_dir, folder, reward_model, *SETTINGS))
     with ExitStack() as at_end:
         inputs = PPOTrainer.prepare(config, at_end)
-        at_start = inputs[1].state_dict()
+        yield partial(run_step, config, inputs, inputs[1].state_dict())
 
-        def run_step(parts: list[list[str]], backend: str) -> Metrics:
-            pools = dict(enumerate(parts))
-            trainer = replace(config.trainer, backend=backend, n_gpus_per_node=len(parts))
-            placed = replace(
-                config,
-                trainer=trainer,
-                resource_pool_spec={f"p{number}": [1] for number in pools},
-                role_mapping={role: f"p{number}" for number in pools for role in pools[number]},
-            )
-            inputs[1].load_state_dict(at_start)
-            with WorkerGroups(placed) as groups:
-                assert set(groups) == set(ROLES)
-                ppo = PPOTrainer(placed, groups, *inputs)
-                ppo.init_models()
-                ppo.global_step = 1
-                metrics = ppo.step()
-            clock = ("timing", "perf/")
-            return {name: n for name, n in metrics.items() if not name.startswith(clock)}
 
-        yield run_step
+def run_step(
+    config: PPOConfig, inputs: Sequence[Any], at_start: Any, parts: list[list[str]], backend: str
+) -> Metrics:
+    pools = dict(enumerate(parts))
+    trainer = replace(config.trainer, backend=backend, n_gpus_per_node=len(parts))
+    placed = replace(
+        config,
+        trainer=trainer,
+        resource_pool_spec={f"p{number}": [1] for number in pools},
+        role_mapping={role: f"p{number}" for number in pools for role in pools[number]},
+    )
+    inputs[1].load_state_dict(at_start)
+    with WorkerGroups(placed) as groups:
+        assert set(groups) == set(ROLES)
+        ppo = PPOTrainer(placed, groups, *inputs)
+        ppo.init_models()
+        ppo.global_step = 1
+        metrics = ppo.step()
+    clock = ("timing", "perf/")
+    return {name: n for name, n in metrics.items() if not name.startswith(clock)}
 
 
 @pytest.fixture(scope="module")
