@@ -36,37 +36,48 @@ def read_rows(
     needs_rules: bool = True,
     encode: Callable[[str, Row], None] = lambda where, row: None,
 ) -> tuple[list[Row], int]:
-    """The rows in order, and how many were skipped.
+    """`good_rows` as a list, and how many were skipped."""
+    found = list(good_rows(config, setting, tokenizer, needs_rules, encode))
+    rows = [row for row in found if row is not None]
+    return rows, len(found) - len(rows)
+
+
+def good_rows(
+    config: DataConfig,
+    setting: str,
+    tokenizer: Any,
+    needs_rules: bool,
+    encode: Callable[[str, Row], None],
+) -> Iterator[Row | None]:
+    """The rows in order, one by one; None for each that is skipped.
 
     `setting` names the files to read: train_files or val_files of `config`.
 
     A row has a prompt; where rules by data_source score it (`needs_rules`), a data_source and a
     reward_model with its ground_truth, too. `encode` gets every row with its place in the files; a
     ValueError of it says what else is wrong. A bad row stops the run or, with
-    data.on_bad_row=skip, is left out and counted.
+    data.on_bad_row=skip, is left out.
     """
     files = getattr(config, setting)
-    rows: list[Row] = []
-    skipped = 0
-    for where, row in _rows_of(
-        config, [files] if isinstance(files, str) else list(files), setting, tokenizer, needs_rules
-    ):
+    names = [files] if isinstance(files, str) else list(files)
+    was_one_skipped = False
+    for where, row in _rows_of(config, names, setting, tokenizer, needs_rules):
         if not needs_rules and isinstance(row, dict):
             row = with_rule_columns(row)
         problem = _problem(row, config.prompt_key) or _encoding_problem(encode, where, row)
         if problem is None:
-            rows.append(row)
+            yield row
             continue
         if config.on_bad_row == "error":
             raise ConfigError(
                 f"{where}: {problem}. Mend it, or leave such rows out with data.on_bad_row=skip."
             )
-        skipped += 1
-        if skipped == 1:
+        if not was_one_skipped:
             logger.warning(
                 "%s: %s; it and others like it are skipped (data.on_bad_row=skip)", where, problem
             )
-    return rows, skipped
+        was_one_skipped = True
+        yield None
 
 
 def _encoding_problem(encode: Callable[[str, Row], None], where: str, row: Row) -> str | None:
@@ -107,6 +118,11 @@ def first_rows(number: int) -> Iterator[FirstRows]:
         yield most
     finally:
         _first_rows.reset(before)
+
+
+def are_first_rows_enough() -> bool:
+    """Whether this is within `first_rows`."""
+    return _first_rows.get() is not None
 
 
 def _cut(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -21,9 +21,9 @@ import torch
 
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
-from trainer.data.files import Row, listing, other_columns, read_rows
+from trainer.data.files import listing
 from trainer.data.order import epoch_order
-from trainer.data.prompt_tokens import encode_prompt
+from trainer.data.prompt_table import read_prompts
 from trainer.data.row_digest import OTHER_ROWS, digest_of_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
@@ -61,29 +61,16 @@ class PromptSet:
     ) -> None:
         """Read, tokenize and filter the files that the key `setting` of `config` names."""
         self._config, self._tokenizer = config, tokenizer
-        prompts: list[np.ndarray[Any, Any]] = []
-
-        def encode(where: str, row: Row) -> None:
-            prompts.append(encode_prompt(row[config.prompt_key], tokenizer))
-            if self._is_refused(len(prompts[-1])):
-                raise ConfigError(
-                    f"{where}: the prompt has {len(prompts[-1])} tokens, data.max_prompt_length="
-                    f"{config.max_prompt_length}. Raise it, or set "
-                    "data.filter_overlong_prompts=true, or data.truncation=left|right."
-                )
-
-        rows, self.num_bad = read_rows(config, setting, tokenizer, needs_rules, encode)
-        fits = [len(ids) <= config.max_prompt_length for ids in prompts]
-        kept = [i for i in range(len(rows)) if fits[i] or not config.filter_overlong_prompts]
-        self.num_overlong = len(rows) - len(kept)
-        self.num_cut = sum(not fits[i] for i in kept)
-        self._rows = {i: rows[i] for i in kept}
-        self.columns = other_columns(self._rows.values(), config.prompt_key)
-        self._ids = {i: prompts[i] if fits[i] else self._cut(prompts[i]) for i in kept}
-        self.rows = np.array(kept, dtype=np.int64)
-        longest = max(map(len, prompts), default=0)
+        self._table = read_prompts(config, setting, tokenizer, needs_rules, self._check_length)
+        self.num_bad, lengths = self._table.num_bad, self._table.lengths
+        fits = lengths <= config.max_prompt_length
+        self.rows = np.flatnonzero(fits | (not config.filter_overlong_prompts))
+        self.num_overlong = len(lengths) - len(self.rows)
+        self.num_cut = len(self.rows) - int(fits.sum())
+        self.columns = self._table.columns(self.rows)
+        longest = max(lengths, default=0)
         self.story = (
-            f"data.{setting} holds {len(rows)} prompts; {self.num_overlong} were dropped and "
+            f"data.{setting} holds {len(lengths)} prompts; {self.num_overlong} were dropped and "
             f"{self.num_cut} cut for more than data.max_prompt_length={config.max_prompt_length} "
             f"tokens (the longest has {longest})"
         )
@@ -94,33 +81,44 @@ class PromptSet:
     @property
     def data_sources(self) -> set[str]:
         """The names by which rules for rewards are found."""
-        return {str(row["data_source"]) for row in self._rows.values()}
+        return set(self._table.first_of_sources(self.rows))
 
     @cached_property
     def digest(self) -> str:
         """Of the prompts in their order, with what their rewards read."""
+        config = self._config
+        cut = config.max_prompt_length, config.truncation, config.filter_overlong_prompts
+        return self._table.remembered(f"digest of rows: {cut}", self._digest_of_rows)
+
+    def _digest_of_rows(self) -> str:
         names = ("data_source", "reward_model", *self.columns)
+        numbered = ((number, self._table.row(number)) for number in self.rows.tolist())
         return digest_of_rows(
-            (self._ids[number], {name: self._rows[number].get(name) for name in names})
-            for number in self.rows.tolist()
+            (self._tokens(number), {name: row.get(name) for name in names})
+            for number, row in numbered
         )
 
     def first_of_each_source(self) -> list[int]:
         """The number of the first row of every data source."""
-        first: dict[str, int] = {}
-        for row, columns in self._rows.items():
-            first.setdefault(str(columns["data_source"]), row)
-        return list(first.values())
+        return list(self._table.first_of_sources(self.rows).values())
 
-    def _is_refused(self, num_tokens: int) -> bool:
-        """Whether a prompt of so many tokens ends the run."""
+    def _check_length(self, where: str, num_tokens: int) -> None:
+        """Refuse a prompt that is too long, unless such prompts are dropped or cut."""
         config = self._config
         stays = config.truncation != "error" or config.filter_overlong_prompts
-        return num_tokens > config.max_prompt_length and not stays
+        if num_tokens > config.max_prompt_length and not stays:
+            raise ConfigError(
+                f"{where}: the prompt has {num_tokens} tokens, data.max_prompt_length="
+                f"{config.max_prompt_length}. Raise it, or set "
+                "data.filter_overlong_prompts=true, or data.truncation=left|right."
+            )
 
-    def _cut(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        limit = self._config.max_prompt_length
-        return ids[-limit:] if self._config.truncation == "left" else ids[:limit]
+    def _tokens(self, number: int) -> np.ndarray[Any, Any]:
+        """Those of a prompt, cut to what fits."""
+        tokens, limit = self._table.tokens(number), self._config.max_prompt_length
+        if len(tokens) <= limit:
+            return tokens
+        return tokens[-limit:] if self._config.truncation == "left" else tokens[:limit]
 
     def in_order(self) -> Iterator[DataProto]:
         """Every prompt once, `data.train_batch_size` at a time."""
@@ -136,11 +134,11 @@ class PromptSet:
         )
         attention_mask = torch.zeros_like(input_ids)
         for slot, row in enumerate(chosen):
-            ids = self._ids[row]
+            ids = self._tokens(row)
             input_ids[slot, width - len(ids) :] = torch.from_numpy(ids)
             attention_mask[slot, width - len(ids) :] = 1
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        rows = [self._rows[row] for row in chosen]
+        rows = [self._table.row(row) for row in chosen]
         others = [{name: row.get(name) for name in self.columns} for row in rows]
         return DataProto.from_dict(
             tensors={

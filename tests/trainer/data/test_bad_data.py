@@ -174,7 +174,7 @@ def test_half_a_character_is_read_as_the_mark_of_what_cannot_be_read(
     prompts = PromptSet(config, "train_files", tokenizer, needs_rules=False)
     (batch,) = prompts.in_order()
     assert batch.non_tensor_batch["raw_prompt"].tolist() == ["a\ud800b"]
-    assert prompts._ids[0].tolist() == tokenizer("a\ufffdb")["input_ids"]
+    assert prompts._tokens(0).tolist() == tokenizer("a\ufffdb")["input_ids"]
     path.write_bytes(b'{"text": "a\\ud800b"}')
     (read,) = read_lm_rows("data.train_files", str(path), tokenizer, 100)
     assert read.ids.tolist()[:-1] == tokenizer("a\ufffdb")["input_ids"]
