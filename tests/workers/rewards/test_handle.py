@@ -89,6 +89,13 @@ def act(solution_str):
                 time.sleep(60)
                 os._exit(0)
         time.sleep(60)
+    if solution_str == "together":
+        for _ in range(4):
+            if os.fork() == 0:
+                kept = b"x" * 10**8
+                time.sleep(60)
+                os._exit(0)
+        time.sleep(60)
     if solution_str == "print":
         sys.stdout.write("x" * 3 * 2**20)
     if solution_str == "here":
@@ -171,6 +178,12 @@ def test_what_a_function_does_is_said_of_its_sample_alone(
     assert before == after == (1.0, {}, None)
     assert guilty[:2] == (None, {})
     assert words in guilty[2]
+
+
+def test_memory_is_that_of_all_that_it_has_started(stranger: Any) -> None:
+    ((score, _, error),) = stranger("together", sandbox=Sandbox(memory_gb=0.25))
+    assert score is None
+    assert "GiB of memory (memory_gb=0.25)" in error
 
 
 def test_half_an_answer_is_late(stranger: Any) -> None:
