@@ -115,7 +115,7 @@ def isolate_network() -> None:
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "unshare"):
-        raise ConfigError("network=false needs the namespaces of Linux: take network=true.")
+        raise ConfigError("network=false needs namespaces of Linux: take network=true.")
     if libc.unshare(_CLONE_NEWNET) != 0:  # without the right to, in a user namespace of its own
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
             reason = os.strerror(ctypes.get_errno())

@@ -52,7 +52,7 @@ def supervise(
             isolate_network()
         ending = _Supervised(control, data, sandbox, program, folder).watch()
     except ConfigError as err:
-        ending = str(err)
+        ending = f"was refused: {err}"
     finally:
         kill_descendants()
         shutil.rmtree(folder, ignore_errors=True)
@@ -137,6 +137,7 @@ class _Supervised:
 
     def _kill(self) -> None:
         """Kill all of them, and pass on what they had printed."""
+        _kill(os.killpg, self._child)  # at once: no fork escapes between two kills
         kill_descendants()
         for output in list(self._outputs):
             while output in self._outputs:
@@ -253,17 +254,21 @@ def kill_descendants() -> None:
     end = time.monotonic() + KILL_S
     while time.monotonic() < end:
         for pid in descendants(os.getpid()):
-            for kill in (os.killpg, os.kill):  # a group at once: no fork escapes between two kills
-                try:
-                    kill(pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    continue
+            _kill(os.killpg, pid)  # if it leads one
+            _kill(os.kill, pid)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
         time.sleep(0.002)
+
+
+def _kill(kill: Callable[[int, int], None], pid: int) -> None:
+    try:
+        kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
 
 
 def prctl(option: int, value: int) -> None:

@@ -37,19 +37,19 @@ MAY_FAIL = When("a function or server scores", _may_fail, "no function and no se
 class SandboxConfig:
     """What the processes of each reward function may have."""
 
-    memory_gb: float = key(_DEFAULT.memory_gb, above=0)
+    memory_gb: float = key(_DEFAULT.memory_gb, above=0, may_change_on_resume=True)
     """GiB of memory of each process, and of all that a function has started together."""
-    cpu_s: float = key(_DEFAULT.cpu_s, above=0)
+    cpu_s: float = key(_DEFAULT.cpu_s, above=0, may_change_on_resume=True)
     """Seconds of processor time for a sample; a batch, and coroutines together, get twelve times
     that.
     """
-    file_gb: float = key(_DEFAULT.file_gb, at_least=0)
+    file_gb: float = key(_DEFAULT.file_gb, at_least=0, may_change_on_resume=True)
     """GiB of a file that a function writes."""
-    processes: int = key(_DEFAULT.processes, above=0)
+    processes: int = key(_DEFAULT.processes, above=0, may_change_on_resume=True)
     """Processes that a function may have at the same time."""
-    network: bool = key(_DEFAULT.network)
+    network: bool = key(_DEFAULT.network, may_change_on_resume=True)
     """Whether a function reaches the network; false needs the network namespaces of Linux."""
-    env: list[str] = key(factory=list, allows="names of variables")
+    env: list[str] = key(factory=list, allows="names of variables", may_change_on_resume=True)
     """Environment variables that it sees beside harmless ones: keys of APIs that it asks."""
 
 

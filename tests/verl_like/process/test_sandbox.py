@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
 
 from trainer import PPO, run
 from verl_like.errors import ConfigError
-from verl_like.process.sandbox import MARK, visible_environment
+from verl_like.process.sandbox import MARK, isolate_network, visible_environment
 
 
 def test_of_the_environment_it_sees_what_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +21,22 @@ def test_of_the_environment_it_sees_what_holds_no_secret(monkeypatch: pytest.Mon
         "HF_TOKEN": None,
         "WANDB_API_KEY": None,
     }
+
+
+class NoNamespaces:
+    """A C library on a machine that gives none."""
+
+    @staticmethod
+    def unshare(_: int) -> int:
+        return -1
+
+
+def test_a_machine_without_namespaces_keeps_nobody_from_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: NoNamespaces)
+    with pytest.raises(ConfigError, match=r"needs a network namespace.*or take network=true"):
+        isolate_network()
 
 
 @pytest.mark.parametrize("start", [run, lambda config: PPO(config, [])])

@@ -33,7 +33,7 @@ def runner() -> Iterator[None]:
 
 
 def score(code: str, tests: Any = SUMS, **limits: Any) -> float:
-    limits = {"time_s": 1.0, "memory_gb": 0.5, **limits}
+    limits = {"time_s": 4.0, "memory_gb": 0.5, **limits}
     return run_tests("apps", f"Thus:\n```python\n{code}\n```\n", tests, **limits)["score"]
 
 

@@ -5,6 +5,8 @@ sample that it was called for, and leaves nothing behind.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +86,13 @@ def act(solution_str):
     if solution_str == "many":
         for _ in range(20):
             if os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
+        time.sleep(60)
+    if solution_str == "together":
+        for _ in range(4):
+            if os.fork() == 0:
+                kept = b"x" * 10**8
                 time.sleep(60)
                 os._exit(0)
         time.sleep(60)
@@ -171,13 +180,19 @@ def test_what_a_function_does_is_said_of_its_sample_alone(
     assert words in guilty[2]
 
 
+def test_memory_is_that_of_all_that_it_has_started(stranger: Any) -> None:
+    ((score, _, error),) = stranger("together", sandbox=Sandbox(memory_gb=0.25))
+    assert score is None
+    assert "GiB of memory (memory_gb=0.25)" in error
+
+
 def test_half_an_answer_is_late(stranger: Any) -> None:
-    outcomes = stranger("fine", "half a line", "fine", deadline=0.3)
+    outcomes = stranger("fine", "half a line", "fine", deadline=1.0)
     assert [outcome[2] for outcome in outcomes] == [None, LATE, None]
 
 
 def test_of_coroutines_the_one_that_blocks_is_named(stranger: Any) -> None:
-    outcomes = stranger(*["fine"] * 4, "block", *["fine"] * 4, name="act_async", deadline=0.4)
+    outcomes = stranger(*["fine"] * 4, "block", *["fine"] * 4, name="act_async", deadline=1.0)
     assert [row for row, outcome in enumerate(outcomes) if outcome[0] is None] == [4]
     assert outcomes[4][2] == LATE
 
@@ -205,6 +220,38 @@ def test_what_it_forked_into_a_session_of_its_own_is_gone_with_it(stranger: Any)
     (scorer,) = [made for key, made in stranger.made.items() if key[1] == 4.0]
     scorer.stop()
     assert not Path(f"/proc/{pid}").exists()
+
+
+DRIVER = """
+import os, sys, time
+from verl_like.process.supervisor import descendants
+from workers.rewards.process import FunctionSpec
+from workers.rewards.scorer import Scorer
+
+Scorer(FunctionSpec(), 60.0).start()
+print(*descendants(os.getpid()), flush=True)
+time.sleep(60)
+"""
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_it_ends_with_a_driver_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE) as driver:
+        assert driver.stdout is not None
+        pids = driver.stdout.readline().decode().split()
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
+        driver.kill()
+    end = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not any(map(is_running, pids))
 
 
 def test_its_working_folder_is_removed(stranger: Any) -> None:
