@@ -64,7 +64,7 @@ MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "verl_like.tensor_ops": _PARTITIONS,
         STAND_INS: ("ceildiv",),
     },
-    "verl.utils.tensordict_utils": {},
+    "verl.utils.tensordict_utils": {STAND_INS: ("contiguous", "get_tensordict")},
 }
 RENAMED = {
     "verl.single_controller.ray.base": {

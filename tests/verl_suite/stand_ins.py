@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from verl_like.errors import VerlLikeError
 
@@ -30,6 +31,26 @@ def get_nccl_backend() -> str:
 def ceildiv(a: int, b: int) -> int:
     """Rounded up."""
     return -(-a // b)
+
+
+def contiguous(data: TensorDict) -> TensorDict:
+    """A copy to write into."""
+    return data.clone()
+
+
+def get_tensordict(
+    tensor_dict: dict[str, Any], non_tensor_dict: dict[str, Any] | None = None
+) -> TensorDict:
+    """Tensors and lists by row, and entries about all rows."""
+    columns = {}
+    for name, column in tensor_dict.items():
+        is_list = isinstance(column, list)
+        columns[name] = NonTensorStack(*map(NonTensorData, column)) if is_list else column
+    rows = len(next(iter(tensor_dict.values())))
+    whole = TensorDict(columns, batch_size=[rows])
+    for name, entry in (non_tensor_dict or {}).items():
+        whole.set(name, NonTensorData(entry, batch_size=[rows]))
+    return whole
 
 
 def create_random_mask(

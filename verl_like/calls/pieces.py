@@ -40,7 +40,7 @@ def split_over(target: CallTarget, value: Any, name: str, num_pieces: int) -> li
     value = rows_of(value)
     if not isinstance(value, DataProto):
         raise DispatchError(
-            f"{target.call_site}: {name} must be a DataProto, a TensorDict, or the future of one, "
+            f"{target.call_site}: {name} must be a DataProto or TensorDict (or the future of one) "
             f"to be split over {num_pieces} worker(s), got {type(value).__name__}. Put other "
             "values into meta_info, or register the method with Dispatch.ONE_TO_ALL."
         )

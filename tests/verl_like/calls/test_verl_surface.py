@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tests.verl_like.groups import start
 from tests.verl_like.hybrid_workers import Hybrid
-from verl_like import DataProtoFuture, Scatter, Worker, create_colocated_worker_raw_cls
+from verl_like import DataProto, DataProtoFuture, Scatter, Worker, create_colocated_worker_raw_cls
+from verl_like.batch.tensordict_rows import TensorDictRows
 from verl_like.calls import dispatch
+from verl_like.calls.pieces import collect_dataproto
 from verl_like.calls.worker_classes import ClassWithInitArgs
 from verl_like.errors import ConfigError, DispatchError, PlacementError
 
@@ -153,6 +156,13 @@ def test_meshes_that_cannot_be_taken_over_are_refused() -> None:
         worker.set_dispatch_collect("both", **other.get_dispatch_collect())
     with pytest.raises(DispatchError, match=r"has not registered mesh 'mein'. Did you mean 'mine'"):
         worker._query_dispatch_info("mein")
+
+
+def test_ranks_that_return_different_kinds_are_refused() -> None:
+    outputs = [DataProto.from_dict({"x": torch.ones(1)}), TensorDictRows.of(sample(1))]
+    target = SimpleNamespace(call_site="critic.update")
+    with pytest.raises(DispatchError, match=r"critic.update returned a TensorDict on some ranks"):
+        collect_dataproto(target, outputs)
 
 
 def test_roles_that_cannot_be_attributes_are_refused() -> None:

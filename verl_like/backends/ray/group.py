@@ -122,11 +122,13 @@ class RayWorkerGroup(WorkerGroup):
         worker_names: Sequence[str],
         ray_cls_with_init: ClassWithInitArgs,
         *,
+        name_prefix: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> RayWorkerGroup:
         """The group of workers that run already, by the `worker_names` of theirs.
 
-        `ray_cls_with_init` says which methods they have; nothing is constructed.
+        `ray_cls_with_init` says which methods they have; nothing is constructed. `name_prefix` is
+        that of the group that started them, and need not be said.
         """
         try:
             actors = [ray.get_actor(name) for name in worker_names]
@@ -138,11 +140,12 @@ class RayWorkerGroup(WorkerGroup):
             ) from None
         facts: list[ProcessFacts] = ray.get([actor.facts.remote() for actor in actors])
         there = facts[0].name.split("+")
-        roles = ray_cls_with_init.roles(there[-1])
+        roles = ray_cls_with_init.roles(name_prefix or there[-1])
         if list(roles) != there:
             raise PlacementError(
                 f"{worker_names[0]} has the roles {', '.join(there)}, and ray_cls_with_init "
-                f"{', '.join(roles)}: give the classes that the workers were started with."
+                f"{', '.join(roles)}: give the classes, and the name_prefix if any, that the "
+                "workers were started with."
             )
         group = cls.__new__(cls)
         limits = deadlines or Deadlines()

@@ -28,6 +28,8 @@ def test_detached_workers_are_found_again_by_their_names() -> None:
         assert [dp for dp, _ in found.mesh_facts("all")] == [0, 1]
         with pytest.raises(PlacementError, match="has the roles adder, scaler, worker, and"):
             RayWorkerGroup.from_detached(group.worker_names, RayClassWithInitArgs(object))
+        with pytest.raises(PlacementError, match="and ray_cls_with_init adder, scaler, other"):
+            RayWorkerGroup.from_detached(group.worker_names, made, name_prefix="other")
         found.shutdown()
 
 
