@@ -58,7 +58,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     ],
     "trainer": [
         ("config", "hooks", "report"),
-        ("data", "groups", "memory", "run_folder"),
+        ("alarms", "data", "groups", "memory", "run_folder"),
         ("loop",),
         ("command_errors", "compare", "launch"),
         ("rows",),
