@@ -59,7 +59,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     "trainer": [
         ("config", "hooks", "report"),
         ("alarms", "data", "groups", "memory", "run_folder"),
-        ("loop",),
+        ("loop", "restarts"),
         ("command_errors", "compare", "launch"),
         ("rows",),
         ("ppo", "preference", "reward_model", "sft"),

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import ray
 
@@ -43,6 +44,16 @@ def end_in_time_at_exit() -> None:
     """Have this process leave Ray before its own exit handler does, in bounded time."""
     atexit.unregister(_leave)
     atexit.register(_leave)
+
+
+def leave_if_broken() -> None:
+    """Leave a cluster whose head or nodes do not answer: the next connection finds another."""
+    nodes: list[dict[str, Any]] = []
+    if ray.is_initialized() and not (
+        within(RELEASE_S, lambda: nodes.extend(ray.nodes()), "asking the cluster for its nodes")
+        and any(node["Alive"] for node in nodes)
+    ):
+        _leave()
 
 
 def _leave() -> None:
