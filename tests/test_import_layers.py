@@ -59,8 +59,8 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     ],
     "trainer": [
         ("config", "hooks", "report"),
-        ("data", "groups", "memory", "run_folder"),
-        ("loop",),
+        ("alarms", "data", "groups", "memory", "run_folder"),
+        ("loop", "restarts"),
         ("command_errors", "compare", "dry_run"),
         ("launch",),
         ("rows",),

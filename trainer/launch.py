@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
 from trainer.loop import Trainer
 from trainer.report.page import close_run
+from trainer.restarts import LOSSES, Restarts
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.finished import why_finished
 from trainer.run_folder.folder import open_run_folder
@@ -75,20 +78,53 @@ def run(
             print(nothing_left, flush=True)
             close_run(config.trainer.default_local_dir, None)
             return RunResult.of(config, trainer_cls.role)
-        inputs = trainer_cls.prepare(config, at_end)
+        of_attempt = at_end.enter_context(ExitStack())
+        inputs = trainer_cls.prepare(config, of_attempt)
         folder = open_run_folder(config, lock)
-        note_start(folder)
+        restarts, ended, attempted = Restarts(config), False, config
         try:
-            with WorkerGroups(config, trainer_cls.worker_code(config)) as groups:
-                write_whole(folder / "placement.txt", f"{groups.placement}\n")
-                show_plan(groups.placement, config, trainer_cls)
-                trainer = trainer_cls(config, groups, *inputs)
-                trainer.callbacks = callbacks
-                trainer.stop = stop
-                trainer.fit()
+            while not ended:
+                attempt = Attempt(attempted, trainer_cls, callbacks, stop)
+                try:
+                    attempt.make(folder, inputs)
+                    ended = True
+                except LOSSES as error:
+                    of_attempt.close()
+                    restarts.wait_for_next(error, attempt.step)
+                    attempted = restarts.resuming(config)
+                    inputs = trainer_cls.prepare(attempted, of_attempt)
         finally:
             close_run(folder, sys.exception())
     return RunResult.of(config, trainer_cls.role)
+
+
+class Attempt:
+    """Processes, and the steps until the end or a failure; the step of which is kept."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer_cls: type[Trainer],
+        callbacks: Sequence[object],
+        stop: StopSignals,
+    ) -> None:
+        """Nothing is started yet."""
+        self._config, self._trainer_cls = config, trainer_cls
+        self._callbacks, self._stop = callbacks, stop
+        self.step = 0
+
+    def make(self, folder: Path, inputs: tuple[Any, ...]) -> None:
+        """Start, train, and end every process."""
+        note_start(folder)
+        with WorkerGroups(self._config, self._trainer_cls.worker_code(self._config)) as groups:
+            write_whole(folder / "placement.txt", f"{groups.placement}\n")
+            show_plan(groups.placement, self._config, self._trainer_cls)
+            trainer = self._trainer_cls(self._config, groups, *inputs)
+            trainer.callbacks, trainer.stop = self._callbacks, self._stop
+            try:
+                trainer.fit()
+            finally:
+                self.step = trainer.global_step
 
 
 def serve_unless_driver(config: RunConfig) -> None:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainer.alarms import Alarms
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks, check_callbacks
@@ -52,6 +53,7 @@ class Trainer(Hooks, ABC):
         self.groups = groups
         self.folder = Path(config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(config)
+        self.alarms = Alarms()
         self.stop = StopSignals()
         """Signals that ask the run to stop; `trainer.launch` catches them."""
         self.global_step = 0
@@ -183,6 +185,7 @@ class Trainer(Hooks, ABC):
         """A step, its checkpoint and its line of metrics; gives the goal that it reached."""
         self.global_step += 1
         metrics = self.timed_step()
+        self.alarms.check(metrics, self.global_step)
         reached = reached_goal(metrics, self.config.trainer.stop_at)
         try:
             metrics |= self.save(is_last=bool(reached))

@@ -27,6 +27,11 @@ SEVERAL_POOLS = When(
     lambda _, run: len(run.resource_pool_spec) > 1,
     "this run has one pool, which trainer.device and cpus_per_process describe",
 )
+JOINS_A_CLUSTER = When(
+    "`ray.address` is set",
+    lambda ray, _: ray.address is not None,
+    "ray.address is null: a cluster of the run's own has no other runs",
+)
 COUNTS_EPOCHS = When(
     "`total_training_steps` is null",
     lambda trainer, _: trainer.total_training_steps is None,
@@ -121,6 +126,8 @@ class TrainerConfig:
     """Newest committed checkpoints that stay in the run folder, beside that of the best validation;
     null keeps all.
     """
+    max_restarts: int = key(3, at_least=0, may_change_on_resume=True)
+    """Times that a run goes on by itself from its last checkpoint, after the loss of a worker."""
     resume_mode: str = key(
         "auto", choices=("auto", "disable", "resume_path"), may_change_on_resume=True
     )
@@ -144,7 +151,7 @@ class RayConfig:
 
     address: str | None = key(None, allows="host:port")
     """A running cluster to join; null starts one on this machine."""
-    namespace: str | None = key(None, allows="a name")
+    namespace: str | None = key(None, allows="a name", read_when=JOINS_A_CLUSTER)
     """Ray's namespace for the run's actors; null takes one of its own."""
     runtime_env: dict[str, Any] = key(
         factory=dict, allows="what `ray.init` takes", verl="ray_kwargs.ray_init.runtime_env"

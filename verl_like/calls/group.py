@@ -91,7 +91,9 @@ class BoundMethod:
         pieces = [pending[rank] for rank in self._collecting_ranks(target)]
         kind = DataProtoFuture if self.form == "batch" else WorkerFuture
         collect = functools.partial(self._collect, target)
-        future = kind(self.site.name, group.transport, pending, collect, self.form, pieces)
+        batches = [each for each in (*args, *kwargs.values()) if isinstance(each, DataProto)]
+        rows = max(map(len, batches), default=0)
+        future = kind(self.site.name, group.transport, pending, collect, self.form, pieces, rows)
         group.outstanding.add(future)
         return future
 

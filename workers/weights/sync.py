@@ -40,6 +40,8 @@ from workers.weights.kept import KeptWeights, announce, changes
 from workers.weights.sink import describe_problems
 
 logger = logging.getLogger(__name__)
+ALONE_S = 8.0
+"""How long one side of a sync may go on after the other has failed: it waits in vain."""
 _OPENING = threading.Lock()
 """Addresses are asked for by several threads."""
 
@@ -77,7 +79,8 @@ def _sync(
         # first.
         sender_first = actor_group.world_size > rollout_group.world_size
         calls = (send, receive) if sender_first else (receive, send)
-        reports = [report for side in gather(*(call() for call in calls)) for report in side]
+        sides = gather(*(call() for call in calls), grace_s=ALONE_S)
+        reports = [report for side in sides for report in side]
 
     return sync_figures(reports, version, start)
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
 from multiprocessing.connection import Connection
@@ -227,6 +227,14 @@ class ChildTransport(Transport):
     ) -> list[Pending]:
         """The pieces pass through this process anyway: cut again here, once they have come."""
         return regroup_here(pending, num_pieces, even)
+
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those whose process has ended."""
+        return {rank: str(dead) for rank in ranks if (dead := self.children[rank].dead)}
+
+    def pid_here(self, rank: int) -> int:
+        """The child's."""
+        return self.children[rank].process.pid
 
     def place(self, rank: int) -> str:
         """The child's process id."""

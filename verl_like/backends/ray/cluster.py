@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from verl_like.backends.ray.ending import end_in_time_at_exit
 from verl_like.backends.ray.private_session import private_session
 from verl_like.calls.waiting import Deadlines, Patience
 from verl_like.errors import WaitTimeoutError
@@ -71,6 +72,7 @@ def _init(options: dict[str, Any], address: str | None, limits: Deadlines) -> No
         atexit.unregister(ray.shutdown)  # it waits for the lock that the thread may hold
         raise
     done.result()
+    end_in_time_at_exit()
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         # as `ray.init` does in the main thread

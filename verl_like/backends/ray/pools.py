@@ -9,11 +9,13 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl_like.backends.ray.cluster import amounts, connect, free_resources
+from verl_like.backends.ray.ending import RELEASE_S, within
 from verl_like.calls.waiting import Deadlines, Patience
 from verl_like.errors import PlacementError, WaitTimeoutError
 from verl_like.placement.pools import Node, PoolManager, ResourcePool, cpu_share
@@ -88,8 +90,8 @@ class RayResourcePool(ResourcePool):
         The next group reserves anew.
         """
         if self._bundles is not None and ray.is_initialized():
-            for group in self.get_placement_groups():
-                remove_placement_group(group)
+            groups = self.get_placement_groups()
+            within(RELEASE_S, partial(_remove, groups), f"giving back the places of {self.name}")
         self._bundles = None
 
     def _reserve(self) -> list[Bundle]:
@@ -154,6 +156,11 @@ class RayResourcePool(ResourcePool):
                 )
             if waiting:
                 patience.warn_if_old(f"{wanted}; free now: {free_resources()}")
+
+
+def _remove(groups: Sequence[PlacementGroup]) -> None:
+    for group in groups:
+        remove_placement_group(group)
 
 
 class SubRayResourcePool(RayResourcePool):
