@@ -76,9 +76,6 @@ def check_rollout(config: Any) -> None:
     """Refuse what is no engine, and engines of more ranks than the rollout's pool divides into."""
     rollout = config.actor_rollout_ref.rollout
     own_engine(rollout.name)
-    joins = config.ray.address or os.environ.get("RAY_ADDRESS")
-    if rollout.name == "vllm" and not joins:  # what is installed on other machines is not known
-        check_version(device_type_of(config.trainer))
     pool = expand_roles(config.role_mapping)["rollout"]
     ranks = sum(config.resource_pool_spec[pool])
     size = rollout.tensor_model_parallel_size
@@ -88,3 +85,6 @@ def check_rollout(config: Any) -> None:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the "
             f"{ranks} processes of the rollout's pool {pool!r}; values that do: {divisors}."
         )
+    joins = config.ray.address or os.environ.get("RAY_ADDRESS")
+    if rollout.name == "vllm" and not joins:  # what is installed on other machines is not known
+        check_version(device_type_of(config.trainer))
