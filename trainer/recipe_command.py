@@ -39,8 +39,8 @@ from trainer.multirun import Sweep
 from verl_like.errors import ConfigError
 from verl_like.terminal import end_with_the_reader
 
-ONLY_SHOWN = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "trainer.dry_run=true"}
-"""Arguments with which nothing is trained."""
+ONLY_SHOWN = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info"}
+"""Arguments with which no process starts, not even one of a reward."""
 SHOW_TREE = {("-c", "job"), ("--cfg", "job"), ("--cfg=job",)}
 """The options that print the tree of a command; Hydra's print without the rules of its keys."""
 RESOLVE = "--resolve"
