@@ -69,6 +69,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("migrate",),
         ("evaluation",),
         ("multirun",),
+        ("recipe_command",),
         ("main_ppo", "api"),
         ("__init__",),
         ("cli",),

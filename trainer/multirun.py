@@ -1,4 +1,4 @@
-"""The jobs of `verl-like ppo --multirun`: one that fails does not end the others.
+"""The jobs of `--multirun`: one that fails does not end the others.
 
 sweep = Sweep()
 with sweep.job("trainer.seed=1", folder):     # for each job, whatever becomes of it

@@ -85,7 +85,7 @@ BAD_OF_PPO = [
     ),
     (
         "custom_reward_function.path={tmp}/my.py custom_reward_function.name=fails",
-        "gives no score for any of 8 rows whose answer is their own ground truth|every sample",
+        "gives no score for any of 8 rows whose answer is their own ground truth|failed",
     ),
     (
         "custom_reward_function.path={tmp}/my.py custom_reward_function.name=splits "

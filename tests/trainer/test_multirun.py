@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainer.report.report_runs import make_run
-from trainer import main_ppo
-from trainer.multirun import Sweep
+from trainer.config.recipe import Recipe
+from trainer.ppo.recipe import PPO
+from trainer.recipe_command import run_command
+from trainer.sft.recipe import SFT
 
 
 def jobs(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, sweep: str, run: Any
+    monkeypatch: pytest.MonkeyPatch, folder: Path, sweep: str, run: Any, recipe: Recipe[Any] = PPO
 ) -> pytest.ExceptionInfo[SystemExit] | None:
-    """`main` with `run` in the place of a run; how the process ended."""
+    """The recipe's command with `run` in the place of a run; how the process ended."""
     monkeypatch.setattr("trainer.launch.run", run)
-    monkeypatch.setattr(main_ppo, "_sweep", Sweep())
+    policy = "" if recipe is SFT else "actor_rollout_ref."
     needed = [
         "data.train_files=x",
-        "actor_rollout_ref.model.path=y",
+        f"{policy}model.path=y",
         f"trainer.default_local_dir={folder}",
     ]
-    monkeypatch.setattr(sys, "argv", ["verl-like", "--multirun", *needed, sweep])
     monkeypatch.chdir(folder)
     try:
-        main_ppo.main()
+        run_command(recipe, ["--multirun", *needed, sweep])
     except SystemExit:
         return pytest.ExceptionInfo.from_current()
     return None
 
 
+@pytest.mark.parametrize("recipe", [PPO, SFT], ids=["ppo", "sft"])
 def test_a_failing_job_does_not_end_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def run(config: Any) -> None:
         make_run(Path(config.trainer.default_local_dir), 2)
         if config.trainer.seed == 2:
             raise ValueError("of the user's own")
 
-    ended = jobs(monkeypatch, tmp_path, "trainer.seed=1,2,3", run)
+    ended = jobs(monkeypatch, tmp_path, "trainer.seed=1,2,3", run, recipe)
     assert ended is not None
     assert ended.value.code == "error: 1 of 3 jobs failed"
     said = capsys.readouterr()

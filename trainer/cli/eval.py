@@ -5,19 +5,16 @@ A run of PPO's brings its own prompts, rewards, sampling and seed; what is given
 
 from __future__ import annotations
 
-import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.cli import train
-from trainer.command_errors import ending_in_words
-from trainer.config.compose import compose_tree, from_composed, prepare_overrides
 from trainer.config.keys import leaf_keys
 from trainer.config.settings import overrides_of
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.recipe import EVAL
+from trainer.recipe_command import run_command
 from trainer.run_folder.saved_model import SavedModel, find_saved_model
 from verl_like.errors import ConfigError
 
@@ -38,22 +35,16 @@ FOLDER = "trainer.default_local_dir"
 def main(arguments: Sequence[str]) -> None:
     """Evaluate, or print every key (`--cfg job`)."""
     if arguments and arguments[0].startswith("-"):
-        train.main(EVAL, arguments)
+        run_command(EVAL, arguments)
         return
     if not arguments or "=" in arguments[0]:
         raise ConfigError(
             "verl-like eval takes a model first: a model folder, a run folder, or a global_step_N "
             "in one."
         )
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("trainer").setLevel(logging.INFO)
     with tempfile.TemporaryDirectory(prefix="verl-like-eval-") as scratch:
         model, settings = model_and_settings(Path(arguments[0]), Path(scratch))
-        config = configuration({**settings, POLICY: str(model)}, arguments[1:])
-        from trainer.launch import run
-
-        with ending_in_words(config.trainer.default_local_dir):
-            run(config)
+        run_command(EVAL, arguments[1:], overrides_of({**settings, POLICY: str(model)}))
 
 
 def model_and_settings(path: Path, scratch: Path) -> tuple[Path, dict[str, Any]]:
@@ -82,9 +73,3 @@ def settings_of_run(saved: SavedModel) -> dict[str, Any]:
         if name in saved.config or inside:
             settings[name] = inside or saved.config[name]
     return settings
-
-
-def configuration(settings: Mapping[str, Any], overrides: Sequence[str]) -> EvaluationConfig:
-    """The user's `overrides` over `settings`; of these, those that nothing reads are no error."""
-    composed = compose_tree(prepare_overrides([*overrides_of(settings), *overrides], EVAL), EVAL)
-    return from_composed(composed, prepare_overrides(overrides, EVAL), EVAL)

@@ -226,6 +226,7 @@ as well.
 
 def main() -> None:
     """Dispatch `sys.argv` to a subcommand."""
+    find_modules_here()
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     arguments = sys.argv[2:]
     if only_prints(command, arguments):
@@ -256,6 +257,13 @@ def main() -> None:
         sys.exit(f"verl-like: no command {command!r}\n{USAGE}")
 
 
+def find_modules_here() -> None:
+    """Let modules of the current folder be imported, after all else: namesakes do no harm."""
+    here = os.getcwd()
+    if "" not in sys.path and here not in sys.path:
+        sys.path.append(here)
+
+
 def only_prints(command: str, arguments: list[str]) -> bool:
     """Whether a command starts no process that it writes to.
 
@@ -282,9 +290,9 @@ def _plain_command(command: str, arguments: list[str]) -> None:
         sys.exit(HELP[command])
     try:
         if command in RECIPES:
-            from trainer.cli import train
+            from trainer.recipe_command import run_command
 
-            train.main(load_object(RECIPES[command], command), arguments)
+            run_command(load_object(RECIPES[command], command), arguments)
         elif command == "doctor":
             _doctor(*arguments[1:])
         elif command == "report":

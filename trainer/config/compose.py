@@ -11,7 +11,6 @@ import os
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -21,6 +20,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from trainer.config.checks import check_fields, check_pool_resources, check_resume
 from trainer.config.keys import Key, config_keys, leaf_keys
+from trainer.config.own_files import OwnFiles
 from trainer.config.placement import expand_shorthands, preset_tree, settle, settle_names
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
@@ -100,34 +100,34 @@ def compose_tree(overrides: Sequence[str], recipe: Recipe[Any]) -> DictConfig:
         raise ConfigError(in_words(err, recipe)) from err
 
 
-def in_words(err: HydraException, recipe: Recipe[Any], own_dir: Path | None = None) -> str:
+def in_words(err: HydraException, recipe: Recipe[Any], own: OwnFiles | None = None) -> str:
     """What Hydra refuses; of an unknown key in a YAML file, or an unknown file, the nearest ones.
 
-    `own_dir` is a folder of the user's with YAML.
+    `own` are the user's files.
     """
-    if isinstance(err, MissingConfigException) and err.missing_cfg_file and own_dir is not None:
-        files = [path.relative_to(own_dir).with_suffix("") for path in own_dir.rglob("*.yaml")]
-        return f"{str(err).splitlines()[0]}{nearest(err.missing_cfg_file, map(str, files))}"
+    if isinstance(err, MissingConfigException) and err.missing_cfg_file and own is not None:
+        return f"{str(err).splitlines()[0]}{nearest(err.missing_cfg_file, own.names())}"
 
     cause: BaseException | None = err
     while cause is not None and not isinstance(cause, ConfigKeyError):
         cause = cause.__cause__ or cause.__context__
     if cause is None or not cause.full_key:
-        return f"{err}\n{err.__cause__}" if err.__cause__ else str(err)
+        why = str(err.__cause__).partition("\n")[0]  # the rest are OmegaConf's own names
+        return f"{err}: {why}" if err.__cause__ else str(err)
     where = re.match(r"In '[^']*': ", str(err))
     return (where[0] if where else "") + no_such_key(cause.full_key, recipe)
 
 
 def prepare_overrides(
-    overrides: Sequence[str], recipe: Recipe[Any], own_presets: Path | None = None
+    overrides: Sequence[str], recipe: Recipe[Any], own: OwnFiles | None = None
 ) -> list[str]:
     """What Hydra gets: keys are known, shorthands written out, own names take no `+`.
 
-    `own_presets` is a folder of the user's with further YAML, by group.
+    `own` are further YAML files, of the user's.
     """
     overrides = add_torchrun(expand_shorthands(recipe, recipe.translate(overrides)))
-    check_overrides(overrides, recipe)
-    _check_presets(overrides, recipe, own_presets)
+    check_overrides(overrides, recipe, own)
+    _check_presets(overrides, recipe, own)
     overrides = [_as_list(override, recipe) for override in overrides]
 
     takes_any = [key for key in config_keys(recipe.schema) if key.takes_any]
@@ -166,21 +166,32 @@ def add_torchrun(overrides: Sequence[str]) -> list[str]:
     return [*overrides, *more]
 
 
-def check_overrides(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
-    """Refuse keys that do not exist; Hydra would let `+section.typo=` through."""
-    keys = config_keys(recipe.schema)
-    known = {key.name for key in keys} | set(recipe.groups)
-    own_names = tuple(f"{key.name}." for key in keys if key.takes_any)
+def check_overrides(
+    overrides: Sequence[str], recipe: Recipe[Any], own: OwnFiles | None = None
+) -> None:
+    """Refuse keys that do not exist; Hydra would let `+section.typo=` through.
 
+    Those of the user's files are among them.
+    """
     unknown = []
     for name in override_keys(overrides):
-        of_hydra = name.split(".")[0].split("/")[0] == "hydra"
-        if not (name in known or of_hydra or name.startswith(own_names)):
-            unknown.append(no_such_key(name, recipe))
-        unknown += _unknown_in_sections(name, keys)
+        unknown += _unknown(name, recipe)
+    for file, name in () if own is None else own.keys(overrides):
+        unknown += [f"In '{file}': {refusal}" for refusal in _unknown(name, recipe)]
     if unknown:
         apart = " " if len(unknown) == 1 else "\n"
         raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg job"]))
+
+
+def _unknown(name: str, recipe: Recipe[Any]) -> list[str]:
+    """A refusal of a key, if there is none of that name."""
+    keys = config_keys(recipe.schema)
+    known = {key.name for key in keys} | set(recipe.groups)
+    own_names = tuple(f"{key.name}." for key in keys if key.takes_any)
+    of_hydra = name.split(".")[0].split("/")[0] == "hydra"
+    if not (name in known or of_hydra or name.startswith(own_names)):
+        return [no_such_key(name, recipe)]
+    return _unknown_in_sections(name, keys)
 
 
 def _unknown_in_sections(name: str, keys: Sequence[Key]) -> list[str]:
@@ -220,13 +231,11 @@ def _as_list(override: str, recipe: Recipe[Any]) -> str:
     return f"{name}=[{text}]"
 
 
-def _check_presets(overrides: Sequence[str], recipe: Recipe[Any], own_presets: Path | None) -> None:
+def _check_presets(overrides: Sequence[str], recipe: Recipe[Any], own: OwnFiles | None) -> None:
     """Refuse names of presets that there are not; Hydra would show its search path."""
     for override in overrides:
         group, _, name = override.partition("=")
-        presets = recipe.preset_names(group)
-        if own_presets is not None:
-            presets += [path.stem for path in sorted((own_presets / group).glob("*.yaml"))]
+        presets = recipe.preset_names(group) + (own.presets(group) if own is not None else [])
         is_one_name = re.fullmatch(r"[\w+-]+", name) is not None
         if presets and is_one_name and name != "null" and name not in presets:
             raise ConfigError(

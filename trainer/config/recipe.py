@@ -84,9 +84,7 @@ class Recipe(Generic[C]):
     shares_devices: bool = True
     """Whether its presets share the devices out; else its pools are as large as they are meant."""
     shares_presets_of: Path | None = None
-    """Folder of another recipe whose groups of presets it has, too; its YAML names that folder in
-    `hydra.searchpath`.
-    """
+    """Folder of another recipe whose groups of presets it has, too."""
 
     @property
     def groups(self) -> list[str]:
@@ -102,6 +100,12 @@ class Recipe(Generic[C]):
         paths = (path for folder in self._folders for path in (folder / group).glob("*.yaml"))
         files = [path.stem for path in paths]
         return sorted({*files, *(self.placements if group == "placement" else ())})
+
+    @property
+    def search_path(self) -> list[str]:
+        """The override by which Hydra looks into that folder."""
+        shared = self.shares_presets_of
+        return [f"hydra.searchpath=[file://{shared}]"] if shared else []
 
     @property
     def _folders(self) -> list[Path]:

@@ -50,7 +50,7 @@ def compose_tree_of(recipe: Recipe[Any], overrides: Sequence[str]) -> DictConfig
 
 def _composed(recipe: Recipe[Any], overrides: Sequence[str]) -> DictConfig:
     with initialize_config_dir(str(recipe.config_dir), version_base="1.3"):
-        return compose(recipe.config_name, overrides=list(overrides))
+        return compose(recipe.config_name, overrides=[*recipe.search_path, *overrides])
 
 
 @lru_cache(maxsize=64)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_program
+from tests.integration.runs import overrides
 from trainer import main_ppo
 from trainer.cli import main
 from verl_like.errors import RewardError, WaitTimeoutError
@@ -97,6 +98,25 @@ def test_explain_starts_nothing(decoys: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "What a step does" in done.stdout
     assert sorted(path.name for path in decoys.iterdir()) == ["trainer.py", "workers"]
+
+
+def test_a_module_of_the_current_folder_is_found_beside_decoys(
+    decoys: Path, tiny_dir: Path
+) -> None:
+    (decoys / "workers.py").write_text("raise SystemExit('the decoy was imported')")
+    (decoys / "mine.py").write_text(
+        "def estimate(token_level_rewards, response_mask):\n"
+        "    return token_level_rewards, token_level_rewards\n"
+        "def compute_score(solution_str):\n"
+        "    return {'score': 1.0, 'from_mine': 2.0}\n"
+    )
+    more = (
+        *("algorithm.adv_estimator=mine.estimate", "custom_reward_function.path=mine"),
+        *("trainer.dry_run=true", "trainer.backend=local", "algorithm.use_kl_in_reward=false"),
+    )
+    done = verl_like(decoys, "ppo", *overrides(tiny_dir, decoys / "run", *more))
+    assert done.returncode == 0, done.stderr
+    assert "scores from 1 to 1, and beside them from_mine" in done.stdout
 
 
 def test_the_config_is_shown_with_the_rules_of_its_keys(decoys: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainer import main_ppo
 from trainer.config.compose import from_composed as compose_checked
+from trainer.config.recipe import Recipe
+from trainer.detached.recipe import DETACHED
+from trainer.ppo.recipe import PPO
+from trainer.recipe_command import run_command
 
 GOOD = """
 defaults: [ppo_trainer, _self_]
@@ -22,16 +26,19 @@ N = "actor_rollout_ref.rollout.n=2"
 
 
 def said(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, files: Mapping[str, str], *arguments: str
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    files: Mapping[str, str],
+    *arguments: str,
+    recipe: Recipe[Any] = PPO,
 ) -> str:
-    """How `verl-like ppo` with these files ends; a run is only composed."""
+    """How a recipe's command with these files ends; a run is only composed."""
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     monkeypatch.setattr("trainer.launch.run", lambda config: None)
-    monkeypatch.setattr(sys, "argv", ["verl-like", "--config-dir", str(folder), *arguments])
     try:
-        main_ppo.main()
+        run_command(recipe, ["--config-dir", str(folder), *arguments])
     except SystemExit as ended:
         return str(ended.code)
     return ""
@@ -46,7 +53,7 @@ def test_a_good_file_and_a_preset_of_ones_own_compose(
         seen.append(compose_checked(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(main_ppo, "from_composed", checked)
+    monkeypatch.setattr("trainer.recipe_command.from_composed", checked)
     own = "# @package _global_\nalgorithm: {adv_estimator: opo}\n"
     files = {"mine.yaml": GOOD, "algorithm/own.yaml": own}
     assert said(monkeypatch, tmp_path, files, "--config-name", "mine", "algorithm=own", N) == ""
@@ -72,6 +79,41 @@ def test_a_mistyped_file_and_a_folder_that_is_not_there_are_told(
     error = said(monkeypatch, tmp_path, {"mine.yaml": GOOD}, "--config-name", "mien")
     assert error.startswith("error: Cannot find primary config 'mien'.")
     assert error.endswith("Did you mean 'mine'?")
-    monkeypatch.setattr(sys, "argv", ["verl-like", "--config-dir", f"{tmp_path}/nowhere"])
-    with pytest.raises(SystemExit, match="error: .*nowhere' not found"):
-        main_ppo.main()
+    assert "nowhere' not found" in said(monkeypatch, tmp_path / "nowhere", {})
+
+
+def test_all_unknown_keys_of_all_files_are_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = """
+defaults: [detached_trainer, {algorithm: own}, _self_]
+trainer: {sede: 1, watch: 2}
+resource_pool_spec: {my_pool: [1]}
+pool_resources: {my_pool: {cpu: 1}}
+"""
+    files = {"mine.yaml": main, "algorithm/own.yaml": "gama: 1\nlam: 1\n"}
+    arguments = ("--config-name=mine", "data.tran_files=x")
+    error = said(monkeypatch, tmp_path, files, *arguments, recipe=DETACHED)
+    keys = ["data.tran_files", "trainer.sede", "trainer.watch", "pool_resources.my_pool.cpu"]
+    assert re.findall("There is no key '(.*?)'", error) == [*keys, "algorithm.gama"]
+    assert (
+        "In 'algorithm/own': There is no key 'algorithm.gama'. Did you mean 'algorithm.g" in error
+    )
+
+
+def test_a_file_that_is_no_yaml_is_told_by_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = said(monkeypatch, tmp_path, {"mine.yaml": "trainer: [1"}, "--config-name", "mine")
+    assert "mine.yaml is not readable as YAML" in error
+    assert "line 1" in error
+    error = said(monkeypatch, tmp_path, {"mine.yaml": "- trainer"}, "--config-name", "mine")
+    assert "mine.yaml is a list; a configuration has `key: value`" in error
+
+
+def test_files_of_ones_own_compose_with_presets_of_another_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = GOOD.replace("ppo_trainer", "detached_trainer, {override algorithm: grpo}")
+    arguments = ("--config-name", "mine", N)
+    assert said(monkeypatch, tmp_path, {"mine.yaml": text}, *arguments, recipe=DETACHED) == ""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.runs import lines, overrides
 from trainer import run
-from trainer.cli.eval import configuration, main, settings_of_run
+from trainer.cli.eval import main, settings_of_run
 from trainer.config.flat import flat_config
+from trainer.config.settings import overrides_of
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.recipe import EVAL
 from trainer.evaluation.step import core_table
 from trainer.ppo.recipe import load_config
+from trainer.recipe_command import run_command
 from trainer.run_folder.saved_model import SavedModel
-from verl_like.errors import ConfigError
 
 CORE = ("mean@4", "best@4/mean")
 
@@ -97,17 +101,29 @@ def test_the_table_has_a_row_for_each_data_source() -> None:
     ]
 
 
-def test_training_settings_of_the_user_are_refused_and_those_of_a_run_are_not() -> None:
+def configuration(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], *arguments: str
+) -> EvaluationConfig:
+    """What runs where a run gave these settings and the user these arguments."""
+    seen: list[EvaluationConfig] = []
+    monkeypatch.setattr("trainer.launch.run", seen.append)
+    run_command(EVAL, arguments, overrides_of(settings))
+    return seen[0]
+
+
+def test_training_settings_of_the_user_are_refused_and_those_of_a_run_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     settings = {
         "actor_rollout_ref.model.path": "m",
         "data.val_files": "v",
         "actor_rollout_ref.rollout.n": 8,
     }
-    assert configuration(settings, []).actor_rollout_ref.rollout.n == 8
-    with pytest.raises(ConfigError, match="an evaluation samples by rollout.val_kwargs"):
-        configuration(settings, ["actor_rollout_ref.rollout.n=4"])
-    with pytest.raises(ConfigError, match="data.val_files is empty"):
-        configuration(settings | {"data.val_files": ""}, [])
+    assert configuration(monkeypatch, settings).actor_rollout_ref.rollout.n == 8
+    with pytest.raises(SystemExit, match="an evaluation samples by rollout.val_kwargs"):
+        configuration(monkeypatch, settings, "actor_rollout_ref.rollout.n=4")
+    with pytest.raises(SystemExit, match="data.val_files is empty"):
+        configuration(monkeypatch, settings | {"data.val_files": ""})
 
 
 def test_a_model_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +134,9 @@ def test_a_model_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         verl_like()
 
 
-def test_what_a_run_says_of_its_validation_arrives_as_it_was(tmp_path: Path) -> None:
+def test_what_a_run_says_of_its_validation_arrives_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = load_config(
         [
             "actor_rollout_ref.model.path=m",
@@ -134,7 +152,7 @@ def test_what_a_run_says_of_its_validation_arrives_as_it_was(tmp_path: Path) -> 
     )
     saved = SavedModel(tmp_path, trained.actor_rollout_ref.model, flat_config(trained))
     settings = settings_of_run(saved) | {"actor_rollout_ref.model.path": "m"}
-    config = configuration(settings, ["data.max_response_length=7"])
+    config = configuration(monkeypatch, settings, "data.max_response_length=7")
     assert config.data.max_response_length == 7
     assert config.data.val_files == ["v.parquet", "with space.jsonl"]
     assert config.rewards == trained.rewards
