@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.runs import overrides
 from tests.trainer.config.test_composition import ROLES, partitions
-from trainer import PPOTrainer, load_config
+from trainer import PPOConfig, PPOTrainer, load_config
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
 
@@ -31,34 +33,39 @@ Step = Callable[[list[list[str]], str], Metrics]
 def step(
     tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Step]:
-    """The metrics of a first step of real roles on these pools, without those of the clock."""
+    """What gives the metrics of a first step of real roles, on these pools of this backend."""
     folder = tmp_path_factory.mktemp("run")
     reward_model = f"reward_model.model.path={classifier}"
     config = load_config(overrides(tiny_dir, folder, reward_model, *SETTINGS))
     with ExitStack() as at_end:
         inputs = PPOTrainer.prepare(config, at_end)
-        at_start = inputs[1].state_dict()
+        yield partial(first_step, config, inputs, inputs[1].state_dict())
 
-        def run_step(parts: list[list[str]], backend: str) -> Metrics:
-            pools = dict(enumerate(parts))
-            trainer = replace(config.trainer, backend=backend, n_gpus_per_node=len(parts))
-            placed = replace(
-                config,
-                trainer=trainer,
-                resource_pool_spec={f"p{number}": [1] for number in pools},
-                role_mapping={role: f"p{number}" for number in pools for role in pools[number]},
-            )
-            inputs[1].load_state_dict(at_start)
-            with WorkerGroups(placed) as groups:
-                assert set(groups) == set(ROLES)
-                ppo = PPOTrainer(placed, groups, *inputs)
-                ppo.init_models()
-                ppo.global_step = 1
-                metrics = ppo.step()
-            clock = ("timing", "perf/")
-            return {name: n for name, n in metrics.items() if not name.startswith(clock)}
 
-        yield run_step
+def first_step(
+    config: PPOConfig,
+    inputs: tuple[Any, ...],
+    at_start: dict[str, Any],
+    parts: list[list[str]],
+    backend: str,
+) -> Metrics:
+    """The metrics of the first step, without those of the clock."""
+    pools = {f"p{number}": roles for number, roles in enumerate(parts)}
+    placed = replace(
+        config,
+        trainer=replace(config.trainer, backend=backend, n_gpus_per_node=len(parts)),
+        resource_pool_spec=dict.fromkeys(pools, [1]),
+        role_mapping={role: pool for pool, roles in pools.items() for role in roles},
+    )
+    inputs[1].load_state_dict(at_start)
+    with WorkerGroups(placed) as groups:
+        assert set(groups) == set(ROLES)
+        ppo = PPOTrainer(placed, groups, *inputs)
+        ppo.init_models()
+        ppo.global_step = 1
+        metrics = ppo.step()
+    clock = ("timing", "perf/")
+    return {name: number for name, number in metrics.items() if not name.startswith(clock)}
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,8 @@ def why_finished(checkpoints: Checkpoints) -> str:
     if start is None or not checkpoints.goes_on_here:
         return ""
     saved = read_marker(start)["config"]
-    if any(
-        saved.get(key) != n for key, n in checkpoints.config.items() if key not in NAMES_OF_A_RUN
-    ):
+    settings = checkpoints.config.keys() - NAMES_OF_A_RUN
+    if any(saved.get(key) != checkpoints.config[key] for key in settings):
         return ""
     try:
         state = json.loads((start / "trainer.json").read_text(encoding="utf-8"))
