@@ -105,6 +105,26 @@ def test_the_python_blocks_run(
             exec(compile(code, str(path), "exec", dont_inherit=True), space)
 
 
+def test_the_first_run_of_ones_own_is_fifteen_lines() -> None:
+    text = (ROOT / "docs" / "first_run.md").read_text(encoding="utf-8")
+    (listing,) = [match["code"] for match in BLOCK.finditer(text)]
+    assert len(listing.splitlines()) <= 15
+
+
+@pytest.mark.parametrize("page", ["first_run.md", "reading_the_report.md"])
+def test_the_metrics_that_a_page_looks_at_are_written_by_the_code(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    code = {
+        message
+        for package in ("trainer", "workers")
+        for path in (ROOT / package).rglob("*.py")
+        for message in messages(path)
+    }
+    named = set(re.findall(r"`(?:actor|reward|training)/(\w+)`", text))
+    assert len(named) >= 5
+    assert [name for name in named if not any(name in message for message in code)] == []
+
+
 def commands() -> Iterator[object]:
     """The settings of every command that starts a run; `...` stands for further ones."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:

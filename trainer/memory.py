@@ -20,7 +20,7 @@ from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.models.precision import name_of, precision_of
-from workers.parallel.fsdp import Sharding
+from workers.parallel.sharding import Sharding
 from workers.training.lm_head import positions_at_once
 
 GIB = 2**30
@@ -127,7 +127,7 @@ def hf_config_of(model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     folder = model_folder(model.path, weights=False)
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _whole(

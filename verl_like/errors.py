@@ -87,6 +87,10 @@ class CheckpointError(VerlLikeError, RuntimeError):
     """A checkpoint cannot be written, found or trusted."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's files are not those that were written."""
+
+
 def cannot_travel(why: object) -> str:
     """The message for a call whose arguments or result cannot be pickled or unpickled."""
     return f"arguments or result cannot travel between processes: {why}"

@@ -1,14 +1,22 @@
 """Atomic writes: files and folders that appear whole or not at all, and their checksums.
 
-Checkpoints are written and checked with these.
+Checkpoints are written and checked with these. JSON is read and written so that whatever a file
+holds ends in a value or in words, and every string survives.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
+"""What some readers take for a line's end, and lone surrogates, which UTF-8 cannot hold."""
 
 
 def write_whole(path: Path, contents: str | bytes, to_disk: bool = True) -> None:
@@ -55,3 +63,64 @@ def fingerprint(path: Path) -> dict[str, int]:
         while block := file.read(1 << 22):
             crc = zlib.crc32(block, crc)
     return {"bytes": path.stat().st_size, "crc32": crc}
+
+
+def file_fault(path: Path, facts: dict[str, int], reads: bool = True) -> str:
+    """What is wrong with a file, by the fingerprint that was noted when it was written.
+
+    Empty where nothing is. Without `reads` only its size is looked at.
+    """
+    if not path.is_file():
+        return "is missing"
+    found = fingerprint(path) if reads else facts | {"bytes": path.stat().st_size}
+    if found == facts:
+        return ""
+    if found["bytes"] != facts["bytes"]:
+        return f"has {found['bytes']} bytes, was written with {facts['bytes']}"
+    return f"has a crc32 of {found['crc32']:08x}, was written with {facts['crc32']:08x}"
+
+
+def refuse_other_facts(files: Any) -> None:
+    """A ValueError unless `files` has a fingerprint for every name of a file below the folder."""
+    if not isinstance(files, dict):
+        raise ValueError(f"files is {files!r:.40}, not an object of fingerprints by name")
+    for name, facts in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"the file {name!r:.80} is outside of the folder")
+        is_print = isinstance(facts, dict) and facts.keys() == {"bytes", "crc32"}
+        if not is_print or not all(type(number) is int for number in facts.values()):
+            raise ValueError(f"the file {name!r:.80} has no bytes and crc32, but {facts!r:.40}")
+
+
+def json_line(value: Any, default: Callable[[Any], Any] | None = None) -> str:
+    """A line of a JSONL file, its newline included: readable text, and every string survives.
+
+    `default` makes something plain of what JSON has no form for.
+    """
+    text = json.dumps(value, ensure_ascii=False, default=default)
+    return ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+
+
+def lines_of(path: Path) -> Iterable[str]:
+    """The lines of a text file, which end with newlines alone.
+
+    Bytes that are no UTF-8 are shown as such.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that a text stands for; whatever is wrong with the text is a ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file; a ValueError says why there is none."""
+    found = parse_json(path.read_bytes())
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds {found!r:.40}, not a JSON object")
+    return found

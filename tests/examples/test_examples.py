@@ -132,11 +132,11 @@ def test_the_quickstart_is_stopped_goes_on_learns_its_task_and_reports(tmp_path:
     )
     assert code == 130, shown
     assert "Traceback" not in shown
-    assert "stopped; the same command goes on" in shown
+    assert "Stopped by SIGINT after step" in shown
     bars = re.findall(r"\d+/60 \|[^\r\n]*", shown)
     assert bars
     assert max(map(len, bars)) <= 40 + len("^C")
-    assert "Stopped by Ctrl-C." in (folder / "report.html").read_text()
+    assert "Stopped by SIGINT after step" in (folder / "report.html").read_text()
     assert committed.exists()
     done = bash(EXAMPLES / "quickstart" / "run.sh", RUN_DIR=folder)
     assert done.returncode == 0, done.stdout + done.stderr

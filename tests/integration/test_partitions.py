@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,9 +13,10 @@ import pytest
 
 from tests.integration.runs import overrides
 from tests.trainer.config.test_composition import ROLES, partitions
-from trainer import PPOConfig, PPOTrainer, load_config
+from trainer import PPOTrainer, load_config
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
+from trainer.ppo.config import PPOConfig
 
 PARTITIONS = sorted(partitions(ROLES))
 SETTINGS = [
@@ -33,29 +34,25 @@ Step = Callable[[list[list[str]], str], Metrics]
 def step(
     tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Step]:
-    """What gives the metrics of a first step of real roles, on these pools of this backend."""
+    """The metrics of a first step of real roles on these pools, without those of the clock."""
     folder = tmp_path_factory.mktemp("run")
     reward_model = f"reward_model.model.path={classifier}"
     config = load_config(overrides(tiny_dir, folder, reward_model, *SETTINGS))
     with ExitStack() as at_end:
         inputs = PPOTrainer.prepare(config, at_end)
-        yield partial(first_step, config, inputs, inputs[1].state_dict())
+        yield partial(run_step, config, inputs, inputs[1].state_dict())
 
 
-def first_step(
-    config: PPOConfig,
-    inputs: tuple[Any, ...],
-    at_start: dict[str, Any],
-    parts: list[list[str]],
-    backend: str,
+def run_step(
+    config: PPOConfig, inputs: Sequence[Any], at_start: Any, parts: list[list[str]], backend: str
 ) -> Metrics:
-    """The metrics of the first step, without those of the clock."""
-    pools = {f"p{number}": roles for number, roles in enumerate(parts)}
+    pools = dict(enumerate(parts))
+    trainer = replace(config.trainer, backend=backend, n_gpus_per_node=len(parts))
     placed = replace(
         config,
-        trainer=replace(config.trainer, backend=backend, n_gpus_per_node=len(parts)),
-        resource_pool_spec=dict.fromkeys(pools, [1]),
-        role_mapping={role: pool for pool, roles in pools.items() for role in roles},
+        trainer=trainer,
+        resource_pool_spec={f"p{number}": [1] for number in pools},
+        role_mapping={role: f"p{number}" for number in pools for role in pools[number]},
     )
     inputs[1].load_state_dict(at_start)
     with WorkerGroups(placed) as groups:
@@ -65,7 +62,7 @@ def first_step(
         ppo.global_step = 1
         metrics = ppo.step()
     clock = ("timing", "perf/")
-    return {name: number for name, number in metrics.items() if not name.startswith(clock)}
+    return {name: n for name, n in metrics.items() if not name.startswith(clock)}
 
 
 @pytest.fixture(scope="module")

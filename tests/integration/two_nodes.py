@@ -76,6 +76,7 @@ def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[
         "placement=split",
         "+role_workers.critic=my_critic.MyCritic",
         "trainer.total_training_steps=1",
+        "trainer.max_restarts=0",
     )
     run(load_config(overrides(tiny, folder / "first", *here, *mine)))
     found: dict[str, Any] = {"came_from": (folder / "first" / "came_from.txt").read_text()}

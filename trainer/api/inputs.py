@@ -5,13 +5,12 @@ A resumed run, the report and the command line then find it there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError
-from verl_like.files import write_whole
+from verl_like.files import json_line, write_whole
 
 Row = dict[str, Any]
 FILE_ENDINGS = (".parquet", ".jsonl", ".json", ".gz")
@@ -91,7 +90,7 @@ def write_rows(rows: Iterable[Row], what: str, path: Path, may_differ: bool = Tr
     lines = []
     for number, row in enumerate(rows):
         try:
-            lines.append(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+            lines.append(json_line(row, _plain))
         except TypeError as err:
             raise ConfigError(
                 f"{what}, row {number}: {err}. Drop the column, or give a parquet file."

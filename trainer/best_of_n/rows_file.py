@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_like.files import write_whole
+from verl_like.files import json_line, write_whole
 
 Row = dict[str, Any]
 
@@ -18,7 +18,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     if path.suffix == ".parquet":
         write_whole(path, _parquet(rows))
     else:
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        lines = [json_line(row) for row in rows]
         write_whole(path, "".join(lines))
 
 

@@ -29,12 +29,16 @@ class Chat:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        architectures = AutoConfig.from_pretrained(folder).architectures or []
+        architectures = (
+            AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures or []
+        )
         if any(name.endswith("ForSequenceClassification") for name in architectures):
             raise ConfigError(f"{folder} is a {architectures[0]}: it scores, and says nothing.")
         self.tokenizer = load_tokenizer(str(folder), "the model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", trust_remote_code=False
+        )
         self.model = model.to(device).eval()
         self.first = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.first)

@@ -37,7 +37,7 @@ def model_findings(path: str) -> Iterator[Finding]:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"doctor --model {path}: there is no config.json in {folder}.")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise ConfigError(f"doctor --model {path}: {error}") from error
 

@@ -8,8 +8,10 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import fields
 
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, nearest
+from verl_like.process.sandbox import Sandbox
 from workers.rewards.process import FunctionSpec
 from workers.rewards.server import RewardServer
 
@@ -48,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--function", default="", help="FILE.py[:NAME] or MODULE[:NAME]; none: by data_source")
     add("--kwargs", type=json.loads, default={}, help="JSON object of more keyword arguments")
+    add("--sandbox", type=json.loads, default={}, help="JSON object of reward.sandbox's keys")
     add("--host", default="127.0.0.1", help="another one needs --token-env")
     add("--port", type=int, default=8000, help="0 takes a free one")
     add("--token-env", default="", help="environment variable with the bearer token to ask for")
@@ -57,7 +60,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _function(options: argparse.Namespace) -> FunctionSpec:
+    known = [field.name for field in fields(Sandbox)]
+    unknown = sorted(set(options.sandbox) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"--sandbox has {', '.join(unknown)}; there are {', '.join(known)}."
+            f"{nearest(unknown[0], known)}"
+        )
+    sandbox = Sandbox(**options.sandbox)
     if not options.function:
-        return FunctionSpec(deadline=options.sample_timeout_s)
+        return FunctionSpec(deadline=options.sample_timeout_s, sandbox=sandbox)
     path, _, name = options.function.partition(":")
-    return FunctionSpec(path, name or "compute_score", options.kwargs, options.sample_timeout_s)
+    settings = path, name or "compute_score", options.kwargs, options.sample_timeout_s
+    return FunctionSpec(*settings, sandbox=sandbox)

@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from trainer.data.config import DataConfig
+from trainer.data.formats import csv_rows, json_rows, parquet_rows
 from trainer.data.hub import hub_files, is_hub_name
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import load_from
+from verl_like.signatures import Call, check_call
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -26,38 +30,64 @@ PLAIN = str | int | float | bool | None
 
 
 def read_rows(
-    config: DataConfig, setting: str, tokenizer: Any = None, needs_rules: bool = True
+    config: DataConfig,
+    setting: str,
+    tokenizer: Any = None,
+    needs_rules: bool = True,
+    encode: Callable[[str, Row], None] = lambda where, row: None,
 ) -> tuple[list[Row], int]:
-    """The rows in order, and how many were skipped.
+    """`good_rows` as a list, and how many were skipped."""
+    found = list(good_rows(config, setting, tokenizer, needs_rules, encode))
+    rows = [row for row in found if row is not None]
+    return rows, len(found) - len(rows)
+
+
+def good_rows(
+    config: DataConfig,
+    setting: str,
+    tokenizer: Any,
+    needs_rules: bool,
+    encode: Callable[[str, Row], None],
+) -> Iterator[Row | None]:
+    """The rows in order, one by one; None for each that is skipped.
 
     `setting` names the files to read: train_files or val_files of `config`.
 
     A row has a prompt; where rules by data_source score it (`needs_rules`), a data_source and a
-    reward_model with its ground_truth, too. One that has not stops the run or, with
-    data.on_bad_row=skip, is left out and counted.
+    reward_model with its ground_truth, too. `encode` gets every row with its place in the files; a
+    ValueError of it says what else is wrong. A bad row stops the run or, with
+    data.on_bad_row=skip, is left out.
     """
     files = getattr(config, setting)
-    rows: list[Row] = []
-    skipped = 0
-    for where, row in _rows_of(
-        config, [files] if isinstance(files, str) else list(files), setting, tokenizer, needs_rules
-    ):
+    names = [files] if isinstance(files, str) else list(files)
+    was_one_skipped = False
+    for where, row in _rows_of(config, names, setting, tokenizer, needs_rules):
         if not needs_rules and isinstance(row, dict):
             row = with_rule_columns(row)
-        problem = _problem(row, config.prompt_key)
+        problem = _problem(row, config.prompt_key) or _encoding_problem(encode, where, row)
         if problem is None:
-            rows.append(row)
+            yield row
             continue
         if config.on_bad_row == "error":
             raise ConfigError(
                 f"{where}: {problem}. Mend it, or leave such rows out with data.on_bad_row=skip."
             )
-        skipped += 1
-        if skipped == 1:
+        if not was_one_skipped:
             logger.warning(
                 "%s: %s; it and others like it are skipped (data.on_bad_row=skip)", where, problem
             )
-    return rows, skipped
+        was_one_skipped = True
+        yield None
+
+
+def _encoding_problem(encode: Callable[[str, Row], None], where: str, row: Row) -> str | None:
+    try:
+        encode(where, row)
+    except ConfigError:  # of all rows, not of this one
+        raise
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def with_rule_columns(row: Row) -> Row:
@@ -68,12 +98,48 @@ def with_rule_columns(row: Row) -> Row:
     return row if row.get("data_source") else row | {"data_source": "unknown"}
 
 
+@dataclass
+class FirstRows:
+    """How many rows are read of each list of files, and whether one had more."""
+
+    number: int
+    were_more: bool = False
+
+
+_first_rows: ContextVar[FirstRows | None] = ContextVar("first_rows", default=None)
+
+
+@contextmanager
+def first_rows(number: int) -> Iterator[FirstRows]:
+    """Within, only so many rows of each list of files are read: for a dry run."""
+    most = FirstRows(number)
+    before = _first_rows.set(most)
+    try:
+        yield most
+    finally:
+        _first_rows.reset(before)
+
+
+def are_first_rows_enough() -> bool:
+    """Whether this is within `first_rows`."""
+    return _first_rows.get() is not None
+
+
+def _cut(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    most = _first_rows.get()
+    if most is None:
+        yield from rows
+        return
+    yield from islice(rows, most.number)
+    most.were_more |= next(rows, None) is not None
+
+
 def _rows_of(
     config: DataConfig, files: Sequence[str], setting: str, tokenizer: Any, needs_rules: bool
 ) -> Iterator[tuple[str, Any]]:
     """(where it stands, row)."""
     if config.custom_cls.path:
-        yield from _custom_rows(config, files, tokenizer)
+        yield from _cut(_custom_rows(config, files, tokenizer))
         return
     columns = (config.prompt_key, *(RULE_COLUMNS if needs_rules else ()))
     yield from rows_of_files(files, f"data.{setting}", columns)
@@ -87,18 +153,23 @@ def rows_of_files(
     A name of a data set of the hub stands for its files (`trainer.data.hub`). A table (parquet,
     CSV) without one of the `columns` is refused at once, as is a file that is not there.
     """
+    yield from _cut(_all_rows(files, key, columns))
+
+
+def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for name in files:
         for path in hub_files(name, key) if is_hub_name(name) else [Path(name)]:
             if not path.is_file():
                 raise ConfigError(
                     f"{key}: there is no file {path}; {path.parent} holds {listing(path.parent)}."
                 )
+            check = partial(_check, path, columns)
             if path.suffix == ".parquet":
-                yield from _parquet_rows(path, columns)
+                yield from parquet_rows(path, check)
             elif path.suffix == ".csv":
-                yield from _csv_rows(path, columns)
+                yield from csv_rows(path, check)
             else:
-                yield from _json_rows(path)
+                yield from json_rows(path)
 
 
 def _custom_rows(
@@ -106,6 +177,8 @@ def _custom_rows(
 ) -> Iterator[tuple[str, Any]]:
     custom = config.custom_cls
     make = load_from(custom.path, custom.name, "data.custom_cls")
+    call = Call(by_name=("data_files", "tokenizer", "config"))
+    check_call(make, f"data.custom_cls.name={custom.name}", call)
     made = make(data_files=files, tokenizer=tokenizer, config=config)
     if not hasattr(made, "__iter__") and not (
         hasattr(made, "__len__") and hasattr(made, "__getitem__")
@@ -119,60 +192,13 @@ def _custom_rows(
         yield f"{custom.path}:{custom.name}, row {index}", row
 
 
-def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(path)
-    except pa.ArrowInvalid as err:
-        raise ConfigError(f"{path} is not a readable parquet file: {err}") from err
-    _check_columns(path, columns, table.column_names)
-    for index, row in enumerate(table.to_pylist()):
-        yield f"{path}, row {index}", row
-
-
-def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Every cell is a text; an empty one is nothing."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
-        _check_columns(path, columns, reader.fieldnames or [])
-        try:
-            for row in reader:
-                where = f"{path}, line {reader.line_num}"
-                if None in row:
-                    yield where, ValueError(f"it has more cells than the {len(row) - 1} columns")
-                    continue
-                yield where, {name: cell or None for name, cell in row.items()}
-        except csv.Error as err:
-            raise ConfigError(
-                f"{path}, line {reader.line_num}: not readable as CSV: {err}"
-            ) from err
-
-
-def _check_columns(path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
+def _check(path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
     for column in wanted:
         if column not in there:
             raise ConfigError(
                 f"{path}: no column {column!r}; there is {', '.join(there)}."
                 f"{nearest(column, there)} The prompts' column is set by data.prompt_key."
             )
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as err:
-                row = ValueError(
-                    f"not JSON ({err}); a file that ends in neither .parquet nor .csv has a JSON "
-                    "object a line"
-                )
-            yield f"{path}, line {number}", row
 
 
 def why_no_row(found: Any) -> str | None:

@@ -29,7 +29,13 @@ from torch import Tensor
 
 from trainer.data.encoded_rows import encode_rows, how_many
 from trainer.data.files import Row
-from trainer.data.prompts import as_objects, encode_prompts
+from trainer.data.prompt_tokens import (
+    OF_A_TEMPLATE,
+    encode_prompt,
+    readable,
+    refuse_empty_messages,
+)
+from trainer.data.prompts import as_objects
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
@@ -88,6 +94,7 @@ def read_lm_rows(
 
 def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
     """Tokens and loss mask of one row; a ValueError says what is wrong with it."""
+    row = readable(row)
     for columns, encode in ENCODERS.items():
         if all(row.get(column) is not None for column in columns):
             encoded = encode(row, tokenizer)
@@ -118,7 +125,7 @@ def _encode_response(row: Row, tokenizer: Any) -> LMRow:
         raise ValueError("'prompt' is empty")
     if not isinstance(row["prompt"], str):
         _check_messages("prompt", row["prompt"])
-    (prompt,) = encode_prompts([row["prompt"]], tokenizer)
+    prompt = encode_prompt(row["prompt"], tokenizer)
     response = tokenizer(_filled_string(row, "response"), add_special_tokens=False)["input_ids"]
     ids = np.concatenate([prompt, _with_end(response, tokenizer)])
     return LMRow(ids, np.arange(len(ids)) >= len(prompt))
@@ -129,6 +136,7 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
 
     messages = row["messages"]
     _check_messages("messages", messages)
+    refuse_empty_messages(messages)
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("'messages' has none of the assistant's")
     template = tokenizer.chat_template
@@ -143,7 +151,7 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
             return _encode_marked(messages, tokenizer)
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         spans = _assistant_spans(messages, tokenizer, text)
-    except TemplateError as error:
+    except (TemplateError, *OF_A_TEMPLATE) as error:
         raise ValueError(f"the chat template refuses it: {error}") from error
 
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -26,7 +26,8 @@ import torch
 from trainer.data.encoded_rows import encode_rows, how_many
 from trainer.data.files import Row
 from trainer.data.lm_rows import LMRow, encode_lm_row, filled_columns, lm_columns
-from trainer.data.prompts import as_objects, encode_prompts
+from trainer.data.prompt_tokens import encode_prompt
+from trainer.data.prompts import as_objects
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
@@ -114,7 +115,7 @@ def encode_reply(prompt: Any, said: Any, tokenizer: Any) -> LMRow:
     if not isinstance(prompt, list) or not isinstance(said, list):
         raise ValueError("messages stand beside a prompt that is no list of messages")
     whole = encode_lm_row({"messages": [*prompt, *said]}, tokenizer)
-    (asked,) = encode_prompts([prompt], tokenizer)
+    asked = encode_prompt(prompt, tokenizer)
     return LMRow(whole.ids, whole.in_loss & (np.arange(len(whole.ids)) >= len(asked)))
 
 

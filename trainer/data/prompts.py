@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,8 +21,10 @@ import torch
 
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
-from trainer.data.files import listing, other_columns, read_rows
+from trainer.data.files import listing
 from trainer.data.order import epoch_order
+from trainer.data.prompt_table import read_prompts
+from trainer.data.row_digest import OTHER_ROWS, digest_of_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
 from workers.models.folder import model_folder
@@ -35,7 +38,7 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
 
     folder = model_folder(path, weights=False)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as err:
         there = f"it holds {listing(folder)}" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"No tokenizer loads from {key}={path}: {there}.\n{err}") from err
@@ -58,19 +61,16 @@ class PromptSet:
     ) -> None:
         """Read, tokenize and filter the files that the key `setting` of `config` names."""
         self._config, self._tokenizer = config, tokenizer
-        rows, self.num_bad = read_rows(config, setting, tokenizer, needs_rules)
-        prompts = encode_prompts([row[config.prompt_key] for row in rows], tokenizer)
-        fits = [len(ids) <= config.max_prompt_length for ids in prompts]
-        kept = [i for i in range(len(rows)) if fits[i] or not config.filter_overlong_prompts]
-        self.num_overlong = len(rows) - len(kept)
-        self.num_cut = sum(not fits[i] for i in kept)
-        self._rows = {i: rows[i] for i in kept}
-        self.columns = other_columns(self._rows.values(), config.prompt_key)
-        self._ids = {i: prompts[i] if fits[i] else self._cut(prompts[i], i) for i in kept}
-        self.rows = np.array(kept, dtype=np.int64)
-        longest = max(map(len, prompts), default=0)
+        self._table = read_prompts(config, setting, tokenizer, needs_rules, self._check_length)
+        self.num_bad, lengths = self._table.num_bad, self._table.lengths
+        fits = lengths <= config.max_prompt_length
+        self.rows = np.flatnonzero(fits | (not config.filter_overlong_prompts))
+        self.num_overlong = len(lengths) - len(self.rows)
+        self.num_cut = len(self.rows) - int(fits.sum())
+        self.columns = self._table.columns(self.rows)
+        longest = max(lengths, default=0)
         self.story = (
-            f"data.{setting} holds {len(rows)} prompts; {self.num_overlong} were dropped and "
+            f"data.{setting} holds {len(lengths)} prompts; {self.num_overlong} were dropped and "
             f"{self.num_cut} cut for more than data.max_prompt_length={config.max_prompt_length} "
             f"tokens (the longest has {longest})"
         )
@@ -81,16 +81,44 @@ class PromptSet:
     @property
     def data_sources(self) -> set[str]:
         """The names by which rules for rewards are found."""
-        return {str(row["data_source"]) for row in self._rows.values()}
+        return set(self._table.first_of_sources(self.rows))
 
-    def _cut(self, ids: np.ndarray[Any, Any], row: int) -> np.ndarray[Any, Any]:
-        limit = self._config.max_prompt_length
-        if self._config.truncation == "error":
+    @cached_property
+    def digest(self) -> str:
+        """Of the prompts in their order, with what their rewards read."""
+        config = self._config
+        cut = config.max_prompt_length, config.truncation, config.filter_overlong_prompts
+        return self._table.remembered(f"digest of rows: {cut}", self._digest_of_rows)
+
+    def _digest_of_rows(self) -> str:
+        names = ("data_source", "reward_model", *self.columns)
+        numbered = ((number, self._table.row(number)) for number in self.rows.tolist())
+        return digest_of_rows(
+            (self._tokens(number), {name: row.get(name) for name in names})
+            for number, row in numbered
+        )
+
+    def first_of_each_source(self) -> list[int]:
+        """The number of the first row of every data source."""
+        return list(self._table.first_of_sources(self.rows).values())
+
+    def _check_length(self, where: str, num_tokens: int) -> None:
+        """Refuse a prompt that is too long, unless such prompts are dropped or cut."""
+        config = self._config
+        stays = config.truncation != "error" or config.filter_overlong_prompts
+        if num_tokens > config.max_prompt_length and not stays:
             raise ConfigError(
-                f"Prompt {row} has {len(ids)} tokens, data.max_prompt_length={limit}. Raise it, "
-                "or set data.filter_overlong_prompts=true, or data.truncation=left|right."
+                f"{where}: the prompt has {num_tokens} tokens, data.max_prompt_length="
+                f"{config.max_prompt_length}. Raise it, or set "
+                "data.filter_overlong_prompts=true, or data.truncation=left|right."
             )
-        return ids[-limit:] if self._config.truncation == "left" else ids[:limit]
+
+    def _tokens(self, number: int) -> np.ndarray[Any, Any]:
+        """Those of a prompt, cut to what fits."""
+        tokens, limit = self._table.tokens(number), self._config.max_prompt_length
+        if len(tokens) <= limit:
+            return tokens
+        return tokens[-limit:] if self._config.truncation == "left" else tokens[:limit]
 
     def in_order(self) -> Iterator[DataProto]:
         """Every prompt once, `data.train_batch_size` at a time."""
@@ -106,11 +134,11 @@ class PromptSet:
         )
         attention_mask = torch.zeros_like(input_ids)
         for slot, row in enumerate(chosen):
-            ids = self._ids[row]
+            ids = self._tokens(row)
             input_ids[slot, width - len(ids) :] = torch.from_numpy(ids)
             attention_mask[slot, width - len(ids) :] = 1
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        rows = [self._rows[row] for row in chosen]
+        rows = [self._table.row(row) for row in chosen]
         others = [{name: row.get(name) for name in self.columns} for row in rows]
         return DataProto.from_dict(
             tensors={
@@ -230,15 +258,16 @@ class PromptLoader:
             return own
         return [name for name in own if name in self.validation.columns]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the loader stands; with the seed in the config, all that a resume needs."""
         return {
             "num_taken": self._num_taken,
             "num_prompts": len(self.prompts),
             "batch_size": self._config.train_batch_size,
+            "rows": self.prompts.digest,
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where `state` was taken; other data or another batch size is refused."""
         now = self.state_dict()
         differs = []
@@ -247,33 +276,15 @@ class PromptLoader:
                 differs.append(f"{name}: saved {state[name]}, now {now[name]}")
         if differs:
             raise CheckpointError(
-                f"The loader's saved position is one in other data ({'; '.join(differs)})."
+                f"The loader's saved position is one in other data ({'; '.join(differs)}). "
+                f"{OTHER_ROWS}"
+            )
+        if state["rows"] != now["rows"]:
+            raise CheckpointError(
+                f"The loader's saved position is one in other data: as many prompts "
+                f"({now['num_prompts']}), but of other contents or in another order. {OTHER_ROWS}"
             )
         self._num_taken = state["num_taken"]
-
-
-def encode_prompts(prompts: Sequence[Any], tokenizer: Any) -> list[np.ndarray[Any, Any]]:
-    """Token ids of each prompt: chat messages through the chat template, strings as they are."""
-    chats = [p for p in prompts if not isinstance(p, str)]
-    if chats and tokenizer.chat_template is None:
-        raise ConfigError(
-            f"The tokenizer of {tokenizer.name_or_path} has no chat template, and {len(chats)} of "
-            f"{len(prompts)} prompts are chat messages. Add chat_template.jinja to the model "
-            "folder, or give prompts as plain strings."
-        )
-
-    encoded = []
-    for index, prompt in enumerate(prompts):
-        # the template writes the special tokens of a chat itself
-        is_plain = isinstance(prompt, str)
-        text = prompt
-        if not is_plain:
-            text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        ids = np.array(tokenizer(text, add_special_tokens=is_plain)["input_ids"], dtype=np.int64)
-        if ids.size == 0:
-            raise ConfigError(f"Prompt {index} has no tokens: {text!r}.")
-        encoded.append(ids)
-    return encoded
 
 
 def as_objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.row_digest import OTHER_ROWS, digest_of_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError
 
@@ -46,15 +48,28 @@ class RowLoader(Generic[R]):
     def _order(self, epoch: int) -> NDArray[np.int64]:
         return np.random.default_rng([self._seed, epoch]).permutation(len(self.rows))
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the loader stands; with the seed in the config, all that a resume needs."""
-        return {"num_taken": self._num_taken, "num_rows": len(self.rows)}
+        return {
+            "num_taken": self._num_taken,
+            "num_rows": len(self.rows),
+            "rows": self._digest,
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    @cached_property
+    def _digest(self) -> str:
+        return digest_of_rows(self.rows)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where `state` was taken; other rows are refused."""
         if state["num_rows"] != len(self.rows):
             raise CheckpointError(
                 "The saved position is one among other rows (saved "
-                f"{state['num_rows']} of them, now {len(self.rows)})."
+                f"{state['num_rows']} of them, now {len(self.rows)}). {OTHER_ROWS}"
+            )
+        if state["rows"] != self._digest:
+            raise CheckpointError(
+                f"The saved position is one among other rows: as many ({len(self.rows)}), but of "
+                f"other contents or in another order. {OTHER_ROWS}"
             )
         self._num_taken = state["num_taken"]

@@ -11,6 +11,7 @@ from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from verl_like.config_key import When, key
 from verl_like.placement.roles import expand_roles
 from workers.config import model_rewards
+from workers.config.conditions import SAVES
 
 BY_NUMBERS = When(
     "`topology` is null",
@@ -21,11 +22,6 @@ HAS_WINDOW = When(
     "`sampler` is version_window or your own",
     lambda detached, _: detached.sampler == "version_window" or "." in detached.sampler,
     "detached.sampler is not version_window",
-)
-SAVES = When(
-    "`trainer.save_freq` > 0",
-    lambda _, run: run.trainer.save_freq > 0,
-    "trainer.save_freq writes no checkpoints",
 )
 
 
@@ -98,6 +94,9 @@ class DetachedTrainerConfig(PPOTrainerConfig):
 
     cls: str = key("trainer.detached.step.DetachedTrainer", allows="a dotted path")
     """Dotted path of the trainer: DetachedTrainer, or a subclass that overrides stages or hooks."""
+    max_restarts: int = key(0, at_least=0, may_change_on_resume=True)
+    """Times that a run goes on by itself from its last checkpoint; a maker alone is
+    `detached.on_maker_loss`."""
     experiment_name: str = key("detached", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""
 

@@ -98,6 +98,7 @@ class WorkerGroups:
         # whoever calls one role after the other meets the actor before the rollout that decodes
         # with its module, whatever the order of the pools
         self._groups = {role: self._groups[role] for role in self._in_order(self._groups)}
+        self._watch_each_other()
 
     def restart(self, pool: str) -> None:
         """Start the processes of one pool anew, on the places that it had; other pools go on.
@@ -121,6 +122,19 @@ class WorkerGroups:
         if group is not before:
             group.transport.finished.extend(before.transport.take_finished())
             self._groups.update(group.spawn(self._roles(pool)))
+            self._watch_each_other()
+
+    def _watch_each_other(self) -> None:
+        """While one pool is waited for, the loss of another that the run needs is noticed.
+
+        Pools that work beside the driver are not among these: the recipe looks after them.
+        """
+        needed = {}
+        for name, group in self._fused.items():
+            if name not in self.config.child_pools:
+                needed[group.transport.process_key] = group.transport
+        for key, transport in needed.items():
+            transport.companions = [other for each, other in needed.items() if each != key]
 
     def _roles(self, pool: str) -> list[str]:
         """The roles of a pool in the order in which they are constructed."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.files import write_whole
+from verl_like.files import json_line, write_whole
 from workers.columns import read_columns
 from workers.rewards.manager import decode_responses
 
@@ -44,7 +43,7 @@ def write_samples(folder: Path, step: int, batch: DataProto, tokenizer: Any) -> 
     lines = []
     for values in zip(*fields.values(), strict=True):
         row = {"step": step, **dict(zip(fields, values, strict=True))}
-        lines.append(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+        lines.append(json_line(row, _plain))
 
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / f"{step}.jsonl", "".join(lines), to_disk=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from verl_like.files import parse_json
 
 AFTER_STEP = ("testing", "save_checkpoint")
 """What is timed beside a step's stages, and `timing_s/step` does not include."""
@@ -33,11 +34,11 @@ class Call:
 def read_timeline(path: Path, notes: list[str]) -> tuple[list[Call], list[str]]:
     """The calls of a run's Chrome trace, in order of their starts, and the stages of a step."""
     try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
+        trace = parse_json(path.read_bytes())
         return _calls_in(trace["traceEvents"]), list(trace["otherData"]["stages"])
     except FileNotFoundError:
         notes.append(f"{path.name} is not there.")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
         notes.append(f"{path.name} is half written, or not a run's, and left out.")
     return [], []
 
@@ -57,8 +58,8 @@ def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
             method=e["name"],
             start=e["ts"] / 1e6,
             end=(e["ts"] + e["dur"]) / 1e6,
-            step=e.get("args", {}).get("step", 0),
-            stage=e.get("args", {}).get("stage", ""),
+            step=int(e.get("args", {}).get("step", 0)),
+            stage=str(e.get("args", {}).get("stage", "")),
         )
         calls.append(call)
 

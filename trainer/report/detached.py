@@ -6,12 +6,13 @@ every role did, and the books of the samples.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from verl_like.files import parse_json
 
 STATES = ("busy", "waiting", "syncing")
 ACCOUNT = ("made", "trained", "queued", "dropped", "in_flight")
@@ -51,7 +52,7 @@ def read_detached(
     facts: Any = {}
     if path.is_file():
         try:
-            facts = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+            facts = parse_json(path.read_bytes())
         except ValueError:
             notes.append(f"{path.name} is half written and left out.")
     if not facts and not any(name.startswith(PREFIX) for line in metrics for name in line):

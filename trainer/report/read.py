@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,11 @@ from typing import Any
 from trainer.report.calls import AFTER_STEP, Call, read_timeline
 from trainer.report.detached import DetachedRun, read_detached
 from verl_like.errors import ConfigError
+from verl_like.files import lines_of, parse_json
 
 FAILURE_FILE = "failure.txt"
-STOPPED = "Stopped by Ctrl-C.\n"
+STOPPED = "Stopped by "
+"""How the failure of a run begins that was asked to stop."""
 """What is in `FAILURE_FILE` where nothing failed."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
 SHOWN_STARTS = 5
@@ -130,9 +131,9 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
         notes.append(f"{path.name} is not there.")
         return []
     found, broken = [], 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines_of(path):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if isinstance(row, dict):

@@ -4,7 +4,7 @@
       latest_checkpointed_iteration.txt   number of the newest step, for people and for verl's tools
       global_step_N/
         commit.json                       sizes and checksums; written last: else there is none
-        trainer.json, random.pt           what the driver goes on with, and its random state
+        trainer.json, random.json           what the driver goes on with, and its random state
         actor/, critic/, rollout/, ...    one folder a role, written by `Worker.save_checkpoint`
 
 A trainer drives it so:
@@ -22,22 +22,33 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trainer.config.flat import flat_config
 from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
+from trainer.run_folder.inputs import digests_of_inputs
+from trainer.run_folder.marker import (
+    MARKER,
+    committed,
+    marked_files,
+    named,
+    read_marker,
+    refuse_damaged,
+)
+from trainer.run_folder.retention import steps_to_drop
+from trainer.run_folder.starts import installed_versions
 from verl_like.calls.future import gather
-from verl_like.errors import CheckpointError
-from verl_like.files import fingerprint, put_in_place, write_whole
+from verl_like.errors import CheckpointError, DamagedCheckpointError
+from verl_like.files import lines_of, parse_json, put_in_place, read_json_object, write_whole
 from verl_like.process.random_state import load_random_state, save_random_state
 
-MARKER = "commit.json"
 LATEST = "latest_checkpointed_iteration.txt"
 WANDB_ID, MLFLOW_ID = "wandb_run_id.txt", "mlflow_run_id.txt"
 """What `trainer.run_folder` remembers a tracker's own run by, so that a resumed run goes on in it.
@@ -54,9 +65,17 @@ class Checkpoints:
         self.folder = Path(config.trainer.default_local_dir).resolve()
         self.schema = type(config)
         self.config = flat_config(config)
+        self.damaged: dict[Path, str] = {}
+        """Newer checkpoints of the folder that cannot be gone on from, and why."""
         self.start: Path | None = getattr(self, f"_{config.trainer.resume_mode}")()
         self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
         self._written: int | None = None
+        self._began = self._saved_at = time.monotonic()
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """Digests of the files that this run computes from."""
+        return digests_of_inputs(self.schema, self.config)
 
     @property
     def goes_on_here(self) -> bool:
@@ -66,10 +85,19 @@ class Checkpoints:
         """
         return self.start is not None and self.start.parent == self.folder
 
-    def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether `trainer.save_freq` asks for a checkpoint after this step."""
+    def is_due(self, step: int, total_steps: int, by_time: bool = True) -> bool:
+        """Whether `trainer.save_freq` or `save_every_minutes` asks for a checkpoint after it."""
         every = self.trainer.save_freq
-        return every > 0 and (step % every == 0 or step == total_steps)
+        if every > 0 and (step % every == 0 or step == total_steps):
+            return True
+        minutes, now = self.trainer.save_every_minutes, time.monotonic()
+        since = self._began if step == total_steps else self._saved_at
+        return by_time and minutes is not None and now - since >= 60 * minutes
+
+    @property
+    def are_written(self) -> bool:
+        """Whether this run writes any: one that is stopped then leaves one behind."""
+        return self.trainer.save_freq > 0 or self.trainer.save_every_minutes is not None
 
     def write(
         self,
@@ -89,10 +117,16 @@ class Checkpoints:
             gather(
                 *(groups[role].save_checkpoint.remote(str(part / role), step) for role in groups)
             )
-            save_random_state(part / "random.pt")
+            save_random_state(part / "random.json")
             write_more(part)
             write_whole(part / "trainer.json", json.dumps(state, indent=1))
-            marker = {"step": step, "files": _marked_files(part), "config": self.config}
+            marker = {
+                "step": step,
+                "files": marked_files(part),
+                "config": self.config,
+                "inputs": self.inputs,
+                "versions": installed_versions(),
+            }
             write_whole(part / MARKER, json.dumps(marker, indent=1))
         self._written = step
 
@@ -109,32 +143,46 @@ class Checkpoints:
         with self._naming_failures(step):
             put_in_place(self._part(step), folder)
             write_whole(self.folder / LATEST, str(step))
+        self._saved_at = time.monotonic()
         self._drop_old()
         return folder
 
     def load(self, groups: Any) -> dict[str, Any] | None:
-        """Load every role's state of the chosen checkpoint; gives the driver's, if any."""
-        if self.start is None:
-            return None
-        for name, written in read_marker(self.start)["files"].items():
-            path = self.start / name
-            if not path.is_file() or fingerprint(path) != written:
-                raise CheckpointError(
-                    f"{path} is {'damaged' if path.is_file() else 'missing'}. {self._others()}"
-                )
-        gather(*(groups[role].load_checkpoint.remote(str(self.start / role)) for role in groups))
-        load_random_state(self.start / "random.pt")
-        state: dict[str, Any] = json.loads(
-            (self.start / "trainer.json").read_text(encoding="utf-8")
-        )
-        print(f"resumed from {self.start}", flush=True)
+        """Load every role's state of the chosen checkpoint; gives the driver's, if any.
+
+        One that turns out damaged when it is read makes room for the newest before it.
+        """
+        while self.start is not None:
+            try:
+                return self._load(self.start, groups)
+            except DamagedCheckpointError as error:
+                if self.trainer.resume_mode != "auto":
+                    raise DamagedCheckpointError(f"{error}. {self._instead()}") from error
+                self.damaged[self.start] = str(error)
+                self.start = self._newest_whole()
+                assert self.start is not None, "a folder of damaged checkpoints alone is refused"
+                self.start_step = read_marker(self.start)["step"]
+                self.cut_back()
+        return None
+
+    def _load(self, start: Path, groups: Any) -> dict[str, Any]:
+        refuse_damaged(start)
+        gather(*(groups[role].load_checkpoint.remote(str(start / role)) for role in groups))
+        load_random_state(start / "random.json")
+        try:
+            state = read_json_object(start / "trainer.json")
+        except ValueError as error:
+            raise DamagedCheckpointError(f"{start / 'trainer.json'} is damaged: {error}") from error
+        print(f"resumed from {start}", flush=True)
         return state
 
     def cut_back(self) -> None:
         """Take away what an interrupted run left after the committed step.
 
-        That is unfinished folders, metrics and samples.
+        That is unfinished folders, metrics and samples. Damaged checkpoints are set aside.
         """
+        for folder, why in self.damaged.items():
+            self._set_aside(folder, why)
         for pattern in ("global_step_*.part", "global_step_*.old"):
             for leftover in self.folder.glob(pattern):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -144,8 +192,7 @@ class Checkpoints:
                 (self.folder / name).unlink(missing_ok=True)
         metrics = self.folder / "metrics.jsonl"
         if metrics.is_file():
-            written = metrics.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in written if 0 <= _step_of(line) <= last]
+            kept = [line for line in lines_of(metrics) if 0 <= _step_of(line) <= last]
             write_whole(metrics, "".join(f"{line}\n" for line in kept))
         for path in (
             *self.folder.glob("rollouts/*.jsonl"),
@@ -153,6 +200,18 @@ class Checkpoints:
         ):
             if path.stem.isdecimal() and int(path.stem) > last:
                 path.unlink()
+        if self.trainer.save_freq > 0:
+            _ = self.inputs  # as they are while the run reads them, not at the first checkpoint
+
+    def _set_aside(self, folder: Path, why: str) -> None:
+        """A damaged checkpoint keeps its files under a name that no resume takes."""
+        if not folder.is_dir():
+            return
+        aside = folder.with_name(folder.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.replace(aside)
+        logger.warning("%s: set aside as %s; going on from %s.", why, aside.name, self.start)
+        write_whole(self.folder / LATEST, str(self.start_step))
 
     def _part(self, step: int) -> Path:
         return self.folder / f"global_step_{step}.part"
@@ -164,18 +223,14 @@ class Checkpoints:
         except (OSError, CheckpointError) as error:
             shutil.rmtree(self._part(step), ignore_errors=True)
             free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
-            older = ", ".join(f"global_step_{n}" for n in committed(self.folder)) or "none"
             raise CheckpointError(
                 f"the checkpoint of step {step} was not written: {error} {free:.0f} MiB are free "
-                f"in {self.folder}; committed checkpoints there: {older}."
+                f"in {self.folder}; committed checkpoints there: {named(committed(self.folder))}."
             ) from error
 
     def _auto(self) -> Path | None:
-        steps = committed(self.folder)
-        if not steps:
-            return None
-        newest = self.folder / f"global_step_{steps[-1]}"
-        differing = self._differing(newest)
+        newest = self._newest_whole()
+        differing = [] if newest is None else self._differing(newest)
         if differing:
             raise CheckpointError(
                 f"{newest} was written by another configuration: {'; '.join(differing)}. Start in "
@@ -183,6 +238,20 @@ class Checkpoints:
                 f"trainer.resume_mode=resume_path trainer.resume_from_path={newest}"
             )
         return newest
+
+    def _newest_whole(self) -> Path | None:
+        """The folder's newest checkpoint with every file; the newer ones become `damaged`."""
+        steps = committed(self.folder)
+        for step in reversed(steps):
+            if self._is_whole(step):
+                return self.folder / f"global_step_{step}"
+        if steps:
+            raise DamagedCheckpointError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(self.damaged.values())}. "
+                f"Start anew in another trainer.default_local_dir, or here: move "
+                f"{named(steps)} away."
+            )
+        return None
 
     def _disable(self) -> None:
         steps = committed(self.folder)
@@ -199,8 +268,12 @@ class Checkpoints:
             "trainer.config.checks lets resume_path through only with a path"
         )
         start = Path(self.trainer.resume_from_path).resolve()
+        try:
+            refuse_damaged(start)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(f"{error}. {self._instead()}") from error
         step = read_marker(start)["step"]
-        newer = [n for n in committed(self.folder) if n > step]
+        newer = [n for n in committed(self.folder) if n > step and self._is_whole(n)]
         if newer:
             raise CheckpointError(
                 f"going on from step {step}, but {self.folder} holds checkpoints of later steps: "
@@ -211,77 +284,64 @@ class Checkpoints:
             logger.warning("going on with another configuration than the checkpoint's: %s", line)
         return start
 
+    def _is_whole(self, step: int) -> bool:
+        """Whether the folder's checkpoint has every file; one that has not becomes `damaged`."""
+        folder = self.folder / f"global_step_{step}"
+        if folder not in self.damaged:
+            try:
+                refuse_damaged(folder)
+            except DamagedCheckpointError as error:
+                self.damaged[folder] = str(error)
+        return folder not in self.damaged
+
     def _differing(self, folder: Path) -> list[str]:
-        """Keys that decide what is computed and are not as they were."""
-        saved = read_marker(folder)["config"]
+        """Keys that decide what is computed, and contents of files, that are not as they were."""
+        marker = read_marker(folder)
+        saved, inputs, versions = marker["config"], marker["inputs"], marker["versions"]
         differing = []
         for key, value in self.config.items():
             is_same = key not in saved or saved[key] == value
             if not is_same and not may_change_on_resume(self.schema, key):
                 differing.append(f"{key} was {saved[key]!r}, is {value!r}")
+        for name, digest in self.inputs.items():
+            if inputs.get(name, digest) != digest:
+                differing.append(f"{name} has other contents now")
+        for name, version in installed_versions().items():
+            if versions.get(name, version) != version:
+                logger.warning(
+                    "%s was written by %s %s, here is %s: numbers may differ.",
+                    folder,
+                    name,
+                    versions[name],
+                    version,
+                )
         return differing
 
-    def _others(self) -> str:
-        others = [n for n in committed(self.folder) if n != self.start_step]
-        if not others:
+    def _instead(self) -> str:
+        """What to do about a damaged checkpoint that the user has named."""
+        start = Path(self.trainer.resume_from_path or "").resolve()
+        steps = [step for step in committed(start.parent) if start.name != f"global_step_{step}"]
+        if not steps:
+            return "There is no other beside it: start anew."
+        if start.parent == self.folder:
             return (
-                "There is no other checkpoint in the run folder: start anew in another "
-                "trainer.default_local_dir."
+                "Leave out trainer.resume_mode and trainer.resume_from_path, and the run goes on "
+                f"from the newest whole one (beside it: {named(steps)})."
             )
-        return (
-            f"Move {self.start} away, and the run goes on from its newest other checkpoint "
-            f"(there: {', '.join(f'global_step_{n}' for n in others)})."
-        )
+        return f"Name another one: beside it are {named(steps)}."
 
     def _drop_old(self) -> None:
         keep = self.trainer.max_ckpt_to_keep
-        for step in committed(self.folder)[: -keep if keep else 0]:
+        for step in steps_to_drop(self.folder, committed(self.folder), keep):
             folder = self.folder / f"global_step_{step}"
             old = folder.with_name(folder.name + ".old")
             folder.replace(old)  # half a folder must never carry the name of a whole one
             shutil.rmtree(old, ignore_errors=True)
 
 
-def committed(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a run folder that were completed, in order."""
-    found = (
-        re.fullmatch(r"global_step_(\d+)", path.parent.name)
-        for path in folder.glob(f"global_step_*/{MARKER}")
-    )
-    return sorted(int(match[1]) for match in found if match)
-
-
-def read_marker(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's commit marker says."""
-    try:
-        marker: dict[str, Any] = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        what = (
-            "it was never committed (no commit.json)"
-            if folder.is_dir()
-            else "there is no such folder"
-        )
-        steps = ", ".join(f"global_step_{n}" for n in committed(folder.parent)) or "none"
-        raise CheckpointError(
-            f"{folder} is no checkpoint: {what}. Committed ones beside it: {steps}."
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(
-            f"{folder / MARKER} is damaged: {error}. Move {folder} away."
-        ) from error
-    return marker
-
-
-def _marked_files(part: Path) -> dict[str, Any]:
-    """The driver's files and every role's top ones; its manifest vouches for what lies deeper."""
-    paths = sorted(part.glob("*")) + sorted(part.glob("*/*"))
-    files = [path for path in paths if path.is_file()]
-    return {path.relative_to(part).as_posix(): fingerprint(path) for path in files}
-
-
 def _step_of(line: str) -> int:
-    """The step of a line of metrics; -1 for half a line."""
+    """The step of a line of metrics; -1 for half a line, or another's."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return int(parse_json(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return -1

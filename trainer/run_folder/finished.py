@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 
 from trainer.config.flat import NAMES_OF_A_RUN
-from trainer.run_folder.checkpoint import Checkpoints, read_marker
+from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.marker import read_marker
 
 IS_LAST = "is_last_step"
 """In the driver's state of a checkpoint: no step of that run comes after it."""
@@ -23,8 +24,8 @@ def why_finished(checkpoints: Checkpoints) -> str:
     if start is None or not checkpoints.goes_on_here:
         return ""
     saved = read_marker(start)["config"]
-    settings = checkpoints.config.keys() - NAMES_OF_A_RUN
-    if any(saved.get(key) != checkpoints.config[key] for key in settings):
+    keys = checkpoints.config.keys() - set(NAMES_OF_A_RUN)
+    if any(saved.get(key) != checkpoints.config[key] for key in keys):
         return ""
     try:
         state = json.loads((start / "trainer.json").read_text(encoding="utf-8"))

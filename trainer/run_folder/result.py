@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.flat import config_hash
 from trainer.config.schema import RunConfig
-from trainer.run_folder.checkpoint import committed
+from trainer.run_folder.marker import committed
+from verl_like.files import lines_of, parse_json
 
 EXPORT = "huggingface"
 """Folder of a role's checkpoint that `from_pretrained` loads."""
@@ -32,10 +32,7 @@ class RunResult:
         """Read from the run folder; the export is that of `role`."""
         folder = Path(config.trainer.default_local_dir)
         lines = folder / "metrics.jsonl"
-        metrics = []
-        if lines.is_file():
-            metrics = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-
+        metrics = [parse_json(line) for line in lines_of(lines)] if lines.is_file() else []
         exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]
         model_folder = next((path for path in reversed(exports) if path.is_dir()), None)
         return cls(folder, config_hash(config), metrics, model_folder)

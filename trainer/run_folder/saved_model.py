@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.run_folder.checkpoint import MARKER, committed, read_marker
+from trainer.run_folder.marker import MARKER, committed, read_marker
 from trainer.run_folder.result import EXPORT
 from verl_like.errors import CheckpointError, nearest
 from workers.config import ModelConfig
-from workers.training.checkpoint import MANIFEST, read_manifest
+from workers.training.manifest import MANIFEST, read_manifest
 
 SECTIONS = ("{role}.model", "actor_rollout_ref.model", "model")
 """Where a configuration may have the model of a role, the first that is there."""

@@ -5,14 +5,16 @@ A resumed run adds a line. `trainer.launch` writes it, the report shows it.
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import socket
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from verl_like.files import json_line
 
 STARTS_FILE = "starts.jsonl"
 PACKAGES = (
@@ -33,14 +35,15 @@ def note_start(folder: Path) -> None:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "command": shlex.join(sys.orig_argv),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **installed_versions()},
     }
     with (folder / STARTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(json_line(line))
 
 
-def _versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+@cache
+def installed_versions() -> dict[str, str]:
+    """Of those of `PACKAGES` that are installed."""
     found = {}
     for name in PACKAGES:
         try:

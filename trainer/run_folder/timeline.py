@@ -8,10 +8,14 @@ and the overlap ratios of a step.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_like.files import parse_json
+
+logger = logging.getLogger(__name__)
 _TAIL = b"\n]}\n"
 FACTS = ("pid", "rank", "cpu_s", "step", "stage")
 """What an event says of its call beside its time, method, role and lane."""
@@ -34,9 +38,7 @@ class Timeline:
         self._pools: dict[str, int] = {}
         self._lanes: dict[tuple[str, str], int] = {}
         self._is_empty = True
-        if resume and self.path.is_file():
-            self._read_lanes()
-        else:
+        if not (resume and self.path.is_file() and self._goes_on()):
             facts = json.dumps({"displayTimeUnit": "ms", "otherData": {"stages": list(stages)}})
             self.path.write_bytes(facts[:-1].encode() + b', "traceEvents": [' + _TAIL)
 
@@ -92,13 +94,31 @@ class Timeline:
             names.append({"name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
         return pid, self._lanes[pool, lane], [{"ph": "M", **event} for event in names]
 
+    def _goes_on(self) -> bool:
+        """Whether the file is one to go on in; another, or half of one, is set aside."""
+        try:
+            self._read_lanes()
+        except (ValueError, KeyError, TypeError) as error:
+            aside = self.path.with_name(self.path.name + ".damaged")
+            self.path.replace(aside)
+            logger.warning(
+                "%s is damaged (%s: %s): kept as %s, and begun anew.",
+                self.path, type(error).__name__, error, aside.name,
+            )  # fmt: skip
+            self._origin, self._pools, self._lanes, self._is_empty = None, {}, {}, True
+            return False
+        return True
+
     def _read_lanes(self) -> None:
         """Origin and lanes of the run that is gone on with."""
         pool_of: dict[int, str] = {}
-        for event in json.loads(self.path.read_bytes())["traceEvents"]:
+        text = self.path.read_bytes()
+        if not text.endswith(_TAIL):
+            raise ValueError("it does not end as a run's does")
+        for event in parse_json(text)["traceEvents"]:
             self._is_empty = False
             if event["name"] == "trace_origin":
-                self._origin = event["args"]["seconds"]
+                self._origin = float(event["args"]["seconds"])
             elif event["name"] == "process_name":
                 pool_of[event["pid"]] = event["args"]["name"]
                 self._pools[event["args"]["name"]] = event["pid"]

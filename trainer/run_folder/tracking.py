@@ -9,7 +9,6 @@ ones, those registered in `TRACKERS`, and others by their dotted path.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -17,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.config.schema import TRACKERS, RunConfig
+from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
 from trainer.run_folder.checkpoint import WANDB_ID
 from trainer.run_folder.progress import Console
 from verl_like.errors import ConfigError
-from verl_like.files import write_whole
+from verl_like.files import json_line, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +40,10 @@ class JsonLines:
 
     def __init__(self, folder: str | Path):
         """Go on with the file in `folder`; what is not there is made."""
-        path = Path(folder) / "metrics.jsonl"
+        self._path = Path(folder) / "metrics.jsonl"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.open("a").close()
         except OSError as err:
             raise ConfigError(
                 f"trainer.default_local_dir={folder} cannot be written ({err}); give a folder "
@@ -52,13 +51,12 @@ class JsonLines:
             ) from err
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append a line."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        """Append a line, to what has that name now: a resume may have cut the file back."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json_line({"step": step, **metrics}))
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Nothing is open."""
 
 
 class TensorBoard:
@@ -174,7 +172,9 @@ def make_tracking(config: RunConfig, total_steps: int) -> Tracking:
             try:
                 entry = TRACKERS.look_up(name)
                 make = BUILT_IN.get(name, entry)
-                tracking.trackers.append(make(config, total_steps))
+                tracker = make(config, total_steps)
+                check_tracker_methods(tracker, f"what trainer.logger={name} makes")
+                tracking.trackers.append(tracker)
             except ImportError as err:
                 logger.warning(
                     "trainer.logger names %s, which is not installed (%s): pip install "

@@ -28,16 +28,20 @@ def wait_for_calls(
     timeout: float | None = None,
     setting: str = "call_s",
     since: float | None = None,
+    rows: int = 0,
 ) -> list[Header]:
     """The headers of a group call, in rank order; raises the first failure once it is certain.
 
     When one rank fails, the others get a grace period before the error is raised, a short one when
     it died: they may be stuck in a collective that it left. `setting` names the deadline, unless
-    `timeout` is given; it runs `since` then.
+    `timeout` is given; it runs `since` then. A call of so many `rows` may be late before `call_s`.
     """
     limits = transport.deadlines
     transport.report_abandoned()
     limit = getattr(limits, setting) if timeout is None else timeout
+    if timeout is None and setting == "call_s":
+        limit = transport.call_times.limit_s(name, rows, limits)
+        setting = setting if limit == limits.call_s else "late_s"
     patience = Patience(name, limit, limits.warn_s, since)
     calls = _OpenCalls(transport, name, pending)
     failed_at: float | None = None
@@ -45,7 +49,9 @@ def wait_for_calls(
         calls.take(transport.wait(list(calls.open), patience.remaining()))
         if not calls.open:
             break
-        calls.give_up(transport.lost(p.rank for p in calls.open.values()))
+        calls.give_up(transport.gone(p.rank for p in calls.open.values()))
+        if not calls.failures:
+            transport.check_companions(name)
         if calls.failures:
             failed_at = patience.age_s if failed_at is None else failed_at
             grace_s = calls.grace_s(limits.grace_s)

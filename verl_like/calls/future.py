@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl_like.batch.split import join_pieces
+from verl_like.batch.tensordict_rows import rows_of, value_of
 from verl_like.calls.answers import wait_for_calls
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.metrics import batch_alone
 from verl_like.calls.transport import Transport
-from verl_like.errors import BatchError, WorkerError
+from verl_like.errors import BatchError, WaitTimeoutError, WorkerError
 
 logger = logging.getLogger(__name__)
 Outcome = tuple[Any, Exception | None]
@@ -39,11 +41,13 @@ class WorkerFuture:
         collect: Callable[[list[Header], list[Any]], Any],
         form: str,
         pieces: Sequence[Pending],
+        rows: int = 0,
     ):
         """Made by `BoundMethod`; `collect` turns headers and payloads into the result.
 
         `form` says how `pieces`, the answers that count, make the result: a `batch`, a `list`, the
-        `first` of them, or by a function of its `own`, which only `collect` knows.
+        `first` of them, or by a function of its `own`, which only `collect` knows. `rows` are those
+        of its batches, where they are known.
         """
         self.name = name
         self.transport = transport
@@ -53,6 +57,7 @@ class WorkerFuture:
         self._collect = collect
         self._headers: list[Header] | None = None
         self._outcome: tuple[Any, BaseException | None] | None = None
+        self._launched, self._rows = time.time(), rows
 
     def get(self, timeout: float | None = None) -> Any:
         """The result; waits for it, at most `timeout` seconds.
@@ -74,7 +79,7 @@ class WorkerFuture:
     def wait(self, timeout: float | None = None) -> None:
         """Until every worker has answered; raises what failed. The results stay where they are."""
         if self._outcome is None and self._headers is None:
-            self._headers = wait_for_calls(self.transport, self.name, self.pending, timeout)
+            self._headers = self._wait(timeout)
 
     def _fetch(self, timeout: float | None) -> tuple[list[Header], list[Any]]:
         """Headers and payloads: at once if all is well and soon here, else by the watched wait."""
@@ -85,9 +90,23 @@ class WorkerFuture:
         here = self.transport.fetch_all(self.pending, soon)
         if here is not None and all(header.error is None for header in here[0]):
             self.transport.finished.extend(here[0])
+            self._note_time(here[0])
             return here
-        headers = wait_for_calls(self.transport, self.name, self.pending, timeout, since=began)
+        headers = self._wait(timeout, began)
         return headers, [self._payload(pending) for pending in self.pending]
+
+    def _wait(self, timeout: float | None, since: float | None = None) -> list[Header]:
+        """The watched wait for the headers."""
+        call = self.transport, self.name, self.pending
+        headers = wait_for_calls(*call, timeout, since=since, rows=self._rows)
+        self._note_time(headers)
+        return headers
+
+    def _note_time(self, headers: Sequence[Header]) -> None:
+        """How long the call took, its turn in the queue included; clocks of nodes may differ."""
+        computed = max(header.end - header.start for header in headers)
+        waited = max(header.end for header in headers) - self._launched
+        self.transport.call_times.add(self.name, max(computed, waited), self._rows)
 
     def _payload(self, pending: Pending) -> Any:
         try:
@@ -151,9 +170,9 @@ class PartFuture:
 
     def get(self, timeout: float | None = None) -> Any:
         """The rows of this part; metrics stay with the futures that it is a part of."""
-        wholes = [batch_alone(whole) for whole in gather(*self.sources, timeout=timeout)]
-        whole = wholes[0] if len(wholes) == 1 else type(wholes[0]).concat(wholes)
-        return whole.chunk(self.chunks)[self.index] if self.chunks > 1 else whole
+        wholes = [rows_of(batch_alone(whole)) for whole in gather(*self.sources, timeout=timeout)]
+        whole = wholes[0] if len(wholes) == 1 else join_pieces(wholes)
+        return value_of(whole.chunk(self.chunks)[self.index] if self.chunks > 1 else whole)
 
     @property
     def transport(self) -> Transport:
@@ -177,15 +196,21 @@ class PartFuture:
         return [self.transport.regroup(pieces, self.chunks, even=False)[self.index]]
 
 
-def gather(*futures: Any, timeout: float | None = None) -> list[Any]:
+class _GivenUpError(WaitTimeoutError):
+    """A call that was not waited for to its end, since another one had failed."""
+
+
+def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = None) -> list[Any]:
     """The results of all the futures, in order.
 
-    All are waited for (together `timeout` seconds), even when one fails. A failure is logged as
-    soon as it is there. In the end the first in order is raised; the other ones are in its
-    attribute `others` and in its notes.
+    All are waited for (together `timeout` seconds), even when one fails; with `grace_s` no longer
+    than that after it: calls of two groups that wait for each other. A failure is logged as soon as
+    it is there. In the end the first in order is raised; the other ones are in its attribute
+    `others` and in its notes.
     """
-    outcomes = _outcomes(futures, timeout)
+    outcomes = _outcomes(futures, timeout, grace_s)
     errors = [error for _, error in outcomes if error is not None]
+    errors.sort(key=lambda error: isinstance(error, _GivenUpError))
     if not errors:
         return [value for value, _ in outcomes]
     first, *others = errors
@@ -195,7 +220,9 @@ def gather(*futures: Any, timeout: float | None = None) -> list[Any]:
     raise first
 
 
-def _outcomes(futures: Sequence[Any], timeout: float | None) -> list[Outcome]:
+def _outcomes(
+    futures: Sequence[Any], timeout: float | None, grace_s: float | None
+) -> list[Outcome]:
     """The value or the error of every future; several are watched at once, each by a thread."""
     arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
     if len(futures) == 1:
@@ -206,10 +233,18 @@ def _outcomes(futures: Sequence[Any], timeout: float | None) -> list[Outcome]:
             threading.Thread(target=_watch, args=watched, name="gather", daemon=True).start()
 
     outcomes: dict[int, Outcome] = {}
+    until: float | None = None
     while len(outcomes) < len(futures):
-        position, outcome = arrived.get()
+        try:
+            position, outcome = arrived.get(timeout=until and max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            for n, future in enumerate(futures):
+                given_up = _GivenUpError(f"{future}: not finished {grace_s:g} s after the failure")
+                outcomes.setdefault(n, (None, given_up))
+            break
         outcomes[position] = outcome
         if outcome[1] is not None and len(outcomes) < len(futures):
+            until = until or (None if grace_s is None else time.monotonic() + grace_s)
             left = [str(future) for n, future in enumerate(futures) if n not in outcomes]
             _log_failure(futures[position], outcome[1], ", ".join(left))
     return [outcomes[position] for position in range(len(futures))]

@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from verl_like.calls.call_times import CallTimes
 from verl_like.calls.messages import Call, Header, Held, Pending, payload_of
+from verl_like.calls.stopped import StoppedProcesses
 from verl_like.calls.waiting import Deadlines
-from verl_like.errors import WorkerError
+from verl_like.errors import WorkerDiedError, WorkerError
 from verl_like.process.facts import ProcessFacts
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,10 @@ class Transport(ABC):
         self.facts, self.deadlines, self.world_size = list(facts), deadlines, len(facts)
         self.process_key = id(self)
         self.started, self.finished, self.abandoned = [], deque(maxlen=FINISHED_KEPT), deque()
+        self.call_times = CallTimes()
+        self.companions: Sequence[Transport] = ()
+        """Those of other pools without which a run cannot go on."""
+        self._stopped = StoppedProcesses()
 
     @abstractmethod
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
@@ -114,11 +120,32 @@ class Transport(ABC):
         return f"{role or facts.name} rank {rank} of {self.world_size} ({place})"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those of the ranks that can never answer, and why: their machine is gone.
+        """Those of the ranks that can never answer, and why: machine or process is gone.
 
-        Their references do not say so by themselves.
+        References to calls do not always say so, and an idle rank has none.
         """
         return {}
+
+    def pid_here(self, rank: int) -> int | None:
+        """The process of a rank, where that is another one on this machine."""
+        return None
+
+    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those that are lost, and those whose process has been stopped for a while."""
+        ranks = list(ranks)
+        found = self.lost(ranks)
+        for rank in ranks:
+            pid = self.pid_here(rank)
+            why = None if pid is None else self._stopped.why_gone(pid)
+            if why is not None:
+                found.setdefault(rank, why)
+        return found
+
+    def check_companions(self, what: str) -> None:
+        """Raise if a rank of another pool is gone, while `what` is waited for."""
+        for other in self.companions:
+            for rank, why in other.gone(range(other.world_size)).items():
+                raise WorkerDiedError(f"{other.describe(rank)}, idle during {what}: {why}")
 
     def hold(self, reference: Any) -> Any:
         """A part that reaches the worker unresolved, as a `Held`."""

@@ -29,7 +29,10 @@ class Deadlines:
     rendezvous_s: float = 300.0
     """Until all ranks have met to open a process group."""
     call_s: float = 7200.0
-    """A call on a group; also a collective inside one."""
+    """A call on a group, at most; also a collective inside one."""
+    late_s: float = 60.0
+    """A call of a method that has been made before is late at ten times its median, not before
+    this."""
     warn_s: float = 60.0
     """The age at which a wait is logged for the first time, then at twice that age, and so on."""
     grace_s: float = 8.0

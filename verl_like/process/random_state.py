@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import io
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from verl_like.errors import CheckpointError
+from verl_like.files import read_json_object, write_whole
+
+OF_TORCH = ("torch", "cuda")
+"""The states that torch gives as bytes."""
 
 
 def get_random_state() -> dict[str, Any]:
@@ -33,18 +39,40 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def save_random_state(path: Path) -> None:
-    """Write the present state: that of a role while one of its methods runs."""
+    """Write the present state, as JSON: that of a role while one of its methods runs."""
     state = get_random_state()
     kind, keys, *rest = state["numpy"]
-    buffer = io.BytesIO()
-    torch.save(state | {"numpy": (kind, keys.tolist(), *rest)}, buffer)
-    path.write_bytes(buffer.getvalue())
+    text = {
+        "python": state["python"],
+        "numpy": [kind, keys.tolist(), *rest],
+        **{name: _as_text(state[name]) for name in OF_TORCH if name in state},
+    }
+    write_whole(path, json.dumps(text), to_disk=False)
 
 
 def load_random_state(path: Path) -> None:
     """Take over a state that `save_random_state` wrote."""
-    state = torch.load(path, weights_only=True)
-    kind, keys, *rest = state["numpy"]
-    if not torch.cuda.is_available():
-        state.pop("cuda", None)
-    set_random_state(state | {"numpy": (kind, np.array(keys, dtype=np.uint32), *rest)})
+    before = get_random_state()
+    try:
+        set_random_state(_read(path))
+    except (ValueError, LookupError, TypeError, RuntimeError) as error:
+        set_random_state(before)
+        raise CheckpointError(f"{path} holds no random state: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    text = read_json_object(path)
+    version, numbers, gauss = text["python"]
+    kind, keys, *rest = text["numpy"]
+    state: dict[str, Any] = {
+        "python": (version, tuple(numbers), gauss),
+        "numpy": (kind, np.array(keys, dtype=np.uint32), *rest),
+    }
+    for name in OF_TORCH:
+        if name in text and (name != "cuda" or torch.cuda.is_available()):
+            state[name] = torch.frombuffer(bytearray.fromhex(text[name]), dtype=torch.uint8)
+    return state
+
+
+def _as_text(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()

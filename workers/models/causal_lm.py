@@ -94,7 +94,9 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
         )
 
     try:
-        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        hf_config = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         _turn_dropout_off(hf_config)
         model_cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
         if model_cls is None:

@@ -155,6 +155,6 @@ def checkpoint_format(model_path: str) -> CheckpointFormat:
     """Of the causal LM whose folder this is; only its configuration is read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         return CheckpointFormat(AutoModelForCausalLM.from_config(config))

@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -293,9 +294,10 @@ def _load_through_transformers(
             model_folder(config.path),
             dtype=torch.float32,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, UnpicklingError) as error:
         raise ConfigError(
             f"model.path={config.path!r} does not load as a causal LM: {error}"
         ) from error

@@ -38,7 +38,9 @@ def random_weights(config: ModelConfig) -> dict[str, Tensor]:
     check_weights("model.path", config.path, config.random_init_seed)
     assert config.random_init_seed is not None, "a folder without weights and seed was let through"
     logger.info("model.path=%s: random weights, seed %d", config.path, config.random_init_seed)
-    hf_config = AutoConfig.from_pretrained(model_folder(config.path), local_files_only=True)
+    hf_config = AutoConfig.from_pretrained(
+        model_folder(config.path), local_files_only=True, trust_remote_code=False
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.random_init_seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)

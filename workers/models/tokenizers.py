@@ -32,7 +32,7 @@ def _vocabulary(path: str) -> dict[str, int] | None:
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            model_folder(path, weights=False), local_files_only=True
+            model_folder(path, weights=False), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError):
         return None

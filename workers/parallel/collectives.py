@@ -8,12 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 
-from verl_like.errors import CheckpointError
+from verl_like.errors import CheckpointError, DamagedCheckpointError
 
-CAUGHT = (OSError, RuntimeError, ValueError, LookupError, SafetensorError, CheckpointException)
-"""What reading and writing files of tensors may raise; a full disk is torch's RuntimeError."""
+CAUGHT = (OSError, RuntimeError, ValueError, LookupError, TypeError, SafetensorError)
+"""What reading and writing files of tensors may raise."""
 
 
 class Ranks:
@@ -28,19 +27,21 @@ class Ranks:
     def all_do(self, work: Callable[[], Any]) -> list[Any]:
         """Run `work` on every rank; the results in rank order."""
         result: Any = None
-        problems: list[str] = []
+        problem: tuple[str, bool] | None = None
         try:
             result = work()
         except CAUGHT as error:
-            problems = _describe(error, self.mine)
+            problem = _describe(error, self.mine), isinstance(error, DamagedCheckpointError)
 
-        outcomes = self._gather((result, problems))
-        by_text = {text: None for _, others in outcomes for text in others}  # each once, in order
-        if by_text:
-            raise CheckpointError(f"{self.what}: {'; '.join(by_text)}.")
+        outcomes = self._gather((result, problem))
+        problems = [problem for _, problem in outcomes if problem is not None]
+        if problems:
+            is_damage = any(damaged for _, damaged in problems)
+            kind = DamagedCheckpointError if is_damage else CheckpointError
+            raise kind(f"{self.what}: {'; '.join(text for text, _ in problems)}.")
         return [result for result, _ in outcomes]
 
-    def _gather(self, outcome: tuple[Any, list[str]]) -> list[tuple[Any, list[str]]]:
+    def _gather(self, outcome: tuple[Any, Any]) -> list[tuple[Any, Any]]:
         """Every rank's outcome, in rank order."""
         if self.group is None:
             return [outcome]
@@ -72,14 +73,8 @@ class Ranks:
         return merged
 
 
-def _describe(error: BaseException, rank: int) -> list[str]:
-    """One text for every rank that failed."""
-    if isinstance(error, CheckpointException):
-        texts = []
-        for other, (cause, _) in error.failures.items():
-            texts += _describe(cause, other)
-        return texts
-
+def _describe(error: BaseException, rank: int) -> str:
+    """What failed on a rank, in a line."""
     kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
     first_line = str(error).splitlines()[0] if str(error) else ""
-    return [f"rank {rank}: {kind}{first_line}".rstrip(".")]
+    return f"rank {rank}: {kind}{first_line}".rstrip(".")

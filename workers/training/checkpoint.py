@@ -2,9 +2,8 @@
 
     manifest.json       step, schedule, shape of every tensor, size and checksum of every file;
                         written last
-    shards/             weights and optimizer state by `torch.distributed.checkpoint`,
-                        each rank's own pieces
-    random/<rank>.pt    each rank's random state
+    shards/             weights and optimizer state, each rank's own pieces (`training.shards`)
+    random/<rank>.json  each rank's random state
     huggingface/        with hf_model: what plain `from_pretrained` loads (`training.hf_export`)
     lora_adapter/       with LoRA: the adapter as peft loads it
 
@@ -23,25 +22,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
-from verl_like.files import fingerprint, put_in_place, write_whole
+from verl_like.files import file_fault, fingerprint, put_in_place, write_whole
 from verl_like.process.random_state import load_random_state, save_random_state
 from workers.models.lora import save_adapter
 from workers.models.state import persistent_buffers
 from workers.parallel.collectives import Ranks
 from workers.parallel.fsdp import full_tensor
 from workers.training.hf_export import export_huggingface
+from workers.training.manifest import (
+    MANIFEST,
+    dtype_of,
+    loaded_files,
+    read_manifest,
+    refuse_damaged,
+)
+from workers.training.shards import read_shards, write_shards
 
 if TYPE_CHECKING:
     from workers.config import CheckpointConfig
     from workers.training.average import WeightAverage
     from workers.training.engine import TrainEngine
 
-MANIFEST = "manifest.json"
 logger = logging.getLogger(__name__)
 
 
@@ -103,9 +108,9 @@ def _write(
     tensors = weights(engine) | averages(average) if "model" in contents else {}
     tensors |= optimizer_state(engine) if "optimizer" in contents else {}
     if tensors:
-        ranks.all_do(lambda: _save_shards(tensors, part / "shards"))
+        ranks.all_do(lambda: write_shards(tensors, part / "shards", ranks.mine, ranks.count))
     if "extra" in contents:
-        ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.pt"))
+        ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
     if engine.model_config.lora_rank > 0:
         adapter = _adapter_tensors(engine)
         ranks.first_does(
@@ -143,15 +148,11 @@ def load_engine(engine: TrainEngine, folder: Path, average: WeightAverage | None
     """Weights, optimizer, schedule and random state of `folder` into a built engine; collective."""
     ranks = Ranks(engine.group, f"the checkpoint {folder} was not loaded")
     manifest = ranks.all_do(lambda: read_manifest(folder))[ranks.mine]
+    files = {folder / name: facts for name, facts in manifest["files"].items()}
     faults = ranks.share_files(
-        folder, lambda path: fault(path, manifest["files"]), loaded_files(manifest)
+        folder, lambda path: file_fault(path, files[path]), loaded_files(manifest)
     )
-    bad = [f"{name} {fault}" for name, fault in sorted(faults.items()) if fault]
-    if bad:
-        raise CheckpointError(
-            f"the checkpoint {folder} is damaged: {'; '.join(bad)}. Go on from another one with "
-            "trainer.resume_mode=resume_path trainer.resume_from_path=<.../global_step_N>."
-        )
+    refuse_damaged(folder, faults)
 
     saved = manifest["tensors"]
     shapes = {name: list(tensor.shape) for name, tensor in weights(engine).items()}
@@ -160,7 +161,7 @@ def load_engine(engine: TrainEngine, folder: Path, average: WeightAverage | None
         state = empty_optimizer_state(engine, saved)
         averaged = {name: own for name, own in averages(average).items() if name in saved}
         tensors = weights(engine) | state | averaged
-        ranks.all_do(lambda: dcp.load(tensors, checkpoint_id=folder / "shards"))
+        ranks.all_do(lambda: read_shards(tensors, folder / "shards"))
         put_optimizer_state(engine, state)
         if average is not None and not averaged:
             logger.warning("%s holds no moving average: it starts from the weights.", folder)
@@ -174,7 +175,7 @@ def load_engine(engine: TrainEngine, folder: Path, average: WeightAverage | None
         engine.scheduler.set_step(manifest["schedule_step"])
         engine.guard.total = manifest["skipped_steps"]
         if manifest["num_ranks"] == ranks.count:
-            ranks.all_do(lambda: load_random_state(folder / "random" / f"{ranks.mine}.pt"))
+            ranks.all_do(lambda: load_random_state(folder / "random" / f"{ranks.mine}.json"))
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
@@ -239,8 +240,12 @@ def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[st
     for name, facts in saved.items():
         if not name.startswith("optimizer."):
             continue
-        parameter = parameters[name.split(".", 2)[2]]
-        dtype = getattr(torch, facts["dtype"].removeprefix("torch."))
+        parameter = parameters.get(name.split(".", 2)[-1])
+        if parameter is None:
+            raise CheckpointError(
+                f"the checkpoint has {name}, of a weight that is not trained here"
+            )
+        dtype = dtype_of(facts["dtype"])
         if facts["shape"]:
             state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
@@ -295,42 +300,6 @@ def refuse_other_model(
         raise CheckpointError(
             f"the checkpoint {folder} is of another model; tensors {'; '.join(found)}. {way_out}"
         )
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The folder's manifest: what it holds."""
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        what = "there is no such folder"
-        if folder.is_dir():
-            what = "it has no manifest.json, so it was never completed"
-        raise CheckpointError(f"no checkpoint at {folder}: {what}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
-    return manifest
-
-
-def loaded_files(manifest: dict[str, Any]) -> list[str]:
-    """What a resume reads: exports may be taken away."""
-    return [name for name in manifest["files"] if name.startswith(("shards/", "random/"))]
-
-
-def fault(path: Path, files: dict[str, Any]) -> str | None:
-    """What is wrong with a file of a checkpoint, by what its manifest says of it."""
-    name = f"{path.parent.name}/{path.name}"
-    if not path.is_file():
-        return "is missing"
-    found, written = fingerprint(path), files[name]
-    return None if found == written else f"has {_size(found)}, was written with {_size(written)}"
-
-
-def _size(facts: dict[str, int]) -> str:
-    return f"{facts['bytes']} bytes of crc32 {facts['crc32']:08x}"
-
-
-def _save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
-    dcp.save(tensors, checkpoint_id=folder)
 
 
 def _make_empty(part: Path) -> None:

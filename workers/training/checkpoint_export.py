@@ -7,29 +7,23 @@ weights are stored by name at full shape. The whole model is in host memory whil
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from verl_like.errors import CheckpointError
-from verl_like.files import put_in_place
+from verl_like.files import file_fault, put_in_place
 from workers.models.causal_lm import empty_model
 from workers.models.load import SCORE, load_weights
 from workers.models.lora import add_adapter, merged_tensors, save_adapter
 from workers.models.state import named_state
-from workers.training.checkpoint import (
-    fault,
-    loaded_files,
-    read_manifest,
-    refuse_other_model,
-    stored_weights,
-)
+from workers.training.checkpoint import refuse_other_model, stored_weights
 from workers.training.hf_export import write_model_folder
+from workers.training.manifest import loaded_files, read_manifest, refuse_damaged
+from workers.training.shards import read_shards
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -75,7 +69,8 @@ def export_checkpoint(
 def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool) -> Any:
     """The module on the CPU: what was never trained from its base, the rest from the checkpoint."""
     manifest = read_manifest(checkpoint)
-    _refuse_damaged(checkpoint, manifest)
+    names = [name for name in loaded_files(manifest) if name.startswith("shards/")]
+    refuse_damaged(checkpoint, {n: file_fault(checkpoint / n, manifest["files"][n]) for n in names})
     saved = manifest["tensors"]
     has_adapter = model_config.lora_rank > 0
 
@@ -88,7 +83,7 @@ def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool
     weights = stored_weights(module, has_adapter)
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
     refuse_other_model(checkpoint, shapes, saved, OTHER_BASE)
-    _read_shards(weights, checkpoint)
+    read_shards(weights, checkpoint / "shards")
     if of_average:
         _put_average(checkpoint, module, saved)
     return module
@@ -104,22 +99,8 @@ def _put_average(checkpoint: Path, module: Any, saved: Mapping[str, Any]) -> Non
             f"{checkpoint} holds no moving average: it was trained without actor.ema_decay. Leave "
             "out --average."
         )
-    _read_shards(averages, checkpoint)
+    read_shards(averages, checkpoint / "shards")
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for name, average in averages.items():
             parameters[name.removeprefix("average.")].copy_(average)
-
-
-def _read_shards(tensors: dict[str, Tensor], checkpoint: Path) -> None:
-    with warnings.catch_warnings():
-        # torch says that there is one process, which is what is meant
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, checkpoint_id=checkpoint / "shards", no_dist=True)
-
-
-def _refuse_damaged(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
-    names = [name for name in loaded_files(dict(manifest)) if name.startswith("shards/")]
-    bad = [f"{n} {found}" for n in names if (found := fault(checkpoint / n, manifest["files"]))]
-    if bad:
-        raise CheckpointError(f"the checkpoint {checkpoint} is damaged: {'; '.join(bad)}.")

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from workers.models.state import named_state, persistent_buffers
 from workers.parallel.collectives import Ranks
 from workers.training.engine import TrainEngine
+from workers.training.shards import read_shards, write_shards
 from workers.weights.sink import refuse_problems
 
 
@@ -84,13 +84,13 @@ class FollowingEngine(TrainEngine):
     def save(self, folder: Path) -> None:
         """Write the weights into `folder`; collective."""
         ranks = Ranks(self.group, f"the reference's weights were not written into {folder}")
-        ranks.all_do(lambda: dcp.save(self._saved(), checkpoint_id=folder))
+        ranks.all_do(lambda: write_shards(self._saved(), folder, ranks.mine, ranks.count))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Take over the weights that any number of ranks wrote into `folder`; collective."""
         ranks = Ranks(self.group, f"the reference's weights were not loaded from {folder}")
-        ranks.all_do(lambda: dcp.load(self._saved(), checkpoint_id=folder))
+        ranks.all_do(lambda: read_shards(self._saved(), folder))
         weights = dict(self.module.named_parameters())
         for name, average in self.averages.items():
             own_part(weights[name]).copy_(own_part(average))

@@ -167,7 +167,7 @@ def check_routers(path: str) -> None:
     from transformers import AutoConfig
 
     folder = model_folder(path, weights=False)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not hasattr(config.get_text_config(), "router_aux_loss_coef"):
         raise ConfigError(no_routers(config.model_type))
 

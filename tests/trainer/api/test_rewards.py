@@ -46,7 +46,7 @@ def test_closures_lambdas_and_objects_score_in_another_process(tmp_path: Path) -
 
     scores = []
     for item in items:
-        scorer = Scorer(FunctionSpec(item["path"], item["function"], columns=["letter"]), 20.0)
+        scorer = Scorer(FunctionSpec(item["path"], item["function"], columns=["letter"]), 120.0)
         try:
             scorer.start()
             scores.append(scorer.score([SAMPLE])[0])
@@ -98,7 +98,7 @@ class OfTensors(Judge):
 def test_a_module_that_reads_a_response_is_a_function(tmp_path: Path) -> None:
     (item,) = reward_list([Judge()], tmp_path, ["letter"])
     assert item["name"] == "Judge"
-    scorer = Scorer(FunctionSpec(item["path"], item["function"], columns=["letter"]), 20.0)
+    scorer = Scorer(FunctionSpec(item["path"], item["function"], columns=["letter"]), 120.0)
     try:
         scorer.start()
         assert scorer.score([SAMPLE]) == [(6.0, {}, None)]

@@ -119,7 +119,10 @@ SETTINGS = [
     ),
     (
         "data.max_prompt_length=8",
-        ["Prompt 0 has 9 tokens, data.max_prompt_length=8", "filter_overlong_prompts=true"],
+        [
+            "row 0: the prompt has 9 tokens, data.max_prompt_length=8",
+            "filter_overlong_prompts=true",
+        ],
     ),
     (
         "data.max_prompt_length=4 data.filter_overlong_prompts=true",
@@ -286,7 +289,7 @@ FILES = [
     (model_without("token*"), ["No tokenizer loads", "it holds", "model.safetensors"]),
     (
         model_without("chat_template*"),
-        ["no chat template", "300 of 300 prompts", "chat_template.jinja"],
+        ["no chat template", "row 0: it is a chat", "has no chat template", "chat_template.jinja"],
     ),
     (model_without("config.json"), ["not a Hugging Face model folder", "no config.json"]),
     (

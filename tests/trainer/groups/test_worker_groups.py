@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,3 +87,18 @@ def test_roles_of_one_class_may_have_configurations_of_their_own(tmp_path: Path)
         assert {role: groups[role].experiment() for role in groups} == {
             role: [f"run of {role}"] for role in MAKERS
         }
+
+
+def test_pools_watch_each_other_but_for_those_that_work_beside_the_driver() -> None:
+    groups = WorkerGroups.__new__(WorkerGroups)
+    groups.config = SimpleNamespace(child_pools=frozenset({"maker_pool"}))
+    pools = {"actor_pool": 1, "ref_pool": 1, "critic_pool": 2, "maker_pool": 3}
+    groups._fused = {
+        name: SimpleNamespace(transport=SimpleNamespace(process_key=key, companions=[]))
+        for name, key in pools.items()
+    }
+    groups._watch_each_other()
+    transports = {name: group.transport for name, group in groups._fused.items()}
+    assert transports["critic_pool"].companions == [transports["ref_pool"]]
+    assert transports["ref_pool"].companions == [transports["critic_pool"]]
+    assert transports["maker_pool"].companions == []

@@ -27,9 +27,10 @@ def checkpoint(
     path = folder / f"global_step_{step}"
     for role, contents in roles.items():
         (path / role).mkdir(parents=True)
-        manifest = {"contents": contents}
+        numbers = dict.fromkeys(("step", "num_ranks", "schedule_step", "skipped_steps"), 1)
+        manifest = {"contents": contents, "tensors": {}, "files": {}, **numbers}
         (path / role / "manifest.json").write_text(json.dumps(manifest))
-    marker = {"step": step, "files": {}, "config": config}
+    marker = {"step": step, "files": {}, "config": config, "inputs": {}, "versions": {}}
     (path / "commit.json").write_text(json.dumps(marker))
     return path
 

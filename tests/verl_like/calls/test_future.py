@@ -64,3 +64,16 @@ def test_one_timeout_covers_all() -> None:
     with pytest.raises(TimeoutError, match="too late") as caught:
         gather(Later(1, never), Later(2, never), timeout=0.05)
     assert [str(other) for other in caught.value.others] == ["too late"]
+
+
+def test_with_grace_the_others_are_waited_for_no_longer_than_that_after_a_failure() -> None:
+    never = threading.Event()
+    with pytest.raises(KeyError, match="left the collective") as caught:
+        gather(Later("receiver", never), Later(KeyError("left the collective")), grace_s=0.05)
+    assert "not finished 0.05 s after the failure" in str(caught.value.others[0])
+
+
+def test_with_grace_all_that_end_in_time_give_what_they_have() -> None:
+    event = threading.Event()
+    threading.Timer(0.05, event.set).start()
+    assert gather(Later(1, event), Later(2), grace_s=0.01) == [1, 2]

@@ -203,14 +203,14 @@ def refusal(worker: Any, folder: Path) -> str:
 
 def test_a_damaged_or_missing_shard_is_named(tiny_dir: Path, tmp_path: Path) -> None:
     actor = saved(tiny_dir, tmp_path / "actor")
-    shard = tmp_path / "actor" / "shards" / "__0_0.distcp"
+    shard = tmp_path / "actor" / "shards" / "0.safetensors"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     before = actor.weights_checksum()
-    assert "is damaged: shards/__0_0.distcp has" in refusal(actor, tmp_path / "actor")
+    assert "is damaged: shards/0.safetensors has" in refusal(actor, tmp_path / "actor")
     shard.unlink()
-    assert "shards/__0_0.distcp is missing" in refusal(actor, tmp_path / "actor")
+    assert "shards/0.safetensors is missing" in refusal(actor, tmp_path / "actor")
     (tmp_path / "actor" / "manifest.json").write_text("{")
     assert "manifest.json is damaged" in refusal(actor, tmp_path / "actor")
     (tmp_path / "actor" / "manifest.json").unlink()
@@ -225,14 +225,14 @@ def test_a_damaged_or_missing_shard_is_named(tiny_dir: Path, tmp_path: Path) -> 
 def damage_on_two_ranks(tiny_dir: Path, folder: Path) -> str:
     actor = saved(tiny_dir, folder)
     if actor.rank == 0:
-        (folder / "shards" / "__1_0.distcp").unlink()
+        (folder / "shards" / "1.safetensors").unlink()
     torch.distributed.barrier()
     return refusal(actor, folder)
 
 
 def test_every_rank_hears_of_the_shard_of_another(tiny_dir: Path, tmp_path: Path) -> None:
     for message in run(2, damage_on_two_ranks, tiny_dir, tmp_path / "actor"):
-        assert "shards/__1_0.distcp is missing" in message
+        assert "shards/1.safetensors is missing" in message
 
 
 def test_another_models_checkpoint_is_refused_with_the_tensors_that_do_not_fit(

@@ -115,7 +115,7 @@ def test_what_a_checkpoint_does_not_hold_is_refused(tiny_dir: Path, tmp_path: Pa
     with pytest.raises(CheckpointError, match="of another model.*with --model"):
         exported(tiny_dir, actor, out, lora_rank=4)
 
-    (shard,) = (actor / "shards").glob("*.distcp")
+    (shard,) = (actor / "shards").glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=f"is damaged: shards/{shard.name} has"):
         exported(tiny_dir, actor, out)

@@ -7,12 +7,13 @@ waits inside a call for its arguments.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
 from multiprocessing.connection import Connection
@@ -38,9 +39,6 @@ class ChildProcess(Protocol):
     """What is used of a `subprocess.Popen`."""
 
     pid: int
-
-    def terminate(self) -> None:
-        """Ask it to end."""
 
     def kill(self) -> None:
         """End it."""
@@ -230,18 +228,23 @@ class ChildTransport(Transport):
         """The pieces pass through this process anyway: cut again here, once they have come."""
         return regroup_here(pending, num_pieces, even)
 
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those whose process has ended."""
+        return {rank: str(dead) for rank in ranks if (dead := self.children[rank].dead)}
+
+    def pid_here(self, rank: int) -> int:
+        """The child's."""
+        return self.children[rank].process.pid
+
     def place(self, rank: int) -> str:
         """The child's process id."""
         return f"pid {self.children[rank].process.pid}"
 
     def shutdown(self) -> None:
-        """Ask the children to end; one that does not leave by itself is killed."""
+        """Kill the children: they have nothing to finish, and one that is stopped hears no more."""
         for child in self.children:
-            child.process.terminate()
+            child.process.kill()
         deadline = time.monotonic() + 5.0
         for child in self.children:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
                 child.process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()

@@ -9,11 +9,13 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl_like.backends.ray.cluster import amounts, connect, free_resources
+from verl_like.backends.ray.ending import RELEASE_S, within
 from verl_like.calls.waiting import Deadlines, Patience
 from verl_like.errors import PlacementError, WaitTimeoutError
 from verl_like.placement.pools import Node, PoolManager, ResourcePool, cpu_share
@@ -50,6 +52,7 @@ class RayResourcePool(ResourcePool):
         deadlines: Deadlines | None = None,
         gpus_per_process: float = 1.0,
         resources: Mapping[str, float] | None = None,
+        detached: bool = False,
     ) -> None:
         """Reserves nothing yet.
 
@@ -57,7 +60,7 @@ class RayResourcePool(ResourcePool):
         of its place. GPUs are used where there are any, unless `use_gpu` says so. `resources` are
         amounts of custom resources that a place has besides. `nodes` says where the entries of
         `process_on_nodes` go; otherwise each goes to a node of its own if there are enough that
-        fit.
+        fit. Detached places outlive the driver, until `release()`.
         """
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
@@ -68,6 +71,7 @@ class RayResourcePool(ResourcePool):
         self.deadlines = deadlines or Deadlines()
         self.gpus_per_process = gpus_per_process
         self.resources = dict(resources or {})
+        self.detached = detached
         self._bundles: list[Bundle] | None = None
 
     def bundles(self) -> list[Bundle]:
@@ -86,8 +90,8 @@ class RayResourcePool(ResourcePool):
         The next group reserves anew.
         """
         if self._bundles is not None and ray.is_initialized():
-            for group in self.get_placement_groups():
-                remove_placement_group(group)
+            groups = self.get_placement_groups()
+            within(RELEASE_S, partial(_remove, groups), f"giving back the places of {self.name}")
         self._bundles = None
 
     def _reserve(self) -> list[Bundle]:
@@ -99,6 +103,7 @@ class RayResourcePool(ResourcePool):
                 [dict(need)] * count,
                 strategy="STRICT_PACK",
                 name=f"{self.name}-{entry}",
+                lifetime="detached" if self.detached else None,
                 _soft_target_node_id=target,
             )
             for entry, (count, target) in enumerate(zip(self.store, targets, strict=True))
@@ -153,6 +158,11 @@ class RayResourcePool(ResourcePool):
                 patience.warn_if_old(f"{wanted}; free now: {free_resources()}")
 
 
+def _remove(groups: Sequence[PlacementGroup]) -> None:
+    for group in groups:
+        remove_placement_group(group)
+
+
 class SubRayResourcePool(RayResourcePool):
     """Some of the places of another pool, or of several.
 
@@ -177,6 +187,7 @@ class SubRayResourcePool(RayResourcePool):
             first.max_colocate_count,
             cpus_per_process=first.cpus_per_process,
             deadlines=first.deadlines,
+            detached=all(pool.detached for pool, _ in sources),
         )
         self.sources = list(sources)
 

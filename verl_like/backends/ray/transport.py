@@ -10,19 +10,28 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from typing import Any
 
 import cloudpickle
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RaySystemError, RayTaskError
+from ray.exceptions import (
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
 
 from verl_like.backends.ray import side_channel
 from verl_like.backends.ray.cluster import NodeProbe
 from verl_like.backends.ray.death_cause import cause_of_death
+from verl_like.backends.ray.ending import RELEASE_S, within
 from verl_like.backends.ray.host import Location
+from verl_like.backends.ray.probes import ClusterProbe
 from verl_like.calls import stacks
 from verl_like.calls.answers import wait_for_calls
 from verl_like.calls.messages import Answer, Call, Header, Held, Pending, payload_of
@@ -46,25 +55,28 @@ class RayTransport(Transport):
         actors: Sequence[Any],
         facts: Sequence[ProcessFacts],
         deadlines: Deadlines,
-        master_port: int,
+        start: Callable[[Sequence[Any]], list[Any]],
         names: Sequence[str],
     ):
-        """Lets rank 0 bind the rendezvous and constructs the roles everywhere."""
+        """Waits until every actor says that its roles are there; `start` asks them to."""
         super().__init__(facts, deadlines)
         self.actors, self.names = list(actors), list(names)
         self._tasks: dict[tuple[int, str, str], Any] = {}
         self._probe = NodeProbe()
+        self._cluster = ClusterProbe()
+        self._here = ray.get_runtime_context().get_node_id()
         self._nodes: dict[int, str] = {}
         try:
             self._locations = [actor.location.remote() for actor in self.actors]
-            master = self.actors[0].open_store.remote(master_port)
-            asked = [actor.start.remote(master) for actor in self.actors]
+            asked = start(self.actors)
             name = facts[0].name
             calls = [Pending(rank, header, header, name) for rank, header in enumerate(asked)]
             self.started = wait_for_calls(self, f"start of {name}", calls, setting="start_s")
             locations: list[Location] = ray.get(self._locations)
-            self._nodes = {rank: location.node for rank, location in enumerate(locations)}
             self._endpoints = [location.endpoint for location in locations]
+            self._nodes = {rank: location.node for rank, location in enumerate(locations)}
+            for node in set(self._nodes.values()):
+                self._probe.name(node)  # kept: without its head the cluster does not say
         except BaseException:
             self.shutdown()
             raise
@@ -132,6 +144,9 @@ class RayTransport(Transport):
             return ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
             raise WorkerDiedError(f"the worker process is gone: {cause_of_death(error)}") from None
+        except ObjectLostError as error:
+            gone = f"the machine that held the answer is gone ({type(error).__name__})"
+            raise WorkerDiedError(gone) from None
         except RayTaskError as error:
             if isinstance(error.cause, WorkerError):
                 raise error.cause from None
@@ -201,18 +216,33 @@ class RayTransport(Transport):
         return f"pid {self.started[rank].pid} on {self._probe.name(self._nodes[rank])}"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Ranks whose node's Ray daemon does not answer any more."""
+        """Ranks without a head, a node's daemon, or a process: whoever does not listen any more."""
         gone = {}
+        head = self._cluster.why_head_gone() if self._nodes else None
         for rank in ranks:
-            if rank in self._nodes and (why := self._probe.why_gone(self._nodes[rank])):
+            if rank not in self._nodes:
+                continue
+            endpoint = self._endpoints[rank]
+            why = head or self._probe.why_gone(self._nodes[rank])
+            why = why or self._cluster.why_worker_gone(endpoint.address, endpoint.port)
+            if why is not None:
                 gone[rank] = why
         return gone
 
+    def pid_here(self, rank: int) -> int | None:
+        """The actor's process, if its node is this one."""
+        if self._nodes.get(rank) != self._here:
+            return None
+        return self.started[rank].pid
+
     def shutdown(self) -> None:
-        """Kill the actors."""
+        """Kill the actors; a cluster that does not answer is left alone."""
         if ray.is_initialized():
-            for actor in self.actors:
-                ray.kill(actor)
+            within(RELEASE_S, self._kill, f"ending the workers of {self.facts[0].name}")
+
+    def _kill(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
 
     def share(self, value: Any) -> Any:
         """Into the object store, once for all ranks."""
@@ -223,6 +253,21 @@ class RayTransport(Transport):
         if isinstance(reference, Future):
             return Held(reference.result())
         return HeldReference(reference)
+
+
+def start_roles(master_port: int) -> Callable[[Sequence[Any]], list[Any]]:
+    """Lets rank 0 bind the rendezvous and constructs the roles everywhere."""
+
+    def start(actors: Sequence[Any]) -> list[Any]:
+        master = actors[0].open_store.remote(master_port)
+        return [actor.start.remote(master) for actor in actors]
+
+    return start
+
+
+def attach(actors: Sequence[Any]) -> list[Any]:
+    """Finds roles that were constructed for another driver."""
+    return [actor.roles_there.remote() for actor in actors]
 
 
 class HeldReference(Held):

@@ -1,0 +1,105 @@
+"""The start of a run on a large file of prompts: the first time, and from the cache.
+
+    python benchmarks/bench_data.py [--mb 1024]
+
+makes such a file, reads it twice, each time in a process of its own, and prints seconds until the
+first batch and the memory that reading added. Beside them stand the seconds that reading the
+file's bytes and parsing its JSON take: what every start would need without a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench_ppo import ENV, HERE
+
+WORDS = 40
+"""Of a prompt: some 250 bytes with its row."""
+
+
+def make(folder: Path, megabytes: int) -> None:
+    """A tiny model's tokenizer, and so many bytes of rows in verl's schema."""
+    import random
+
+    from trainer.cli.make_tiny import make as make_tiny
+
+    make_tiny(folder, num_train=16)
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=4)) for _ in range(1000)]
+    with (folder / "large.jsonl").open("w", encoding="utf-8") as file:
+        number = 0
+        while file.tell() < megabytes * 2**20:
+            for _ in range(1000):
+                rule = {"style": "rule", "ground_truth": words[number % 1000]}
+                row = {"prompt": " ".join(draw.choices(words, k=WORDS)), "data_source": "large"}
+                file.write(json.dumps(row | {"reward_model": rule, "level": number % 7}) + "\n")
+                number += 1
+
+
+def read(folder: Path) -> dict[str, float]:
+    """The first batch of the file: seconds and MiB."""
+    import psutil
+
+    from trainer.data.config import DataConfig
+    from trainer.data.prompts import PromptSet, load_tokenizer
+
+    tokenizer = load_tokenizer(str(folder / "model"))
+    config = DataConfig(
+        train_files=str(folder / "large.jsonl"), max_prompt_length=256, train_batch_size=256
+    )
+    process = psutil.Process()
+    before, began = process.memory_full_info().uss, time.perf_counter()
+    prompts = PromptSet(config, "train_files", tokenizer, needs_rules=True)
+    next(prompts.in_order())
+    seconds = time.perf_counter() - began
+    return {
+        "seconds": seconds,
+        "MiB of its own": (process.memory_full_info().uss - before) / 2**20,
+        "prompts": len(prompts),
+    }
+
+
+def parse(folder: Path) -> dict[str, float]:
+    """The JSON of every line, thrown away."""
+    began = time.perf_counter()
+    count = 0
+    with (folder / "large.jsonl").open(encoding="utf-8") as file:
+        for line in file:
+            json.loads(line)
+            count += 1
+    return {"seconds": time.perf_counter() - began, "prompts": count}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, default=256)
+    parser.add_argument("--side", choices=["read", "parse"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.side:
+        side = read if asked.side == "read" else parse
+        print(json.dumps(side(asked.folder)))
+        return
+
+    with tempfile.TemporaryDirectory() as made:
+        make(Path(made), asked.mb)
+        env = ENV | {"PYTHONPATH": str(HERE.parent), "XDG_CACHE_HOME": f"{made}/cache"}
+        print(f"{asked.mb} MiB of prompts")
+        for name, side in (("JSON alone", "parse"), ("first start", "read"), ("later", "read")):
+            command = [sys.executable, __file__, "--side", side, "--folder", made]
+            output = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+            facts = json.loads(output.stdout.splitlines()[-1])
+            print(
+                f"  {name:12}", ", ".join(f"{value:,.1f} {what}" for what, value in facts.items())
+            )
+
+
+if __name__ == "__main__":
+    main()

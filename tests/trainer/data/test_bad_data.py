@@ -1,0 +1,213 @@
+"""Data with errors of every kind: each names file and row, and may be skipped; text is any text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.trainer.data.test_prompts import make_config
+from trainer.data.config import DataConfig
+from trainer.data.encoded_rows import encode_rows
+from trainer.data.formats import DEEPEST
+from trainer.data.lm_rows import read_lm_rows
+from trainer.data.prompt_tokens import encode_prompt
+from trainer.data.prompts import PromptLoader, PromptSet, load_tokenizer
+from trainer.data.row_loader import RowLoader
+from verl_like.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir: Path) -> Any:
+    return load_tokenizer(str(tiny_dir / "model"))
+
+
+def row(prompt: Any = "a", **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "data_source": "s", "reward_model": {"ground_truth": "a"}, **more}
+
+
+def chat(content: Any, role: Any = "user") -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}]
+
+
+def lines(*of: Any) -> bytes:
+    return b"\n".join(one if isinstance(one, bytes) else json.dumps(one).encode() for one in of)
+
+
+def second(bad: Any) -> Callable[[Path], Path]:
+    """Writes JSON lines, the second of which is bad, the others good."""
+
+    def write(folder: Path) -> Path:
+        path = folder / "p.jsonl"
+        path.write_bytes(lines(row(), bad, row()))
+        return path
+
+    return write
+
+
+def cut_gzip(folder: Path) -> Path:
+    path = folder / "p.jsonl.gz"
+    path.write_bytes(gzip.compress(lines(row(), row()) + b"\n", mtime=0)[:-6])
+    return path
+
+
+def broken_csv(folder: Path) -> Path:
+    path = folder / "p.csv"
+    path.write_bytes(b"prompt\na\n\xff\xfe\nb\n")
+    return path
+
+
+def endless_cell(folder: Path) -> Path:
+    path = folder / "p.csv"
+    path.write_bytes(b"prompt\na\n" + b"x" * 200_000 + b"\nb\n")
+    return path
+
+
+def text_that_is_none(folder: Path) -> Path:
+    """A parquet file with a text that is no UTF-8."""
+    path = folder / "p.parquet"
+    texts = pa.Array.from_buffers(
+        pa.string(), 3, [None, pa.py_buffer(bytes.fromhex("00000000010000000200000003000000")),
+                         pa.py_buffer(b"a\xffb")]
+    )  # fmt: skip
+    pq.write_table(pa.table({"prompt": texts}), path)
+    return path
+
+
+def corrupt_page(folder: Path) -> Path:
+    """A parquet file of three row groups; the second has zeros in its page."""
+    path = folder / "p.parquet"
+    table = pa.table({"prompt": [f"{name}" * 40 for name in "abcdef"]})
+    pq.write_table(table, path, row_group_size=2, compression="snappy", use_dictionary=False)
+    place = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    start = place.data_page_offset
+    content[start : start + place.total_compressed_size] = bytes(place.total_compressed_size)
+    path.write_bytes(content)
+    return path
+
+
+KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
+    "no UTF-8": (second(b'{"prompt": "\xff"}'), "p.jsonl, line 2: not UTF-8", 2),
+    "half a line": (second(b'{"prompt": '), "p.jsonl, line 2: not JSON", 2),
+    "a nest": (second(b"[" * 100_000), "line 2: not JSON .its JSON is nested too deeply", 2),
+    "deep": (
+        second(row(deep=json.loads("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)))),
+        "line 2: nested more than 100 levels deep",
+        2,
+    ),
+    "a huge number": (second(b'{"prompt": 1' + b"0" * 5000 + b"}"), "line 2: not JSON", 2),
+    "null content": (second(row(chat(None))), "line 2: the content of message 0 is null", 2),
+    "a role that is none": (second(row(chat("a", 3))), "line 2: the role of message 0 is 3", 2),
+    "a template's refusal": (second(row(chat("a", "nobody"))), "line 2: the chat template", 2),
+    "a template's own error": (second(row(chat(7))), "line 2: the chat template refuses it", 2),
+    "a cut gzip file": (cut_gzip, "p.jsonl.gz, line 3: not readable from here on", 2),
+    "a file that is no gzip": (
+        lambda folder: second("x")(folder).rename(folder / "p.gz"),
+        "p.gz, line 1: not readable from here on",
+        0,
+    ),
+    "a cell that is no UTF-8": (broken_csv, "p.csv, line 3: column 'prompt' is not UTF-8", 2),
+    "a cell without end": (endless_cell, "p.csv, line 3: not readable as CSV", 2),
+    "a parquet text that is no UTF-8": (text_that_is_none, "p.parquet, row 1: not readable", 2),
+    "a corrupt page": (corrupt_page, "p.parquet, rows 2 to 3: their part of the file", 4),
+}
+"""Kind -> the file, what is said of it, and how many good rows there are."""
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'nobody' %}"
+    "{{ raise_exception('a stranger') }}{% endif %}{{ message.content + '!' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_row_is_named_by_file_and_place_or_skipped(
+    kind: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    tokenizer.chat_template = TEMPLATE
+    write, said, num_good = KINDS[kind]
+    files = str(write(tmp_path))
+    settings = {"train_files": files, "max_prompt_length": 1000}
+
+    def read(on_bad_row: str) -> PromptSet:
+        config = DataConfig(on_bad_row=on_bad_row, **settings)
+        return PromptSet(config, "train_files", tokenizer, needs_rules=False)
+
+    with pytest.raises(ConfigError, match=f"{said}.*Mend it, or leave such rows out with data.on_"):
+        read("error")
+    with caplog.at_level(logging.WARNING):
+        found = read("skip")
+    assert (len(found), found.num_bad) == (num_good, 1)
+    assert "are skipped (data.on_bad_row=skip)" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["null content", "a template's own error", "a corrupt page"])
+def test_recipes_on_rows_name_them_alike(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    tokenizer.chat_template = TEMPLATE
+    write, said, num_good = KINDS[kind]
+    files = str(write(tmp_path))
+
+    def encode(found: dict[str, Any]) -> Any:
+        return encode_prompt(found["prompt"], tokenizer)
+
+    with pytest.raises(ConfigError, match=said):
+        encode_rows("data.train_files", files, encode, "error")
+    rows, num_bad = encode_rows("data.train_files", files, encode, "skip")
+    assert (len(rows), num_bad) == (num_good, 1)
+
+
+def test_half_a_character_is_read_as_the_mark_of_what_cannot_be_read(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "a\\ud800b"}')
+    config = DataConfig(train_files=str(path), max_prompt_length=100)
+    prompts = PromptSet(config, "train_files", tokenizer, needs_rules=False)
+    (batch,) = prompts.in_order()
+    assert batch.non_tensor_batch["raw_prompt"].tolist() == ["a\ud800b"]
+    assert prompts._tokens(0).tolist() == tokenizer("a\ufffdb")["input_ids"]
+    path.write_bytes(b'{"text": "a\\ud800b"}')
+    (read,) = read_lm_rows("data.train_files", str(path), tokenizer, 100)
+    assert read.ids.tolist()[:-1] == tokenizer("a\ufffdb")["input_ids"]
+    assert encode_prompt(chat("\udfff"), tokenizer).size
+
+
+@pytest.mark.parametrize("change", ["order", "ground truth"])
+def test_as_many_rows_of_other_contents_are_refused(
+    change: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = [row(letter, reward_model={"ground_truth": letter}) for letter in "abcd"]
+    (tmp_path / "before.jsonl").write_bytes(lines(*rows))
+    if change == "order":
+        rows.reverse()
+    else:
+        rows[2]["reward_model"]["ground_truth"] = "x"
+    (tmp_path / "after.jsonl").write_bytes(lines(*rows))
+    before, again, after = (
+        PromptLoader(make_config(tmp_path / f"{name}.jsonl", train_batch_size=2), tokenizer)
+        for name in ("before", "before", "after")
+    )
+    again.load_state_dict(before.state_dict())
+    with pytest.raises(CheckpointError, match="as many prompts .4., but of other .*verl-like exp"):
+        after.load_state_dict(before.state_dict())
+
+
+def test_a_loader_of_rows_refuses_another_order(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(lines({"text": "a"}, {"text": "b"}))
+    rows = read_lm_rows("data.train_files", str(path), tokenizer, 10)
+    before, again, after = (
+        RowLoader(of, 1, lambda rows, uids: None) for of in (rows, list(rows), rows[::-1])
+    )
+    again.load_state_dict(before.state_dict())
+    with pytest.raises(CheckpointError, match="as many .2., but of other contents or in another"):
+        after.load_state_dict(before.state_dict())

@@ -1,0 +1,185 @@
+"""Large files of prompts are read and tokenized once; later runs have the same rows and tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.data import prompt_table
+from trainer.data.config import DataConfig
+from trainer.data.prompt_table import (
+    CachedPrompts,
+    Encoded,
+    PromptsInMemory,
+    cache_folder,
+    cached_prompts,
+    facts_of_files,
+)
+from trainer.data.prompts import PromptSet, load_tokenizer
+from verl_like.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(prompt_table, "ROWS_PER_BLOCK", 3)
+
+
+def letters(row: Row) -> Encoded:
+    """A token a letter."""
+    return row, np.frombuffer(row["prompt"].encode(), dtype=np.uint8).astype(np.int64)
+
+
+def make_rows(count: int = 8) -> list[Row]:
+    return [
+        {
+            "prompt": f"say {'a' * number}",
+            "data_source": "odd" if number % 2 else "even",
+            "reward_model": {"ground_truth": number},
+            "level": number / 3,
+            "text": "line\u2028and \ud800 half a pair",
+        }
+        for number in range(count)
+    ]
+
+
+class Files:
+    """Rows that count how often they are read; the third is a bad one."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows, self.num_reads = rows, 0
+
+    def __call__(self) -> Iterator[Encoded | None]:
+        self.num_reads += 1
+        yield from map(letters, self.rows[:2])
+        yield None
+        yield from map(letters, self.rows[2:])
+
+
+def test_a_second_run_reads_what_the_first_has_made() -> None:
+    files, depends_on = Files(make_rows()), {"prompt_key": "prompt"}
+    runs = [cached_prompts(depends_on, files, "prompt") for _ in range(2)]
+    assert files.num_reads == 1
+    assert runs[0].remembered("digest", lambda: "1") == runs[1].remembered("digest", lambda: "2")
+    memory = PromptsInMemory(files(), "prompt")
+    everything, odd = np.arange(8), np.array([1, 5])
+    for cached in runs:
+        assert cached is not None
+        assert cached.num_bad == memory.num_bad == 1
+        assert cached.lengths.tolist() == memory.lengths.tolist()
+        for number in (7, 0, 3):
+            assert cached.row(number) == memory.row(number)
+            assert np.array_equal(cached.tokens(number), memory.tokens(number))
+            assert cached.tokens(number).dtype == np.int64
+        for kept in (everything, odd):
+            assert cached.first_of_sources(kept) == memory.first_of_sources(kept)
+        assert cached.first_of_sources(everything) == {"even": 0, "odd": 1}
+        assert cached.columns(odd) == memory.columns(odd) == ["level", "text"]
+
+
+def test_what_an_entry_depends_on_makes_another_one(tmp_path: Path) -> None:
+    path, files = tmp_path / "train.jsonl", Files(make_rows())
+    path.write_text("one")
+    first = {"files": facts_of_files([path])}
+    path.write_text("two!")
+    for depends_on in (first, {"files": facts_of_files([path])}, first):
+        cached_prompts(depends_on, files, "prompt")
+    assert files.num_reads == 2
+
+
+@pytest.mark.parametrize("name", ["rows.arrow", "lengths.npy", "facts.json"])
+def test_a_damaged_entry_is_made_again(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    files = Files(make_rows())
+    cached_prompts({}, files, "prompt")
+    (entry,) = cache_folder().iterdir()
+    whole = (entry / name).read_bytes()
+    (entry / name).write_bytes(whole[: len(whole) // 2])
+    cached = cached_prompts({}, files, "prompt")
+    assert cached is not None
+    assert cached.row(4) == files.rows[4]
+    assert files.num_reads == 2
+    assert "is damaged and made again" in caplog.text
+
+
+def test_values_without_a_form_in_json_are_not_cached() -> None:
+    assert cached_prompts({}, Files([{"prompt": "a", "image": b""}] * 3), "prompt") is None
+    assert list(cache_folder().iterdir()) == []
+
+
+def test_an_error_of_a_row_leaves_nothing_behind() -> None:
+    def read() -> Iterator[Encoded | None]:
+        yield from map(letters, make_rows())
+        raise ValueError("row 8 is bad")
+
+    with pytest.raises(ValueError, match="row 8 is bad"):
+        cached_prompts({}, read, "prompt")
+    assert list(cache_folder().iterdir()) == []
+
+
+def test_without_a_place_for_a_cache_there_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert cached_prompts({}, Files(make_rows()), "prompt") is None
+    assert "no cache in" in caplog.text
+
+
+def test_an_entry_that_nobody_opens_is_forgotten() -> None:
+    cached_prompts({"run": 1}, Files(make_rows()), "prompt")
+    (old,) = cache_folder().iterdir()
+    os.utime(old, (0, 0))
+    cached_prompts({"run": 2}, Files(make_rows()), "prompt")
+    assert not old.exists()
+    assert isinstance(cached_prompts({"run": 2}, Files([]), "prompt"), CachedPrompts)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file counts as a large one."""
+    monkeypatch.setattr(prompt_table, "CACHED_FROM_BYTES", 0)
+
+
+def as_large_files(tmp_path: Path, tokenizer: Any, **settings: Any) -> list[PromptSet]:
+    """The prompts of one file, read into memory, into a cache, and from it."""
+    path = tmp_path / "train.jsonl"
+    if not path.is_file():
+        path.write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
+    config = DataConfig(train_files=str(path), train_batch_size=4, **settings)
+    return [PromptSet(config, "train_files", tokenizer) for _ in range(2)]
+
+
+@pytest.mark.parametrize("settings", [{"truncation": "left"}, {"filter_overlong_prompts": True}])
+def test_prompts_of_a_cache_are_those_in_memory(
+    tmp_path: Path, tiny_dir: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    settings["max_prompt_length"] = 7
+    memory, _ = as_large_files(tmp_path, tokenizer, **settings)
+    monkeypatch.setattr(prompt_table, "CACHED_FROM_BYTES", 0)
+    for cached in as_large_files(tmp_path, tokenizer, **settings):
+        assert isinstance(cached._table, CachedPrompts)
+        assert (cached.story, cached.digest) == (memory.story, memory.digest)
+        assert cached.first_of_each_source() == memory.first_of_each_source()
+        for here, there in zip(cached.in_order(), memory.in_order(), strict=True):
+            assert torch.equal(here.batch["input_ids"], there.batch["input_ids"])
+            for name, column in there.non_tensor_batch.items():
+                assert here.non_tensor_batch[name].tolist() == column.tolist()
+
+
+@pytest.mark.usefixtures("large")
+def test_a_prompt_of_a_cache_that_is_too_long_now_is_refused(
+    tmp_path: Path, tiny_dir: Path
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    as_large_files(tmp_path, tokenizer, max_prompt_length=64)
+    with pytest.raises(ConfigError, match=r"train_files, row 7: the prompt has \d+ tokens"):
+        as_large_files(tmp_path, tokenizer, max_prompt_length=7)

@@ -1,0 +1,200 @@
+"""A run folder with damage: what a resume falls back to, what it says, and what it advises."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.run_folder.damage import ANY_STATE, NO_OBJECTS
+from tests.trainer.run_folder.test_checkpoint import Role, checkpoints, saved
+from trainer.compare.runs import read_runs
+from trainer.report.page import write_report
+from trainer.run_folder.checkpoint import LATEST
+from trainer.run_folder.marker import committed, read_marker
+from trainer.run_folder.timeline import Timeline
+from trainer.run_folder.tracking import JsonLines
+from verl_like.errors import CheckpointError, DamagedCheckpointError
+from verl_like.files import fingerprint
+from workers.training.manifest import read_manifest
+
+
+def roles() -> dict[str, Any]:
+    return {"actor": Role(0), "critic": Role(0)}
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {
+    "a role's file": lambda folder: (folder / "actor" / "number").write_text("5"),
+    "a missing file": lambda folder: (folder / "critic" / "number").unlink(),
+    "the driver's state": lambda folder: cut(folder / "trainer.json"),
+    "the random state": lambda folder: (folder / "random.json").unlink(),
+    "the marker": lambda folder: cut(folder / "commit.json"),
+    "the manifest of a role": lambda folder: (folder / "actor" / "manifest.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_makes_room_for_the_newest_whole_one(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 2, 4, 6, overrides=("trainer.max_ckpt_to_keep=null",))
+    DAMAGE[kind](tmp_path / "global_step_6")
+    cut(tmp_path / "global_step_4" / "actor" / "number")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(7)))
+
+    run, found = checkpoints(tmp_path), roles()
+    assert committed(tmp_path) == [2, 4, 6], "nothing moves before the run begins"
+    run.cut_back()
+    assert run.load(found) == {"global_step": 2}
+    assert (found["actor"].number, found["critic"].number) == (2, -2)
+    assert committed(tmp_path) == [2]
+    assert (tmp_path / LATEST).read_text() == "2"
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
+    assert (tmp_path / "global_step_6.damaged" / "actor").is_dir()
+    assert "global_step_4/actor/number has 0 bytes, was written with 1: set aside as" in caplog.text
+
+    saved(tmp_path, 4)  # the run goes on, and writes what was damaged anew
+    assert checkpoints(tmp_path).start_step == 4
+
+
+class DamagedShards(Role):
+    """Finds out only when it reads."""
+
+    def load(self, path: str) -> None:
+        super().load(path)
+        if self.number == 4:
+            raise DamagedCheckpointError(f"{path}/shards/0.safetensors has other bytes")
+
+
+def test_damage_that_a_role_finds_takes_every_role_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 2, 4)
+    run, found = checkpoints(tmp_path), {"critic": Role(0), "actor": DamagedShards(0)}
+    run.cut_back()
+    lines = JsonLines(tmp_path)
+    for step in range(5):
+        lines.write({}, step)
+    assert run.load(found) == {"global_step": 2}
+    assert (found["actor"].number, found["critic"].number) == (2, -2)
+    assert "shards/0.safetensors has other bytes: set aside" in caplog.text
+
+    lines.write({}, 3)  # what was open when the file was cut back goes on in it
+    written = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in written]
+    assert steps == [0, 1, 2, 3]
+
+
+def test_where_none_is_whole_every_fault_is_named_and_the_advice_works(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    for step in (2, 4):
+        cut(tmp_path / f"global_step_{step}" / "actor" / "number")
+    with pytest.raises(CheckpointError) as refused:
+        checkpoints(tmp_path)
+    text = str(refused.value)
+    assert "global_step_2/actor/number has 0 bytes" in text
+    assert "global_step_4/actor/number has 0 bytes" in text
+    assert "another trainer.default_local_dir, or here: move global_step_2, global_step_4" in text
+
+    assert checkpoints(tmp_path / "another").start is None
+    for step in (2, 4):
+        (tmp_path / f"global_step_{step}").rename(tmp_path / f"moved_{step}")
+    assert checkpoints(tmp_path).start is None
+
+
+def from_path(folder: Path) -> tuple[str, str]:
+    return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_advice_works(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    saved(run, 2, 4)
+    cut(run / "global_step_4" / "actor" / "number")
+    with pytest.raises(CheckpointError, match="Leave out trainer.resume_mode.*: global_step_2"):
+        checkpoints(run, *from_path(run / "global_step_4"))
+    assert checkpoints(run).start_step == 2
+
+    with pytest.raises(CheckpointError, match="Name another one: beside it are global_step_2"):
+        checkpoints(tmp_path / "other", *from_path(run / "global_step_4"))
+    assert checkpoints(tmp_path / "other", *from_path(run / "global_step_2")).start_step == 2
+
+
+def test_a_damaged_one_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Not of a run that goes on from an older one, all the same with another configuration."""
+    saved(tmp_path, 2, 4)
+    cut(tmp_path / "global_step_4" / "actor" / "number")
+    with pytest.raises(CheckpointError, match="go on all the same with (.*)") as refused:
+        checkpoints(tmp_path, "algorithm.lam=0.9")
+    advice = str(refused.value).split("all the same with ")[1].split()
+    run = checkpoints(tmp_path, "algorithm.lam=0.9", *advice)
+    assert run.start_step == 2
+    run.cut_back()
+    assert committed(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("state", ANY_STATE)
+def test_a_marker_or_a_manifest_in_any_state_gives_words(tmp_path: Path, state: str) -> None:
+    saved(tmp_path, 2, 4)
+    (tmp_path / "global_step_4" / "commit.json").write_bytes(ANY_STATE[state])
+    with pytest.raises(CheckpointError, match=r"commit\.json is damaged: .+"):
+        read_marker(tmp_path / "global_step_4")
+    run = checkpoints(tmp_path)
+    run.cut_back()
+    assert run.load(roles()) == {"global_step": 2}
+
+    (tmp_path / "manifest.json").write_bytes(ANY_STATE[state])
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: .+"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [("random.json", state) for state in ANY_STATE] + [("trainer.json", n) for n in NO_OBJECTS],
+)
+def test_a_state_that_is_none_gives_words_where_its_checksum_is_right(
+    tmp_path: Path, name: str, state: str
+) -> None:
+    saved(tmp_path, 2)
+    folder = tmp_path / "global_step_2"
+    (folder / name).write_bytes(ANY_STATE[state])
+    marker = json.loads((folder / "commit.json").read_text())
+    marker["files"][name] = fingerprint(folder / name)
+    (folder / "commit.json").write_text(json.dumps(marker))
+    with pytest.raises(CheckpointError, match=f"{name} (holds no random state|is damaged): .+"):
+        checkpoints(tmp_path).load(roles())
+
+
+@pytest.mark.parametrize("state", ANY_STATE)
+def test_metrics_and_a_timeline_in_any_state_are_cut_back_reported_and_compared(
+    tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    saved(run, 2)
+    content = ANY_STATE[state]
+    for name in ("metrics.jsonl", "timeline.json", "starts.jsonl", "detached.json"):
+        (run / name).write_bytes(content)
+    (run / "rollouts").mkdir()
+    (run / "rollouts" / "1.jsonl").write_bytes(content)
+    assert write_report(run).is_file()
+    shutil.copytree(run, tmp_path / "copy")
+    assert [one.seconds for one in read_runs([run, tmp_path / "copy"])] == [0, 0]
+
+    found = checkpoints(run)
+    found.cut_back()
+    with caplog.at_level(logging.WARNING):
+        Timeline(run / "timeline.json", resume=True)
+    assert "timeline.json is damaged" in caplog.text
+    assert (run / "timeline.json.damaged").read_bytes() == content
+    JsonLines(run).write({"loss": 1.0}, 3)
+    assert (run / "metrics.jsonl").read_text().splitlines()[-1] == '{"step": 3, "loss": 1.0}'
+    assert json.loads((run / "timeline.json").read_text())["traceEvents"] == []

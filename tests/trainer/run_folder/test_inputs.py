@@ -1,0 +1,101 @@
+"""Contents of what a run computes from: what has a digest, and what a resume refuses."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.run_folder.test_checkpoint import checkpoints, saved
+from tests.trainer.run_folder.test_damaged import from_path
+from trainer.run_folder import inputs, starts
+from trainer.run_folder.inputs import digest
+from verl_like.errors import CheckpointError
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """Data, code of a reward, a model's folder."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (tmp_path / "data.jsonl").write_text("1\n2\n")
+    (tmp_path / "reward.py").write_text("def compute_score(): return 1")
+    return {
+        "data.train_files": tmp_path / "data.jsonl",
+        "custom_reward_function.path": tmp_path / "reward.py",
+        "critic.model.path": folder,
+    }
+
+
+def overrides(files: dict[str, Path]) -> tuple[str, ...]:
+    return tuple(f"{key}={path}" for key, path in files.items())
+
+
+@pytest.mark.parametrize("key", ["data.train_files", "custom_reward_function.path"])
+def test_a_file_of_other_contents_is_refused_by_its_key(
+    files: dict[str, Path], key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    saved(run, 2, overrides=overrides(files))
+    assert checkpoints(run, *overrides(files)).start_step == 2
+    files[key].write_text(files[key].read_text()[::-1])
+    said = f"{key}: {files[key]} has other contents now"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoints(run, *overrides(files))
+    chosen = checkpoints(run, *overrides(files), *from_path(run / "global_step_2"))
+    assert chosen.start_step == 2
+    assert said in caplog.text
+
+
+def test_a_models_folder_is_refused_for_another_file_but_not_for_hidden_ones(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
+    run, model = tmp_path / "run", files["critic.model.path"]
+    saved(run, 2, overrides=overrides(files))
+    (model / ".cache").mkdir()
+    (model / ".cache" / "x").touch()
+    assert checkpoints(run, *overrides(files)).start_step == 2
+    (model / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="critic.model.path: .*/model has other contents now"):
+        checkpoints(run, *overrides(files))
+
+
+def test_other_versions_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 2)
+    versions = starts.installed_versions() | {"torch": "9.9"}
+    monkeypatch.setattr("trainer.run_folder.checkpoint.installed_versions", lambda: versions)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints(tmp_path).start_step == 2
+    assert "here is 9.9: numbers may differ" in caplog.text
+
+
+def test_a_module_of_a_reward_is_the_file_that_it_is_imported_from() -> None:
+    found = inputs._path_of("trainer.run_folder.inputs")
+    assert found == Path(inputs.__file__)
+    assert inputs._path_of("no.such.module") is None
+    assert inputs._path_of("organisation/model") is None
+
+
+def test_of_a_large_file_size_beginning_and_end_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(inputs, "BLOCK_BYTES", 8)
+    path = tmp_path / "weights"
+    seen = set()
+    for place in (None, 0, 499, 999):
+        content = bytearray(1000)
+        if place is not None:
+            content[place] = 1
+        path.write_bytes(content)
+        seen.add(digest(path))
+    path.write_bytes(bytes(1001))
+    seen.add(digest(path))
+    assert len(seen) >= 4, "all but what lies between two blocks"
+    os.truncate(path, 0)
+    assert digest(path) not in seen

@@ -1,0 +1,62 @@
+"""A number out of its band is said once, with what to look at."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from trainer.alarms import Alarms
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"actor/skipped_steps": 2.0}, "2 updates of the actor were skipped.*actor-0.log"),
+        ({"critic/skipped_steps": 1.0}, "1 updates of the critic"),
+        ({"actor/ppo_kl": 0.3}, "actor/ppo_kl is 0.3.*actor.optim.lr"),
+        ({"actor/ppo_kl": math.nan}, "actor/ppo_kl is nan"),
+        ({"actor/kl_loss": 12.0}, "actor/kl_loss is 12.*reference"),
+        ({"training/rollout_probs_diff_mean": 0.2}, "rollout.dtype"),
+    ],
+)
+def test_an_alarm_names_the_number_and_what_to_look_at(
+    metrics: dict[str, float], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        assert len(Alarms().check(metrics, 7)) == 1
+    (record,) = caplog.records
+    assert record.getMessage().startswith("alarm in step 7: ")
+    assert re.search(words, record.getMessage())
+
+
+def test_numbers_within_their_bands_raise_none() -> None:
+    quiet = {
+        "actor/skipped_steps": 0.0,
+        "actor/entropy": 1.0,
+        "actor/ppo_kl": -0.01,
+        "actor/kl_loss": 0.2,
+        "training/rollout_probs_diff_mean": 0.004,
+        "actor/lr": 1e-6,
+    }
+    alarms = Alarms()
+    assert [alarms.check(quiet, step) for step in range(1, 5)] == [[]] * 4
+    assert Alarms().check({}, 1) == []
+
+
+def test_entropy_is_measured_by_the_first_one() -> None:
+    alarms = Alarms()
+    assert alarms.check({"actor/entropy": math.nan}, 1) == []
+    assert alarms.check({"actor/entropy": 2.0}, 2) == []
+    assert alarms.check({"actor/entropy": 0.11}, 3) == []
+    (gone,) = alarms.check({"actor/entropy": 0.09}, 4)
+    assert "0.09, 2 at first: the policy says one thing" in gone
+    (grown,) = alarms.check({"actor/entropy": 6.1}, 5)
+    assert "comes apart" in grown
+
+
+def test_an_alarm_that_stays_is_said_ever_more_rarely() -> None:
+    alarms = Alarms()
+    said = [step for step in range(1, 100) if alarms.check({"actor/ppo_kl": 1.0}, step)]
+    assert said == [1, 11, 31, 71]

@@ -1,0 +1,62 @@
+"""A call is late at ten times its own median."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.verl_like.fake_transport import fake_group
+from verl_like import DataProto
+from verl_like.calls.call_times import CallTimes
+from verl_like.calls.waiting import Deadlines
+from verl_like.errors import WaitTimeoutError
+
+LIMITS = Deadlines(call_s=7200.0, late_s=60.0)
+
+
+def times_of(*seconds: float, rows: int = 0) -> CallTimes:
+    times = CallTimes()
+    for each in seconds:
+        times.add("actor.update_actor", each, rows)
+    return times
+
+
+def test_the_first_calls_have_the_whole_deadline() -> None:
+    assert times_of(20.0, 20.0).limit_s("actor.update_actor", 0, LIMITS) == 7200.0
+    assert times_of(20.0, 20.0, 20.0).limit_s("actor.update_critic", 0, LIMITS) == 7200.0
+
+
+def test_a_call_is_late_at_ten_times_its_median_between_the_floor_and_the_deadline() -> None:
+    assert times_of(20.0, 900.0, 21.0).limit_s("actor.update_actor", 0, LIMITS) == 210.0
+    assert times_of(0.1, 0.1, 0.1).limit_s("actor.update_actor", 0, LIMITS) == 60.0
+    assert times_of(2e3, 2e3, 2e3).limit_s("actor.update_actor", 0, LIMITS) == 7200.0
+    short = Deadlines(call_s=30.0)
+    assert times_of(1.0, 1.0, 1.0).limit_s("actor.update_actor", 0, short) == 30.0
+
+
+def test_the_median_is_of_the_last_calls() -> None:
+    assert times_of(*[7.0] * 30, *[50.0] * 25).limit_s("actor.update_actor", 0, LIMITS) == 500.0
+
+
+def test_more_rows_than_usual_have_more_time_and_fewer_have_no_less() -> None:
+    times = times_of(20.0, 20.0, 20.0, rows=8)
+    assert times.limit_s("actor.update_actor", 80, LIMITS) == 2000.0
+    assert times.limit_s("actor.update_actor", 4, LIMITS) == 200.0
+    assert times.limit_s("actor.update_actor", 0, LIMITS) == 200.0
+
+
+def test_a_call_that_does_not_end_is_late_by_what_its_group_has_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = fake_group(1)
+    group.transport.deadlines = Deadlines(call_s=7200.0, late_s=0.05)
+    batch = DataProto.from_dict({"x": torch.zeros(4)})
+    for _ in range(3):
+        group.echo(batch)
+    assert len(group.transport.call_times._of["modes.echo"]) == 3
+
+    monkeypatch.setattr(group.transport, "wait", lambda references, seconds: time.sleep(0.01) or [])
+    with pytest.raises(WaitTimeoutError, match=r"(?s)modes.echo: .*raise watch.late_s"):
+        group.echo(batch)

@@ -1,0 +1,58 @@
+"""While one pool is waited for, what happens to another one is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from tests.verl_like.groups import start
+from tests.verl_like.sample_workers import Faulty
+from verl_like.calls import stopped
+from verl_like.errors import WorkerDiedError
+
+
+@pytest.mark.parametrize("backend", ["child", pytest.param("ray", marks=pytest.mark.ray)])
+def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
+    backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    alone: dict[str, Any] = {"own_processes": True}
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+        alone = {}
+    roles = {"faulty": (Faulty, ())}
+    with start(backend, roles, [1], **alone) as busy, start(backend, roles, [1], **alone) as idle:
+        busy.transport.companions = [idle.transport]
+        pid = idle.transport.pid_here(0)
+        monkeypatch.setattr(stopped, "STOPPED_S", 0.5)
+        os.kill(pid, signal.SIGSTOP)
+        began, slow = time.monotonic(), busy.sleeps(60)
+        with pytest.raises(WorkerDiedError, match="idle during faulty.sleeps: .*kill -CONT"):
+            slow.get()
+
+        os.kill(pid, signal.SIGKILL)
+        while not idle.transport.lost([0]):
+            time.sleep(0.01)
+        again = busy.sleeps(60)
+        with pytest.raises(
+            WorkerDiedError, match="idle during faulty.sleeps: .*(SIGKILL|it ended)"
+        ):
+            again.get()
+        assert time.monotonic() - began < 20
+
+
+def test_a_worker_that_is_stopped_within_a_call_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stopped, "STOPPED_S", 0.5)
+    with start("child", {"faulty": (Faulty, ())}, [1], own_processes=True) as group:
+        slow = group.sleeps(60)
+        os.kill(group.transport.pid_here(0), signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(WorkerDiedError, match="faulty.sleeps, faulty rank 0 .*is stopped"):
+            slow.get()
+        assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 20, "the end does not wait for it either"

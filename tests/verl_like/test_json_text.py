@@ -1,0 +1,57 @@
+"""JSON as files hold it: every string survives, and what is no JSON has words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_like.files import file_fault, fingerprint, json_line, lines_of, parse_json, write_whole
+
+STRINGS = [
+    "plain",
+    "a\u2028b\u2029c\x85d",
+    "\ud800 alone",
+    "x\udfff",
+    "日本 ⚀ 😀",
+    "\n\r\t\0\x0b\x1c",
+    '"\\',
+]
+
+
+@pytest.mark.parametrize("text", STRINGS)
+def test_a_string_survives_a_line_of_json(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    line = json_line({"text": text, text: [text]})
+    write_whole(path, line * 2)
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 2, "for readers of any habit"
+    assert [parse_json(one) for one in lines_of(path)] == [{"text": text, text: [text]}] * 2
+
+
+def test_text_stays_readable_in_the_file() -> None:
+    assert "日本" in json_line("日本")
+
+
+def test_numbers_keep_every_digit() -> None:
+    assert json_line({"step": 1, "x": 0.1 + 0.2}) == json.dumps({"step": 1, "x": 0.1 + 0.2}) + "\n"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, b"\xff", "{", ""])
+def test_what_is_no_json_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match="."):
+        parse_json(text)
+
+
+def test_a_file_is_known_by_its_size_and_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    facts = fingerprint(path)
+    assert file_fault(path, facts) == ""
+    path.write_bytes(b"abd")
+    assert file_fault(path, facts).startswith("has a crc32 of")
+    assert file_fault(path, facts, reads=False) == ""
+    path.write_bytes(b"ab")
+    assert file_fault(path, facts, reads=False) == "has 2 bytes, was written with 3"
+    path.unlink()
+    assert file_fault(path, facts) == "is missing"

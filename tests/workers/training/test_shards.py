@@ -1,0 +1,135 @@
+"""Tensors in files by rank: what is written once, what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from verl_like.errors import CheckpointError
+from workers.training.shards import DTYPES, FORMAT, Piece, read_shards, write_pieces, write_shards
+
+
+def of_every_type() -> dict[str, Tensor]:
+    numbers = torch.arange(-3, 9)
+    return {f"t.{name}": numbers.to(dtype).reshape(4, 3) for dtype, name in DTYPES.items()} | {
+        "scalar": torch.tensor(7.5),
+        "of no elements": torch.zeros(0, 3),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_whole_tensors_come_back_and_are_written_once(tmp_path: Path, num_ranks: int) -> None:
+    tensors = of_every_type()
+    for rank in range(num_ranks):
+        write_shards(tensors, tmp_path, rank, num_ranks)
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    read_shards(found, tmp_path)
+    assert all(found[name].equal(tensor) for name, tensor in tensors.items())
+
+    stored = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(num_ranks)]
+    names = [name for of_rank in stored for name in of_rank]
+    assert sorted(names) == sorted(tensors.keys() - {"of no elements"})
+    sizes = [sum(tensor.nbytes for tensor in of_rank.values()) for of_rank in stored]
+    assert max(sizes) - min(sizes) <= max(tensor.nbytes for tensor in tensors.values())
+
+
+def sharded(rows: Tensor, rank: int, replicas: int) -> DTensor:
+    """What a rank of four holds of rows sharded under `replicas` replicas."""
+    dist.init_process_group("fake", rank=rank, world_size=4)
+    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
+    own = rows.tensor_split(4 // replicas)[rank % (4 // replicas)]
+    return DTensor.from_local(
+        own, mesh, [Replicate(), Shard(0)], shape=rows.shape, stride=rows.stride(), run_check=False
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_shards_under_replicas_are_written_once_and_read_by_any_number(
+    tmp_path: Path, replicas: int
+) -> None:
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - makes the backend known
+
+    rows = torch.arange(24.0).reshape(8, 3)
+    for rank in range(4):
+        try:
+            write_shards({"rows": sharded(rows, rank, replicas)}, tmp_path, rank, 4)
+        finally:
+            dist.destroy_process_group()
+    files = [load_file(path) for path in sorted(tmp_path.iterdir())]
+    assert [sorted(file) for file in files].count(["rows"]) == 4 // replicas
+
+    whole = torch.zeros_like(rows)
+    read_shards({"rows": whole}, tmp_path)
+    assert whole.equal(rows)
+    try:
+        mine = sharded(torch.zeros_like(rows), 1, 2 // replicas)
+        read_shards({"rows": mine}, tmp_path)
+        assert mine.to_local().equal(rows.tensor_split(2 * replicas)[1])
+    finally:
+        dist.destroy_process_group()
+
+
+def two_files(folder: Path) -> None:
+    write_pieces({"w": Piece(torch.ones(2, 2), (0, 0), (4, 2))}, folder / "0.safetensors")
+    write_pieces({"w": Piece(torch.ones(2, 2), (2, 0), (4, 2))}, folder / "1.safetensors")
+
+
+def with_places(text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        facts = {"format": FORMAT, "places": text}
+        save_file({"w": torch.ones(2, 2)}, folder / "0.safetensors", metadata=facts)
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    path = folder / "0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def twice(folder: Path) -> None:
+    (folder / "2.safetensors").write_bytes((folder / "0.safetensors").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (cut, "0.safetensors is damaged"),
+        (twice, r"2.safetensors holds w again, at \[0, 0\]"),
+        (lambda folder: (folder / "1.safetensors").unlink(), "does not hold every element"),
+        (lambda folder: [path.unlink() for path in folder.iterdir()], "holds no <rank>.safetensor"),
+        (lambda folder: (folder / "0.safetensors").write_bytes(b""), "is damaged"),
+        (lambda folder: save_file({"w": torch.ones(1)}, folder / "0.safetensors"), "is no shard"),
+        (with_places("{"), "its header has no places"),
+        (with_places("[" * 100_000), "its header has no places"),
+        (with_places("[]"), "said to be at None"),
+        (with_places(json.dumps({"w": 3})), "said to be at 3"),
+        (with_places(json.dumps({"w": [[0, 0], [9, 9]]})), "said to be at"),
+        (with_places(json.dumps({"w": [[3, 0], [4, 2]]})), "said to be at"),
+        (with_places(json.dumps({"w": [[-1, 0], [4, 2]]})), "said to be at"),
+        (with_places(json.dumps({"w": [["a", {}], [4, 2]]})), "said to be at"),
+        (with_places(json.dumps({"w": [[0], [4, 2]]})), "said to be at"),
+    ],
+)
+def test_files_that_do_not_hold_the_tensors_are_refused_in_words(
+    tmp_path: Path, change: Callable[[Path], None], message: str
+) -> None:
+    two_files(tmp_path)
+    change(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        read_shards({"w": torch.zeros(4, 2)}, tmp_path)
+
+
+def test_a_type_without_a_place_in_the_format_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="w is torch.complex64, which no shard can hold"):
+        write_shards({"w": torch.zeros(1, dtype=torch.complex64)}, tmp_path, 0, 1)

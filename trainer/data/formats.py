@@ -1,0 +1,146 @@
+"""Rows of one file, by its format: parquet, CSV, JSON lines.
+
+A row comes with its place. What cannot be read comes as a ValueError in the row's stead, and
+reading goes on after it as far as the format allows: `trainer.data.files` names it, or leaves it
+out.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_like.errors import ConfigError
+from verl_like.files import parse_json
+
+Placed = Iterator[tuple[str, Any]]
+"""(where it stands, row or ValueError)."""
+CheckColumns = Callable[[Sequence[str]], None]
+"""Refuses a table that lacks a column."""
+NO_UTF8 = re.compile("[\udc80-\udcff]")
+"""Bytes that are no UTF-8, as Python's surrogateescape reads them."""
+DEEPEST = 100
+"""Levels of a row's lists and objects: what is deeper exhausts the stack of who reads it."""
+BROKEN_GZIP = (OSError, EOFError, zlib.error)
+
+
+def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
+    """Every row of the table, a row group in memory at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as err:
+        raise ConfigError(f"{path} is not a readable parquet file: {err}") from err
+
+    with table:
+        check_columns(table.schema_arrow.names)
+        first = 0
+        for number in range(table.num_row_groups):
+            count = table.metadata.row_group(number).num_rows
+            try:
+                group = table.read_row_group(number)
+            except (pa.ArrowException, OSError) as err:
+                where = f"{path}, rows {first} to {first + count - 1}"
+                yield (
+                    where,
+                    ValueError(
+                        f"their part of the file is not readable: {str(err).splitlines()[0]}"
+                    ),
+                )
+            else:
+                yield from _rows_of_group(path, group, first)
+            first += count
+
+
+def _rows_of_group(path: Path, group: Any, first: int) -> Placed:
+    try:
+        rows = group.to_pylist()
+    except (ValueError, OverflowError):  # a text that is no UTF-8, or a time that is none
+        rows = [_row_or_problem(group.slice(index, 1)) for index in range(group.num_rows)]
+    for index, row in enumerate(rows):
+        yield f"{path}, row {first + index}", row
+
+
+def _row_or_problem(single: Any) -> Any:
+    try:
+        return single.to_pylist()[0]
+    except (ValueError, OverflowError) as err:
+        return ValueError(f"not readable: {err}")
+
+
+def csv_rows(path: Path, check_columns: CheckColumns) -> Placed:
+    """Every cell is a text; an empty one is nothing."""
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.DictReader(file)
+        try:
+            check_columns(reader.fieldnames or [])
+        except csv.Error as err:
+            raise ConfigError(f"{path}: its first line is not readable as CSV: {err}") from err
+        while True:
+            try:
+                row = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as err:
+                where = f"{path}, line {reader.line_num + 1}"  # that which it could not take
+                yield where, ValueError(f"not readable as CSV: {err}")
+            else:
+                yield f"{path}, line {reader.line_num}", _filled_cells(row)
+
+
+def _filled_cells(row: dict[Any, Any]) -> Any:
+    if None in row:
+        return ValueError(f"it has more cells than the {len(row) - 1} columns")
+    broken = [name for name, cell in row.items() if cell and NO_UTF8.search(cell)]
+    if broken:
+        return ValueError(f"column {broken[0]!r} is not UTF-8")
+    return {name: cell or None for name, cell in row.items()}
+
+
+def json_rows(path: Path) -> Placed:
+    """A JSON value a line; empty lines are passed over."""
+    opened: Any = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    number = 0
+    with opened as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}, line {number}", _json_row(line)
+        except BROKEN_GZIP as err:
+            yield f"{path}, line {number + 1}", ValueError(f"not readable from here on: {err}")
+
+
+def _json_row(line: bytes) -> Any:
+    try:
+        row = parse_json(line)
+    except UnicodeDecodeError as err:
+        return ValueError(f"not UTF-8 ({err})")
+    except ValueError as err:
+        return ValueError(
+            f"not JSON ({err}); a file that ends in neither .parquet nor .csv has a JSON object a "
+            "line"
+        )
+    if line.count(b"{") + line.count(b"[") > DEEPEST and _depth(row) > DEEPEST:
+        return ValueError(f"nested more than {DEEPEST} levels deep")
+    return row
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects within each other."""
+    levels = 0
+    inner = [value]
+    while inner := [one for one in inner if isinstance(one, dict | list) and one]:
+        levels += 1
+        inner = [part for one in inner for part in _parts(one)]
+    return levels

@@ -1,0 +1,70 @@
+"""Token ids of a prompt: chat messages through the chat template, strings as they are.
+
+A ValueError says what is wrong with a prompt; whoever reads the rows knows which it is
+(`trainer.data.files`, `trainer.data.encoded_rows`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character: JSON can write it, UTF-8 and tokenizers cannot hold it."""
+OF_A_TEMPLATE = (TypeError, LookupError, AttributeError)
+"""What a template's own code may raise over messages that it did not expect."""
+
+
+def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
+    """The ids of one prompt."""
+    text = readable(prompt)
+    is_plain = isinstance(text, str)
+    if not is_plain:
+        text = chat_text(text, tokenizer)
+    # the template writes the special tokens of a chat itself
+    ids = np.array(tokenizer(text, add_special_tokens=is_plain)["input_ids"], dtype=np.int64)
+    if ids.size == 0:
+        raise ValueError(f"it has no tokens: {text!r:.80}")
+    return ids
+
+
+def chat_text(messages: Any, tokenizer: Any) -> str:
+    """A chat as the template of the tokenizer writes it, up to where the assistant answers."""
+    from jinja2 import TemplateError
+
+    refuse_empty_messages(messages)
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"it is a chat, and the tokenizer of {tokenizer.name_or_path} has no chat template; "
+            "add chat_template.jinja to the model folder, or give prompts as plain strings"
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+    except (TemplateError, *OF_A_TEMPLATE) as error:
+        raise ValueError(f"the chat template refuses it: {error}") from error
+    return text
+
+
+def refuse_empty_messages(messages: Any) -> None:
+    """Refuse messages without content, which templates would write as the word None."""
+    for number, message in enumerate(messages):
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ValueError(f"the content of message {number} is null")
+        if not isinstance(message["role"], str):
+            raise ValueError(f"the role of message {number} is {message['role']!r:.40}")
+
+
+def readable(value: Any) -> Any:
+    """Texts, also those within lists and objects, with U+FFFD for each lone surrogate."""
+    if isinstance(value, str):
+        return LONE_SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [readable(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: readable(inner) for key, inner in value.items()}
+    return value

@@ -1,0 +1,83 @@
+"""Restarts inside the command: a run that lost a worker goes on from its last checkpoint.
+
+`trainer.launch.run` asks after an attempt that failed. All groups have ended by then; the next
+attempt starts them anew, and the driver with them, so its numbers are those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TypeVar
+
+from trainer.config.schema import RunConfig
+from trainer.run_folder.marker import committed
+from verl_like.errors import VerlLikeError, WaitTimeoutError, WeightSyncError, WorkerDiedError
+
+LOSSES = (WorkerDiedError, WaitTimeoutError, WeightSyncError)
+"""A process that is gone or hangs, and weights that did not arrive: another attempt may do."""
+POISON = 3
+"""So often a step may fail: then it is the step that kills its workers."""
+FIRST_WAIT_S = 2.0
+"""Before the first restart; each further one waits twice as long."""
+logger = logging.getLogger(__name__)
+Config = TypeVar("Config", bound=RunConfig)
+
+
+class Restarts:
+    """Those of one run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """None yet; `trainer.max_restarts` says how many there may be."""
+        self._config, self._made = config, 0
+        self._failures: Counter[int] = Counter()
+
+    def wait_for_next(self, error: VerlLikeError, step: int) -> None:
+        """Wait a moment for another attempt; raise the error where none is of use.
+
+        `step` is the one that failed; 0: the run had not begun.
+        """
+        self._failures[step] += 1
+        reason = self._why_not(step)
+        if reason is not None:
+            if reason:
+                error.add_note(reason)
+            raise error
+
+        seconds = FIRST_WAIT_S * 2**self._made
+        self._made += 1
+        logger.warning(
+            "step %d failed: %s. Restart %d of %d (trainer.max_restarts) in %.0f s, from %s.",
+            *(step, error, self._made, self._config.trainer.max_restarts, seconds),
+            *(self._newest() or ["the first step"]),
+        )
+        time.sleep(seconds)
+        if self._config.trainer.backend == "ray":
+            from verl_like.backends.ray.ending import leave_if_broken
+
+            leave_if_broken()
+
+    def resuming(self, config: Config) -> Config:
+        """The configuration of the next attempt: it goes on from this run's own checkpoints."""
+        again = copy.deepcopy(config)
+        if self._newest():
+            again.trainer.resume_mode, again.trainer.resume_from_path = "auto", None
+        return again
+
+    def _why_not(self, step: int) -> str | None:
+        """Why there is no other attempt, where that is worth a word; None if there is one."""
+        if step == 0 or self._config.trainer.backend == "torchrun":
+            return ""
+        if self._failures[step] >= POISON and self._made:
+            return f"step {step} has failed {POISON} times: it is not tried again."
+        if self._made >= self._config.trainer.max_restarts:
+            return f"after {self._made} restarts (trainer.max_restarts)" if self._made else ""
+        return None
+
+    def _newest(self) -> list[str]:
+        """The checkpoint that the next attempt goes on from, if there is one."""
+        folder = Path(self._config.trainer.default_local_dir)
+        return [f"global_step_{step}" for step in committed(folder)[-1:]]

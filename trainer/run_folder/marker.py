@@ -1,0 +1,84 @@
+"""`commit.json`, the marker over all roles of a checkpoint: written last, read first.
+
+`trainer.run_folder.checkpoint` writes and compares it; export, evaluation and chat read it.
+Whatever the file holds, what comes back is of the form that is written, or the error says what is
+wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from verl_like.errors import CheckpointError, DamagedCheckpointError
+from verl_like.files import file_fault, fingerprint, read_json_object, refuse_other_facts
+from workers.training.manifest import MANIFEST, refuse_missing
+
+MARKER = "commit.json"
+OBJECTS = ("config", "inputs", "versions")
+
+
+def committed(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a run folder that were completed, in order."""
+    found = (
+        re.fullmatch(r"global_step_(\d+)", path.parent.name)
+        for path in folder.glob(f"global_step_*/{MARKER}")
+    )
+    return sorted(int(match[1]) for match in found if match)
+
+
+def named(steps: list[int]) -> str:
+    """The folders of these steps, for a message."""
+    return ", ".join(f"global_step_{step}" for step in steps) or "none"
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's commit marker says."""
+    path = folder / MARKER
+    try:
+        marker = read_json_object(path)
+        _refuse_other_form(marker)
+    except FileNotFoundError as error:
+        what = (
+            "it was never committed (no commit.json)"
+            if folder.is_dir()
+            else "there is no such folder"
+        )
+        beside = named(committed(folder.parent))
+        raise CheckpointError(
+            f"{folder} is no checkpoint: {what}. Committed ones beside it: {beside}."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
+    return marker
+
+
+def _refuse_other_form(marker: dict[str, Any]) -> None:
+    """A ValueError where it is not what a run writes."""
+    step = marker.get("step")
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step is {step!r:.40}, not the number of a step")
+    refuse_other_facts(marker.get("files"))
+    for name in OBJECTS:
+        if not isinstance(marker.get(name), dict):
+            raise ValueError(f"{name} is {marker.get(name)!r:.40}, not an object")
+
+
+def refuse_damaged(folder: Path) -> None:
+    """Refuse a checkpoint that lacks a file, or has another in its place.
+
+    Of the shards, which their ranks read, names and sizes are looked at alone.
+    """
+    for name, written in read_marker(folder)["files"].items():
+        if fault := file_fault(folder / name, written):
+            raise DamagedCheckpointError(f"{folder / name} {fault}")
+    for manifest in sorted(folder.glob(f"*/{MANIFEST}")):
+        refuse_missing(manifest.parent)
+
+
+def marked_files(part: Path) -> dict[str, Any]:
+    """The driver's files and every role's top ones; its manifest vouches for what lies deeper."""
+    paths = sorted(part.glob("*")) + sorted(part.glob("*/*"))
+    files = [path for path in paths if path.is_file()]
+    return {path.relative_to(part).as_posix(): fingerprint(path) for path in files}
