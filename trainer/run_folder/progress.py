@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """The KL that is shown: to the reference, else to the policy before the update."""
+ROUNDING = 1e-8
+"""A KL that is no further from 0 is 0."""
 WATCHED = {
     "actor/entropy": "entropy",
     "response_length/mean": "length",
@@ -104,9 +106,9 @@ def _known(metrics: Mapping[str, float]) -> Iterator[str]:
     if "critic/score/mean" in metrics:
         yield f"reward {metrics['critic/score/mean']:.4g}"
 
-    kl = next((metrics[name] for name in KL_NAMES if metrics.get(name)), None)
-    if kl is not None:  # one that is 0 is of a policy held against itself
-        yield f"KL {kl:.3g}"
+    kls = [metrics[name] for name in KL_NAMES if abs(metrics.get(name, 0.0)) > ROUNDING]
+    if kls:  # one that is 0 is of a policy held against itself
+        yield f"KL {kls[0]:.3g}"
 
     for name, shown in WATCHED.items():
         if name in metrics:

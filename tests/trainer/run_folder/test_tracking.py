@@ -73,11 +73,12 @@ def test_without_a_terminal_there_is_a_line_a_step(
     ]
 
 
+@pytest.mark.parametrize("kl", [0.0, -1.8e-10])
 def test_a_kl_of_a_policy_to_itself_is_not_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kl: float
 ) -> None:
     with make_tracking(config(tmp_path, "console"), total_steps=1) as tracking:
-        tracking.log({**STEP, "actor/ppo_kl": 0.0}, 1)
+        tracking.log({**STEP, "actor/ppo_kl": kl}, 1)
     assert capsys.readouterr().out.splitlines() == [f"step 1/1  reward 0.5  {REST}"]
 
 
