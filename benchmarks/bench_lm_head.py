@@ -83,6 +83,7 @@ def make_actor(folder: Path, rows: Any, in_chunks: bool) -> Any:
     model = ModelConfig(path=str(folder), use_fused_kernels=in_chunks)
     policy = ActorRolloutRefConfig(model=model)
     policy.actor.ppo_mini_batch_size = len(rows)
+    policy.actor.use_dynamic_bsz = False
     policy.actor.ppo_micro_batch_size_per_gpu = len(rows)
     policy.rollout.log_prob_micro_batch_size_per_gpu = len(rows)
     policy.actor.entropy_coeff = 0.01

@@ -85,6 +85,7 @@ def make_actor(folder: Path, rows: int, **model: Any) -> ActorWorker:
         model=ModelConfig(path=str(folder), **model), rollout=RolloutConfig(n=1)
     )
     policy.actor.optim = OptimConfig(lr=1e-6)
+    policy.actor.use_dynamic_bsz = False
     policy.actor.ppo_mini_batch_size, policy.actor.ppo_micro_batch_size_per_gpu = rows, 8
     config = WorkersConfig(
         actor_rollout_ref=policy,

@@ -91,6 +91,7 @@ def make_reference(folder: Path, num_rows: int, quantization: str | None) -> Any
         model=ModelConfig(path=str(folder)),
         ref=RefConfig(quantization=quantization, log_prob_micro_batch_size_per_gpu=num_rows),
     )
+    policy.actor.use_dynamic_bsz = False
     config = WorkersConfig(actor_rollout_ref=policy, data=None, trainer=None, algorithm=None)
     return ReferenceWorker(config)
 

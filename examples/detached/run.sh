@@ -22,6 +22,5 @@ if [ ! -e "$run_dir/tiny/val.parquet" ]; then "$py" examples/tiny/make.py "$run_
     actor_rollout_ref.model.path="$run_dir/tiny/model" data.train_files="$run_dir/tiny/train.parquet" \
     data.train_batch_size=16 data.max_prompt_length=16 data.max_response_length=8 \
     algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64 \
-    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64 actor_rollout_ref.actor.optim.lr=2e-3 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.optim.lr=2e-3 \
     trainer.total_training_steps=20 trainer.default_local_dir="$run_dir" "${@:2}"

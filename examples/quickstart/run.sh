@@ -30,9 +30,7 @@ code=0
     placement=split trainer.n_gpus_per_node=2 \
     actor_rollout_ref.model.path="$run_dir/tiny/model" data.train_files="$run_dir/tiny/train.parquet" \
     data.train_batch_size=64 data.max_prompt_length=16 data.max_response_length=8 \
-    actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64 \
-    critic.ppo_micro_batch_size_per_gpu=64 \
+    actor_rollout_ref.rollout.n=4 actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.optim.lr=2e-3 critic.optim.lr=2e-3 \
     trainer.total_training_steps=60 trainer.stop_at="{critic/score/mean: $goal}" trainer.save_freq=10 \
     trainer.max_ckpt_to_keep=1 trainer.default_local_dir="$run_dir" "$@" || code=$?

@@ -42,8 +42,7 @@ train() { # <folder of the run> <its rewards> [key=value ...]
         actor_rollout_ref.model.path="$run_dir/tiny/model" data.train_files="$run_dir/tiny/train.parquet" \
         data.train_batch_size=16 data.max_prompt_length=16 data.max_response_length=8 \
         algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \
-        actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64 \
-        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64 actor_rollout_ref.actor.optim.lr=2e-3 \
+        actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.optim.lr=2e-3 \
         trainer.total_training_steps=5 trainer.default_local_dir="$1" "rewards=[$2]" "${@:3}"
 }
 train "$run_dir/remote" "{name: judge, kind: remote, url: '$url', token_env: JUDGE_TOKEN, batch_size: 16}" "$@"

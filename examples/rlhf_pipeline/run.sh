@@ -46,7 +46,7 @@ step reward_model reward_model reward-model model.path="$(model_of sft sft)" \
     "${of_rows[@]}" optim.lr=3e-3 center_coef=0.01 trainer.test_freq=16
 
 scorer=$(model_of reward_model reward_model)
-preference="{name: preference, kind: model, path: '$scorer', micro_batch_size_per_gpu: 64}"
+preference="{name: preference, kind: model, path: '$scorer'}"
 rule="{name: kindness, path: $here/kindness.py, function: kindness, weight: 0}" # measured, not trained with
 step ppo actor ppo actor_rollout_ref.model.path="$(model_of sft sft)" critic.model.path="$scorer" \
     "rewards=[$preference, $rule]" \
@@ -54,7 +54,7 @@ step ppo actor ppo actor_rollout_ref.model.path="$(model_of sft sft)" critic.mod
     algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.05 \
     data.train_files="$data/prompts.jsonl" data.val_files="$data/prompts_val.jsonl" \
     data.train_batch_size=32 data.max_prompt_length=24 data.max_response_length=32 actor_rollout_ref.rollout.n=4 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.use_dynamic_bsz=true \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.optim.lr=1e-3 critic.optim.lr=2e-3 \
     trainer.total_training_steps=20 trainer.test_freq=10 "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]" "$@"
 

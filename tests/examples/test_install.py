@@ -66,7 +66,7 @@ def test_a_bare_machine_gets_an_environment_and_is_told_what_is_downloaded(proje
     done = install(project)
     assert done.returncode == 0, done.stderr
     assert "450 MB to download" in done.stderr
-    assert "install -qq -e ." in (project / "pip.log").read_text()
+    assert "install -qq --no-compile -e ." in (project / "pip.log").read_text()
     assert (project / ".venv" / "installed").is_file()
 
 

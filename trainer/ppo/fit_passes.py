@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from trainer.memory import GIB, pool_bytes
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import role_memories
@@ -51,7 +53,13 @@ def _fits(config: PPOConfig, tokens: int, device_type: str, device_bytes: int) -
 
 
 def _share_of_this_machine(config: PPOConfig) -> int | None:
-    """Bytes that each of the run's processes may plan with on a machine without GPUs."""
+    """Bytes that each of the run's processes may plan with on a machine without GPUs.
+
+    None on a cluster, of whose machines the driver's says nothing.
+    """
     total = memory_gb("MemTotal:")
-    processes = sum(map(sum, config.resource_pool_spec.values())) / config.trainer.nnodes
-    return None if total is None else int(SHARE_OF_A_MACHINE * total * GIB / max(processes, 1))
+    joins = config.ray.address or os.environ.get("RAY_ADDRESS")
+    if total is None or (joins and config.trainer.backend == "ray"):
+        return None
+    processes = sum(map(sum, config.resource_pool_spec.values()))
+    return int(SHARE_OF_A_MACHINE * total * GIB / max(processes, 1))

@@ -15,7 +15,6 @@ from verl_like.process.worker import Worker
 from workers.columns import drawn_from
 from workers.config import shuffle_seed
 from workers.config.conditions import policy_loss_of
-from workers.config.passes import tokens_per_pass
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import RolloutCorrection
 from workers.losses.correction_gauge import CorrectionGauge
@@ -29,17 +28,12 @@ from workers.training.average import WeightAverage
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
-from workers.training.microbatch import Budget, Columns, MiniBatch
+from workers.training.microbatch import Columns, MiniBatch, pass_budget
 from workers.training.router_loss import BalancedEngine
 from workers.weights.delivery import WeightPublisher
 
 if TYPE_CHECKING:
-    from workers.config import (
-        RefConfig,
-        RolloutConfig,
-        TeacherModelConfig,
-        WorkersConfig,
-    )
+    from workers.config import RolloutConfig, WorkersConfig
 
 Metrics = dict[str, Any]
 
@@ -47,15 +41,6 @@ Metrics = dict[str, Any]
 def log_prob_temperature(rollout: RolloutConfig) -> float:
     """What divides the logits in every log-prob pass: the rollout's temperature, 1 if greedy."""
     return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
-
-
-def log_prob_budget(
-    section: RolloutConfig | RefConfig | TeacherModelConfig, config: WorkersConfig
-) -> Budget:
-    """What a log-prob pass may hold, by the section of its role."""
-    by_tokens = config.actor_rollout_ref.actor.use_dynamic_bsz
-    rows = section.log_prob_micro_batch_size_per_gpu
-    return Budget.of(by_tokens, rows, tokens_per_pass(config))
 
 
 class ActorWorker(Checkpointed, WeightPublisher, Worker):
@@ -76,12 +61,9 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
         self.policy_loss = get_policy_loss(policy_loss_of(config))
         self.chooses_tokens = token_chooser(self.policy_loss) is not None
         self.ptx_coef = config.ptx.coef
-        self.budget = Budget.of(
-            self.config.use_dynamic_bsz,
-            self.config.ppo_micro_batch_size_per_gpu,
-            tokens_per_pass(config),
-        )
-        self.log_prob_budget = log_prob_budget(self.policy.rollout, config)
+        self.budget = pass_budget(config, self.config.ppo_micro_batch_size_per_gpu)
+        rows = self.policy.rollout.log_prob_micro_batch_size_per_gpu
+        self.log_prob_budget = pass_budget(config, rows)
         coef = self.config.router_aux_loss_coef
         engine_cls = partial(BalancedEngine, router_aux_loss_coef=coef) if coef else TrainEngine
         self.engine = engine_cls(

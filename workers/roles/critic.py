@@ -11,14 +11,13 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.config import critic_model, critic_optim, shuffle_seed
-from workers.config.passes import tokens_per_pass
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.models.precision import precision_of
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.mfu import utilization
-from workers.training.microbatch import Budget, Columns, MiniBatch
+from workers.training.microbatch import Budget, Columns, MiniBatch, pass_budget
 from workers.weights.delivery import WeightPublisher
 
 if TYPE_CHECKING:
@@ -27,12 +26,8 @@ if TYPE_CHECKING:
 
 def value_budget(config: WorkersConfig) -> Budget:
     """What a pass of the critic may hold, or of its copy."""
-    actor, own = config.actor_rollout_ref.actor, config.critic
-    return Budget.of(
-        actor.use_dynamic_bsz,
-        own.ppo_micro_batch_size_per_gpu,
-        own.ppo_max_token_len_per_gpu or tokens_per_pass(config),
-    )
+    own = config.critic
+    return pass_budget(config, own.ppo_micro_batch_size_per_gpu, own.ppo_max_token_len_per_gpu)
 
 
 class CriticWorker(Checkpointed, WeightPublisher, Worker):

@@ -16,8 +16,9 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from verl_like.process.worker import Worker
 from workers.models.lora import adapter_off
-from workers.roles.actor import log_prob_budget, log_prob_temperature
+from workers.roles.actor import log_prob_temperature
 from workers.training.engine import TrainEngine
+from workers.training.microbatch import pass_budget
 from workers.training.refresh import FollowingEngine
 from workers.weights.sync import SyncReport, WeightReceiver
 
@@ -35,7 +36,7 @@ class ReferenceWorker(WeightReceiver, Worker):
         policy = config.actor_rollout_ref
         self.config = policy.ref
         self.temperature = log_prob_temperature(policy.rollout)
-        self.budget = log_prob_budget(self.config, config)
+        self.budget = pass_budget(config, self.config.log_prob_micro_batch_size_per_gpu)
         self.follows = self.config.update_every is not None
         settings: dict[str, Any] = {"decay": self.config.ema_decay} if self.follows else {}
         engine_cls = FollowingEngine if self.follows else TrainEngine

@@ -9,8 +9,9 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.config import teacher_model
-from workers.roles.actor import log_prob_budget, log_prob_temperature
+from workers.roles.actor import log_prob_temperature
 from workers.training.engine import TrainEngine
+from workers.training.microbatch import pass_budget
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
@@ -23,7 +24,8 @@ class TeacherWorker(Worker):
         super().__init__()
         policy, distillation = config.actor_rollout_ref, config.distillation
         self.temperature = distillation.temperature or log_prob_temperature(policy.rollout)
-        self.budget = log_prob_budget(distillation.teacher_model, config)
+        rows = distillation.teacher_model.log_prob_micro_batch_size_per_gpu
+        self.budget = pass_budget(config, rows)
         self.engine = TrainEngine(
             teacher_model(config),
             distillation.teacher_model.fsdp_config,

@@ -24,9 +24,11 @@ from torch import Tensor
 
 from verl_like.errors import BatchError, ConfigError
 from workers.columns import require
+from workers.config.passes import tokens_per_pass
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
+    from workers.config import WorkersConfig
     from workers.losses.aggregate import Denominators
 
 Columns = dict[str, Tensor]
@@ -43,6 +45,16 @@ class Budget:
     def of(cls, use_dynamic_bsz: bool, rows: int, tokens: int) -> Budget:
         """The budget that a role's section sets: by tokens if `use_dynamic_bsz`, else by rows."""
         return cls(tokens=tokens) if use_dynamic_bsz else cls(rows=rows)
+
+
+def pass_budget(config: WorkersConfig, rows: int, tokens: int | None = None) -> Budget:
+    """What a pass of a role of PPO may hold: by rows if the actor is cut so, else by tokens.
+
+    `tokens` are the role's own; by default it has the actor's.
+    """
+    if not config.actor_rollout_ref.actor.use_dynamic_bsz:
+        return Budget(rows=rows)
+    return Budget(tokens=tokens or tokens_per_pass(config))
 
 
 @dataclass(frozen=True)

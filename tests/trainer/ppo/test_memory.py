@@ -153,9 +153,11 @@ def test_passes_by_tokens_are_halved_until_every_pool_fits(model: Path) -> None:
 def test_on_cpus_the_processes_of_a_node_share_its_memory(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def settled(gib: float) -> int | None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def settled(gib: float, *more: str) -> int | None:
         monkeypatch.setattr("trainer.ppo.fit_passes.memory_gb", lambda _: gib)
-        more = ("data.train_batch_size=4096", "trainer.n_gpus_per_node=2")
+        more = ("data.train_batch_size=4096", "trainer.n_gpus_per_node=2", *more)
         config = load_config(overrides(tiny_dir, tmp_path, *more))
         fit_passes(config, "cpu", None)
         return config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
@@ -163,6 +165,7 @@ def test_on_cpus_the_processes_of_a_node_share_its_memory(
     assert settled(64) is None
     assert 16 + 8 < (settled(0.1) or 0) < LARGEST_PASS
     assert settled(1e-6) == 16 + 8
+    assert settled(1e-6, "ray.address=head:6379") is None
 
 
 def test_a_reward_model_passes_as_many_tokens_as_the_actor(
