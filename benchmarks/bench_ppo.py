@@ -35,6 +35,7 @@ LIMITS: dict[str, tuple[str, float]] = {
     "grpo.reward_at_20 less trl": (">=", 0.0),
     "tailed.reward_at_20 less trl": (">=", 0.0),
     "split.update_over_alone": ("<=", 0.6),
+    "passes.tokens_over_rows": ("<=", 0.9),
     "driver.driver_share_local": ("<=", 0.05),
     "driver.driver_share_ray": ("<=", 0.05),
     "memory.growth_mib": ("<=", 20.0),
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--trl-python", help="Python of an environment with TRL 1.16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--only", default="grpo,tailed,split,colocate,driver,memory,calls,advantages"
+        "--only", default="grpo,tailed,split,colocate,passes,driver,memory,calls,advantages"
     )
     options = parser.parse_args()
 

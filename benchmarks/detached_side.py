@@ -42,8 +42,6 @@ KEPT_BATCHES = 4
 class Replayed(SampleSource):
     """The first batches of another source, over and over."""
 
-    length = 0
-
     def __init__(self, source: SampleSource) -> None:
         """Batches are drawn from `source` as long as there are too few."""
         self._source = source

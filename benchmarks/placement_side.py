@@ -1,6 +1,6 @@
 """One measured run of placements, driver and calls, in a process of its own.
 
-    python benchmarks/placement_side.py split|colocate|driver|memory|calls FOLDER
+    python benchmarks/placement_side.py split|colocate|passes|driver|memory|calls FOLDER
 
 prints its figures as JSON; `bench_ppo.py` runs it. FOLDER is that of `grpo_side.py make`. On two
 cores: `split` has a pool of one process for the policy and one for the critic, `colocate` one pool
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,6 @@ def overrides(folder: Path, run_folder: str, *more: str) -> list[str]:
         "data.max_prompt_length=16",
         "data.max_response_length=32",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS}",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
-        "critic.ppo_micro_batch_size_per_gpu=64",
         "actor_rollout_ref.rollout.n=4",
         *more,
     ]
@@ -85,6 +84,39 @@ def colocate(folder: Path) -> dict[str, float]:
     """One pool of two processes: the same cores as `split`."""
     lines, _ = steps_of(folder, NUM_STEPS, "placement=colocate", "trainer.n_gpus_per_node=2")
     return {"step_s": median(lines, "timing_s/step")}
+
+
+BY_ROWS = "actor_rollout_ref.actor.use_dynamic_bsz=false"
+
+
+def passes(folder: Path) -> dict[str, float]:
+    """CPU seconds of a step whose passes are cut by tokens, as by default, and by 8 samples.
+
+    In this process and in turn: what is compared does not depend on who else has the cores.
+    """
+    from trainer import load_config, run
+    from trainer.ppo.step import Metrics, PPOTrainer
+
+    ends: list[float] = []
+
+    class Metered(PPOTrainer):
+        def on_step_end(self, metrics: Metrics) -> None:
+            ends.append(time.process_time())
+
+    one = ("trainer.backend=local", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=6")
+    steps: dict[str, list[float]] = {"tokens": [], "rows": []}
+    for cut in ("tokens", "rows") * 2:
+        ends.clear()
+        more = (BY_ROWS,) if cut == "rows" else ()
+        with tempfile.TemporaryDirectory() as run_folder:
+            run(load_config(overrides(folder, run_folder, *one, *more)), Metered)
+        steps[cut] += [after - before for before, after in pairwise(ends)][1:]
+    by_tokens, by_rows = (statistics.median(steps[cut]) for cut in ("tokens", "rows"))
+    return {
+        "tokens_cpu_s": by_tokens,
+        "rows_cpu_s": by_rows,
+        "tokens_over_rows": by_tokens / by_rows,
+    }
 
 
 def driver(folder: Path) -> dict[str, float]:
@@ -190,6 +222,7 @@ def main() -> None:
     sides = {
         "split": split,
         "colocate": colocate,
+        "passes": passes,
         "driver": driver,
         "memory": memory,
         "calls": calls,

@@ -1,4 +1,5 @@
-"""The README and the docs hold: their Python runs, their commands compose, their quotes are true.
+"""The README and the docs hold: their Python runs, their commands compose, their pools have room,
+their quotes are true.
 
 The ```python blocks of one page share their names.
 """
@@ -10,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from trainer.config.schema import TRACKERS
 from trainer.detached.config import DetachedConfig
 from trainer.detached.recipe import DETACHED
 from trainer.hooks import Hooks
+from trainer.launch import nominal_placement
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from workers.training.schedules import LR_SCHEDULES
@@ -75,6 +78,13 @@ def test_the_symptoms_that_troubleshooting_quotes_are_the_codes_words() -> None:
     assert [part for part in quoted if part.strip() not in code] == []
 
 
+def load_and_plan(*arguments: Any) -> Any:
+    """A configuration of the docs, whose pools have room on the machines that it names."""
+    config = load_config(*arguments)
+    nominal_placement(config)
+    return config
+
+
 @pytest.mark.parametrize("path", pages())
 def test_the_python_blocks_run(
     path: Path, request: pytest.FixtureRequest, monkeypatch, tmp_path: Path, tiny_dir: Path
@@ -83,6 +93,7 @@ def test_the_python_blocks_run(
         request.getfixturevalue("ray_session")
     (tmp_path / "tiny").symlink_to(tiny_dir)  # what `verl-like make-tiny tiny` makes
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trainer.load_config", load_and_plan)
     for registry in (TRACKERS, LR_SCHEDULES):  # a page registers one of its own
         monkeypatch.setattr(registry, "_entries", dict(registry))
     text = path.read_text(encoding="utf-8")
@@ -92,6 +103,26 @@ def test_the_python_blocks_run(
             line = text.count("\n", 0, match.start("code"))
             code = "\n" * line + match["code"]
             exec(compile(code, str(path), "exec", dont_inherit=True), space)
+
+
+def test_the_first_run_of_ones_own_is_fifteen_lines() -> None:
+    text = (ROOT / "docs" / "first_run.md").read_text(encoding="utf-8")
+    (listing,) = [match["code"] for match in BLOCK.finditer(text)]
+    assert len(listing.splitlines()) <= 15
+
+
+@pytest.mark.parametrize("page", ["first_run.md", "reading_the_report.md"])
+def test_the_metrics_that_a_page_looks_at_are_written_by_the_code(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    code = {
+        message
+        for package in ("trainer", "workers")
+        for path in (ROOT / package).rglob("*.py")
+        for message in messages(path)
+    }
+    named = set(re.findall(r"`(?:actor|reward|training)/(\w+)`", text))
+    assert len(named) >= 5
+    assert [name for name in named if not any(name in message for message in code)] == []
 
 
 def commands() -> Iterator[object]:
@@ -106,12 +137,15 @@ def commands() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("recipe", "settings"), list(commands()))
-def test_a_command_composes(recipe: Recipe[PPOConfig], settings: list[str]) -> None:
+def test_a_command_composes_and_its_pools_have_room(
+    recipe: Recipe[PPOConfig], settings: list[str]
+) -> None:
     needed = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": "model"}
     given = {setting.partition("=")[0] for setting in settings}
     missing = [f"{key}={value}" for key, value in needed.items() if key not in given]
     config = load_config([*missing, *settings], recipe)
     assert config.data.train_files
+    nominal_placement(config)
 
 
 KEYS = re.compile(

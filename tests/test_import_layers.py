@@ -38,6 +38,7 @@ OPTIONAL = {"vllm", "flash_attn", "peft", "wandb", "mlflow"}
 ORDER: dict[str, list[tuple[str, ...]]] = {
     "verl_like": [
         ("errors",),
+        ("signatures",),
         ("files", "registry", "tensor_ops", "terminal"),
         ("config_key",),
         ("batch",),
@@ -60,7 +61,8 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("config", "hooks", "report"),
         ("data", "groups", "memory", "run_folder"),
         ("loop",),
-        ("command_errors", "compare", "launch"),
+        ("command_errors", "compare", "dry_run"),
+        ("launch",),
         ("rows",),
         ("ppo", "preference", "reward_model", "sft"),
         ("best_of_n", "detached"),

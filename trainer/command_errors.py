@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trainer.run_folder.signals import EXIT_OF_CTRL_C, RunStopped
 from verl_like.errors import CallbackError, VerlLikeError
 
 GOES_ON = "the same command goes on from the last checkpoint, where there is one"
-EXIT_OF_CTRL_C = 130
-"""What shells expect of a program that was interrupted: 128 and the signal's number."""
 
 
 @contextmanager
@@ -25,6 +24,9 @@ def ending_in_words(folder: str | Path) -> Iterator[None]:
     """Within, an error ends the process, by SystemExit; `folder` is the run's, for a full disk."""
     try:
         yield
+    except RunStopped as stopped:
+        print(f"{stopped}; {GOES_ON}", file=sys.stderr)
+        sys.exit(stopped.exit_code)
     except KeyboardInterrupt:
         print(f"stopped; {GOES_ON}", file=sys.stderr)
         sys.exit(EXIT_OF_CTRL_C)

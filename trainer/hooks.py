@@ -27,6 +27,7 @@ from typing import Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CallbackError, ConfigError, nearest
+from verl_like.signatures import Call, call_of, check_method
 
 
 class Hooks:
@@ -84,15 +85,20 @@ class Hooks:
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Refuse objects without a hook, and methods that would never be called."""
+    """Refuse objects without a hook, and methods that would never be called or could not be."""
     hooks = [name for name in vars(Hooks) if name.startswith("on_")]
     for callback in callbacks:
         name = f"the callback {type(callback).__qualname__}"
+        if isinstance(callback, type):
+            raise ConfigError(f"the callback {callback.__qualname__} is a class: give an object.")
         for method in dir(callback):
             if method.startswith("on_") and method not in hooks:
                 raise ConfigError(
                     f"{name} has {method!r}, which is no hook.{nearest(method, hooks)} Hooks: "
                     f"{', '.join(hooks)}."
                 )
+            if method in hooks:
+                hook = call_of(getattr(Hooks, method))
+                check_method(callback, method, name, Call("trainer", *hook.by_position))
         if not any(hasattr(callback, hook) for hook in hooks):
             raise ConfigError(f"{name} has no hook: give it one of {', '.join(hooks)}.")

@@ -21,8 +21,10 @@ from typing import Any, ClassVar
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.hooks import Hooks
+from trainer.hooks import Hooks, check_callbacks
 from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.finished import IS_LAST
+from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.stopping import reached_goal
 from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
@@ -50,6 +52,8 @@ class Trainer(Hooks, ABC):
         self.groups = groups
         self.folder = Path(config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(config)
+        self.stop = StopSignals()
+        """Signals that ask the run to stop; `trainer.launch` catches them."""
         self.global_step = 0
         self.timing: Metrics = {}
         self.calls: list[dict[str, Any]] = []
@@ -66,12 +70,22 @@ class Trainer(Hooks, ABC):
         """One step, its stages timed by `clock`; gives the metrics."""
 
     @classmethod
+    def check_code(cls, config: Any, callbacks: Sequence[object]) -> None:
+        """Refuse code of the user's that would fail within a step; nothing is read yet."""
+        check_callbacks(callbacks)
+
+    @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """What the constructor takes after `config` and `groups`, made before a process starts.
 
         What cannot work is refused here. What must be closed goes on the stack `at_end`.
         """
         return ()
+
+    @classmethod
+    def look_at(cls, config: Any, *inputs: Any) -> list[str]:
+        """Lines of a dry run about what `prepare` has made; what shows no earlier is refused."""
+        return []
 
     @classmethod
     def worker_code(cls, config: Any) -> list[str]:
@@ -122,9 +136,8 @@ class Trainer(Hooks, ABC):
             timeline = Timeline(self.folder / "timeline.json", resume, self.stages)
             try:
                 self._start(tracking, timeline)
-                reached = ""
-                while not reached and self.global_step < self.total_steps:
-                    reached = self._next_step(tracking, timeline)
+                with self.stop.held():
+                    reached = self._steps(tracking, timeline)
                 if reached:
                     print(reached, flush=True)
             finally:
@@ -143,6 +156,29 @@ class Trainer(Hooks, ABC):
             tracking.log(scores, 0)
         timeline.add(self.take_calls())  # or the first step's times would begin with these
 
+    def _steps(self, tracking: Tracking, timeline: Timeline) -> str:
+        """Step after step; gives the goal that one has reached, if that ends the run.
+
+        Asked to stop, the run saves what the last step left, and ends by `RunStopped`.
+        """
+        reached = ""
+        while not reached and self.global_step < self.total_steps:
+            if self.stop.received and self.can_save:
+                self._stop_here()
+            reached = self._next_step(tracking, timeline)
+        return reached
+
+    def _stop_here(self) -> None:
+        """The run ends with a checkpoint of its last step, and goes on from there."""
+        where = f"after step {self.global_step} of {self.total_steps}"
+        if not self.checkpoints.are_written:
+            self.stop.end(f"{where}, without a checkpoint (trainer.save_every_minutes=null)")
+        folder = self.folder / f"global_step_{self.global_step}"
+        if self.global_step > 0 and not folder.is_dir():
+            self.save(at_once=True)
+            self._commit()
+        self.stop.end(f"{where}, saved in {folder}" if folder.is_dir() else where)
+
     def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
         """A step, its checkpoint and its line of metrics; gives the goal that it reached."""
         self.global_step += 1
@@ -155,10 +191,14 @@ class Trainer(Hooks, ABC):
             tracking.log(metrics, self.global_step)
 
         # only now: a resume finds the line of the step that it goes on from
+        self._commit()
+        return reached
+
+    def _commit(self) -> None:
+        """What was written, if anything was, becomes a checkpoint."""
         folder = self.checkpoints.commit()
         if folder is not None:
             self.call_hook("on_save_end", folder)
-        return reached
 
     def init_models(self) -> None:
         """Build every role's model, all at once, and go on from a checkpoint if there is one."""
@@ -207,16 +247,22 @@ class Trainer(Hooks, ABC):
 
     # --------------------------------------------------------------------------------- checkpoints
 
-    def save(self, is_last: bool = False) -> Metrics:
+    @property
+    def can_save(self) -> bool:
+        """Whether a checkpoint that time or a signal asks for may be that of this step."""
+        return True
+
+    def save(self, is_last: bool = False, at_once: bool = False) -> Metrics:
         """Write all roles and the driver, if a checkpoint is due after this step; gives its time.
 
-        `fit` commits it.
+        `at_once` writes it in any case. `fit` commits it.
         """
         last_step = self.global_step if is_last else self.total_steps
-        if not self.checkpoints.is_due(self.global_step, last_step):
+        is_due = self.checkpoints.is_due(self.global_step, last_step, by_time=self.can_save)
+        if not (is_due or at_once):
             return {}
         with self.clock("save_checkpoint"):
-            state = self.state_dict()
+            state = self.state_dict() | {IS_LAST: self.global_step == last_step}
             self.checkpoints.write(self.global_step, self.groups, state, self.write_more)
         return {"timing_s/save_checkpoint": self.timing["save_checkpoint"]}
 

@@ -29,9 +29,10 @@ from trainer.config.compose import (
 )
 from trainer.config.show import annotated_yaml
 from trainer.multirun import Sweep
+from trainer.ppo.help_text import HELP
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
-from verl_like.terminal import end_with_the_reader
+from verl_like.terminal import end_with_the_reader, fit, terminal_width
 
 ONLY_SHOWN = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "trainer.dry_run=true"}
 """Arguments with which nothing is trained."""
@@ -66,11 +67,14 @@ def _job(composed: DictConfig) -> None:
 def main() -> None:
     """Check the overrides in `sys.argv`, then let Hydra go on.
 
-    It composes and runs, or only prints (`--help`, `--cfg hydra`). `--cfg job` is printed here.
+    It composes and runs, or only prints (`--cfg hydra`). `--help` and `--cfg job` are printed here.
     """
     arguments = sys.argv[1:]
     if ONLY_SHOWN & set(arguments):
         end_with_the_reader()
+    if {"-h", "--help"} & set(arguments):
+        print(fit(HELP.rstrip(), terminal_width()))
+        return
     if not {"-sc", "--shell-completion"} & set(arguments):
         overrides = [a for a in arguments if is_override(a)]
         try:

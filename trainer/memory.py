@@ -20,7 +20,7 @@ from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.models.precision import name_of, precision_of
-from workers.parallel.fsdp import Sharding
+from workers.parallel.sharding import Sharding
 from workers.training.lm_head import positions_at_once
 
 GIB = 2**30

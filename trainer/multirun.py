@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.command_errors import EXIT_OF_CTRL_C
 from trainer.compare.page import PAGE, write_comparison
 from trainer.compare.runs import read_runs
 from trainer.compare.text import comparison_text
+from trainer.run_folder.signals import STOP_EXITS
 from verl_like.terminal import draw_table, fit, terminal_width
 
 
@@ -40,12 +40,12 @@ class Sweep:
 
     @contextmanager
     def job(self, overrides: Sequence[str], folder: str | Path) -> Iterator[None]:
-        """Within, a job runs; when it exits with an error that is noted. Ctrl-C ends all."""
+        """Within, a job runs; an error that it exits with is noted. A signal to stop ends all."""
         failure = ""
         try:
             yield
         except SystemExit as ended:
-            if ended.code == EXIT_OF_CTRL_C:
+            if ended.code in STOP_EXITS:
                 raise
             failure = str(ended.code) if ended.code else ""
             if isinstance(ended.code, str):

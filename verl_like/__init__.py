@@ -20,6 +20,11 @@ if TYPE_CHECKING:
         merge_resource_pool,
         split_resource_pool,
     )
+    from verl_like.batch.dynamic import (
+        prepare_dynamic_batch,
+        rearrange_micro_batches,
+        restore_dynamic_batch,
+    )
     from verl_like.batch.functions import (
         collate_fn,
         fold_batch_dim,
@@ -36,17 +41,20 @@ if TYPE_CHECKING:
         make_nd_compute_dataproto_dispatch_fn,
         register,
         register_dispatch_mode,
+        scatter_lists,
         update_dispatch_mode,
     )
     from verl_like.calls.future import DataProtoFuture, gather
-    from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
+    from verl_like.calls.group import WorkerGroup
+    from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
     from verl_like.placement.plan import Placement
     from verl_like.placement.pools import ResourcePool
     from verl_like.placement.roles import Role
+    from verl_like.process.colocated import create_colocated_worker_raw_cls
     from verl_like.process.worker import Worker
 
 _MODULE_OF = {
-    "ClassWithInitArgs": "calls.group",
+    "ClassWithInitArgs": "calls.worker_classes",
     "DataProto": "batch.protocol",
     "DataProtoFuture": "calls.future",
     "DataProtoItem": "batch.protocol",
@@ -64,14 +72,19 @@ _MODULE_OF = {
     "Worker": "process.worker",
     "WorkerGroup": "calls.group",
     "collate_fn": "batch.functions",
-    "create_colocated_worker_cls": "calls.group",
+    "create_colocated_worker_cls": "calls.worker_classes",
+    "create_colocated_worker_raw_cls": "process.colocated",
     "fold_batch_dim": "batch.functions",
     "gather": "calls.future",
     "make_nd_compute_dataproto_dispatch_fn": "calls.dispatch",
     "merge_resource_pool": "backends.ray",
     "pad_dataproto_to_divisor": "batch.functions",
+    "prepare_dynamic_batch": "batch.dynamic",
+    "rearrange_micro_batches": "batch.dynamic",
     "register": "calls.dispatch",
     "register_dispatch_mode": "calls.dispatch",
+    "restore_dynamic_batch": "batch.dynamic",
+    "scatter_lists": "calls.dispatch",
     "split_resource_pool": "backends.ray",
     "unfold_batch_dim": "batch.functions",
     "union_numpy_dict": "batch.merge",
@@ -99,13 +112,18 @@ __all__ = [
     "WorkerGroup",
     "collate_fn",
     "create_colocated_worker_cls",
+    "create_colocated_worker_raw_cls",
     "fold_batch_dim",
     "gather",
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",
     "pad_dataproto_to_divisor",
+    "prepare_dynamic_batch",
+    "rearrange_micro_batches",
     "register",
     "register_dispatch_mode",
+    "restore_dynamic_batch",
+    "scatter_lists",
     "split_resource_pool",
     "unfold_batch_dim",
     "union_numpy_dict",

@@ -8,6 +8,8 @@
     POLICY_LOSSES.look_up("vanilla")                    # registered
     POLICY_LOSSES.look_up("my_package.losses.my_loss")  # the user's own, imported
 
+With `Registry(kind, check)` an entry that cannot be called as it will be is refused at once.
+
 `load_object` imports one dotted path, and `load_from` finds a name in a file or a module. Nothing
 here imports torch: the processes that run reward functions start with it.
 """
@@ -23,6 +25,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from verl_like.errors import ConfigError, nearest
+from verl_like.signatures import Check
 
 T = TypeVar("T")
 
@@ -42,9 +45,13 @@ def registry_of(kind: str) -> Registry[Any]:
 class Registry(Mapping[str, T]):
     """Names and what they stand for, in the order in which they were registered."""
 
-    def __init__(self, kind: str) -> None:
-        """`kind` says in messages what the entries are, such as "policy loss"."""
+    def __init__(self, kind: str, check: Check | None = None) -> None:
+        """`kind` says in messages what the entries are, such as "policy loss".
+
+        `check` refuses what is none (`verl_like.signatures`).
+        """
         self.kind = kind
+        self._check = check
         self._entries: dict[str, T] = {}
         _by_kind[kind] = self
 
@@ -52,6 +59,7 @@ class Registry(Mapping[str, T]):
         """A decorator that enters an object under its name and aliases, and hands it back."""
 
         def enter(entry: T) -> T:
+            self._refuse_unfit(entry, name)
             for key in (name, *aliases):
                 if key in self._entries:
                     raise ConfigError(
@@ -73,7 +81,13 @@ class Registry(Mapping[str, T]):
                 f"your own by its dotted path.{nearest(name, self._entries)}"
             )
         found: T = _imported(name, f"{self.kind} {name!r}")
+        self._refuse_unfit(found, name)
         return found
+
+    def _refuse_unfit(self, entry: T, name: str) -> None:
+        is_built_in_elsewhere = entry == name  # another module has what the name stands for
+        if self._check is not None and not is_built_in_elsewhere:
+            self._check(entry, f"{self.kind} {name!r}")
 
     def __getitem__(self, name: str) -> T:
         return self._entries[name]
@@ -132,10 +146,14 @@ def _module(name: str, subject: str, way_out: str) -> ModuleType:
         ) from error
 
 
-def _module_of_file(path: Path, subject: str) -> ModuleType:
+def check_file(path: Path, subject: str) -> None:
+    """Refuse a file that is not there; the message begins with `subject`."""
     if not path.is_file():
         raise ConfigError(f"{subject}: there is no such file (looked for {path.resolve()}).")
 
+
+def _module_of_file(path: Path, subject: str) -> ModuleType:
+    check_file(path, subject)
     name = f"user_code_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a path that ends in .py always has a loader"

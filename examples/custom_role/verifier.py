@@ -17,7 +17,7 @@ from trainer.ppo.step import PPOTrainer
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like import DataProto, Dispatch, Worker, register
 from workers.config import critic_model, critic_optim
-from workers.training.microbatch import Budget
+from workers.roles.critic import value_budget
 from workers.training.score_engine import ScoreEngine
 
 
@@ -27,7 +27,7 @@ class VerifierWorker(Worker):
     def __init__(self, config: Any) -> None:
         super().__init__()
         model, optim = critic_model(config), critic_optim(config)
-        self.budget = Budget(rows=config.critic.ppo_micro_batch_size_per_gpu)
+        self.budget = value_budget(config)
         self.engine = ScoreEngine(
             model, config.critic.model.fsdp_config, head="scalar", optim_config=optim
         )

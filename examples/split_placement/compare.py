@@ -16,7 +16,10 @@ from pathlib import Path
 
 def medians(folder: Path) -> dict[str, float]:
     """The median over the steps after the first of every metric of the last one."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        sys.exit(f"{folder} is no run folder: there is no {metrics}. Give those of the two runs.")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [line for line in lines if "timing_s/step" in line]
     steps = steps[1:] or steps
     return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in steps[-1]}

@@ -78,6 +78,16 @@ if [ "${TINY:-0}" != 1 ]; then
 fi
 
 run_dir=${RUN_DIR:-runs/split_placement/tiny}
+split=$run_dir/split colocate=$run_dir/colocate devices=2
+others=(trainer.resume_mode=disable)   # and what is given, but for folder and placement: the run in turns has its own
+for setting in "$@"; do
+    case $setting in
+        trainer.default_local_dir=*) split=${setting#*=} colocate=${setting#*=}-colocate ;;
+        trainer.n_gpus_per_node=*) devices=${setting#*=} ;;
+        placement=* | resource_pool_spec* | role_mapping* | trainer.backend=*) ;;
+        *) others+=("$setting") ;;
+    esac
+done
 changes=(
     data.train_files="$run_dir/data/train.parquet"
     data.val_files="$run_dir/data/test.parquet"
@@ -94,7 +104,7 @@ changes=(
     trainer.n_gpus_per_node=2
     trainer.device=cpu
     trainer.total_epochs=1
-    trainer.default_local_dir="$run_dir/split"
+    trainer.default_local_dir="$split"
     trainer.logger=[console]
 )
 echo "TINY=1 changes these keys, and nothing else:"
@@ -108,6 +118,6 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 "$py" "$root/examples/data/prepare_gsm8k.py" "$run_dir/data" "$run_dir/data/gsm8k/train.jsonl" "$run_dir/data/gsm8k/test.jsonl"
 "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" trainer.resume_mode=disable "$@"
 echo "Now the same roles on one pool, in turns, to see what actor and critic take alone:"
-"$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" trainer.resume_mode=disable placement=colocate trainer.n_gpus_per_node=1 \
-    trainer.backend=local trainer.default_local_dir="$run_dir/colocate" "$@"
-"$py" "$here/compare.py" "$run_dir/split" "$run_dir/colocate"
+"$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" placement=colocate \
+    trainer.n_gpus_per_node=$(((devices + 1) / 2)) trainer.backend=local trainer.default_local_dir="$colocate" "${others[@]}"
+"$py" "$here/compare.py" "$split" "$colocate"

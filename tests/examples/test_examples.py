@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import struct
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import pytest
 
 from tests.conftest import load
 from trainer import load_config
+from trainer.launch import nominal_placement
+from trainer.ppo.preflight import check_rollout
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -129,11 +132,11 @@ def test_the_quickstart_is_stopped_goes_on_learns_its_task_and_reports(tmp_path:
     )
     assert code == 130, shown
     assert "Traceback" not in shown
-    assert "stopped; the same command goes on" in shown
+    assert "Stopped by SIGINT after step" in shown
     bars = re.findall(r"\d+/60 \|[^\r\n]*", shown)
     assert bars
     assert max(map(len, bars)) <= 40 + len("^C")
-    assert "Stopped by Ctrl-C." in (folder / "report.html").read_text()
+    assert "Stopped by SIGINT after step" in (folder / "report.html").read_text()
     assert committed.exists()
     done = bash(EXAMPLES / "quickstart" / "run.sh", RUN_DIR=folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -167,6 +170,43 @@ def test_the_7b_command_composes_with_half_of_the_cards_for_the_critic() -> None
     assert config.role_mapping["critic"] == "critic_pool"
     assert config.role_mapping["ref"] == "actor_rollout_ref_pool"
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
+
+
+README_COMMANDS = re.findall(
+    r"^    bash run_deepseek7b_llm.sh (.*[^#\n])$",
+    (SPLIT.parent / "README.md").read_text().replace("\\\n", ""),
+    re.M,
+)
+
+
+@pytest.mark.parametrize("command", [c for c in README_COMMANDS if not c.lstrip().startswith("#")])
+def test_settings_that_the_split_page_names_compose_and_have_room(command: str) -> None:
+    config = load_config([*settings_of(SPLIT), *shlex.split(command)])
+    nominal_placement(config)
+    check_rollout(config)
+
+
+PYTHON_THAT_WRITES_DOWN = """#!/bin/sh
+printf '%s\\n' "$*" >> {calls}
+"""
+
+
+def test_the_tiny_split_example_compares_the_folders_that_its_runs_wrote(tmp_path: Path) -> None:
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(PYTHON_THAT_WRITES_DOWN.format(calls=calls))
+    python.chmod(0o755)
+    folder, pools = tmp_path / "mine", ("trainer.n_gpus_per_node=3", "role_mapping.ref=critic_pool")
+    settings = (f"trainer.default_local_dir={folder}", *pools, "trainer.seed=7")
+    done = bash(SPLIT, *settings, TINY=1, RUN_DIR=tmp_path / "tiny", PYTHON=python)
+    assert done.returncode == 0, done.stderr
+
+    split, colocate, compare = calls.read_text().splitlines()[-3:]
+    last = [dict(o.split("=", 1) for o in call.split() if "=" in o) for call in (split, colocate)]
+    where = ["trainer.default_local_dir", "placement", "trainer.n_gpus_per_node", "trainer.seed"]
+    assert [last[0][key] for key in where] == [str(folder), "split", "3", "7"]
+    assert [last[1][key] for key in where] == [f"{folder}-colocate", "colocate", "2", "7"]
+    assert "role_mapping.ref" not in last[1]
+    assert compare.split()[1:] == [str(folder), f"{folder}-colocate"]
 
 
 def test_what_the_7b_run_lacks_is_named_with_the_small_way(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_the_command_of_the_page_composes() -> None:
 def test_only_the_users_own_modules_are_sent_to_other_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_losses.py").write_text("def mine(): ...", encoding="utf-8")
+    (tmp_path / "my_losses.py").write_text("def mine(**columns): ...", encoding="utf-8")
     (tmp_path / "my_roles").mkdir()
     (tmp_path / "my_roles" / "__init__.py").write_text("", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)

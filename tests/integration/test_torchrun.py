@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -135,7 +136,7 @@ def test_calls_of_other_users_cannot_reach_a_rank(
     from verl_like.backends.torchrun import ranks
 
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr(ranks.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = ranks._socket_path().parent
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)

@@ -143,26 +143,3 @@ def test_the_folder_says_what_ran_where(finished: Path, tiny_dir: Path) -> None:
     saved = OmegaConf.load(finished / "config.yaml")
     assert saved.critic.model.path == f"{tiny_dir}/model"
     assert "global_pool" in (finished / "placement.txt").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    "pools",
-    [
-        {"a": "actor critic", "b": "rollout", "c": "ref"},
-        {"a": "actor rollout critic", "b": "ref"},
-    ],
-)
-def test_other_partitions_of_the_roles_give_the_same_numbers(
-    tiny_dir: Path, tmp_path: Path, finished: Path, pools: dict[str, str]
-) -> None:
-    placed = [f"resource_pool_spec.{pool}=[1]" for pool in pools]
-    placed += [
-        f"role_mapping.{role}={pool}" for pool, roles in pools.items() for role in roles.split()
-    ]
-    placed += ["~role_mapping.actor_rollout", "trainer.n_gpus_per_node=3"]
-    rule = f"custom_reward_function.path={finished.parent}/rule.py"
-    (apart,) = numbers(
-        run_in(tmp_path / "apart", tiny_dir, rule, "trainer.total_training_steps=1", *placed)
-    )
-    together = numbers(finished)[1]
-    assert apart == {name: value for name, value in together.items() if name in apart}

@@ -6,10 +6,13 @@ Shown on a regression of less than 60 lines and a YAML: no algorithm, no tokeniz
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,7 +20,9 @@ from tests.integration.runs import calls, lines, numbers
 from tests.trainer.recipes import regression
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, run
+from trainer.command_errors import ending_in_words
 from trainer.launch import nominal_placement
+from trainer.run_folder.signals import SIGNALS, RunStopped
 from verl_like.errors import CheckpointError, ConfigError
 
 HERE = "tests.trainer.recipes.regression"
@@ -104,8 +109,90 @@ def test_an_interrupted_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> 
     assert numbers(tmp_path) == numbers(whole)
     assert len(calls(tmp_path, "load_checkpoint")) == 2
     assert json.loads((tmp_path / "global_step_6" / "trainer.json").read_text()) == {
-        "global_step": 6
+        "global_step": 6,
+        "is_last_step": True,
     }
+
+
+def test_a_finished_run_that_is_started_again_says_so_and_starts_nothing(
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+
+    def started(*_: object) -> None:
+        raise AssertionError("a worker process was started")
+
+    monkeypatch.setattr("trainer.launch.WorkerGroups", started)
+    result = run(config(folder))
+    shown = capsys.readouterr().out
+    assert f"{folder} holds this run, which ended with step 6: nothing is left to do." in shown
+    assert f"report: {folder}/report.html" in shown
+    assert result.metrics == lines(whole)
+    with pytest.raises(AssertionError, match="was started"):
+        run(config(folder, total_training_steps=7))
+
+
+class Signalled(RegressionTrainer):
+    """Gets signals in its third step."""
+
+    signals: ClassVar[list[signal.Signals]] = []
+
+    def step(self) -> dict[str, float]:
+        if self.global_step == 3:
+            for number in self.signals:
+                os.kill(os.getpid(), number)
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)]
+)
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    monkeypatch.setattr(Signalled, "signals", [number])
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with pytest.raises(SystemExit) as ended, ending_in_words(tmp_path):
+        run(config(tmp_path, save_freq=-1), Signalled)
+    assert ended.value.code == code
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    report = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f"Stopped by {number.name} after step 3 of 6" in report
+    last_line = capfd.readouterr().err.splitlines()[-1]
+    assert f"Stopped by {number.name} after step 3 of 6, saved in {tmp_path}" in last_line
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+    run(config(tmp_path))
+    assert numbers(tmp_path) == numbers(whole)
+
+
+def test_a_second_signal_ends_the_run_at_once_with_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Signalled, "signals", [signal.SIGTERM, signal.SIGTERM])
+    with pytest.raises(RunStopped, match="Stopped by SIGTERM at once") as stopped:
+        run(config(tmp_path), Signalled)
+    assert stopped.value.exit_code == 143
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert not (tmp_path / "global_step_3").exists()
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_stopped_run_that_writes_no_checkpoints_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Signalled, "signals", [signal.SIGTERM])
+    with pytest.raises(RunStopped, match="after step 3 of 6, without a checkpoint"):
+        run(config(tmp_path, save_freq=-1, save_every_minutes="null"), Signalled)
+    assert not list(tmp_path.glob("global_step_*"))
 
 
 def test_a_folder_of_another_configuration_is_refused(whole: Path) -> None:

@@ -55,6 +55,4 @@ class FakeTransport(Transport):
 
 
 def fake_group(world_size, cls=Modes, role="modes"):
-    return WorkerGroup(
-        FakeTransport({role: (cls, (), {})}, world_size), {role: cls}, prefixed=False
-    )
+    return WorkerGroup(FakeTransport({role: (cls, (), {})}, world_size), {role: cls}, prefixed=())

@@ -42,6 +42,7 @@ def tiny_config(tiny_dir: Path | str, **actor: Any) -> WorkersConfig:
     )
     section = config.actor_rollout_ref.actor
     section.optim = OptimConfig(lr=1e-3)
+    section.use_dynamic_bsz = False
     section.ppo_micro_batch_size_per_gpu = 3
     for name, value in actor.items():
         setattr(section, name, value)

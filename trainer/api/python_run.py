@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainer.api.factories import models_by_role
 from trainer.api.inputs import (
     Row,
     file_names,
@@ -25,6 +26,7 @@ from trainer.launch import run
 from trainer.run_folder.marker import committed, read_marker
 from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError
+from verl_like.process.sandbox import refuse_runs_inside
 from verl_like.registry import load_object
 
 FOLDER_KEY = "trainer.default_local_dir"
@@ -39,7 +41,8 @@ class PythonRun:
 
     recipe: ClassVar[str]
     """Dotted path of the recipe; it is imported when the first run of it is made."""
-    model_section: ClassVar[str] = "model"
+    model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
+    """Role of a model -> its section of the configuration; the first is that of a model alone."""
     checkpoint_section: ClassVar[str] = "checkpoint"
 
     def __init__(
@@ -53,6 +56,7 @@ class PythonRun:
         keys: Mapping[str, Any],
     ) -> None:
         """`data` has rows, or file names, by the key that they are for (data.train_files)."""
+        refuse_runs_inside()
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
         self._recipe: Recipe[Any] = load_object(self.recipe, type(self).__name__)
@@ -61,7 +65,7 @@ class PythonRun:
 
         inputs = self.folder / "inputs"
         inputs.mkdir(parents=True, exist_ok=True)
-        given = {f"{self.model_section}.path": model_path(model, tokenizer, inputs / "model")}
+        given = self.model_settings(model, tokenizer, inputs)
         for key, rows in data.items():
             if rows is not None:
                 given[key] = self._files(key, rows, own, inputs)
@@ -85,6 +89,17 @@ class PythonRun:
         return write_rows(made, what, path, may_differ=is_new)
 
     # --------------------------------------------------------------------- what a recipe may change
+
+    def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
+        """The key of every model's path -> that path; those in memory share the tokenizer."""
+        models = models_by_role(model, list(self.model_sections))
+        are_all_paths = all(isinstance(one, str | Path) for one in models.values())
+        paths: dict[str, Any] = {}
+        for role, one in models.items():
+            folder = inputs / (role if len(models) > 1 else "model")
+            its_tokenizer = None if isinstance(one, str | Path) and not are_all_paths else tokenizer
+            paths[f"{self.model_sections[role]}.path"] = model_path(one, its_tokenizer, folder)
+        return paths
 
     def rows_of(self, items: Sequence[Any], own: Mapping[str, Any]) -> list[Row]:
         """Items of data in memory as rows of the recipe's files."""

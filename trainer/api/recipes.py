@@ -28,7 +28,11 @@ class PPO(PythonRun):
     """PPO, GRPO and their kin: a policy learns from rewards of what it says."""
 
     recipe = "trainer.ppo.recipe.PPO"
-    model_section = "actor_rollout_ref.model"
+    model_sections = {
+        "actor": "actor_rollout_ref.model",
+        "critic": "critic.model",
+        "reward_model": "reward_model.model",
+    }
     checkpoint_section = "actor_rollout_ref.actor.checkpoint"
 
     def __init__(
@@ -45,7 +49,8 @@ class PPO(PythonRun):
     ) -> None:
         """Write what is in memory into the run folder, and check the configuration.
 
-        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
+        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`; of
+          several roles a dict of actor, critic, reward_model; or a function that returns it.
         - `prompts`, `val_prompts`: texts, chats, or dicts with a `prompt` (a list, a
           `datasets.Dataset`, any iterable of them), or file names.
         - `reward`: a function, or a module's `forward`; its parameters name what it reads:
@@ -116,12 +121,25 @@ class PPO(PythonRun):
         self._columns = other_columns(rows, prompt_key)
         return rows
 
+    def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
+        """A reward model that is given scores, too."""
+        settings = super().model_settings(model, tokenizer, inputs)
+        if "reward_model.model.path" in settings:
+            settings["reward_model.enable"] = True
+        return settings
+
     def plain_settings(self, own: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
         """Reward functions are named by a file."""
         settings = dict(own)
         if "rewards" in own:
             settings["rewards"] = reward_list(own["rewards"], inputs / "rewards", self._columns)
         return settings
+
+
+class Detached(PPO):
+    """PPO with makers that generate while trainers learn."""
+
+    recipe = "trainer.detached.recipe.DETACHED"
 
 
 class RowsRun(PythonRun):

@@ -18,6 +18,7 @@ from workers.config import (
     RewardFunctionConfig,
     RewardModelConfig,
     RolloutConfig,
+    ScoringConfig,
     ValidationSamplingConfig,
 )
 from workers.config.conditions import NO_REWARD_LIST
@@ -149,6 +150,8 @@ class BestOfNConfig(RunConfig):
     """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
     reward_model: RewardModelConfig = key(factory=RewardModelConfig)
     """Scores."""
+    reward: ScoringConfig = key(factory=ScoringConfig)
+    """Failures, and the sandbox of reward functions."""
     selection: SelectionConfig = key(factory=SelectionConfig)
     """Which samples are kept."""
     trainer: BestOfNTrainerConfig = key(factory=BestOfNTrainerConfig)

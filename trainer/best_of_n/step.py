@@ -22,13 +22,14 @@ from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
 from trainer.ppo.call_results import join_results
-from trainer.ppo.preflight import check_model, check_rollout
+from trainer.ppo.preflight import check_model, check_reward_models, check_rollout
+from trainer.ppo.reward_trial import try_rewards
 from trainer.ppo.samples import repeat_prompts
 from trainer.ppo.sampling import SamplingTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, CheckpointError, ConfigError
 from workers.columns import read_columns
-from workers.config import rewards_of, scores_by_rule
+from workers.config import scores_by_rule
 from workers.rewards.weighted import Rewards, make_rewards
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class BestOfNTrainer(SamplingTrainer):
         """Tokenizer, rewards and prompts."""
         path = config.actor_rollout_ref.model.path
         check_model(config, "actor_rollout_ref.model.path", path)
+        check_reward_models(config)
         check_rollout(config)
         tokenizer = load_tokenizer(path)
         needs_rules = scores_by_rule(config)
@@ -69,8 +71,7 @@ class BestOfNTrainer(SamplingTrainer):
         logger.info("%s", prompts.story)
         _make_folder_of(config.selection.file)
 
-        overlong = config.reward_model.overlong_buffer
-        rewards = make_rewards(rewards_of(config), tokenizer, prompts.data_sources, overlong)
+        rewards = make_rewards(config, tokenizer, prompts.data_sources)
         at_end.enter_context(closing(rewards))
         return tokenizer, rewards, prompts
 
@@ -89,6 +90,14 @@ class BestOfNTrainer(SamplingTrainer):
             f"A step draws {total:,} samples ({num_prompts:,} prompts, {num_samples:,} each) and "
             f"keeps {kept}."
         ]
+
+    @classmethod
+    def look_at(cls, config: BestOfNConfig, *inputs: Any) -> list[str]:
+        """Prompts and rewards."""
+        tokenizer, rewards, prompts = inputs
+        width = config.data.max_response_length
+        _, lines = try_rewards(rewards, prompts, tokenizer, width)
+        return [f"{len(prompts)} prompts", *lines]
 
     @property
     def total_steps(self) -> int:

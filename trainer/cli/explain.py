@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainer.config.keys import config_keys, leaf_keys, read
+from trainer.config.offload import device_type_of
 from trainer.config.recipe import Recipe
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.detached.config import DetachedConfig
@@ -21,9 +22,11 @@ from trainer.detached.measured import measured_phases
 from trainer.detached.plan import plan_lines, prediction_lines
 from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement, trainer_class
+from trainer.memory import memory_of_this_gpu
 from trainer.ppo.cards import estimator_cards, policy_loss_cards
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages
+from trainer.ppo.fit_passes import fit_passes
 from trainer.ppo.memory import plan_text
 from trainer.ppo.recipe import PPO, load_config
 from trainer.ppo.sizes import batch_table
@@ -48,6 +51,8 @@ def explain(
     run whose phases say how long a detached one will take.
     """
     card = "cuda" if card_bytes is not None else None
+    device_type = card or device_type_of(config.trainer)
+    fit_passes(config, device_type, card_bytes or memory_of_this_gpu(device_type))
     trainer_cls = trainer_class(config)
     assert issubclass(trainer_cls, PPOTrainer), "recipes that are explained are PPO's kin"
     own = own_stages(trainer_cls, trainer_cls.recipe_class())

@@ -48,6 +48,7 @@ MODULES = {
     "make-tiny": "trainer.cli.make_tiny",
 }
 """Commands whose module has a `main(arguments)`."""
+ASKS_FOR_HELP = {"-h", "--help"}
 HELP = {
     "detached": """usage: verl-like detached data.train_files=FILE
            actor_rollout_ref.model.path=FOLDER [key=value ...]
@@ -231,7 +232,11 @@ def main() -> None:
         end_with_the_reader()
     if command in ("-h", "--help"):
         _show(USAGE)
-    elif command in HELP and {"-h", "--help"} & set(arguments):
+    elif command == "ppo" and ASKS_FOR_HELP & set(arguments):
+        from trainer.ppo.help_text import HELP as OF_PPO
+
+        _show(OF_PPO)
+    elif command in HELP and ASKS_FOR_HELP & set(arguments):
         _show(HELP[command])
     elif command == "--version":
         from importlib.metadata import version
@@ -257,7 +262,7 @@ def only_prints(command: str, arguments: list[str]) -> bool:
     Others hear of a child's death by an error on its pipe, and must not end without a word then.
     """
     works = command in ("ppo", "eval", "chat", "doctor", "serve-reward", *RECIPES)
-    return not works or bool({"-h", "--help", "--cfg"} & set(arguments))
+    return not works or bool({*ASKS_FOR_HELP, "--cfg"} & set(arguments))
 
 
 def _show(text: str) -> None:

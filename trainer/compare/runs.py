@@ -33,7 +33,7 @@ class ComparedRun:
         """How it ended, as far as it says."""
         if not self.data.failure:
             return "no failure"
-        if self.data.failure == STOPPED:
+        if self.data.failure.startswith(STOPPED):
             return "stopped"
         last_line = self.data.failure.strip().splitlines()[-1]
         return f"failed: {last_line}"

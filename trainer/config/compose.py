@@ -21,10 +21,11 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from trainer.config.checks import check_fields, check_pool_resources, check_resume
 from trainer.config.keys import Key, config_keys, leaf_keys
-from trainer.config.placement import expand_shorthands, preset_tree, settle, share
+from trainer.config.placement import expand_shorthands, preset_tree, settle, settle_names
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import flat_settings, overrides_of
+from trainer.config.shares import share
 from trainer.config.tree import compose_tree_of, parse
 from trainer.config.unused_keys import check_unused
 from verl_like.errors import ConfigError, nearest
@@ -275,14 +276,15 @@ def _keys_in(key: str, value: Any) -> list[str]:
 def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe[C]) -> C:
     """Hydra's tree merged back into the schema, resolved, settled and checked."""
     recipe.load_registries()
+    keys = override_keys(overrides)
     try:
         merged = OmegaConf.merge(_schema_node(recipe.schema), composed)
+        settle_names(merged, keys)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as err:
         raise _our_own(err) or ConfigError(str(err)) from err
     assert isinstance(config, recipe.schema), f"the schema gave a {type(config).__name__}"
 
-    keys = override_keys(overrides)
     notices = [*recipe.complete(config, keys), *settle(recipe, config, keys)]
 
     check_fields(config)

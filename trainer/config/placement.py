@@ -1,8 +1,9 @@
-"""`placement=<preset>`: its pools and roles, the devices that it shares out, the roles of a run.
+"""`placement=<preset>`: its pools and roles, and the roles of a run.
 
-`preset_tree` is what a preset puts into the tree; `share` answers its `${share:...}` once the
-number of devices is known; `settle` drops what a run does not use. All of it is decided from the
-configuration alone: `verl_like.placement` then checks the pools against the nodes that there are.
+`preset_tree` is what a preset puts into the tree, `settle_names` what the user's own words leave of
+it; `trainer.config.shares` gives its pools their sizes; `settle` drops what a run does not
+use. All of it is decided from the configuration alone: `verl_like.placement` then checks the pools
+against the nodes that there are.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
+from trainer.config.shares import own_pools_first
 from verl_like.errors import ConfigError, nearest
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.roles import expand_roles, roles_named
 
 
 def preset_tree(recipe: Recipe[Any], preset: str) -> dict[str, Any]:
@@ -82,32 +86,35 @@ def _is_true(word: str, value: str) -> bool:
     return value.lower() == "true"
 
 
-def share(recipe: Recipe[Any], pool: str, preset_pools: Sequence[str], config: Any) -> list[int]:
-    """Processes per node that a preset gives to `pool`: even shares, the rest to the first pools.
+def settle_names(tree: Any, keys: Collection[str]) -> None:
+    """Let what the user says of roles and pools come before what a preset does, in the merged tree.
 
-    Pools that no role of this run uses get nothing. Nodes are shared out when there is at least one
-    for each pool, otherwise the devices of every node are.
+    `keys` are those that the user set.
     """
-    inactive = recipe.inactive_roles(config)
-    needed = {str(p) for role, p in config.role_mapping.items() if role not in inactive}
-    pools = [p for p in preset_pools if p in needed]
-    if pool not in pools:
-        return []
+    named = names_below("role_mapping", keys)
+    mapping = OmegaConf.to_container(tree.role_mapping, resolve=False)
+    assert isinstance(mapping, dict), "role_mapping is a section"
+    tree.role_mapping = own_names_first({str(name): mapping[name] for name in mapping}, named)
+    if tree.trainer.nnodes > 1:
+        sizes = OmegaConf.to_container(tree.resource_pool_spec, resolve=False)
+        assert isinstance(sizes, dict), "resource_pool_spec is a section"
+        tree.resource_pool_spec = own_pools_first({str(pool): sizes[pool] for pool in sizes})
 
-    num_nodes, num_devices = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    by_node = num_nodes >= len(pools)
-    units = num_nodes if by_node else num_devices
-    if units < len(pools):
-        raise ConfigError(
-            f"The placement needs {len(pools)} pools ({', '.join(pools)}), but "
-            f"trainer.nnodes={num_nodes} x trainer.n_gpus_per_node={num_devices} leaves no device "
-            f"for {pools[units]!r}. Set trainer.n_gpus_per_node={len(pools)} or more (on a CPU "
-            "machine devices are process slots), or placement=colocate, or give every pool "
-            "yourself: " + " ".join(f"resource_pool_spec.{p}=[1]" for p in pools)
-        )
 
-    part = units // len(pools) + (pools.index(pool) < units % len(pools))
-    return [num_devices] * part if by_node else [part] * num_nodes
+def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
+    """The mapping without a preset's word on the roles that the user has `named`.
+
+    `rollout` of theirs leaves `actor` of a preset's `actor_rollout`.
+    """
+    own = {role for name in named if name in role_mapping for role in roles_named(name)}
+    settled: dict[str, str] = {}
+    for name, pool in role_mapping.items():
+        left = [role for role in roles_named(name) if role not in own]
+        if name in named or len(left) == len(roles_named(name)):
+            settled[name] = pool
+        else:
+            settled |= dict.fromkeys(left, pool)
+    return settled
 
 
 def settle(recipe: Recipe[Any], config: RunConfig, keys: Collection[str]) -> list[str]:

@@ -12,7 +12,10 @@ from typing import Any
 
 from verl_like.calls.waiting import Deadlines
 from verl_like.config_key import When, key
+from verl_like.errors import ConfigError
 from verl_like.registry import Registry
+from verl_like.signatures import Call, check_call, check_method
+from workers.config.conditions import SAVE_EVERY_MINUTES, SAVES
 
 ON_RAY = When(
     "`trainer.backend` is ray",
@@ -29,17 +32,31 @@ COUNTS_EPOCHS = When(
     lambda trainer, _: trainer.total_training_steps is None,
     "trainer.total_training_steps is set",
 )
-SAVES = When(
-    "`save_freq` > 0",
-    lambda trainer, _: trainer.save_freq > 0,
-    "trainer.save_freq writes no checkpoints",
-)
 RESUMES_FROM_PATH = When(
     "`resume_mode` is resume_path",
     lambda trainer, _: trainer.resume_mode == "resume_path",
     "trainer.resume_mode is not resume_path",
 )
-TRACKERS: Registry[Any] = Registry("tracker")
+
+
+def check_tracker(tracker: Any, subject: str) -> None:
+    """Refuse what does not make a tracker, and what is made without its two methods."""
+    check_call(tracker, subject, Call("config", "total_steps"))
+    if isinstance(tracker, type):
+        check_tracker_methods(tracker, subject)
+
+
+def check_tracker_methods(tracker: Any, subject: str) -> None:
+    """Of a class, or of an object."""
+    for name, call in (("write", Call("metrics", "step")), ("close", Call())):
+        if not hasattr(tracker, name):
+            raise ConfigError(
+                f"{subject} has no {name}: a tracker has write(metrics, step) and close()."
+            )
+        check_method(tracker, name, subject, call)
+
+
+TRACKERS: Registry[Any] = Registry("tracker", check_tracker)
 """What `trainer.logger` may name: built-in ones, and functions (config, total_steps) -> tracker."""
 for _built_in in ("console", "tensorboard", "wandb", "mlflow"):
     TRACKERS.register(_built_in)(_built_in)  # `trainer.run_folder.tracking` has their classes
@@ -84,20 +101,26 @@ class TrainerConfig:
     val_before_train: bool = key(True, may_change_on_resume=True)
     """Validate before the first step, if there is something to validate on."""
     dry_run: bool = key(False, may_change_on_resume=True)
-    """Check everything, print the plan and the batch sizes, and stop before a process starts."""
+    """Check all that needs no process of a worker, print the plan and what was found, and stop."""
     save_freq: int = key(
         -1, above=0, or_exactly=-1, hint="or -1 for no checkpoints", may_change_on_resume=True
     )
-    """Steps between checkpoints, the last step's included; -1 writes none."""
+    """Steps between checkpoints, the last step's included; -1 writes none by number of steps."""
+    save_every_minutes: float | None = key(
+        SAVE_EVERY_MINUTES, above=0, hint="or null for none by time", may_change_on_resume=True
+    )
+    """Minutes between checkpoints, beside those of save_freq; of a longer run the end's, too."""
     max_ckpt_to_keep: int | None = key(
-        None,
+        2,
         at_least=1,
         hint="or null to keep all",
         read_when=SAVES,
         may_change_on_resume=True,
         verl="trainer.max_actor_ckpt_to_keep",
     )
-    """Committed checkpoints that stay in the run folder; null keeps all."""
+    """Newest committed checkpoints that stay in the run folder, beside that of the best validation;
+    null keeps all.
+    """
     resume_mode: str = key(
         "auto", choices=("auto", "disable", "resume_path"), may_change_on_resume=True
     )
@@ -163,7 +186,9 @@ class RunConfig:
     )
     """Pool name -> processes on each of its nodes."""
     role_mapping: dict[str, str] = key(factory=dict, allows="role: pool", may_change_on_resume=True)
-    """Role -> pool name; `actor_rollout` is actor and rollout fused in one process."""
+    """Role -> pool name; `actor_rollout` is actor and rollout fused in one process, and `rollout`
+    beside it elsewhere.
+    """
     role_workers: dict[str, str] = key(factory=dict, allows="role: dotted path")
     """Role -> dotted path of its worker class, where it is not the built-in one."""
     cpus_per_process: float | None = key(

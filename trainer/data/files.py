@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from trainer.data.formats import csv_rows, json_rows, parquet_rows
 from trainer.data.hub import hub_files, is_hub_name
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import load_from
+from verl_like.signatures import Call, check_call
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -82,12 +87,43 @@ def with_rule_columns(row: Row) -> Row:
     return row if row.get("data_source") else row | {"data_source": "unknown"}
 
 
+@dataclass
+class FirstRows:
+    """How many rows are read of each list of files, and whether one had more."""
+
+    number: int
+    were_more: bool = False
+
+
+_first_rows: ContextVar[FirstRows | None] = ContextVar("first_rows", default=None)
+
+
+@contextmanager
+def first_rows(number: int) -> Iterator[FirstRows]:
+    """Within, only so many rows of each list of files are read: for a dry run."""
+    most = FirstRows(number)
+    before = _first_rows.set(most)
+    try:
+        yield most
+    finally:
+        _first_rows.reset(before)
+
+
+def _cut(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    most = _first_rows.get()
+    if most is None:
+        yield from rows
+        return
+    yield from islice(rows, most.number)
+    most.were_more |= next(rows, None) is not None
+
+
 def _rows_of(
     config: DataConfig, files: Sequence[str], setting: str, tokenizer: Any, needs_rules: bool
 ) -> Iterator[tuple[str, Any]]:
     """(where it stands, row)."""
     if config.custom_cls.path:
-        yield from _custom_rows(config, files, tokenizer)
+        yield from _cut(_custom_rows(config, files, tokenizer))
         return
     columns = (config.prompt_key, *(RULE_COLUMNS if needs_rules else ()))
     yield from rows_of_files(files, f"data.{setting}", columns)
@@ -101,6 +137,10 @@ def rows_of_files(
     A name of a data set of the hub stands for its files (`trainer.data.hub`). A table (parquet,
     CSV) without one of the `columns` is refused at once, as is a file that is not there.
     """
+    yield from _cut(_all_rows(files, key, columns))
+
+
+def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for name in files:
         for path in hub_files(name, key) if is_hub_name(name) else [Path(name)]:
             if not path.is_file():
@@ -121,6 +161,8 @@ def _custom_rows(
 ) -> Iterator[tuple[str, Any]]:
     custom = config.custom_cls
     make = load_from(custom.path, custom.name, "data.custom_cls")
+    call = Call(by_name=("data_files", "tokenizer", "config"))
+    check_call(make, f"data.custom_cls.name={custom.name}", call)
     made = make(data_files=files, tokenizer=tokenizer, config=config)
     if not hasattr(made, "__iter__") and not (
         hasattr(made, "__len__") and hasattr(made, "__getitem__")

@@ -17,6 +17,7 @@ import numpy as np
 from trainer.data.config import DataConfig
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object
+from verl_like.signatures import Call, check_call
 
 Positions = np.ndarray[Any, Any]
 
@@ -27,8 +28,8 @@ def epoch_order(config: DataConfig, seed: int, num_prompts: int) -> Callable[[in
         return lambda epoch: _own_order(config.shuffle, seed, num_prompts, epoch)
 
     sampler = load_object(config.sampler, "data.sampler")
-    if not callable(sampler):
-        raise ConfigError(f"data.sampler={config.sampler} is no function; see docs/data.md.")
+    call = Call(by_name=("num_prompts", "epoch", "seed"))
+    check_call(sampler, f"data.sampler={config.sampler}", call)
     kept: dict[int, Positions] = {}
 
     def ordered(epoch: int) -> Positions:

@@ -105,6 +105,13 @@ class PromptSet:
             for number in self.rows.tolist()
         )
 
+    def first_of_each_source(self) -> list[int]:
+        """The number of the first row of every data source."""
+        first: dict[str, int] = {}
+        for row, columns in self._rows.items():
+            first.setdefault(str(columns["data_source"]), row)
+        return list(first.values())
+
     def _is_refused(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens ends the run."""
         config = self._config

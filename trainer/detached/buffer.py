@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from trainer.detached.activity import Activity
 from trainer.detached.experience import Experience
 from trainer.detached.ledger import LOST, MADE_AGAIN, QUEUED, TAKEN, Ledger
-from trainer.detached.pacing import Demand, Pacing
+from trainer.detached.pacing import BufferSettings, Demand, Pacing
 from trainer.detached.pieces import Order, Piece, PieceStream
 from trainer.detached.samplers.registry import Choice, Sampler, Stock
 from verl_like.errors import VerlLikeError
@@ -38,18 +37,6 @@ class StalledError(VerlLikeError, RuntimeError):
 
 class EndOfSamples(Exception):
     """No maker has prompts left, and no batch can be filled."""
-
-
-@dataclass(frozen=True)
-class BufferSettings:
-    """What the configuration says of the buffer."""
-
-    limit: int
-    evicts: bool
-    """Whether what comes into a full buffer pushes the oldest out, instead of waiting."""
-    seed: int
-    window: int | None = None
-    stall_s: float = 120.0
 
 
 class ExperienceBuffer:
@@ -172,6 +159,20 @@ class ExperienceBuffer:
                 # before the lock is free: what was taken is no longer asked for
                 self._demand = Demand(0, 0, rest_of_version, rest_of_run)
                 self._look_again()
+
+    def take_back(self, taken: Sequence[Experience], gone: Sequence[Experience]) -> None:
+        """Of what was taken some is gone with the machine that held it: its prompts are handed out
+        anew, and the rest is queued again.
+        """
+        numbers = {one.piece.number for one in gone}
+        kept = [one for one in taken if one.piece.number not in numbers]
+        with self._change():
+            for experience in gone:
+                self.ledger.drop(experience.uids, LOST)
+            self.stream.hand_back([one.piece for one in gone])
+            for experience in kept:
+                self.ledger.move(experience.uids, QUEUED)
+            self._ready = kept + self._ready
 
     def drop_taken(self, uids: Iterable[str], reason: str) -> None:
         """Groups that were taken and are not trained on."""

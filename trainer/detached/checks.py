@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from trainer.config.checks import check_fields
+from trainer.config.unused_keys import why_unused
 from trainer.detached.config import DetachedConfig
 from trainer.detached.roles import maker_roles, score_roles
 from trainer.detached.sizes import piece_size, routed_ranks, samples_per_batch, topology_of
@@ -161,10 +162,17 @@ def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
                     f"{where}.{name} would differ from {ROLLOUT}.{name}: {SAME_FOR_ALL[name]}. Set "
                     "that key instead."
                 )
+        of_maker = config.of_role(maker_role(int(maker)))
         try:
-            check_fields(config.of_role(maker_role(int(maker))))
+            check_fields(of_maker)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
+        for name in settings:
+            reason = why_unused(of_maker, f"{ROLLOUT}.{name}")
+            if reason is not None:
+                raise ConfigError(
+                    f"{where}.{name} is set, but that maker does not read it: {reason}."
+                )
 
 
 def _check_weights(config: DetachedConfig, topology: Topology) -> None:

@@ -11,6 +11,7 @@ from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from verl_like.config_key import When, key
 from verl_like.placement.roles import expand_roles
 from workers.config import model_rewards
+from workers.config.conditions import SAVES
 
 BY_NUMBERS = When(
     "`topology` is null",
@@ -21,11 +22,6 @@ HAS_WINDOW = When(
     "`sampler` is version_window or your own",
     lambda detached, _: detached.sampler == "version_window" or "." in detached.sampler,
     "detached.sampler is not version_window",
-)
-SAVES = When(
-    "`trainer.save_freq` > 0",
-    lambda _, run: run.trainer.save_freq > 0,
-    "trainer.save_freq writes no checkpoints",
 )
 
 

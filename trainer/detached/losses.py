@@ -1,6 +1,7 @@
 """What becomes of a run whose maker has lost a process: `detached.on_maker_loss`.
 
-Called in the maker's thread, which the buffer has already told to make the lost prompts again.
+Called in the maker's thread, when the buffer has been told to have the lost prompts made again; and
+in the trainer's, for queued samples that do not arrive.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.detached.config import DetachedConfig
+from trainer.detached.experience import Experience
 from trainer.detached.topology import Topology, maker_role
 from trainer.groups.worker_groups import WorkerGroups
 from verl_like.errors import RolloutError, WorkerDiedError
@@ -55,6 +57,13 @@ class MakerLosses:
             logger.warning("%s: the other makers take them over. %s", what, error)
             return False
         raise RolloutError(f"{what}: {error} {self._way_out(maker)}") from error
+
+    def of_samples(self, experience: Experience, error: WorkerDiedError) -> None:
+        """Queued samples are gone with their machine; raises where the run cannot go on."""
+        what = f"{experience.num_samples} samples of maker {experience.maker} are lost"
+        if self._policy == "fail":
+            raise RolloutError(f"{what}: {error} {self._way_out(experience.maker)}") from error
+        logger.warning("%s: their prompts are answered again. %s", what, error)
 
     def _is_alive(self, maker: int) -> bool:
         """Whether all processes of its group answer."""

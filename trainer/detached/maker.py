@@ -56,7 +56,10 @@ class Maker:
         self._start_generating, self._take_weights = start_generating, take_weights
         self._start_scoring, self._on_loss = start_scoring, on_loss
         self._carried = CarriedOver() if carries_over else None
-        self._taking = threading.Lock()
+        self._taking = threading.Condition(threading.RLock())
+        """Guards the group's weights, and a restart of the group."""
+        self._num_restarts = 0
+        self._has_ended = False
         self._threads = [threading.Thread(target=self._run, name=self.name, daemon=True)]
         if weights_come_at_once:
             bring = threading.Thread(target=self._bring_weights, name=f"{self.name} weights")
@@ -86,11 +89,21 @@ class Maker:
         """Newer weights as soon as they are published, whatever is being generated."""
         try:
             while self._buffer.wait_for_version(self.version) is not None:
-                self.take_weights()
-        except WorkerDiedError:
-            return  # the other thread sees it too, and knows what to do
+                num_restarts = self._num_restarts
+                try:
+                    self.take_weights()
+                except WorkerDiedError:
+                    self._wait_for_restart(num_restarts)
+                if self._has_ended:
+                    return
         except BaseException as error:  # noqa: BLE001 - raised where the trainer waits for samples
             self._buffer.fail(error)
+
+    def _wait_for_restart(self, num_restarts: int) -> None:
+        """The other thread sees the death too, and knows what to do: until it has done that."""
+        with self._taking:
+            while self._num_restarts == num_restarts and not self._has_ended:
+                self._taking.wait()
 
     def _run(self) -> None:
         try:
@@ -104,13 +117,21 @@ class Maker:
             self._buffer.leave(self.number, error)
         else:
             self._buffer.leave(self.number)
+        finally:
+            with self._taking:
+                self._has_ended = True
+                self._taking.notify_all()
 
     def _goes_on_after(self, error: WorkerDiedError) -> bool:
         pieces = self._buffer.lost(self.number)
         if self._carried is not None:
             self._carried.clear()
-        self.version = 0  # whatever comes up in its place has no weights
-        return self._on_loss(self.number, error, sum(piece.num_samples for piece in pieces))
+        with self._taking:
+            self.version = 0  # whatever comes up in its place has no weights
+            goes_on = self._on_loss(self.number, error, sum(one.num_samples for one in pieces))
+            self._num_restarts += 1
+            self._taking.notify_all()
+        return goes_on
 
     def _next(self) -> None:
         """Newer weights if there are any, and a piece if there is room for it."""

@@ -12,6 +12,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class BufferSettings:
+    """What the configuration says of the experience buffer."""
+
+    limit: int
+    evicts: bool
+    """Whether what comes into a full buffer pushes the oldest out, instead of waiting."""
+    seed: int
+    window: int | None = None
+    stall_s: float = 120.0
+
+
+@dataclass(frozen=True)
 class Demand:
     """What the trainer waits for, if it does, and what it will ask for later."""
 

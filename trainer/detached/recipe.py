@@ -14,6 +14,7 @@ from trainer.detached.roles import place_makers
 from trainer.detached.sizes import topology_of
 from trainer.detached.topology import TRAINER_POOL, counts
 from trainer.ppo.default_correction import correct_by_default
+from trainer.ppo.default_passes import rows_where_asked
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from verl_like.placement.roles import expand_roles
 
@@ -44,7 +45,8 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
     if "trainer.n_gpus_per_node" not in keys:
         sizes = [max(sizes) for sizes in config.resource_pool_spec.values() if sizes]
         config.trainer.n_gpus_per_node = sum(sizes)
-    return correct_by_default(config, keys, _other_weights(config))
+    notices = correct_by_default(config, keys, _other_weights(config))
+    return [*rows_where_asked(config, keys), *notices]
 
 
 def _other_weights(config: DetachedConfig) -> str:

@@ -24,6 +24,7 @@ from trainer.ppo.dynamic_sampling import over_draws
 from trainer.ppo.sample_source import Draw, Samples, SampleSource
 from trainer.ppo.samples import concat_rows
 from verl_like.batch.protocol import DataProto
+from verl_like.errors import WorkerDiedError
 
 Metrics = dict[str, float]
 PAUSE_S = 600.0
@@ -78,10 +79,13 @@ class DetachedSource(SampleSource):
         makers: Sequence[Maker],
         rounds: Rounds,
         assemble: Callable[[Draw], Samples],
+        on_lost_samples: Callable[[Experience, WorkerDiedError], None],
     ) -> None:
-        """`assemble` makes a step's samples of as many draws as it needs."""
+        """`assemble` makes a step's samples of as many draws as it needs; `on_lost_samples` raises
+        where the run does not go on without what a lost machine held.
+        """
         self.buffer, self.makers, self.rounds = buffer, list(makers), rounds
-        self._assemble = assemble
+        self._assemble, self._on_lost_samples = assemble, on_lost_samples
         self._step = 0
         self._num_steps: int | None = None
         self._drawn: list[str] = []
@@ -148,20 +152,22 @@ class DetachedSource(SampleSource):
         """The samples that were queued at the last `state_dict`, a file a piece."""
         folder.mkdir()
         for one in self._queued:
-            one.fetch().save_to_disk(folder / f"{one.piece.number}.safetensors")
+            if self._arrives(one):
+                one.fetch().save_to_disk(folder / f"{one.piece.number}.safetensors")
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None) -> None:
         """Go on there: with the samples that were queued if they are in `folder`, else they are
         made again.
         """
-        queued = state.pop("queued")
-        pieces = [Piece(**one.pop("piece")) for one in queued]
-        kept = []
-        if folder is not None and folder.is_dir():
-            for piece, facts in zip(pieces, queued, strict=True):
-                rows = DataProto.load_from_disk(folder / f"{piece.number}.safetensors")
-                kept.append(Experience(piece, rows=rows, **facts))
-        self.buffer.load_state_dict(state, [] if kept else pieces, kept)
+        again, kept = [], []
+        for facts in state.pop("queued"):
+            piece = Piece(**facts.pop("piece"))
+            path = None if folder is None else folder / f"{piece.number}.safetensors"
+            if path is None or not path.is_file():
+                again.append(piece)
+            else:
+                kept.append(Experience(piece, rows=DataProto.load_from_disk(path), **facts))
+        self.buffer.load_state_dict(state, again, kept)
 
     def close(self) -> None:
         """Begin nothing more; what is being made is waited for a little."""
@@ -190,12 +196,31 @@ class DetachedSource(SampleSource):
             ahead = (self.buffer.pacing.max_staleness + 1) * self.rounds.update_steps
             rest_of_run = sum(map(sizes, range(fresh + 1, min(total, fresh + 1 + ahead))))
 
-        experiences = self.buffer.take(sizes(fresh), attempt, sum(map(sizes, rest)), rest_of_run)
+        experiences = self._take(sizes(fresh), attempt, sum(map(sizes, rest)), rest_of_run)
         experiences.sort(key=lambda one: (one.piece.rank, one.piece.number))
         self._drawn += [uid for experience in experiences for uid in experience.uids]
         rows = [experience.fetch() for experience in experiences]
         self._read += [experience.metrics for experience in experiences]
         return concat_rows(rows)
+
+    def _take(
+        self, num_samples: int, attempt: int, rest_of_version: int, rest_of_run: int | None
+    ) -> list[Experience]:
+        """Experiences whose samples are here; what is lost on the way is made again."""
+        while True:
+            experiences = self.buffer.take(num_samples, attempt, rest_of_version, rest_of_run)
+            gone = [experience for experience in experiences if not self._arrives(experience)]
+            if not gone:
+                return experiences
+            self.buffer.take_back(experiences, gone)
+
+    def _arrives(self, experience: Experience) -> bool:
+        try:
+            experience.fetch()
+        except WorkerDiedError as error:
+            self._on_lost_samples(experience, error)
+            return False
+        return True
 
     def _drop_unused(self, batch: DataProto) -> None:
         """Groups that were drawn and are not in the batch: dynamic sampling left them out."""

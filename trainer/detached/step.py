@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.detached.activity import Activity
-from trainer.detached.buffer import BufferSettings, EndOfSamples, ExperienceBuffer
+from trainer.detached.buffer import EndOfSamples, ExperienceBuffer
 from trainer.detached.config import DetachedConfig
 from trainer.detached.ledger import Ledger
 from trainer.detached.losses import MakerLosses
 from trainer.detached.maker import Maker
-from trainer.detached.pacing import Pacing
+from trainer.detached.pacing import BufferSettings, Pacing
 from trainer.detached.pieces import ANY_RANK, PieceStream
 from trainer.detached.plan import plan_lines
 from trainer.detached.roles import maker_roles, score_roles
@@ -115,7 +115,7 @@ class DetachedTrainer(PPOTrainer):
             )
             for number in range(self.topology.makers)
         ]
-        return DetachedSource(buffer, makers, self.rounds, self.make_samples)
+        return DetachedSource(buffer, makers, self.rounds, self.make_samples, losses.of_samples)
 
     def _draws_in_parts(self, maker: int) -> bool:
         """Whether a call of this maker may leave responses unfinished."""
@@ -142,6 +142,11 @@ class DetachedTrainer(PPOTrainer):
         if method == REWARD_METHOD and has_column(batch, rm_column(role)):
             return ScoresHere(batch, role)
         return super().call(role, method, batch, *more, **settings)
+
+    @property
+    def can_save(self) -> bool:
+        """Not within a round, whose batches no checkpoint holds."""
+        return self.rounds.ends_with(self.global_step)
 
     @property
     def total_steps(self) -> int:

@@ -23,6 +23,7 @@ from workers.config import (
     RewardConfig,
     RewardFunctionConfig,
     RewardModelConfig,
+    ScoringConfig,
     ValidationSamplingConfig,
 )
 from workers.config.conditions import NO_REWARD_LIST
@@ -87,6 +88,8 @@ class EvaluationTrainerConfig(BestOfNTrainerConfig):
     """Metric -> value: the run ends with the first step in which one of them is reached."""
     save_freq: int = key(-1, above=0, or_exactly=-1, read_when=IN_ORDER)
     """Steps between checkpoints."""
+    save_every_minutes: float | None = key(None, above=0, read_when=IN_ORDER)
+    """Minutes between checkpoints."""
     experiment_name: str = key("eval", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""
     default_local_dir: str = key("runs/verl_like/eval", allows="a folder")
@@ -111,5 +114,7 @@ class EvaluationConfig(RunConfig):
     """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
     reward_model: RewardModelConfig = key(factory=RewardModelConfig)
     """Scores."""
+    reward: ScoringConfig = key(factory=ScoringConfig)
+    """Failures, and the sandbox of reward functions."""
     trainer: EvaluationTrainerConfig = key(factory=EvaluationTrainerConfig)
     """The run."""

@@ -16,12 +16,13 @@ from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.evaluation.config import EvaluationConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
-from trainer.ppo.preflight import check_model, check_rollout
+from trainer.ppo.preflight import check_model, check_reward_models, check_rollout
+from trainer.ppo.reward_trial import try_rewards
 from trainer.ppo.sampling import SamplingTrainer
 from trainer.ppo.validation import name_metrics, sample_all
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table, terminal_width
-from workers.config import rewards_of, scores_by_rule
+from workers.config import scores_by_rule
 from workers.rewards.weighted import Rewards, make_rewards
 
 CORE_METRIC = re.compile(r"val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<metric>\w+@\d+)(/mean)?")
@@ -52,6 +53,7 @@ class Evaluation(SamplingTrainer):
         """Tokenizer, rewards and prompts."""
         path = config.actor_rollout_ref.model.path
         check_model(config, "actor_rollout_ref.model.path", path)
+        check_reward_models(config)
         check_rollout(config)
         tokenizer = load_tokenizer(path)
         prompts = PromptSet(config.data, "val_files", tokenizer, scores_by_rule(config))
@@ -59,10 +61,17 @@ class Evaluation(SamplingTrainer):
             raise ConfigError(f"{prompts.story}: no prompt is left.")
         logger.info("%s", prompts.story)
 
-        overlong = config.reward_model.overlong_buffer
-        rewards = make_rewards(rewards_of(config), tokenizer, prompts.data_sources, overlong)
+        rewards = make_rewards(config, tokenizer, prompts.data_sources)
         at_end.enter_context(closing(rewards))
         return tokenizer, rewards, prompts
+
+    @classmethod
+    def look_at(cls, config: EvaluationConfig, *inputs: Any) -> list[str]:
+        """Prompts and rewards."""
+        tokenizer, rewards, prompts = inputs
+        width = config.data.max_response_length
+        _, lines = try_rewards(rewards, prompts, tokenizer, width)
+        return [f"{len(prompts)} prompts", *lines]
 
     @property
     def total_steps(self) -> int:

@@ -40,7 +40,7 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
     trainer = config.trainer
     if trainer.backend == "ray":
         return _join_cluster(config, worker_code)
-    kind = "GPU" if _uses_gpus_here(config) else "CPU slot"
+    kind = _devices_here(config)
     cpus = float(os.cpu_count() or 1)
     return [Node("this machine", trainer.n_gpus_per_node, cpus, kind, resources={})]
 
@@ -71,6 +71,30 @@ def require_shared_folder(config: RunConfig, nodes: Iterable[Node]) -> None:
 
         folder = Path(config.trainer.default_local_dir)
         shared_folder.require_shared_folder(folder, by_key.values())
+
+
+def devices_in_words(config: RunConfig) -> str:
+    """The devices of this machine; refused if they are not what the configuration asks for."""
+    trainer = config.trainer
+    joins = config.ray.address or os.environ.get("RAY_ADDRESS")
+    if trainer.backend == "ray" and (joins or trainer.nnodes > 1):
+        return f"devices: those of the Ray cluster {joins or 'here'}, not looked at"
+    return f"devices: {trainer.n_gpus_per_node} of kind {_devices_here(config)} on this machine"
+
+
+def _devices_here(config: RunConfig) -> str:
+    """Their kind: `GPU`, or `CPU slot`, of which there are as many as are asked for."""
+    import torch
+
+    if not _uses_gpus_here(config):
+        return "CPU slot"
+    wanted, there = config.trainer.n_gpus_per_node, torch.cuda.device_count()
+    if wanted > there:
+        raise PlacementError(
+            f"trainer.n_gpus_per_node={wanted} GPUs, and this machine has {there}. Set "
+            f"trainer.n_gpus_per_node={there}, or trainer.device=cpu for process slots on CPUs."
+        )
+    return "GPU"
 
 
 def _uses_gpus_here(config: RunConfig) -> bool:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import RunConfig
-from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
+from verl_like.calls.group import WorkerGroup
 from verl_like.calls.waiting import Deadlines
+from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.errors import PlacementError, WorkerDiedError
 from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.placement.pools import ResourcePool
@@ -62,7 +63,7 @@ class PoolStarter:
 
         from verl_like.backends.local.group import LocalWorkerGroup
 
-        options["device_kind"] = plan.device_kind
+        options["device_name"] = plan.device_kind
         options["neighbours"] = self._neighbours
         options["own_processes"] = plan.name in self.config.child_pools
         if trainer.backend == "torchrun":

@@ -11,7 +11,7 @@ Roles are strings. One of your own needs `role_workers.<role>=<dotted path>` and
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -95,6 +95,9 @@ class WorkerGroups:
         self._fused = {name: self._fused[name] for name in self.placement.pools}
         for name, group in self._fused.items():
             self._groups.update(group.spawn(self._roles(name)))
+        # whoever calls one role after the other meets the actor before the rollout that decodes
+        # with its module, whatever the order of the pools
+        self._groups = {role: self._groups[role] for role in self._in_order(self._groups)}
 
     def restart(self, pool: str) -> None:
         """Start the processes of one pool anew, on the places that it had; other pools go on.
@@ -121,8 +124,12 @@ class WorkerGroups:
 
     def _roles(self, pool: str) -> list[str]:
         """The roles of a pool in the order in which they are constructed."""
+        return self._in_order(self.placement.pools[pool].roles)
+
+    def _in_order(self, roles: Iterable[str]) -> list[str]:
+        """The built-in roles first, in their order."""
         order = [*ROLE_WORKERS, *self._classes]
-        return sorted(self.placement.pools[pool].roles, key=order.index)
+        return sorted(roles, key=order.index)
 
     def _start(self, plan: PoolPlan) -> None:
         classes = {role: self._classes[role] for role in self._roles(plan.name)}

@@ -19,8 +19,9 @@ from trainer.ppo.quantization import check_quantization
 from trainer.ppo.reward_checks import check_rewards
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
+from workers.config.passes import tokens_per_pass
 from workers.losses.registry import get_policy_loss, token_chooser
-from workers.parallel.fsdp import settle
+from workers.parallel.sharding import settle
 from workers.rollout.sampling_settings import check_sampling_kwargs
 from workers.training.schedules import check_schedule
 
@@ -140,7 +141,7 @@ def _check_ptx(config: PPOConfig) -> None:
     """A row of PTX fits into a pass."""
     actor, longest = config.actor_rollout_ref.actor, longest_row(config)
     if config.ptx.train_files and actor.use_dynamic_bsz:
-        budget = actor.ppo_max_token_len_per_gpu
+        budget = tokens_per_pass(config)
         if longest > budget:
             raise ConfigError(
                 f"ptx.max_length={longest} tokens does not fit into a pass of "

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, Estimator
-from trainer.ppo.named_rewards import read_named_reward
-from verl_like.errors import BatchError
-from workers.columns import read_columns, require, write_columns
+from trainer.ppo.named_rewards import GDPO_KEY, read_named_reward
+from verl_like.errors import BatchError, ConfigError, nearest
+from verl_like.placement.roles import expand_roles
+from verl_like.signatures import is_asked
+from workers.columns import COLUMNS, read_columns, require, rm_column, write_columns
+from workers.config import model_rewards
 
 if TYPE_CHECKING:
-    from trainer.ppo.config import AlgorithmConfig
+    from trainer.ppo.config import AlgorithmConfig, PPOConfig
     from verl_like.batch.protocol import DataProto
 
 SETTINGS: Mapping[str, str] = {
@@ -54,11 +57,38 @@ def columns_read(adv_estimator: str) -> tuple[str, ...]:
     return tuple(columns)
 
 
+def check_columns(config: PPOConfig) -> None:
+    """Refuse an estimator that asks for a column which nobody in this run writes.
+
+    Workers of the user's own may write any.
+    """
+    name = config.algorithm.adv_estimator
+    if any(not path.startswith("workers.") for path in config.role_workers.values()):
+        return
+    roles = expand_roles(config.role_mapping)
+    models = [rm_column(role) for role in model_rewards(config)]
+    for column in columns_read(name):
+        known = COLUMNS.get(column)
+        writer = known.written_by.partition(".")[0] if known else ""
+        is_absent = writer in ("ref", "teacher", "critic", "reward_model") and writer not in roles
+        if is_absent:
+            raise ConfigError(
+                f"algorithm.adv_estimator={name} asks for the column {column!r}, which the role "
+                f"{writer!r} writes, and this run has no such role."
+            )
+        if known is None and column not in models:
+            columns = [each.name for each in COLUMNS.values() if each.dtype != "object"]
+            raise ConfigError(
+                f"nothing fills the parameter {column!r} of algorithm.adv_estimator={name}: it is "
+                f"neither index nor a setting ({', '.join(SETTINGS)}) nor a column of the batch, "
+                f"such as token_level_rewards or response_mask.{nearest(column, columns)} Rename "
+                "it, give it a default, or write the column in a stage of your own (trainer.cls) "
+                "or a worker of your own (role_workers)."
+            )
+
+
 def _is_a_column(parameter: inspect.Parameter) -> bool:
-    is_asked_for = (
-        parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-    )
-    return is_asked_for and parameter.name not in SETTINGS
+    return is_asked(parameter) and parameter.name not in SETTINGS
 
 
 def settings_of(algorithm: AlgorithmConfig) -> dict[str, Any]:
@@ -120,8 +150,7 @@ def named_rewards(batch: DataProto, names: Sequence[str]) -> Tensor:
 
     A name that no sample has is refused.
     """
-    key = "algorithm.gdpo_reward_keys"
-    columns = [read_named_reward(batch, name, key).float() for name in names]
+    columns = [read_named_reward(batch, name, GDPO_KEY).float() for name in names]
     return torch.stack(columns, dim=1)
 
 

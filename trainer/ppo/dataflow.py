@@ -259,12 +259,30 @@ def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tup
     return pairs
 
 
+def _groups(pairs: Sequence[tuple[Node, Node]]) -> list[list[Node]]:
+    """The nodes of these pairs, those together that a chain of pairs connects."""
+    groups: list[list[Node]] = []
+    for pair in pairs:
+        touched = [group for group in groups if any(node in group for node in pair)]
+        merged = [node for group in touched for node in group]
+        merged += [node for node in pair if node not in merged]
+        groups = [group for group in groups if group not in touched] + [merged]
+    return groups
+
+
+def _in_words(group: Sequence[Node]) -> str:
+    """`a, then b ‖ c`: the pools beside each other, each with its calls one after the other."""
+    pools = dict.fromkeys(node.pool for node in group)
+    calls = ([node.name for node in group if node.pool == pool] for pool in pools)
+    return " ‖ ".join(", then ".join(of_pool) for of_pool in calls)
+
+
 def describe(
     config: PPOConfig,
     max_columns: int | None = None,
     own: Mapping[str, OwnStage] | None = None,
 ) -> str:
-    """The graph in words: what each call waits for, which pairs overlap, which take turns.
+    """The graph in words: what each call waits for, which overlap, which take turns.
 
     The table is no wider than `max_columns`. Stages that a subclass overrides are called its own.
     Bookkeeping columns such as the attention mask come with the tokens and are not drawn.
@@ -277,9 +295,11 @@ def describe(
     lines = draw_table(rows, max_columns, num_titles=2)
 
     pairs = side_by_side(nodes, after)
-    for title, differ in (("at the same time", True), ("in turns, on one pool", False)):
-        chosen = [f"{a.name} ‖ {b.name}" for a, b in pairs if (a.pool != b.pool) is differ]
-        lines.append(f"{title}: {', '.join(chosen) or 'nothing'}")
+    overlapping = _groups([pair for pair in pairs if pair[0].pool != pair[1].pool])
+    in_turns = _groups([pair for pair in pairs if pair[0].pool == pair[1].pool])
+    for title, groups in (("at the same time", overlapping), ("in turns, on one pool", in_turns)):
+        shown = [f"  {group[0].stage}: {_in_words(group)}" for group in groups]
+        lines += [f"{title}:", *shown] if shown else [f"{title}: nothing"]
 
     if old_log_probs_are_the_updates_own(config):
         lines.append(REUSE_NOTICE)

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.config import FilterGroupsConfig
-from trainer.ppo.named_rewards import read_named_reward
+from trainer.ppo.named_rewards import METRIC_KEY, read_named_reward
 from trainer.ppo.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 
 logger = logging.getLogger(__name__)
-
-METRIC_KEY = "algorithm.filter_groups.metric"
 
 
 def collect_groups(

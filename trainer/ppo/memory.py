@@ -27,11 +27,12 @@ from trainer.ppo.sizes import CRITIC_COPY, rows_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import FSDPConfig, ModelConfig, critic_model, model_rewards, teacher_model
+from workers.config.passes import tokens_per_pass
 from workers.models.attention import resolve_attention, why_no_flash, why_no_kernel
 from workers.models.causal_lm import Head
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
-from workers.parallel.fsdp import Sharding, settle
+from workers.parallel.sharding import Sharding, settle
 
 
 def role_memories(
@@ -124,24 +125,39 @@ def _averages(config: PPOConfig, role: str, shapes: ModelShapes, compute: torch.
 def tokens_at_once(config: PPOConfig, role: str) -> tuple[int, int]:
     """(tokens, response positions) of the role's largest pass, all of full length."""
     if role in (judges := model_rewards(config)):
-        rows = judges[role].micro_batch_size_per_gpu
-        return rows * (config.data.max_prompt_length + config.data.max_response_length), rows
+        return _judges_pass(config, role, judges[role].micro_batch_size_per_gpu)
     width = config.data.max_prompt_length + config.data.max_response_length
     share = config.data.max_response_length / width
     most = 0
     for row in rows_of(config):
         if row.role == role:
-            most = max(
-                most, row.micro_tokens if row.micro_samples is None else row.micro_samples * width
-            )
+            at_once = row.micro_samples * width if row.micro_samples else row.micro_tokens
+            most = max(most, min(at_once, _on_a_rank(config, role, row.prompts) * width))
     reads = round(most * share)
     if role == "actor" and config.ptx.train_files:
         actor = config.actor_rollout_ref.actor
         of_ptx = actor.ppo_micro_batch_size_per_gpu * longest_row(config)
         if actor.use_dynamic_bsz:
-            of_ptx = most
+            of_ptx = tokens_per_pass(config)
         return max(most, of_ptx), max(reads, of_ptx)  # every token of a text is in the loss
     return most, reads
+
+
+def _judges_pass(config: PPOConfig, role: str, num_rows: int | None) -> tuple[int, int]:
+    """(tokens, rows) of a reward model's pass: of these rows or, at None, cut as the actor's."""
+    width = config.data.max_prompt_length + config.data.max_response_length
+    actor = config.actor_rollout_ref.actor
+    rows = num_rows or actor.ppo_micro_batch_size_per_gpu
+    if num_rows is None and actor.use_dynamic_bsz:
+        rows = tokens_per_pass(config) // width
+    rows = min(rows, _on_a_rank(config, role, config.data.train_batch_size))
+    return rows * width, rows
+
+
+def _on_a_rank(config: PPOConfig, role: str, num_prompts: int) -> int:
+    """Samples of so many prompts that one rank of the role has at most."""
+    ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
+    return -(-num_prompts * config.actor_rollout_ref.rollout.n // ranks)
 
 
 def _rollout(config: PPOConfig, device_type: str, device_bytes: int | None) -> RoleMemory:

@@ -16,10 +16,24 @@ from verl_like.errors import ConfigError, nearest
 from workers.columns import read_columns
 
 if TYPE_CHECKING:
+    from trainer.ppo.config import AlgorithmConfig
     from verl_like.batch.protocol import DataProto
 
 SCORE = "seq_reward"
 """The name of the score itself."""
+
+
+METRIC_KEY = "algorithm.filter_groups.metric"
+GDPO_KEY = "algorithm.gdpo_reward_keys"
+
+
+def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:
+    """Refuse names that these samples have no number for."""
+    named = [(GDPO_KEY, name) for name in algorithm.gdpo_reward_keys]
+    if algorithm.filter_groups.enable:
+        named.append((METRIC_KEY, algorithm.filter_groups.metric))
+    for key, name in named:
+        read_named_reward(scored, name, key)
 
 
 def read_named_reward(batch: DataProto, name: str, key: str) -> Tensor:

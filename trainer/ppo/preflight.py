@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from trainer.config.offload import check_offload, device_type_of
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.memory import memory_of_this_gpu
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.fit_passes import fit_passes
 from trainer.ppo.memory import check_memory
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
+from workers.config import rewards_of
 from workers.models.random_init import check_weights
 from workers.models.tokenizers import check_same_tokenizer
 from workers.rollout.build import own_engine
-from workers.training.router_loss import check_routers
+from workers.rollout.vllm.setup import check_version
 
 
 def preflight(config: PPOConfig) -> None:
@@ -27,11 +30,16 @@ def preflight(config: PPOConfig) -> None:
         check_model(config, "distillation.teacher_model.model_path", teacher)
         check_same_tokenizer(teacher, config.actor_rollout_ref.model.path, "teacher")
     if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
+        from workers.training.router_loss import check_routers  # with the engine: a second
+
         check_routers(config.actor_rollout_ref.model.path)
+    check_reward_models(config)
     check_rollout(config)
     _check_offload(config)
     device_type = device_type_of(config.trainer)
-    check_memory(config, device_type, memory_of_this_gpu(device_type))
+    device_bytes = memory_of_this_gpu(device_type)
+    fit_passes(config, device_type, device_bytes)
+    check_memory(config, device_type, device_bytes)
 
 
 def _check_offload(config: PPOConfig) -> None:
@@ -60,6 +68,14 @@ def check_model(config: Any, key: str, path: str) -> None:
         )
 
 
+def check_reward_models(config: Any) -> None:
+    """Refuse reward models that are not there, or too short."""
+    for number, reward in enumerate(rewards_of(config)):
+        if reward.kind == "model":
+            key = f"rewards[{number}].path" if config.rewards else "reward_model.model.path"
+            check_model(config, key, reward.path)
+
+
 def check_rollout(config: Any) -> None:
     """Refuse what is no engine, and engines of more ranks than the rollout's pool divides into."""
     rollout = config.actor_rollout_ref.rollout
@@ -73,3 +89,6 @@ def check_rollout(config: Any) -> None:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the "
             f"{ranks} processes of the rollout's pool {pool!r}; values that do: {divisors}."
         )
+    joins = config.ray.address or os.environ.get("RAY_ADDRESS")
+    if rollout.name == "vllm" and not joins:  # what is installed on other machines is not known
+        check_version(device_type_of(config.trainer))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -15,6 +15,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.default_correction import correct_by_default
+from trainer.ppo.default_passes import rows_where_asked
 from trainer.ppo.verl.overrides import translate
 from verl_like.registry import registry_of
 from workers.config import model_rewards
@@ -99,6 +100,11 @@ def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
     return dict.fromkeys(further, (REWARD_MODEL_WORKER, "reward_model"))
 
 
+def complete(config: PPOConfig, keys: Collection[str]) -> list[str]:
+    """How passes are cut, and the correction, where the user has not said."""
+    return [*rows_where_asked(config, keys), *correct_by_default(config, keys)]
+
+
 def load_registries() -> None:
     """Import what registers estimators, losses and optimizers; all of it imports torch."""
     import trainer.ppo.advantages  # noqa: F401
@@ -122,7 +128,7 @@ PPO = Recipe(
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
     load_registries=load_registries,
-    complete=correct_by_default,
+    complete=complete,
     checks=(check,),
     translate=translate,
     shorthands=SHORTHANDS,

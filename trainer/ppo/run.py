@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.data.row_loader import RowLoader
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
+from trainer.ppo.compute_advantage import check_columns
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.entropy import get_entropy_controller
 from trainer.ppo.kl import get_kl_controller
@@ -23,14 +25,16 @@ from trainer.ppo.metrics import (
     compute_throughout_metrics,
     compute_timing_metrics,
 )
+from trainer.ppo.named_rewards import check_named_rewards
 from trainer.ppo.preflight import preflight
 from trainer.ppo.ptx import make_ptx_loader
+from trainer.ppo.reward_trial import try_rewards
 from trainer.ppo.running_norm import RunningNorm
 from trainer.ppo.sample_source import Draw, SampleSource, SynchronousSource
 from trainer.ppo.sampling import SamplingTrainer
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
-from workers.config import rewards_of, scores_by_rule
+from workers.config import scores_by_rule
 from workers.rewards.weighted import Rewards, make_rewards
 
 
@@ -81,6 +85,14 @@ class PPORun(SamplingTrainer):
     # ---------------------------------------------------------------------- what the loop asks for
 
     @classmethod
+    def check_code(cls, config: PPOConfig, callbacks: Sequence[object]) -> None:
+        """Columns that the estimator asks for are written by someone, too."""
+        super().check_code(config, callbacks)
+        is_ours = cls.__module__.partition(".")[0] == "trainer"
+        if is_ours and not callbacks:  # they may write columns of their own
+            check_columns(config)
+
+    @classmethod
     def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
         """Tokenizer, prompts, rewards and PTX rows, once models and pools have been looked at."""
         preflight(config)
@@ -89,12 +101,21 @@ class PPORun(SamplingTrainer):
 
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
-        overlong = config.reward_model.overlong_buffer
-        rewards = make_rewards(
-            rewards_of(config), tokenizer, loader.data_sources, overlong, loader.columns
-        )
+        rewards = make_rewards(config, tokenizer, loader.data_sources, loader.columns)
         at_end.enter_context(closing(rewards))
         return tokenizer, loader, rewards, make_ptx_loader(config, tokenizer)
+
+    @classmethod
+    def look_at(cls, config: PPOConfig, *inputs: Any) -> list[str]:
+        """Prompts and rewards; what is asked of rewards by name is among what they give."""
+        tokenizer, loader, rewards, *_ = inputs
+        num_validation = len(loader.validation) if loader.validation else 0
+        count = f"{len(loader.prompts)} prompts to train on, {num_validation} to validate on"
+        width = config.data.max_response_length
+        scored, lines = try_rewards(rewards, loader.prompts, tokenizer, width)
+        if scored is not None:
+            check_named_rewards(config.algorithm, scored)
+        return [count, *lines]
 
     @classmethod
     def worker_code(cls, config: PPOConfig) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from trainer.ppo.config import PPOConfig
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
+from workers.config.passes import tokens_per_pass
 
 CRITIC_COPY = "critic_copy"
 """The role of a frozen copy of the critic, where samples get their values as they are made."""
@@ -42,7 +43,7 @@ def rows_of(config: PPOConfig) -> list[Row]:
     actor, mini = policy.actor, policy.actor.ppo_mini_batch_size
 
     def cut(samples: int, tokens: int | None = None) -> tuple[int | None, int]:
-        return None if actor.use_dynamic_bsz else samples, tokens or actor.ppo_max_token_len_per_gpu
+        return None if actor.use_dynamic_bsz else samples, tokens or tokens_per_pass(config)
 
     critic_cut = cut(critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
     found = [
@@ -78,7 +79,7 @@ def batch_table(config: PPOConfig, max_columns: int | None = None) -> str:
         at_once = min(row.micro_samples, on_rank) if row.micro_samples is not None else None
         cells = (ranks, row.prompts, samples, samples * width, on_rank, on_rank * width)
         micro = (
-            ("-", f"{row.micro_tokens:,}")
+            ("-", f"{min(row.micro_tokens, on_rank * width):,}")
             if at_once is None
             else (f"{at_once:,}", f"{at_once * width:,}")
         )

@@ -14,7 +14,7 @@ from trainer.ppo.samples import EXTRA, concat_rows, repeat_prompts
 from trainer.ppo.validation_metrics import process_validation_metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
-from workers.rewards.process import VOTE
+from workers.rewards.outcome import VOTE
 
 BEST_KNOWN = ("mean", "maj", "best")
 

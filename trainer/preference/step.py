@@ -34,7 +34,7 @@ from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns, write_columns
 from workers.config.preference import loss_reads
 from workers.losses.preference.measures import measures
-from workers.parallel.fsdp import settle
+from workers.parallel.sharding import settle
 
 ONE_ROW = 1e-6
 """Less than the share of one row; sums of shares are not exact."""

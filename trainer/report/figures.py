@@ -58,6 +58,8 @@ class Panel(NamedTuple):
     """Metrics; `*` stands for any end of a name."""
     band: str = ""
     """`<band>/min` to `<band>/max` is shaded."""
+    leaves_out_zero: bool = False
+    """Whether metrics that are 0 in every step are no part of it."""
 
 
 PANELS = (
@@ -71,6 +73,7 @@ PANELS = (
         "KL",
         "Distance from the reference (reward, loss) and of one update (ppo_kl).",
         ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),
+        leaves_out_zero=True,  # a policy that is held against itself
     ),
     Panel(
         "Entropy",
@@ -146,6 +149,8 @@ def curves(data: RunData, panel: Panel) -> str:
     """A panel as SVG; empty when the run has none of its metrics."""
     known = dict.fromkeys(name for line in data.metrics for name in line)
     names = [name for wanted in panel.names for name in known if fnmatchcase(name, wanted)]
+    if panel.leaves_out_zero:
+        names = [name for name in names if any(data.series(name)[1])]
     if not names:
         return ""
     figure = new_figure(4.4, 2.5, {"left": 0.16, "right": 0.98, "bottom": 0.17, "top": 0.92})

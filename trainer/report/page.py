@@ -36,12 +36,7 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
         if failure is None:
             note.unlink(missing_ok=True)
         else:
-            stopped = isinstance(failure, KeyboardInterrupt)
-            note.write_text(
-                STOPPED if stopped else "".join(traceback.format_exception(failure)),
-                encoding="utf-8",
-                errors="backslashreplace",
-            )
+            note.write_text(_in_words(failure), encoding="utf-8", errors="backslashreplace")
         data = read_run(folder)
         for line in summary(data):
             print(line)
@@ -50,6 +45,12 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
         logger.error("the report could not be written (%s); try: verl-like report %s", err, folder)
     except Exception:  # noqa: BLE001 - the process edge: the run's own error follows
         logger.exception("the report could not be written; try: verl-like report %s", folder)
+
+
+def _in_words(failure: BaseException) -> str:
+    if isinstance(failure, KeyboardInterrupt):
+        return f"{failure}.\n" if str(failure).startswith(STOPPED) else f"{STOPPED}Ctrl-C.\n"
+    return "".join(traceback.format_exception(failure))
 
 
 def write_report(folder: str | Path) -> Path:
@@ -117,7 +118,9 @@ def _steps(data: RunData) -> str:
 
 def _facts(data: RunData) -> list[tuple[str, str]]:
     """The numbers at the top: (what, how much)."""
-    outcome = {"": "no failure", STOPPED: "stopped"}.get(data.failure, "failed")
+    outcome = "failed" if data.failure else "no failure"
+    if data.failure.startswith(STOPPED):
+        outcome = "stopped"
     facts = [("outcome", outcome), ("steps", _steps(data))]
     _, scores = data.series("critic/score/mean")
     if scores:

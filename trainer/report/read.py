@@ -14,7 +14,8 @@ from verl_like.errors import ConfigError
 from verl_like.files import lines_of, parse_json
 
 FAILURE_FILE = "failure.txt"
-STOPPED = "Stopped by Ctrl-C.\n"
+STOPPED = "Stopped by "
+"""How the failure of a run begins that was asked to stop."""
 """What is in `FAILURE_FILE` where nothing failed."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
 SHOWN_STARTS = 5

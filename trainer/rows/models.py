@@ -9,7 +9,7 @@ from trainer.rows.config import RowConfig
 from workers.config import ModelConfig
 from workers.config.rows import LONGEST_ROW
 from workers.models.causal_lm import Head
-from workers.parallel.fsdp import Sharding
+from workers.parallel.sharding import Sharding
 
 
 @dataclass(frozen=True)

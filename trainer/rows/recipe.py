@@ -14,7 +14,7 @@ def load_registries() -> None:
 
 def check_rows_config(config: RowConfig) -> None:
     """The rules between fields that all of them have."""
-    from workers.parallel.fsdp import settle
+    from workers.parallel.sharding import settle
 
     settle(config.model.strategy, config.model.fsdp_config, "model.fsdp_config")
     _check_pass(config, 1, "{length} does not fit into a pass of {room}")

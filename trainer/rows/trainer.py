@@ -26,7 +26,7 @@ from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 from workers.models.causal_lm import Head
-from workers.parallel.fsdp import settle
+from workers.parallel.sharding import settle
 
 R = TypeVar("R")
 
@@ -117,6 +117,12 @@ class RowTrainer(Trainer, Generic[R]):
         return loader, cls.read_rows(config, "data.val_files", data.val_files, tokenizer)
 
     @classmethod
+    def look_at(cls, config: Any, *inputs: Any) -> list[str]:
+        """How many rows there are."""
+        loader, *validation = inputs
+        return [f"{len(loader)} rows to train on, {sum(map(len, validation))} to validate on"]
+
+    @classmethod
     def models(cls, config: Any) -> dict[str, RowModel]:
         """The models that take the rows, by role."""
         sharding = settle(config.model.strategy, config.model.fsdp_config)
@@ -135,18 +141,10 @@ class RowTrainer(Trainer, Generic[R]):
 
     @classmethod
     def describe(cls, config: Any, max_columns: int | None = None) -> list[str]:
-        """Sizes and memory; a dry run reads the rows beside, and so finds what is wrong."""
+        """Sizes and memory."""
         sizes = f"A step: {step_sizes(config)}"
         memory = plan_text(config, cls.models(config), cls.num_sides(config), max_columns)
-        if not config.trainer.dry_run:
-            return [sizes, memory]
-        with ExitStack() as at_end:
-            loader, *validation = cls.prepare(config, at_end)
-        return [
-            sizes,
-            memory,
-            f"{len(loader)} rows to train on, {sum(map(len, validation))} to validate on",
-        ]
+        return [sizes, memory]
 
     def init_arguments(self, role: str) -> dict[str, Any]:
         """The length of the learning-rate schedule."""

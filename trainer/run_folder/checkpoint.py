@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -41,6 +42,7 @@ from trainer.run_folder.marker import (
     read_marker,
     refuse_damaged,
 )
+from trainer.run_folder.retention import steps_to_drop
 from trainer.run_folder.starts import installed_versions
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, DamagedCheckpointError
@@ -68,6 +70,7 @@ class Checkpoints:
         self.start: Path | None = getattr(self, f"_{config.trainer.resume_mode}")()
         self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
         self._written: int | None = None
+        self._began = self._saved_at = time.monotonic()
 
     @cached_property
     def inputs(self) -> dict[str, str]:
@@ -82,10 +85,19 @@ class Checkpoints:
         """
         return self.start is not None and self.start.parent == self.folder
 
-    def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether `trainer.save_freq` asks for a checkpoint after this step."""
+    def is_due(self, step: int, total_steps: int, by_time: bool = True) -> bool:
+        """Whether `trainer.save_freq` or `save_every_minutes` asks for a checkpoint after it."""
         every = self.trainer.save_freq
-        return every > 0 and (step % every == 0 or step == total_steps)
+        if every > 0 and (step % every == 0 or step == total_steps):
+            return True
+        minutes, now = self.trainer.save_every_minutes, time.monotonic()
+        since = self._began if step == total_steps else self._saved_at
+        return by_time and minutes is not None and now - since >= 60 * minutes
+
+    @property
+    def are_written(self) -> bool:
+        """Whether this run writes any: one that is stopped then leaves one behind."""
+        return self.trainer.save_freq > 0 or self.trainer.save_every_minutes is not None
 
     def write(
         self,
@@ -131,6 +143,7 @@ class Checkpoints:
         with self._naming_failures(step):
             put_in_place(self._part(step), folder)
             write_whole(self.folder / LATEST, str(step))
+        self._saved_at = time.monotonic()
         self._drop_old()
         return folder
 
@@ -317,7 +330,7 @@ class Checkpoints:
 
     def _drop_old(self) -> None:
         keep = self.trainer.max_ckpt_to_keep
-        for step in committed(self.folder)[: -keep if keep else 0]:
+        for step in steps_to_drop(self.folder, committed(self.folder), keep):
             folder = self.folder / f"global_step_{step}"
             old = folder.with_name(folder.name + ".old")
             folder.replace(old)  # half a folder must never carry the name of a whole one

@@ -13,6 +13,12 @@ from typing import Any, TextIO
 
 KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """The KL that is shown: to the reference, else to the policy before the update."""
+WATCHED = {
+    "actor/entropy": "entropy",
+    "response_length/mean": "length",
+    "actor/pg_loss": "loss",
+}
+"""Further numbers of a step -> what they are called on the console."""
 BOOKKEEPING = ("timing", "perf/", "val-", "training/")
 """How the names of numbers begin that do not say what a step learned."""
 MOST_NUMBERS = 3
@@ -21,7 +27,7 @@ BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 
 
 class Console:
-    """Shows reward, KL, tokens per second and the time left."""
+    """Shows what `headline` picks of a step, and the time left."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None):
         """`stream` is where it shows; None takes standard output."""
@@ -56,7 +62,7 @@ class Console:
         if self._bar is None:
             self._bar = tqdm(
                 total=self._total,
-                initial=step - 1,
+                initial=max(step - 1, 0),  # a run may begin with a validation, as step 0
                 file=self._stream,
                 dynamic_ncols=True,
                 bar_format=BAR_FORMAT,
@@ -80,9 +86,10 @@ class Console:
 
 
 def headline(metrics: Mapping[str, float]) -> Iterator[str]:
-    """The few numbers of a step that a person watches: reward, KL and speed where there are any.
+    """The few numbers of a step that a person watches: how it learns, and how fast.
 
-    A recipe that has none of them is shown by its first numbers.
+    Those of PPO, as far as there are any. A recipe that has none of them is shown by its first
+    numbers.
     """
     known = list(_known(metrics))
     if known:
@@ -100,6 +107,10 @@ def _known(metrics: Mapping[str, float]) -> Iterator[str]:
     kl = next((metrics[name] for name in KL_NAMES if metrics.get(name)), None)
     if kl is not None:  # one that is 0 is of a policy held against itself
         yield f"KL {kl:.3g}"
+
+    for name, shown in WATCHED.items():
+        if name in metrics:
+            yield f"{shown} {metrics[name]:.3g}"
 
     if metrics.get("perf/time_per_step", 0.0) > 0:
         yield f"{metrics['perf/total_num_tokens'] / metrics['perf/time_per_step']:.0f} tokens/s"

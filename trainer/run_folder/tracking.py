@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.config.schema import TRACKERS, RunConfig
+from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
 from trainer.run_folder.checkpoint import WANDB_ID
 from trainer.run_folder.progress import Console
 from verl_like.errors import ConfigError
@@ -172,7 +172,9 @@ def make_tracking(config: RunConfig, total_steps: int) -> Tracking:
             try:
                 entry = TRACKERS.look_up(name)
                 make = BUILT_IN.get(name, entry)
-                tracking.trackers.append(make(config, total_steps))
+                tracker = make(config, total_steps)
+                check_tracker_methods(tracker, f"what trainer.logger={name} makes")
+                tracking.trackers.append(tracker)
             except ImportError as err:
                 logger.warning(
                     "trainer.logger names %s, which is not installed (%s): pip install "

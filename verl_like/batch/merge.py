@@ -6,8 +6,9 @@ or the key of `meta_info` that it is about.
 
 from __future__ import annotations
 
+import functools
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,21 +19,29 @@ from verl_like.batch.memory import join_rows
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
+Inside = frozenset[tuple[int, int]]
+"""Pairs of containers that are being compared further out."""
 
-def same_value(left: Any, right: Any) -> bool:
-    """Whether two objects are equal, looking into containers, tensors and arrays."""
-    if left is right:
+
+def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
+    """Whether two objects are equal, looking into containers, tensors and arrays.
+
+    Containers that hold themselves are equal if they do so in the same places.
+    """
+    pair = (id(left), id(right))
+    if left is right or pair in inside:
         return True
+    same = functools.partial(same_value, inside=inside | {pair})
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return _same_layout(left, right) and not bool(_unequal(left, right).any())
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         flat = left.reshape(-1), right.reshape(-1)
-        return _same_layout(left, right) and first_differing_row(*flat) is None
+        return _same_layout(left, right) and not _unequal_array(*flat, same).any()
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same_value(left[k], right[k]) for k in left)
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         same_shape = type(left) is type(right) and len(left) == len(right)
-        return same_shape and all(map(same_value, left, right))
+        return same_shape and all(map(same, left, right))
     if isinstance(left, float) and isinstance(right, float) and left != left and right != right:
         return True
     try:
@@ -48,7 +57,8 @@ def first_differing_row(left: torch.Tensor | Array, right: torch.Tensor | Array)
         rows = unequal.flatten(1).any(1) if unequal.dim() > 1 else unequal
         found = rows.nonzero()
     else:
-        found = torch.from_numpy(np.argwhere(_unequal_array(np.asarray(left), np.asarray(right))))
+        unequal_rows = _unequal_array(np.asarray(left), np.asarray(right), same_value)
+        found = torch.from_numpy(np.argwhere(unequal_rows))
     return int(found[0, 0]) if len(found) else None
 
 
@@ -68,11 +78,11 @@ def _unequal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return different
 
 
-def _unequal_array(left: Array, right: Array) -> Array:
-    """Where two arrays of one layout differ."""
+def _unequal_array(left: Array, right: Array, same: Callable[[Any, Any], bool]) -> Array:
+    """Where two arrays of one layout differ; `same` compares objects."""
     if left.dtype == object:
         pairs = zip(left, right, strict=True)
-        return np.array([not same_value(*pair) for pair in pairs], dtype=bool)
+        return np.array([not same(*pair) for pair in pairs], dtype=bool)
     different = np.asarray(left != right)
     if left.dtype.kind in "fcmM":
         different &= ~(np.asarray(left != left) & np.asarray(right != right))

@@ -148,7 +148,7 @@ class BatchRows(BatchParts):
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
         """Cut dim 1 of these columns into `n_split` chunks that become rows.
 
-        Rows of the other columns are repeated.
+        Of a column of lists each list is cut. Rows of the other columns are repeated.
         """
         if n_split < 1:
             raise BatchError(f"unfold_column_chunks needs at least 1 chunk, not {n_split}.")
@@ -216,8 +216,26 @@ def _repeat(column: Any, times: int) -> Any:
     return column.repeat(times, 0)
 
 
+def _cut_list(what: str, value: Any, num_chunks: int) -> list[Any]:
+    """A list, tuple or array in chunks of its kind."""
+    if not isinstance(value, (list, tuple, np.ndarray)) or len(value) % num_chunks:
+        shown = f"of {len(value)}" if hasattr(value, "__len__") else repr(value)
+        raise BatchError(
+            f"{what} is a {type(value).__name__} {shown}: it does not divide into {num_chunks} "
+            "chunks."
+        )
+    size = len(value) // num_chunks
+    return [value[start : start + size] for start in range(0, size * num_chunks, size or 1)]
+
+
 def _cut_dim_1(name: str, column: Any, num_chunks: int) -> Any:
     """Dim 1 in chunks that are rows, in memory of its own."""
+    if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == object:
+        return columns.object_rows(
+            chunk
+            for row, value in enumerate(column)
+            for chunk in _cut_list(f"Row {row} of column {name!r}", value, num_chunks)
+        )
     if column.ndim < 2 or column.shape[1] % num_chunks:
         raise BatchError(
             f"Dim 1 of column {name!r} (shape {tuple(column.shape)}) does not divide into "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_like.batch.protocol import DataProto, Shard
+from verl_like.batch.tensordict_rows import TensorDictRows
 from verl_like.errors import BatchError, DispatchError
 
 
@@ -39,7 +40,7 @@ def view_rows(data: DataProto, start: int, stop: int) -> DataProto:
     """Rows [start, stop) that share the batch's storage: for sending and reading only."""
     batch = None if data.batch is None else data.batch[start:stop]
     arrays = {key: column[start:stop] for key, column in data.non_tensor_batch.items()}
-    return DataProto(batch, arrays, data.meta_info)
+    return type(data)(batch, arrays, data.meta_info)
 
 
 def place_piece(piece: DataProto, index: int, rows_of_all: Sequence[int]) -> DataProto:
@@ -89,7 +90,12 @@ def count_real_rows(result: DataProto, given_rows: int, where: str) -> int:
 def join_pieces(pieces: Sequence[DataProto]) -> DataProto:
     """The rows of all pieces in memory of their own.
 
-    Pieces that are padding only are left out, unless all are.
+    Pieces that are padding only are left out, unless all are. Of TensorDicts the first one's
+    `NonTensorData` are kept, as `torch.cat` does.
     """
     with_rows = [piece for piece in pieces if piece.shard is None or piece.shard.rows > 0]
-    return DataProto.concat(with_rows or pieces)
+    joined = with_rows or list(pieces)
+    if isinstance(joined[0], TensorDictRows):
+        meta = joined[0].meta_info
+        joined = [type(piece)(piece.batch, piece.non_tensor_batch, meta) for piece in joined]
+    return DataProto.concat(joined)

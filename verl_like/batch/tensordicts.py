@@ -50,7 +50,7 @@ def split_parts(whole: TensorDict) -> Parts:
     for name in map(str, whole.keys()):
         column = whole.get(name)
         if isinstance(column, NonTensorStack):
-            arrays[name] = object_rows(row.data for row in column.unbind(0))
+            arrays[name] = object_rows(column.tolist())
         elif isinstance(column, NonTensorData):
             meta[name] = column.data
         else:

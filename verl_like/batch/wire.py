@@ -19,19 +19,18 @@ from verl_like.batch.tensordict_import import TensorDict
 SMALL_BYTES = 4096
 """Up to this size a column is copied when it is loaded: a view of the bytes would take longer."""
 
-Tensors = tuple[int, dict[str, tuple[torch.dtype, tuple[int, ...], Any]]]
-"""A TensorDict in a pickle: number of rows, then dtype, shape and bytes of each column."""
+Columns = dict[str, tuple[torch.dtype, tuple[int, ...], Any]]
+"""Tensors in a pickle: dtype, shape and bytes of each."""
+
+Tensors = tuple[int, Columns]
+"""A TensorDict in a pickle: number of rows, and its columns."""
 
 
 def pack_tensors(batch: TensorDict | None, protocol: int) -> Tensors | None:
     """What stands for a TensorDict in a pickle; the bytes are a buffer from protocol 5 on."""
     if batch is None:
         return None
-    packed = {
-        name: (column.dtype, tuple(column.shape), _buffer_of(column, protocol))
-        for name, column in tensors_of(batch).items()
-    }
-    return int(batch.batch_size[0]), packed
+    return int(batch.batch_size[0]), pack_columns(tensors_of(batch), protocol)
 
 
 def unpack_tensors(packed: Tensors | None) -> TensorDict | None:
@@ -39,8 +38,20 @@ def unpack_tensors(packed: Tensors | None) -> TensorDict | None:
     if packed is None:
         return None
     rows, columns = packed
-    tensors = {name: _tensor_over(*column) for name, column in columns.items()}
-    return TensorDict(tensors, batch_size=[rows])
+    return TensorDict(unpack_columns(columns), batch_size=[rows])
+
+
+def pack_columns(tensors: dict[str, torch.Tensor], protocol: int) -> Columns:
+    """What stands for tensors in a pickle."""
+    return {
+        name: (column.dtype, tuple(column.shape), _buffer_of(column, protocol))
+        for name, column in tensors.items()
+    }
+
+
+def unpack_columns(packed: Columns) -> dict[str, torch.Tensor]:
+    """The tensors again, lying in the buffers that they came in."""
+    return {name: _tensor_over(*column) for name, column in packed.items()}
 
 
 def pack_array(column: Array) -> Array:

@@ -121,10 +121,10 @@ class Registration:
 
     dispatch_mode: Any
     execute_mode: Execute
-    blocking: bool
-    materialize_futures: bool
-    readonly: bool
-    past_queue: bool
+    blocking: bool = True
+    materialize_futures: bool = True
+    readonly: bool = False
+    past_queue: bool = False
 
 
 def _per_worker(fn: Callable[[CallTarget, Any, str], list[Any]]) -> Callable[..., Any]:
@@ -153,6 +153,14 @@ def dispatch_all_to_all(target: CallTarget, value: Any, name: str) -> list[Any]:
     if isinstance(value, Scatter):
         return _checked_list(target, value, name)
     return [value] * target.world_size
+
+
+def dispatch_lists(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:
+    """As `dispatch_all_to_all`, for drivers that count on `scatter_lists`."""
+    values = [*args, *kwargs.values()]
+    if values and all(isinstance(v, list) and len(v) == target.world_size for v in values):
+        return dispatch_dp_compute(target, *args, **kwargs)
+    return dispatch_all_to_all(target, *args, **kwargs)
 
 
 @_per_worker
@@ -247,6 +255,16 @@ def update_dispatch_mode(
     """Replace the functions of a mode that exists."""
     name = getattr(dispatch_mode, "name", dispatch_mode)
     _MODES[Dispatch.from_name(str(name)).name] = Mode(dispatch_fn, collect_fn)
+
+
+def scatter_lists() -> None:
+    """From now on `ALL_TO_ALL` scatters lists as verl does, in groups that are made later.
+
+    Where every argument is a list with one element per worker, each worker gets its elements;
+    `execute_all_sync` and its kin do so, too. It is a guess: a list that has that length by chance
+    is scattered as well, so drivers written here say `Scatter`.
+    """
+    _MODES[Dispatch.ALL_TO_ALL.name] = Mode(dispatch_lists, collect_list, "list")
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:

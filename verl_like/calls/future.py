@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl_like.batch.split import join_pieces
+from verl_like.batch.tensordict_rows import rows_of, value_of
 from verl_like.calls.answers import wait_for_calls
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.metrics import batch_alone
@@ -151,9 +153,9 @@ class PartFuture:
 
     def get(self, timeout: float | None = None) -> Any:
         """The rows of this part; metrics stay with the futures that it is a part of."""
-        wholes = [batch_alone(whole) for whole in gather(*self.sources, timeout=timeout)]
-        whole = wholes[0] if len(wholes) == 1 else type(wholes[0]).concat(wholes)
-        return whole.chunk(self.chunks)[self.index] if self.chunks > 1 else whole
+        wholes = [rows_of(batch_alone(whole)) for whole in gather(*self.sources, timeout=timeout)]
+        whole = wholes[0] if len(wholes) == 1 else join_pieces(wholes)
+        return value_of(whole.chunk(self.chunks)[self.index] if self.chunks > 1 else whole)
 
     @property
     def transport(self) -> Transport:

@@ -18,11 +18,21 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.dispatch import Execute, Mode, Registration, mode_of, registered_methods
+from verl_like.batch.tensordict_rows import value_of
+from verl_like.calls.dispatch import (
+    ATTRIBUTE,
+    Dispatch,
+    Execute,
+    Mode,
+    Registration,
+    mode_of,
+    registered_methods,
+)
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
 from verl_like.calls.messages import Call, Header
 from verl_like.calls.metrics import collect_metrics, has_metrics_alone
@@ -31,42 +41,6 @@ from verl_like.calls.pieces import drop_padding
 from verl_like.calls.target import CallSite, CallTarget, MeshFacts
 from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError, PlacementError, WorkerDiedError, nearest
-
-
-class ClassWithInitArgs:
-    """A worker class and its constructor's arguments, for a worker process to construct later."""
-
-    fused = False
-
-    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        """Nothing is constructed yet."""
-        self.cls, self.args, self.kwargs = cls, args, kwargs
-
-    def roles(self, default: str) -> dict[str, ClassWithInitArgs]:
-        """The roles that one process will hold: this one, under a default name."""
-        return {default: self}
-
-
-class ColocatedClasses(ClassWithInitArgs):
-    """Several roles for one process; made by `create_colocated_worker_cls`."""
-
-    fused = True
-
-    def __init__(self, class_dict: dict[str, ClassWithInitArgs]) -> None:
-        """Roles are constructed in the order given."""
-        super().__init__(object)
-        self.class_dict = dict(class_dict)
-
-    def roles(self, default: str) -> dict[str, ClassWithInitArgs]:
-        """Every role by its name."""
-        return self.class_dict
-
-
-def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> ColocatedClasses:
-    """Fuse roles: one process per device holds one instance of each."""
-    if not class_dict:
-        raise PlacementError("create_colocated_worker_cls needs at least one role.")
-    return ColocatedClasses(class_dict)
 
 
 class BoundMethod:
@@ -147,7 +121,7 @@ class BoundMethod:
             return self._collect_batch(target, headers, outputs)
 
         # the pieces of a batch are copied when they are joined, others here
-        own = [o.slice(0, len(o)) if isinstance(o, DataProto) else o for o in outputs]
+        own = [value_of(o.slice(0, len(o)) if isinstance(o, DataProto) else o) for o in outputs]
         return own[0] if self.form == "first" else self.mode.collect_fn(target, own)
 
     def _collect_batch(self, target: CallTarget, headers: list[Header], outputs: list[Any]) -> Any:
@@ -156,10 +130,10 @@ class BoundMethod:
         collecting = [headers[rank] for rank in ranks]
         metrics = collect_metrics(collecting)
         if metrics is None:
-            return self.mode.collect_fn(target, outputs)
+            return value_of(self.mode.collect_fn(target, outputs))
         if has_metrics_alone(collecting, [outputs[rank] for rank in ranks], str(self.site)):
             return metrics
-        return self.mode.collect_fn(target, outputs), metrics
+        return value_of(self.mode.collect_fn(target, outputs)), metrics
 
 
 class _Target:
@@ -214,11 +188,11 @@ class WorkerGroup:
     Backends subclass it to start the processes.
     """
 
-    def __init__(self, transport: Transport, roles: dict[str, type], prefixed: bool):
-        """`roles` maps role to class; with `prefixed`, methods are named `<role>_<method>`."""
+    def __init__(self, transport: Transport, roles: dict[str, type], prefixed: Collection[str]):
+        """`roles` maps role to class; methods of `prefixed` roles are named `<role>_<method>`."""
         self.transport = transport
         self.roles = dict(roles)
-        self.prefixed = prefixed
+        self.prefixed = frozenset(prefixed)
         self.outstanding = Outstanding()
         self._ended = threading.Event()
         self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
@@ -246,7 +220,7 @@ class WorkerGroup:
                     f"group {self.name} has no role '{role}'.{nearest(role, self.roles)} "
                     f"Roles: {', '.join(self.roles)}."
                 )
-            spawned[role] = WorkerGroup(self.transport, {role: self.roles[role]}, prefixed=False)
+            spawned[role] = WorkerGroup(self.transport, {role: self.roles[role]}, prefixed=())
             spawned[role].outstanding, spawned[role]._ended = self.outstanding, self._ended
             spawned[role]._mesh, spawned[role]._mesh_known_at = self._mesh, self._mesh_known_at
         return spawned
@@ -260,6 +234,43 @@ class WorkerGroup:
                     "role."
                 )
             setattr(self, role, group)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method by its name on every worker: a list of what they return, in rank order.
+
+        Registered or not, it gets the arguments as they are; of a `Scatter`, each worker gets its
+        element.
+        """
+        return self.execute_all_async(method_name, *args, **kwargs).get()
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        """The same, as a future at once."""
+        return self._by_name(method_name, Execute.ALL).remote(*args, **kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method by its name on rank 0 alone: what it returns."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> WorkerFuture:
+        """The same, as a future at once."""
+        return self._by_name(method_name, Execute.RANK_ZERO).remote(*args, **kwargs)
+
+    def _by_name(self, name: str, execute_mode: Execute) -> BoundMethod:
+        """A method of the workers, whether it is registered or not."""
+        methods = {}
+        for role, cls in self.roles.items():
+            for method in dir(cls):
+                if not method.startswith("__") and callable(getattr(cls, method)):
+                    key = f"{role}_{method}" if role in self.prefixed else method
+                    methods[key] = role, method, getattr(cls, method)
+        if name not in methods:
+            raise DispatchError(
+                f"the workers of {self.name} have no method '{name}'.{nearest(name, methods)}"
+            )
+        role, method, function = methods[name]
+        mark = getattr(function, ATTRIBUTE, Registration(Dispatch.ALL_TO_ALL, execute_mode))
+        mark = replace(mark, dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=execute_mode)
+        return BoundMethod(self, role, method, function, mark)
 
     def shares_processes_with(self, other: WorkerGroup) -> bool:
         """Whether both groups' workers live in the same processes."""
@@ -339,13 +350,13 @@ class WorkerGroup:
 
 
 def method_table(
-    roles: dict[str, type], prefixed: bool
+    roles: dict[str, type], prefixed: Collection[str]
 ) -> dict[str, tuple[str, str, Callable[..., Any], Registration]]:
     """The methods of a group: name on the group -> role, method, function, registration."""
     table: dict[str, tuple[str, str, Callable[..., Any], Registration]] = {}
     for role, cls in roles.items():
         for method, function, mark in registered_methods(cls):
-            name = f"{role}_{method}" if prefixed else method
+            name = f"{role}_{method}" if role in prefixed else method
             if name in _RESERVED:
                 raise DispatchError(
                     f"the registered method '{name}' of {role} ({cls.__name__}) would shadow an "

@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import marshal
 import pickle
+import traceback
 from dataclasses import dataclass, field
 from typing import Any, cast
+
+import cloudpickle
 
 from verl_like.errors import WorkerError
 
@@ -97,6 +100,20 @@ class RemoteError:
     type_name: str
     traceback: str
 
+    @classmethod
+    def of(cls, error: BaseException) -> RemoteError:
+        """Pickled are exceptions that the driver can raise and show.
+
+        What is no `Exception` (an exit, say) would pass the driver's own handlers.
+        """
+        text = "".join(traceback.format_exception(error))
+        pickled: bytes | None = None
+        with contextlib.suppress(Exception):  # user exceptions may refuse in any way
+            pickled = cloudpickle.dumps(error)
+            if not _can_be_shown(pickle.loads(pickled)):
+                pickled = None
+        return cls(pickled, f"{type(error).__module__}.{type(error).__qualname__}", text)
+
     def rebuild(self, where: str) -> BaseException:
         """The exception to raise on the driver, of its own type.
 
@@ -105,13 +122,19 @@ class RemoteError:
         error: BaseException | None = None
         if self.pickled is not None:
             with contextlib.suppress(Exception):  # its class may be importable in the worker only
-                error = pickle.loads(self.pickled)
+                unpickled = pickle.loads(self.pickled)
+                error = unpickled if _can_be_shown(unpickled) else None
         if error is None:
             error = WorkerError(
                 f"{where} raised {self.type_name}, an exception that cannot be sent to the driver."
             )
         error.add_note(f"raised in {where}\n{self.traceback.rstrip()}")
         return error
+
+
+def _can_be_shown(error: object) -> bool:
+    """Whether it is an exception with a text, as all that report it expect."""
+    return isinstance(error, Exception) and isinstance(str(error), str)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Metrics beside a batch: what a worker's method may return, and the values of all ranks as one.
 
-A method whose mode collects a batch returns the batch, `(batch, metrics)`, or metrics alone.
+A method whose mode collects a batch (a `DataProto` or a TensorDict) returns the batch, `(batch,
+metrics)`, or metrics alone.
 Metrics are a plain dict of numbers, strings, or lists of these. They travel in the call's header,
 so a future that is passed on still travels as its batch.
 """
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.tensordict_import import TensorDict
+from verl_like.batch.tensordict_rows import rows_of
 from verl_like.calls.messages import Header
 from verl_like.errors import DispatchError
 
@@ -26,10 +29,10 @@ def split_result(result: Any, where: str) -> tuple[Any, Metrics | None]:
     if isinstance(result, dict):
         return None, _plain_metrics(result, where)
     if isinstance(result, tuple) and len(result) == 2:
-        batch, metrics = result
+        batch, metrics = rows_of(result[0]), result[1]
         if isinstance(batch, DataProto) and isinstance(metrics, dict):
             return batch, _plain_metrics(metrics, where)
-    return result, None
+    return rows_of(result), None
 
 
 def has_metrics_alone(headers: Sequence[Header], payloads: Sequence[Any], where: str) -> bool:
@@ -67,8 +70,8 @@ def collect_metrics(headers: Sequence[Header]) -> dict[str, list[Any]] | None:
 
 def batch_alone(result: Any) -> Any:
     """What a future's `get()` gives, without its metrics: what another group is given."""
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], DataProto):
-        return result[0]
+    if isinstance(result, tuple) and len(result) == 2:
+        return result[0] if isinstance(result[0], DataProto | TensorDict) else result
     return result
 
 

@@ -15,6 +15,8 @@ import torch
 
 from verl_like.batch.columns import tensors_of
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.tensordict_import import TensorDict
+from verl_like.batch.tensordict_rows import num_nested_bytes
 from verl_like.calls.future import PartFuture, WorkerFuture
 from verl_like.calls.messages import Call, LazySlot, Pending, PieceSlot, Slot, WholeSlot
 from verl_like.calls.metrics import batch_alone
@@ -112,5 +114,6 @@ def num_bytes(value: Any) -> int:
         return int(value.nbytes)
     if isinstance(value, DataProto):
         tensors = sum(int(column.nbytes) for column in tensors_of(value.batch).values())
-        return tensors + sum(column.nbytes for column in value.non_tensor_batch.values())
-    return 0
+        arrays = value.non_tensor_batch.values()
+        return tensors + sum(column.nbytes + num_nested_bytes(column) for column in arrays)
+    return int(value.bytes()) if isinstance(value, TensorDict) else 0

@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import join_pieces, split_rows, view_rows
+from verl_like.batch.tensordict_rows import rows_of
 from verl_like.calls.future import PartFuture, WorkerFuture
 from verl_like.calls.messages import Header
 from verl_like.calls.metrics import batch_alone
@@ -36,11 +37,12 @@ def split_over(target: CallTarget, value: Any, name: str, num_pieces: int) -> li
         if value.travels_on(target.transport):
             return [FutureShard(value, i, num_pieces) for i in range(num_pieces)]
         value = batch_alone(value.get())
+    value = rows_of(value)
     if not isinstance(value, DataProto):
         raise DispatchError(
-            f"{target.call_site}: {name} must be a DataProto (or the future of one) to be split "
-            f"over {num_pieces} worker(s), got {type(value).__name__}. Put other values into "
-            "meta_info, or register the method with Dispatch.ONE_TO_ALL."
+            f"{target.call_site}: {name} must be a DataProto, a TensorDict, or the future of one, "
+            f"to be split over {num_pieces} worker(s), got {type(value).__name__}. Put other "
+            "values into meta_info, or register the method with Dispatch.ONE_TO_ALL."
         )
     if len(value) == 0:
         raise BatchError(
@@ -71,8 +73,13 @@ def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
             raise DispatchError(
                 f"{target.call_site} returned {type(output).__name__} on rank {rank}; a "
                 "data-parallel method must return a DataProto, (DataProto, metrics) or a dict of "
-                "metrics. To collect one value per rank, register it with "
-                "Dispatch.DP_COMPUTE_METRIC."
+                "metrics (or a TensorDict for the DataProto). To collect one value per rank, "
+                "register it with Dispatch.DP_COMPUTE_METRIC."
+            )
+        if type(output) is not type(outputs[0]):
+            raise DispatchError(
+                f"{target.call_site} returned a TensorDict on some ranks and a DataProto on "
+                "others: return the same on all."
             )
     return join_pieces(outputs)
 

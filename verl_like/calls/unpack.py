@@ -13,6 +13,7 @@ import numpy as np
 
 from verl_like.batch.protocol import DataProto, Shard
 from verl_like.batch.split import join_pieces, place_piece
+from verl_like.batch.tensordict_rows import value_of
 from verl_like.calls.messages import (
     Header,
     Held,
@@ -66,7 +67,7 @@ class FutureArgument:
         except UpstreamError as upstream:
             raise upstream.error.rebuild("the call behind this future") from None
         self.piece = piece_of([value])
-        return value
+        return value_of(value)
 
 
 def fill(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
@@ -122,7 +123,7 @@ def _whole(slot: WholeSlot, parts: Sequence[Any]) -> Any:
     if slot.form == "batch":
         batches = [require_batch(*both) for both in zip(pieces, headers, strict=True)]
         return join_pieces(batches)
-    own = [p.slice(0, len(p)) if isinstance(p, DataProto) else p for p in pieces]
+    own = [value_of(p.slice(0, len(p)) if isinstance(p, DataProto) else p) for p in pieces]
     return own[0] if slot.form == "first" else own
 
 

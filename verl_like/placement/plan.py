@@ -82,7 +82,7 @@ class Placement:
         plans = {}
         for pool, per_node in counts.items():
             need = settled[pool]
-            chosen = _choose_nodes(pool, per_node, rooms, need)
+            chosen = _choose_nodes(pool, counts, rooms, need)
             gpus = need.on(chosen[0]) if chosen[0].kind == "GPU" else 0.0
             parts = tuple(per_node), chosen, tuple(roles[pool])
             plans[pool] = PoolPlan(pool, *parts, need.cpus or 0.0, gpus, need.resources)
@@ -188,10 +188,11 @@ class _Room:
 
 
 def _choose_nodes(
-    pool: str, per_node: Sequence[int], rooms: Sequence[_Room], need: ProcessNeeds
+    pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequence[_Room], need: ProcessNeeds
 ) -> tuple[Node, ...]:
     """A node of its own for every entry of the pool, first fit; what they need is taken."""
     chosen: list[_Room] = []
+    per_node = counts[pool]
     for count in per_node:
         others = [room for room in rooms if room not in chosen]
         fitting = [room for room in others if not room.lacks(count, need)]
@@ -199,10 +200,11 @@ def _choose_nodes(
             lacking = [room.lacks(count, need) for room in others]
             each = [f"{need.cpus:g} CPU"]
             each += [f"{amount:g} {name}" for name, amount in need.resources.items()]
+            way_out = _way_out(pool, need, lacking) or _more_devices(pool, counts, rooms)
             raise PlacementError(
                 f"pool '{pool}' needs {len(per_node)} node(s), one with {count} processes of "
                 f"{' and '.join(each)} each, and none has room: {_shown(rooms, chosen)}. To mend "
-                f"it, {_way_out(pool, need, lacking)}."
+                f"it, {way_out}."
             )
         fitting[0].take(count, need)
         chosen.append(fitting[0])
@@ -210,7 +212,10 @@ def _choose_nodes(
 
 
 def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
-    """What the user can change, for the need that the best of the nodes does not meet."""
+    """What to change where not devices are lacking; for the need that the best node falls short of.
+
+    "" where it is devices.
+    """
     key = f"pool_resources.{pool}"
     for name in need.resources:
         if name in lacking:
@@ -219,7 +224,21 @@ def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
         return f"set cpus_per_process below {need.cpus:g}, or {key}.cpus where it has its own"
     if lacking and set(lacking) == {"GPUs"}:
         return f"set trainer.device or {key}.device=cpu"
-    return "use fewer processes, or let roles share a pool (placement=colocate)"
+    return ""
+
+
+def _more_devices(pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequence[_Room]) -> str:
+    """What to change where a pool has more entries than there are nodes, or devices are lacking."""
+    if len(counts[pool]) > len(rooms):
+        return (
+            f"give resource_pool_spec.{pool} one number for each of the {len(rooms)} node(s), or "
+            "take more nodes: trainer.nnodes, or those of the cluster that was joined"
+        )
+    fewer = "use fewer processes, or let roles share a pool (placement=colocate)"
+    if all(room.node.kind == "GPU" and room.node.key for room in rooms):
+        return fewer  # their devices are what the cluster has, whatever the configuration says
+    enough = sum(max(per_node) for per_node in counts.values())
+    return f"set trainer.n_gpus_per_node={enough}, the devices of a node for all pools, or {fewer}"
 
 
 def _shown(rooms: Sequence[_Room], chosen: Sequence[_Room]) -> str:

@@ -23,6 +23,7 @@ class Node:
     devices: int
     cpus: float
     kind: str = "CPU slot"
+    """What its devices are: `GPU`, `CPU slot`, or `device` where nobody has looked yet."""
     key: str = ""
     resources: Mapping[str, float] | None = None
     """Custom resources; None where they are not known."""
@@ -43,9 +44,9 @@ class ProcessNeeds:
 
     def on(self, node: Node) -> float:
         """Devices of a node that a process takes: none of the GPUs where it wants a CPU."""
-        if node.kind == "GPU":
-            return 0.0 if self.device == "cpu" else self.gpus or 1.0
-        return 1.0
+        if node.kind == "CPU slot":
+            return 1.0
+        return 0.0 if self.device == "cpu" else self.gpus or 1.0
 
 
 def cpu_share(cpus: float, num_processes: int) -> float:

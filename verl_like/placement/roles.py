@@ -2,7 +2,8 @@
 
     {"actor_rollout": "main", "critic": "critic_pool"}     # role -> pool
 
-A role is any string. An alias such as `actor_rollout` stands for several roles in one process.
+A role is any string. An alias such as `actor_rollout` stands for several roles in one process;
+`rollout` beside it says where that one of them is instead.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def expand_roles(role_mapping: Mapping[str, str]) -> dict[str, str]:
-    """The mapping with its aliases written out; a role that is named twice is an error."""
+    """The mapping with its aliases written out; of two names for a role the narrower one counts."""
     expanded: dict[str, str] = {}
-    for role, pool in role_mapping.items():
-        for part in ALIASES.get(role, (role,)):
-            if part in expanded:
-                raise PlacementError(
-                    f"role '{part}' is mapped twice: by its own name and by an alias such as "
-                    f"'{role}'. Keep one of them."
-                )
-            expanded[part] = pool
+    widths: dict[str, int] = {}
+    for name, pool in role_mapping.items():
+        roles = roles_named(name)
+        for role in roles:
+            if len(roles) <= widths.get(role, len(roles)):
+                expanded[role], widths[role] = pool, len(roles)
     return expanded
+
+
+def roles_named(name: str) -> tuple[str, ...]:
+    """The roles that a name of the mapping stands for: one, or those of an alias."""
+    return ALIASES.get(name, (name,))
 
 
 def roles_by_pool(pools: Iterable[str], role_mapping: Mapping[str, str]) -> dict[str, list[str]]:
@@ -52,7 +56,8 @@ def roles_by_pool(pools: Iterable[str], role_mapping: Mapping[str, str]) -> dict
         if pool not in roles:
             raise PlacementError(
                 f"role '{role}' is mapped to pool '{pool}', which does not "
-                f"exist.{nearest(pool, roles)} Pools: {', '.join(roles)}."
+                f"exist.{nearest(pool, roles)} Pools: {', '.join(roles)}. One more is "
+                f"resource_pool_spec.{pool}=[1], its processes on each node."
             )
         roles[pool].append(role)
 

@@ -22,17 +22,24 @@ ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def start_child(
-    program: str, *arguments: str, env: Mapping[str, str] | None = None
+    program: str,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    inherited: Mapping[str, str] | None = None,
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """The process and our end of the pipe; `env` is added to this process's environment."""
+    """The process and our end of the pipe.
+
+    `env` is added to what it gets of this process's environment: `inherited`, or all of it.
+    """
     ours, theirs = Pipe()
-    inherited = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([ROOT, inherited] if inherited else [ROOT])
-    environment = {**os.environ, **(env or {}), "PYTHONPATH": path}
+    own_path = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([ROOT, own_path] if own_path else [ROOT])
+    kept = os.environ if inherited is None else inherited
+    environment = {**kept, **(env or {}), "PYTHONPATH": path}
     process = _start_python(program, theirs, arguments, environment)
     theirs.close()
     try:
-        ours.send(sys.path)
+        ours.send([os.path.abspath(folder) for folder in sys.path])
     except OSError:  # it ended at once
         ours.close()
         process.kill()

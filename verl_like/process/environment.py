@@ -17,9 +17,12 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALL
 PROTECTED = (
     "CUDA_VISIBLE_DEVICES",
     "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
     "RANK",
+    "RAY_LOCAL_RANK",
+    "RAY_LOCAL_WORLD_SIZE",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_USE_AGENT_STORE",
     "WORLD_SIZE",
@@ -32,7 +35,7 @@ def is_under_torchrun() -> bool:
 
 
 def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) -> dict[str, str]:
-    """What workers written for torchrun read.
+    """What workers written for torchrun or for verl read.
 
     `init_process_group()` then meets in the store that rank 0 holds.
     """
@@ -40,12 +43,24 @@ def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) ->
         "RANK": facts.rank,
         "WORLD_SIZE": facts.world_size,
         "LOCAL_RANK": facts.local_rank,
+        "LOCAL_WORLD_SIZE": facts.local_world_size,
+        "RAY_LOCAL_RANK": facts.local_rank,
+        "RAY_LOCAL_WORLD_SIZE": facts.local_world_size,
     }
     if master is not None:
         values |= {"MASTER_ADDR": master[0], "MASTER_PORT": master[1]}
         if master[1]:
             values |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     return {name: str(value) for name, value in values.items()}
+
+
+def loopback_environment(facts: ProcessFacts) -> dict[str, str]:
+    """What keeps gloo's sockets on this machine, where nobody elsewhere is talked to.
+
+    An interface that the user has chosen stays.
+    """
+    name = "GLOO_SOCKET_IFNAME"
+    return {} if name in os.environ or not facts.one_node else {name: "lo"}
 
 
 def checked_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:

@@ -5,7 +5,7 @@ The ground floor of `verl_like`: nothing but the standard library is imported he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -19,6 +19,8 @@ class ProcessFacts:
     world_size: int = 1
     local_rank: int = 0
     """The process's number among those of the group on its node."""
+    local_world_size: int = 1
+    """Processes of the group on its node."""
     device_kind: str = "cpu"
     seed: int = 0
     log_dir: str | None = None
@@ -26,6 +28,8 @@ class ProcessFacts:
     call_s: float = 7200.0
     one_node: bool = True
     """All that the process may talk to, other pools included, is on its node."""
+    secret: str = field(default="", repr=False)
+    """Given to every rank of a group: under it they meet in its store."""
     role: str = "worker"
     """The role that an instance plays in this process."""
     master: tuple[str, int] | None = None

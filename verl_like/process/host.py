@@ -15,25 +15,28 @@ import os
 import pickle
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import CoroutineType
 from typing import Any
 
-import cloudpickle
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import count_real_rows
+from verl_like.batch.tensordict_rows import rows_of, value_of
 from verl_like.calls import stacks
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.calls.metrics import Metrics, split_result
 from verl_like.calls.unpack import UpstreamError, fill, piece_of
 from verl_like.errors import WorkerError
-from verl_like.process.environment import environment, torchrun_environment
+from verl_like.process.environment import (
+    environment,
+    loopback_environment,
+    torchrun_environment,
+)
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import get_random_state, set_random_state
 from verl_like.process.role_state import RoleState
@@ -144,8 +147,7 @@ class WorkerHost:
     def _own_the_process(self, master: tuple[str, int] | None) -> None:
         """Set a process of our own up: torchrun's environment, stack dumps on signal and crash."""
         os.environ.update(torchrun_environment(self.facts, master))
-        if self.facts.one_node and self.facts.world_size > 1:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.update(loopback_environment(self.facts))
         path = self.facts.log_path()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,16 +162,21 @@ class WorkerHost:
         method = getattr(state.worker, call.method)
         args, kwargs, given = list(call.args), call.kwargs, None
         if args or kwargs:
-            mark: Registration = getattr(method, ATTRIBUTE)
-            args = [fill(value, parts, mark.readonly) for value in args]
-            kwargs = {name: fill(value, parts, mark.readonly) for name, value in kwargs.items()}
+            mark: Registration | None = getattr(method, ATTRIBUTE, None)
+            readonly = mark is not None and mark.readonly
+            args = [fill(value, parts, readonly) for value in args]
+            kwargs = {name: fill(value, parts, readonly) for name, value in kwargs.items()}
             given = piece_of([*args, *kwargs.values()])
+            args = [value_of(value) for value in args]
+            kwargs = {name: value_of(value) for name, value in kwargs.items()}
         with self._turn_of(state):
             result = self._result(method(*args, **kwargs))
 
         metrics = None
         if call.returns_batch:
             result, metrics = split_result(result, self._where(call))
+        elif given is not None:
+            result = rows_of(result)
         if metrics is None and not isinstance(result, DataProto):
             return Outcome(result)
 
@@ -215,7 +222,8 @@ class WorkerHost:
         set_random_state(state.random_state)
         self._turn = state
         try:
-            with environment(torchrun_environment(self.facts, ("127.0.0.1", 0))), state:
+            here = torchrun_environment(self.facts, ("127.0.0.1", 0))
+            with environment({**loopback_environment(self.facts), **here}), state:
                 yield
         finally:
             state.random_state, self._turn = get_random_state(), outer
@@ -233,8 +241,10 @@ class WorkerHost:
             outcome = work(call, parts)
         except UpstreamError as upstream:
             error = upstream.error
-        except Exception as failure:  # noqa: BLE001 - the process edge: every error travels to the driver
-            error = _as_remote(failure)
+        except BaseException as failure:  # noqa: BLE001 - the process edge: every error travels
+            if self._ends_the_process(failure):
+                raise
+            error = RemoteError.of(failure)
         result = outcome.payload
         keys: tuple[str, ...] = ()
         if isinstance(result, DataProto):
@@ -252,6 +262,13 @@ class WorkerHost:
         header.metrics, header.only_padding = outcome.metrics, outcome.only_padding
         return result, header
 
+    def _ends_the_process(self, failure: BaseException) -> bool:
+        """Whether an error is meant for the process: Ctrl-C in the driver's, an exit in our own."""
+        if self._in_callers_thread:
+            return isinstance(failure, KeyboardInterrupt)
+        is_in_turn = threading.current_thread() is threading.main_thread()
+        return is_in_turn and isinstance(failure, SystemExit)
+
     def _result(self, value: Any) -> Any:
         """The value itself; of a coroutine what it gives.
 
@@ -266,13 +283,15 @@ class WorkerHost:
                     target=self._loop.run_forever, name="coroutines", daemon=True
                 )
                 self._loop_thread.start()
-        return asyncio.run_coroutine_threadsafe(value, self._loop).result()
+        result, error = asyncio.run_coroutine_threadsafe(_caught(value), self._loop).result()
+        if error is not None:
+            raise error
+        return result
 
 
-def _as_remote(error: Exception) -> RemoteError:
-    text = "".join(traceback.format_exception(error))
-    pickled: bytes | None = None
-    with contextlib.suppress(Exception):  # user exceptions may refuse to be pickled in any way
-        pickled = cloudpickle.dumps(error)
-        pickle.loads(pickled)
-    return RemoteError(pickled, f"{type(error).__module__}.{type(error).__qualname__}", text)
+async def _caught(coroutine: CoroutineType[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+    """What a coroutine gives, or its error: an exit would end the loop, and nobody would hear."""
+    try:
+        return await coroutine, None
+    except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+        return None, error

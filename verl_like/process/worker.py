@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from verl_like.calls.dispatch import Dispatch, Execute, register
-from verl_like.errors import WorkerError
+from verl_like.errors import DispatchError, WorkerError, nearest
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import load_random_state, save_random_state
 
@@ -54,6 +54,7 @@ def _facts_from_environment() -> ProcessFacts:
         rank=int(env.get("RANK", 0)),
         world_size=int(env.get("WORLD_SIZE", 1)),
         local_rank=int(env.get("LOCAL_RANK", 0)),
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
         master=(env.get("MASTER_ADDR", "127.0.0.1"), int(port)) if port else None,
         device_kind="cuda" if torch.cuda.is_available() else "cpu",
     )
@@ -90,6 +91,11 @@ class Worker:
     def local_rank(self) -> int:
         """This process's number among those of the group on its node."""
         return self._facts.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Processes of the group on this node."""
+        return self._facts.local_world_size
 
     @property
     def role(self) -> str:
@@ -157,7 +163,8 @@ class Worker:
         """The group's store, once every rank has come to it; says which ones did not."""
         limit = timedelta(seconds=self._facts.rendezvous_s)
         store = PrefixStore(
-            "default", TCPStore(address, port, self.world_size, is_master=False, timeout=limit)
+            f"default/{self._facts.secret}",  # no stranger finds it in passing
+            TCPStore(address, port, self.world_size, is_master=False, timeout=limit),
         )
         store.set(f"rank {self.rank}", "here")
         names = [f"rank {rank}" for rank in range(self.world_size)]
@@ -204,6 +211,58 @@ class Worker:
         `is_collect`: its result is the one that counts among the ranks of that slice.
         """
         self._mesh_facts[mesh_name] = (int(dp_rank), bool(is_collect))
+
+    def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
+        """This rank's place on every mesh it has registered, for `set_dispatch_collect`."""
+        places = self._mesh_facts.items()
+        return {
+            "dispatch_dp_rank": {mesh: dp_rank for mesh, (dp_rank, _) in places},
+            "collect_dp_rank": {mesh: is_collect for mesh, (_, is_collect) in places},
+        }
+
+    def set_dispatch_collect(
+        self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
+    ) -> None:
+        """Register a mesh whose places are those of another worker's, inside this one.
+
+        The arguments are what that one's `get_dispatch_collect` gives.
+        """
+        if mesh_name in self._mesh_facts:
+            raise DispatchError(
+                f"{self.role} rank {self.rank} has registered mesh '{mesh_name}' already. "
+                f"Registered: {', '.join(self._mesh_facts)}. Take another name."
+            )
+        places = {(dp, collect_dp_rank[mesh]) for mesh, dp in dispatch_dp_rank.items()}
+        if len(places) != 1:
+            raise DispatchError(
+                f"mesh '{mesh_name}' of {self.role} rank {self.rank} needs one place, and the "
+                f"other worker's meshes give {len(places)}: {dispatch_dp_rank}, {collect_dp_rank}. "
+                "Call _register_dispatch_collect_info with the one that is meant."
+            )
+        self._register_dispatch_collect_info(mesh_name, *places.pop())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _query_dispatch_info(self, mesh_name: str) -> int:
+        """This rank's data-parallel rank on a mesh."""
+        return self._place_on(mesh_name)[0]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _query_collect_info(self, mesh_name: str) -> bool:
+        """Whether this rank's result is the one to collect on a mesh."""
+        return self._place_on(mesh_name)[1]
+
+    def query_collect_info(self, mesh_name: str) -> bool:
+        """Whether this rank's result is the one to collect on a mesh."""
+        return self._place_on(mesh_name)[1]
+
+    def _place_on(self, mesh_name: str) -> tuple[int, bool]:
+        if mesh_name not in self._mesh_facts:
+            raise DispatchError(
+                f"{self.role} rank {self.rank} has not registered mesh '{mesh_name}'."
+                f"{nearest(mesh_name, self._mesh_facts)} Registered: "
+                f"{', '.join(self._mesh_facts) or 'none'}."
+            )
+        return self._mesh_facts[mesh_name]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def ping(self) -> None:

@@ -1,6 +1,7 @@
 """Tensor arithmetic on padded batches, with verl's names: torch only, no state, no distribution."""
 
 from verl_like.tensor_ops.balance import (
+    get_group_balanced_partitions,
     get_reverse_idx,
     get_seqlen_balanced_partitions,
 )
@@ -27,6 +28,7 @@ from verl_like.tensor_ops.padding import (
 __all__ = [
     "compute_position_ids",
     "entropy_from_logits",
+    "get_group_balanced_partitions",
     "get_reverse_idx",
     "get_seqlen_balanced_partitions",
     "logprobs_and_entropy_from_logits",

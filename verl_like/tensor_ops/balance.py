@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from verl_like.errors import BatchError
 
@@ -77,3 +77,26 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
     for position, row in enumerate(idx_map):
         inverse[row] = position
     return inverse
+
+
+def get_group_balanced_partitions(
+    seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
+) -> list[list[int]]:
+    """Rows in `k_partitions` sets of nearly equal total length, rows of one uid in one set.
+
+    Every set has as many uids.
+    """
+    if len(seqlen_list) != len(uid_list):
+        raise BatchError(f"{len(seqlen_list)} lengths and {len(uid_list)} uids: one each a row.")
+    rows_of_uid: dict[Hashable, list[int]] = {}
+    for row, uid in enumerate(uid_list):
+        rows_of_uid.setdefault(uid, []).append(row)
+    groups = list(rows_of_uid.values())
+    if not 1 <= k_partitions <= len(groups) or len(groups) % k_partitions:
+        raise BatchError(
+            f"the rows of {len(groups)} uids do not make {k_partitions} partitions of equally many "
+            "uids; take a divisor of that number."
+        )
+    lengths = [sum(int(seqlen_list[row]) for row in rows) for rows in groups]
+    partitions = get_seqlen_balanced_partitions(lengths, k_partitions, equal_size=True)
+    return [sorted(row for group in part for row in groups[group]) for part in partitions]

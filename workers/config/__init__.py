@@ -50,6 +50,7 @@ from workers.config.rewards import (
     UserCodeConfig,
 )
 from workers.config.rollout import ENGINES, RolloutConfig, ValidationSamplingConfig
+from workers.config.scoring import SandboxConfig, ScoringConfig
 
 __all__ = [
     "ENGINES",
@@ -77,6 +78,8 @@ __all__ = [
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "SandboxConfig",
+    "ScoringConfig",
     "ScoringModelConfig",
     "TeacherModelConfig",
     "UserCodeConfig",
@@ -108,6 +111,8 @@ class WorkersConfig:
     """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
     reward_model: RewardModelConfig = key(factory=RewardModelConfig)
     """Scores."""
+    reward: ScoringConfig = key(factory=ScoringConfig)
+    """Failures, and the sandbox of reward functions."""
     ptx: PTXConfig = key(factory=PTXConfig, read_when=HAS_PTX)
     """A language-model loss beside the policy's."""
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
@@ -144,6 +149,7 @@ class ScoringRun(Protocol):
     rewards: list[RewardConfig]
     custom_reward_function: RewardFunctionConfig
     reward_model: RewardModelConfig
+    reward: ScoringConfig
 
 
 def rewards_of(config: ScoringRun) -> list[RewardConfig]:

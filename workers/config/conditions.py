@@ -307,8 +307,14 @@ RULES_SCORE = When(
 )
 PUNISHES_LENGTH = When("`enable`", lambda buffer, _: buffer.enable, "its enable is false")
 
+SAVE_EVERY_MINUTES = 30.0
+"""Default of `trainer.save_every_minutes`: so much work can be lost where nobody has asked."""
 SAVES = When(
-    "`trainer.save_freq` > 0",
-    lambda _, run: run.trainer.save_freq > 0,
-    "trainer.save_freq writes no checkpoints",
+    "`trainer.save_freq` > 0, or `trainer.save_every_minutes` set",
+    lambda _, run: (
+        run.trainer.save_freq > 0
+        or run.trainer.save_every_minutes not in (None, SAVE_EVERY_MINUTES)
+    ),
+    "no checkpoints are asked for by trainer.save_freq or trainer.save_every_minutes",
 )
+"""Those that the default writes for safety are what the defaults of such keys say."""

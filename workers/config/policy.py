@@ -112,15 +112,20 @@ class ActorConfig:
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
     """Samples per forward and backward pass on one rank; no effect on the result."""
-    use_dynamic_bsz: bool = key(False, may_change_on_resume=True)
-    """Cut micro-batches by tokens: the actor's, the critic's, and those of log-prob passes."""
-    ppo_max_token_len_per_gpu: int = key(
-        16384,
+    use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
+    """Cut micro-batches by tokens: the actor's, the critic's, those of log-probs and reward models.
+
+    A `…micro_batch_size_per_gpu` that is set asks for rows, and makes this false.
+    """
+    ppo_max_token_len_per_gpu: int | None = key(
+        None,
         allows="prompt and response, or more",
         read_when=CUT_BY_TOKENS,
         may_change_on_resume=True,
     )
-    """Real tokens per forward and backward pass on one rank, under `use_dynamic_bsz`."""
+    """Real tokens per forward and backward pass on one rank, under `use_dynamic_bsz`; null: as many
+    as the device's memory holds, 16,384 at most.
+    """
     ppo_epochs: int = key(1, above=0)
     """Passes over the batch per update."""
     shuffle: bool = key(False, read_when=SEVERAL_PASSES)

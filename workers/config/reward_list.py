@@ -70,8 +70,8 @@ class RewardConfig:
     """Keyword arguments that every call gets besides."""
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=IS_MODEL)
     """int8: the model's linear weights are held as int8; null: as passes compute."""
-    micro_batch_size_per_gpu: int = key(8, above=0, read_when=IS_MODEL)
-    """Samples per forward pass of the model on one rank."""
+    micro_batch_size_per_gpu: int | None = key(None, above=0, read_when=IS_MODEL)
+    """Samples per forward pass of the model on one rank; null cuts passes as the actor's."""
     url: str = key("", allows="http://HOST:PORT/PATH", read_when=IS_REMOTE)
     """Address of the server."""
     protocol: str = key("samples", choices=("samples", "openrlhf", "openai"), read_when=IS_REMOTE)

@@ -78,10 +78,10 @@ class RewardModelConfig:
     """Score with a model; starts the reward_model role."""
     model: ScoringModelConfig = key(factory=ScoringModelConfig, read_when=HAS_REWARD_MODEL)
     """That model."""
-    micro_batch_size_per_gpu: int = key(
-        8, above=0, read_when=HAS_REWARD_MODEL, may_change_on_resume=True
+    micro_batch_size_per_gpu: int | None = key(
+        None, above=0, read_when=HAS_REWARD_MODEL, may_change_on_resume=True
     )
-    """Samples per forward pass of the model on one rank."""
+    """Samples per forward pass of the model on one rank; null cuts passes as the actor's."""
     overlong_buffer: OverlongBufferConfig = key(factory=OverlongBufferConfig)
     """Punishment of overlong responses."""
     rule_weight: float = key(1.0, allows="a number", read_when=HAS_REWARD_MODEL)

@@ -9,15 +9,19 @@ The gap is the chosen score less the rejected one, less the pair's margin.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from verl_like.registry import Registry
+from verl_like.signatures import Call, check_call
 
 PairwiseLoss = Callable[[Tensor], Tensor]
 
-PAIRWISE_LOSSES: Registry[PairwiseLoss] = Registry("pairwise loss")
+PAIRWISE_LOSSES: Registry[PairwiseLoss] = Registry(
+    "pairwise loss", partial(check_call, call=Call("gap"))
+)
 
 
 @PAIRWISE_LOSSES.register("log_sigmoid")

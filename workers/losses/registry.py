@@ -4,26 +4,41 @@
     @reads("clip_ratio_low")
     def compute_policy_loss_mine(old_log_prob, log_prob, advantages, response_mask, ...): ...
 
-A loss has verl's signature: old and new log-probs, advantages, mask, `loss_agg_mode`, the actor's
-settings `config`, `rollout_is_weights` and the denominators of the mini-batch. It returns its share
-of the mini-batch's loss and metrics that add up in the same way.
+A loss has verl's signature and is called by keyword: old and new log-probs, advantages, mask,
+`loss_agg_mode`, the actor's settings `config`, `rollout_is_weights` and the denominators of the
+mini-batch. It returns its share of the mini-batch's loss and metrics that add up in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from verl_like.registry import Registry
+from verl_like.signatures import Call, check_call
+from workers.losses.aggregate import Denominators
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 TokenChooser = Callable[..., Tensor]
 """(old log-probs, advantages, mask, generator) of a mini-batch -> where its chosen tokens are."""
+GIVEN = (
+    *("old_log_prob", "log_prob", "advantages", "response_mask"),
+    *("loss_agg_mode", "config", "rollout_is_weights"),
+    *Denominators.__annotations__,
+)
+"""The keywords of every call of a loss."""
 AnyPolicyLoss = TypeVar("AnyPolicyLoss", bound=PolicyLoss)
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+
+def _check(policy_loss: Any, subject: str) -> None:
+    """Refuse what does not take what the actor gives a loss."""
+    chosen = ("chosen_tokens",) if token_chooser(policy_loss) is not None else ()
+    check_call(policy_loss, subject, Call(by_name=(*GIVEN, *chosen)))
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)
 
 
 def reads(*keys: str) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:

@@ -1,6 +1,6 @@
-"""How a role's module lies over its ranks: strategy, mesh with named axes, FSDP2, offloading.
+"""How a role's module lies over its ranks: mesh with named axes, FSDP2, offloading.
 
-`settle` refuses conflicts in the configuration, before anything starts.
+The strategies are in `workers.parallel.sharding`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,73 +18,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from verl_like.errors import ConfigError, nearest
+from workers.parallel.sharding import Sharding
 
-if TYPE_CHECKING:
-    from workers.config import FrozenFSDPConfig, FSDPConfig
-
-STRATEGIES: dict[str, tuple[str, bool]] = {
-    "single": ("single", False),
-    "ddp": ("ddp", False),
-    "fsdp": ("fsdp", False),
-    "fsdp+offload": ("fsdp", True),
-    "fsdp_offload": ("fsdp", True),
-    "shard_grad_op": ("shard_grad_op", False),
-    "shard_grad_op+offload": ("shard_grad_op", True),
-}
-"""Name -> how the model is sharded, and whether shards and moments rest in host memory.
-
-fsdp shards weights, gradients and optimizer state, and gathers the weights of a layer for its
-forward pass and again for its backward pass (ZeRO-3). shard_grad_op gathers them once a mini-batch
-and keeps them whole until its last backward pass; gradients and optimizer state are sharded all the
-same (ZeRO-2). Between calls both hold their shards alone.
-"""
 DATA_AXES = ("replicate", "shard")
 MODEL_AXES = ("tensor", "sequence", "pipe")
 """Axes that have a name and no implementation: a request is refused."""
 BUCKET_ELEMENTS = 16 * 2**20
 SMALL_ELEMENTS = 16 * 2**20
 """Weights up to which a model is one unit of FSDP2: 64 MiB in float32, and again for gradients."""
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What a strategy and an `fsdp_config` come to."""
-
-    strategy: str
-    """single, ddp, fsdp or shard_grad_op."""
-    fsdp_size: int
-    param_offload: bool
-    optimizer_offload: bool
-
-
-def settle(
-    strategy: str, config: FSDPConfig | FrozenFSDPConfig, section: str = "fsdp_config"
-) -> Sharding:
-    """The settings of `fsdp_config` that a strategy names; what the user set there must agree."""
-    if strategy not in STRATEGIES:
-        hint = nearest(strategy, STRATEGIES)
-        raise ConfigError(
-            f"strategy={strategy!r} is unknown; valid: {', '.join(STRATEGIES)}.{hint}"
-        )
-
-    base, offloads = STRATEGIES[strategy]
-    whole = base in ("single", "ddp")
-    if whole and config.fsdp_size not in (-1, 1):
-        raise ConfigError(
-            f"strategy={strategy} keeps the whole model on every rank, "
-            f"{section}.fsdp_size={config.fsdp_size} shards it; set strategy=fsdp, or leave "
-            f"{section}.fsdp_size at -1."
-        )
-
-    offload = {}
-    for name in ("param_offload", "optimizer_offload"):
-        wanted = getattr(config, name, None)  # a frozen module has no optimizer
-        if offloads and wanted is False:
-            raise ConfigError(
-                f"strategy={strategy} and {section}.{name}=False contradict each other; drop one."
-            )
-        offload[name] = offloads or bool(wanted)
-    return Sharding(base, 1 if whole else config.fsdp_size, **offload)
 
 
 def data_axes(world_size: int, sharding: Sharding) -> dict[str, int]:

@@ -78,6 +78,18 @@ def math(
     return float(verify(gold, answer, timeout_seconds=None))
 
 
+def code(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """The share of its tests that the program in the response passes."""
+    from workers.rewards.code import run_tests
+
+    return run_tests(data_source, solution_str, ground_truth, extra_info)
+
+
 def no_rule(
     data_source: str,
     solution_str: str,
@@ -94,6 +106,10 @@ REWARDS: dict[str, RewardFunction] = {
     "lighteval/MATH": math,
     "DigitalLearningGmbH/MATH-lighteval": math,
     "HuggingFaceH4/MATH-500": math,
+    "apps": code,
+    "codecontests": code,
+    "codeforces": code,
+    "taco": code,
 }
 
 

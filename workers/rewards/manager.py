@@ -23,11 +23,13 @@ from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places
 from workers.columns import read_columns
 from workers.rewards.call import Sample
-from workers.rewards.process import LATE, STEPS, VOTE, Outcome
+from workers.rewards.outcome import LATE, STEPS, VOTE, Outcome
 
 logger = logging.getLogger(__name__)
 
 
+FAILURES = "reward_failures"
+"""meta_info of scores: "uid: what went wrong" of every sample that failed."""
 Scored = tuple[DataProto, dict[str, float]]
 """`token_level_scores` with what the rule returned beside them, and metrics of them."""
 
@@ -68,7 +70,8 @@ class RewardManager:
     each score stands at that token of the response (at its last if it is shorter), the score itself
     always at the last. A sample whose call raises, returns no finite number, or passes its deadline
     gets `default_score`; so does what is left of a batch after the scorer's deadline. They are
-    counted in the metrics, marked in `score_failed`, and never stop the step.
+    counted in the metrics, marked in `score_failed` and named in the meta_info `FAILURES`; whether
+    they stop the step is for `workers.rewards.weighted` to say.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class RewardManager:
         outcomes = self._scorer.score(samples)
         seconds = time.perf_counter() - began
 
-        self._warn_of_failures(uids, outcomes)
+        failures = self._failures(uids, outcomes)
         default = self._default_score
         values = torch.tensor([default if score is None else score for score, _, _ in outcomes])
         failed = torch.tensor([score is None for score, _, _ in outcomes])
@@ -111,10 +114,12 @@ class RewardManager:
                 "score_failed": failed,
             },
             non_tensors={f"reward_extra/{name}": column for name, column in extras.items()},
+            meta_info={FAILURES: failures},
         )
         return result, metrics
 
-    def _warn_of_failures(self, uids: list[Any], outcomes: list[Outcome]) -> None:
+    def _failures(self, uids: list[Any], outcomes: list[Outcome]) -> list[str]:
+        """Every sample that failed, with why; the log names the first."""
         failed = []
         for uid, (score, _, error) in zip(uids, outcomes, strict=True):
             if score is None:
@@ -127,6 +132,7 @@ class RewardManager:
                 self._default_score,
                 "; ".join(failed[:3]),
             )
+        return failed
 
     def close(self) -> None:
         """End the processes."""

@@ -1,45 +1,45 @@
 """The program of a process that runs a reward function.
 
-`python -m workers.rewards.process FD SPEC`; `workers.rewards.scorer` starts it.
+    python -m verl_like.process.child workers.rewards.process FD
 
-Reads lists of (number, sample) from the pipe at file descriptor FD and answers each sample at once,
-so that the driver knows which one hangs. SPEC is a `FunctionSpec` as JSON. Coroutine functions run
-side by side, others one by one. Imports nothing heavy: it starts again after every sample that
-hangs.
+`workers.rewards.handle` starts it, and sends a `FunctionSpec` and a socket through the pipe FD. A
+supervisor (`verl_like.process.supervisor`) then has a child of its own run the function: it reads
+lists of (number, sample) from the socket and answers each sample at once, so that the driver knows
+which one hangs. Coroutine functions run side by side, others one by one. Imports nothing heavy: it
+starts again after every sample that hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from numbers import Real
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from verl_like.errors import ConfigError
+from verl_like.process.sandbox import Sandbox
+from verl_like.process.supervisor import supervise
 from verl_like.registry import load_from
 from workers.rewards.call import Call, Sample
+from workers.rewards.channel import FunctionEnd
+from workers.rewards.outcome import LATE, Outcome, read_outcome
 
-Steps = list[tuple[int, float]]
-"""(token of the response, score) of every step."""
-Outcome = tuple[float | None, dict[str, Any], str | None]
-"""Score (None: failed), the other numbers of the function, `pred` and steps, what went wrong."""
-STEPS = "step_scores"
-"""The one list that is kept: scores of the response's steps, at the tokens where they end."""
-VOTE = "pred"
-"""The one text that is kept: a sample's answer, for the majority of a prompt's samples."""
-LATE = "passed its deadline"
 MAX_SIDE_BY_SIDE = 64
 """Calls of a coroutine function that run at the same time."""
+BATCH_SHARES = 12
+"""What a batch gets of a sample's deadline and processor time."""
 
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """Which function, and how it is called."""
+    """Which function, how it is called, and what it may have."""
 
     path: str = "workers.rewards.functions"
     name: str = "default_compute_score"
@@ -47,142 +47,181 @@ class FunctionSpec:
     deadline: float = 10.0
     columns: Sequence[str] = ()
     """What the rows of the data have besides."""
+    sandbox: Sandbox = field(default_factory=Sandbox)
 
     def __str__(self) -> str:
         return f"{self.path}:{self.name}"
 
-    def to_json(self) -> str:
-        """For the command line."""
-        return json.dumps(asdict(self))
+
+def main(control: Connection) -> None:
+    """Serve the driver that started this process, until it closes `control`."""
+    spec, withheld = control.recv()
+    data = socket.socket(fileno=recv_handle(control))
+    supervise(control, data, spec.sandbox, lambda data: serve(FunctionEnd(data), spec, withheld))
 
 
-def read_outcome(result: Any) -> Outcome:
-    """What the function returned: a finite number, or a dict with one; all else is refused.
-
-    Beside scores of steps there need be none.
-    """
-    extras = dict(result) if isinstance(result, dict) else {"score": result}
-    steps = read_steps(extras.pop(STEPS, None))
-    score = extras.pop("score", 0.0 if steps else None)
-    if isinstance(score, str) or score is None or not math.isfinite(float(score)):
-        raise ValueError(
-            f"the reward function returned {result!r}; a finite number, or a dict with one as "
-            "'score'"
-        )
-
-    kept: dict[str, Any] = {}
-    for name, value in extras.items():
-        if isinstance(value, Real):
-            kept[str(name)] = float(value)
-    if VOTE in extras:
-        kept[VOTE] = str(extras[VOTE])
-    if steps:
-        kept[STEPS] = steps
-    return float(score), kept, None
-
-
-def read_steps(steps: Any) -> Steps:
-    """[token, score] pairs, checked: tokens count from 0 in the response, scores are finite."""
-    pairs = [(int(token), float(score)) for token, score in steps or []]
-    for token, score in pairs:
-        if token < 0 or not math.isfinite(score):
-            raise ValueError(
-                f"{STEPS} has [{token}, {score}]; pairs of a token's number, from 0, and a finite "
-                "score"
-            )
-    return pairs
-
-
-def score_sample(call: Call, sample: Sample) -> Outcome:
-    """One sample's outcome; never raises."""
-    try:
-        return read_outcome(call(sample))
-    except Exception as err:  # noqa: BLE001 - a user's function may raise anything
-        return None, {}, f"{type(err).__name__}: {err}"
-
-
-def score_batch(call: Call, samples: list[Sample], deadline: float) -> list[Outcome]:
-    """Every sample's outcome, of a function that takes them all at once; never raises."""
-    try:
-        results = call.whole_batch(samples)
-        if inspect.isawaitable(results):
-            results = asyncio.run(_within(results, deadline))
-        if len(results) != len(samples):
-            raise ValueError(f"it got {len(samples)} samples and returned {len(results)} scores")
-    except TimeoutError:
-        return [(None, {}, LATE)] * len(samples)
-    except Exception as err:  # noqa: BLE001 - a user's function may raise anything
-        return [(None, {}, f"{type(err).__name__}: {err}")] * len(samples)
-    return [_outcome_of(result) for result in results]
-
-
-def _outcome_of(result: Any) -> Outcome:
-    try:
-        return read_outcome(result)
-    except (TypeError, ValueError) as err:
-        return None, {}, f"{type(err).__name__}: {err}"
-
-
-async def _within(awaitable: Any, deadline: float) -> Any:
-    return await asyncio.wait_for(awaitable, deadline)
-
-
-async def await_outcome(call: Call, sample: Sample, deadline: float) -> Outcome:
-    """One sample's outcome, of a coroutine function; never raises."""
-    try:
-        return read_outcome(await asyncio.wait_for(call(sample), deadline))
-    except TimeoutError:
-        return None, {}, LATE
-    except Exception as err:  # noqa: BLE001 - a user's function may raise anything
-        return None, {}, f"{type(err).__name__}: {err}"
-
-
-async def score_side_by_side(
-    call: Call, deadline: float, samples: list[tuple[int, Sample]], pipe: Connection
-) -> None:
-    """Every sample's outcome, sent as it comes."""
-    places = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
-
-    async def score(number: int, sample: Sample) -> None:
-        async with places:
-            outcome = await await_outcome(call, sample, deadline)
-        pipe.send((number, outcome))
-
-    await asyncio.gather(*(score(number, sample) for number, sample in samples))
-
-
-def serve(pipe: Connection, spec: FunctionSpec) -> None:
-    """Answer until the other end closes."""
+def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = ()) -> None:
+    """Answer until the other end closes; `withheld` are variables that the driver alone has."""
     try:
         function = load_from(spec.path, spec.name, "custom_reward_function")
         call = Call.of(function, spec.kwargs, spec.columns)
     except ConfigError as err:
-        pipe.send((str(err), False, False))
+        driver.send([str(err), False, False])
         return
-    pipe.send((None, call.runs_side_by_side, call.takes_batches))
+    except BaseException as err:  # noqa: BLE001 - a user's file may raise anything
+        traceback.print_exc()
+        driver.send([f"{spec} is not loaded: {in_words(err, withheld)}", False, False])
+        return
+    driver.send([None, call.runs_side_by_side, call.takes_batches])
+
+    calls = Calls(driver, call, spec, withheld)
     while True:
         try:
-            samples = pipe.recv()
+            samples = driver.receive()
         except EOFError:
             return
-        answer(pipe, call, samples, spec.deadline)
+        calls.answer(samples)
 
 
-def answer(
-    pipe: Connection, call: Call, samples: list[tuple[int, Sample]], deadline: float
-) -> None:
-    """Send the outcome of every sample, each as soon as it is known."""
-    if call.takes_batches:
-        outcomes = score_batch(call, [sample for _, sample in samples], deadline)
-        for (number, _), outcome in zip(samples, outcomes, strict=True):
-            pipe.send((number, outcome))
-    elif call.runs_side_by_side:
-        asyncio.run(score_side_by_side(call, deadline, samples, pipe))
-    else:
-        for number, sample in samples:
-            pipe.send((number, score_sample(call, sample)))
+def in_words(err: BaseException, withheld: Collection[str] = ()) -> str:
+    """What a user's code has raised, and the way out of what the sandbox has caused."""
+    if isinstance(err, SystemExit):
+        return f"SystemExit: it called sys.exit({'' if err.code is None else repr(err.code)})"
+    words = f"{type(err).__name__}: {_text(err)}"
+    if isinstance(err, KeyError) and err.args and err.args[0] in withheld:
+        words += f" (a variable that is withheld from it: reward.sandbox.env=[{err.args[0]}])"
+    if isinstance(err, MemoryError):
+        words += " (its limit is reward.sandbox.memory_gb)"
+    return words[:2000]
 
 
-def main(pipe: Connection, spec: str) -> None:
-    """Serve the driver that started this process; `spec` is a `FunctionSpec` as JSON."""
-    serve(pipe, FunctionSpec(**json.loads(spec)))
+def _text(err: BaseException) -> str:
+    try:
+        return str(err)
+    except Exception:  # noqa: BLE001 - nor may its message be trusted
+        return "(its message cannot be read)"
+
+
+class Calls:
+    """The calls of one function, answered as they end; no method raises what the function does."""
+
+    def __init__(
+        self,
+        driver: FunctionEnd,
+        call: Call,
+        spec: FunctionSpec,
+        withheld: Collection[str] = (),
+    ) -> None:
+        """`withheld` as in `serve`."""
+        self._driver, self._call, self._spec, self._withheld = driver, call, spec, withheld
+
+    def answer(self, samples: list[tuple[int, Sample]]) -> None:
+        """Send the outcome of every sample, each as soon as it is known."""
+        if self._call.takes_batches:
+            self._spec.sandbox.allow_cpu(BATCH_SHARES)
+            outcomes = self.score_batch([sample for _, sample in samples])
+            for (number, _), outcome in zip(samples, outcomes, strict=True):
+                self._driver.send([number, outcome])
+        elif self._call.runs_side_by_side:
+            self._spec.sandbox.allow_cpu(BATCH_SHARES)
+            asyncio.run(self._score_side_by_side(samples))
+        else:
+            for number, sample in samples:
+                self._spec.sandbox.allow_cpu()
+                self._driver.send([number, self._score(sample)])
+
+    def score_batch(self, samples: list[Sample]) -> list[Outcome]:
+        """Every sample's outcome, of a function that takes them all at once."""
+        try:
+            results = self._call.whole_batch(samples)
+            if inspect.isawaitable(results):
+                results = asyncio.run(_within(results, self._spec.deadline))
+            if len(results) != len(samples):
+                raise ValueError(
+                    f"it got {len(samples)} samples and returned {len(results)} scores"
+                )
+        except TimeoutError:
+            return [(None, {}, LATE)] * len(samples)
+        except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
+            return [self._failed(err)] * len(samples)
+        return [self._read(result) for result in results]
+
+    def _score(self, sample: Sample) -> Outcome:
+        try:
+            result = self._call(sample)
+        except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
+            return self._failed(err)
+        return self._read(result)
+
+    def _read(self, result: Any) -> Outcome:
+        try:
+            return read_outcome(result)
+        except Exception as err:  # noqa: BLE001 - nor is what it returns of a known kind
+            return self._failed(err)
+
+    def _failed(self, err: BaseException) -> Outcome:
+        return None, {}, in_words(err, self._withheld)
+
+    async def _score_side_by_side(self, samples: list[tuple[int, Sample]]) -> None:
+        places = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
+
+        async def score(number: int, sample: Sample) -> None:
+            async with places:
+                outcome = await self._await_outcome(sample)
+            self._driver.send([number, outcome])
+
+        with _Blocked(asyncio.get_running_loop(), self._spec.deadline, self._driver):
+            tasks = [
+                asyncio.create_task(score(number, sample), name=f"{number}")
+                for number, sample in samples
+            ]
+            await asyncio.gather(*tasks)
+
+    async def _await_outcome(self, sample: Sample) -> Outcome:
+        try:
+            async with asyncio.timeout(self._spec.deadline):
+                result = await self._call(sample)
+        except TimeoutError:
+            return None, {}, LATE
+        except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
+            return self._failed(err)
+        return self._read(result)
+
+
+async def _within(awaitable: Any, deadline: float) -> Any:
+    async with asyncio.timeout(deadline):
+        return await awaitable
+
+
+class _Blocked:
+    """Names the coroutine that keeps all others from going on, at its deadline, and ends.
+
+    The driver would not know which of them it is.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, deadline: float, driver: FunctionEnd
+    ) -> None:
+        self._loop, self._deadline, self._driver = loop, deadline, driver
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+
+    def _watch(self) -> None:
+        while not self._done.wait(self._deadline / 4):
+            ticked = threading.Event()
+            try:
+                self._loop.call_soon_threadsafe(ticked.set)
+            except RuntimeError:  # the loop has just been closed
+                return
+            if ticked.wait(self._deadline) or self._done.is_set():
+                continue
+            task = asyncio.current_task(self._loop)
+            if task is not None and task.get_name().isdecimal():
+                self._driver.send([int(task.get_name()), (None, {}, LATE)])
+                os._exit(0)

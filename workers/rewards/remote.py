@@ -21,7 +21,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.rewards.call import Sample
-from workers.rewards.process import LATE, Outcome
+from workers.rewards.outcome import LATE, Outcome
 from workers.rewards.remote_protocols import PROTOCOLS, RemoteSpec, as_json
 
 AT_ONCE = 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from workers.rewards.call import Sample
-from workers.rewards.process import Outcome, read_outcome
+from workers.rewards.outcome import Outcome, read_outcome
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 JUDGE_TEMPLATE = """Rate the answer from 0 (wrong) to 10 (perfect). Reply with the number alone.

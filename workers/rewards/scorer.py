@@ -1,29 +1,27 @@
 """Scoring by a reward function in processes of its own, which a deadline can kill.
 
-Each process runs `workers.rewards.process`. Only a batch that takes long starts more than the first
-of them.
+Each process is a `RewardProcess` (`workers.rewards.handle`). Only a batch that takes long starts
+more than the first of them. A process that ends or hangs is started again, and the samples that it
+has not answered are asked for in smaller parts, until it is known which of them it was.
 """
 
 from __future__ import annotations
 
 import logging
-import subprocess
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from multiprocessing.connection import Connection
 from threading import Lock
 
 from verl_like.errors import ConfigError
-from verl_like.process.child import start_child
 from verl_like.process.machine import usable_cores
 from workers.rewards.call import Sample
-from workers.rewards.process import LATE, FunctionSpec, Outcome
+from workers.rewards.handle import ProcessEndedError, RewardProcess
+from workers.rewards.outcome import LATE, Outcome
+from workers.rewards.process import FunctionSpec
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 0.5
-"""What a sample gets beyond its deadline, which coroutines keep themselves, before the kill."""
 MOST_PROCESSES = 8
 """Processes that score a batch, where the machine has as many cores."""
 SLOW_S = 1.0
@@ -59,18 +57,17 @@ class Scorer:
     def __init__(self, function: FunctionSpec, batch_deadline: float):
         self._function, self._batch_deadline = function, batch_deadline
         count = min(MOST_PROCESSES, usable_cores())
-        self._processes = [_Process(function, batch_deadline) for _ in range(count)]
+        self._processes = [RewardProcess(function, batch_deadline) for _ in range(count)]
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="scorer")
 
     def start(self) -> None:
         """Have the function loaded once; raises what is wrong with it."""
         try:
             self._processes[0].start()
-        except (EOFError, OSError, TimeoutError) as err:
-            self.stop()
+        except (OSError, ProcessEndedError) as err:
             raise ConfigError(
-                f"The reward function {self._function} is not loaded within "
-                f"{self._batch_deadline:g} s; what its process said is above."
+                f"The reward function {self._function} is not loaded: {err}. What its process said "
+                "is above."
             ) from err
 
     def score(self, samples: list[Sample]) -> list[Outcome]:
@@ -80,7 +77,7 @@ class Scorer:
         for process in self._processes:
             if batch.goes_on():
                 shares = None if self._processes[0].takes_all else 2 * len(self._processes)
-                running.append(self._threads.submit(process.score, batch, shares))
+                running.append(self._threads.submit(self._work, process, batch, shares))
                 wait(running, SLOW_S)
         for future in running:
             future.result()
@@ -92,91 +89,49 @@ class Scorer:
         for process in self._processes:
             process.stop()
 
-
-class _Process:
-    """One process, from the driver's side: started when it is needed, killed when it hangs."""
-
-    def __init__(self, function: FunctionSpec, start_deadline: float):
-        self._function, self._start_deadline = function, start_deadline
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
-        self.takes_all = False
-        """Whether it gets all that waits: calls run at the same time, or one takes a whole batch.
-
-        Known when the function is loaded.
-        """
-        self._answers_together = False
-
-    def score(self, batch: _Batch, shares: int | None) -> None:
-        """Take samples of the batch until none is left.
+    def _work(self, process: RewardProcess, batch: _Batch, shares: int | None) -> None:
+        """Have a process take samples of the batch until none is left.
 
         A process that does not start leaves them to the others.
         """
         try:
-            self.start()
-        except (EOFError, OSError) as err:
-            self.stop()
+            process.start()
+        except (ConfigError, OSError, ProcessEndedError) as err:
             logger.warning(
                 "a process of %s does not start: %s", self._function, err or type(err).__name__
             )
             return
         while batch.goes_on():
-            self._score(batch.take(shares), batch)
+            _score(process, batch.take(shares), batch)
 
-    def _score(self, pending: dict[int, Sample], batch: _Batch) -> None:
-        # Once the process has died: coroutines run side by side, and any of them may have ended it.
-        one_by_one = False
-        while pending and time.monotonic() < batch.end:
-            asked = dict(list(pending.items())[: 1 if one_by_one else None])
-            try:
-                self._ask(asked, pending, batch)
-            except TimeoutError:
-                self.stop()
-                del pending[next(iter(asked))]
-            except (EOFError, OSError):
-                code = self.stop()
-                if one_by_one:
-                    (number,) = asked
-                    reason = f"the reward process ended with exit code {code}"
-                    batch.outcomes[number] = (None, {}, reason)
-                    del pending[number]
-                one_by_one = True
 
-    def _ask(self, asked: dict[int, Sample], pending: dict[int, Sample], batch: _Batch) -> None:
-        """Send these samples, and take their outcomes as they come; a late one is an error."""
-        pipe = self.start()
-        pipe.send(list(asked.items()))
-        while asked:
-            patience = batch.end - time.monotonic()
-            if not self._answers_together:
-                patience = min(self._function.deadline + GRACE_S, patience)
-            if not pipe.poll(max(0.0, patience)):
-                raise TimeoutError
-            number, outcome = pipe.recv()
-            batch.outcomes[number] = outcome
-            del pending[number], asked[number]
+def _score(process: RewardProcess, pending: dict[int, Sample], batch: _Batch) -> None:
+    """Fill in the outcomes of these samples, whatever becomes of the process."""
+    most = len(pending)
+    while pending and time.monotonic() < batch.end:
+        asked = dict(list(pending.items())[:most])
+        try:
+            for number, outcome in process.outcomes(asked, batch.end):
+                batch.outcomes[number] = outcome
+                del pending[number], asked[number]
+            most *= 2
+        except (ConfigError, OSError, ProcessEndedError) as err:
+            process.stop()
+            reason = LATE if isinstance(err, TimeoutError) else str(err)
+            found = list(asked)
+            if not isinstance(err, ConfigError):  # the function is not even loaded
+                found = _culprits(process, found, isinstance(err, TimeoutError))
+            for number in found:
+                batch.outcomes[number] = (None, {}, reason)
+                del pending[number]
+            # the others wait for a process without them: some of these samples first
+            most = len(pending) if found else max(1, len(asked) // 2 if process.takes_all else 1)
 
-    def start(self) -> Connection:
-        """The pipe to the process, which is started if there is none."""
-        if self._pipe is None:
-            self._process, self._pipe = start_child(
-                "workers.rewards.process", self._function.to_json()
-            )
-            if not self._pipe.poll(self._start_deadline):
-                raise TimeoutError(f"{self._function} is not loaded yet")
-            problem, side_by_side, self._answers_together = self._pipe.recv()
-            self.takes_all = side_by_side or self._answers_together
-            if problem is not None:
-                self.stop()
-                raise ConfigError(problem)
-        return self._pipe
 
-    def stop(self) -> int | None:
-        """Kill the process, if there is one; its exit code."""
-        if self._process is None or self._pipe is None:
-            return None
-        self._pipe.close()
-        self._process.kill()
-        code = self._process.wait()
-        self._process = self._pipe = None
-        return code
+def _culprits(process: RewardProcess, asked: list[int], is_late: bool) -> list[int]:
+    """Which of the unanswered samples ended the process or were late; none if it is not known."""
+    if process.answers_together:
+        return asked
+    if len(asked) == 1 or (is_late and not process.takes_all):
+        return asked[:1]
+    return []

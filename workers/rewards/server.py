@@ -17,7 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from workers.rewards.call import Sample
-from workers.rewards.process import FunctionSpec, Outcome
+from workers.rewards.outcome import Outcome
+from workers.rewards.process import FunctionSpec
 from workers.rewards.remote_protocols import as_json
 from workers.rewards.scorer import Scorer
 

@@ -1,6 +1,6 @@
 """All rewards of a run: launched together, added up by weight, each logged.
 
-    rewards = make_rewards(rewards_of(config), tokenizer, data_sources, overlong)
+    rewards = make_rewards(config, tokenizer, data_sources)
     future = rewards.launch(batch, call_model)      # returns at once
     scores, metrics = future.get()                  # token_level_scores, reward_extra/*
 
@@ -19,42 +19,41 @@ from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError
+from verl_like.process.sandbox import Sandbox
 from verl_like.tensor_ops import last_places
 from workers.columns import read_columns
-from workers.config import OverlongBufferConfig, RewardConfig
+from workers.config import OverlongBufferConfig, RewardConfig, ScoringRun, rewards_of
 from workers.rewards.functions import check_rules
-from workers.rewards.manager import RewardManager, Scored
-from workers.rewards.process import FunctionSpec
+from workers.rewards.manager import FAILURES, RewardManager, Scored
+from workers.rewards.process import BATCH_SHARES, FunctionSpec
 from workers.rewards.remote import RemoteScorer
 from workers.rewards.remote_protocols import RemoteSpec
 from workers.rewards.scorer import Scorer
 
 SKIPPED = "reward_extra/skipped"
 """Column: 1 where a sample is left out of the update, since a reward of it failed."""
-BATCH_DEADLINES = 12
-"""Deadlines of a sample that a batch gets."""
+NAMED = 3
+"""Failures that an error names."""
 SMALLEST_SPREAD = 1e-6
 
 
 def make_rewards(
-    configs: Sequence[RewardConfig],
-    tokenizer: Any,
-    data_sources: Iterable[str],
-    overlong: OverlongBufferConfig | None = None,
-    columns: Sequence[str] = (),
+    run: ScoringRun, tokenizer: Any, data_sources: Iterable[str], columns: Sequence[str] = ()
 ) -> Rewards:
-    """The rewards that these sections ask for; a function may read the data's `columns`.
+    """The rewards that a run's configuration asks for; a function may read the data's `columns`.
 
     A function that cannot be loaded, data without a rule, and a server that does not answer are
     refused here.
     """
     parts: list[Part] = []
-    rewards = Rewards(parts, overlong if overlong is not None and overlong.enable else None)
+    overlong = run.reward_model.overlong_buffer
+    rewards = Rewards(parts, overlong if overlong.enable else None, run.reward.max_failed)
+    sandbox = Sandbox(**{**vars(run.reward.sandbox), "env": tuple(run.reward.sandbox.env)})
     try:
-        for config in configs:
+        for config in rewards_of(run):
             manager = None
             if config.kind != "model":
-                scorer = _scorer(config, data_sources, columns)
+                scorer = _scorer(config, data_sources, columns, sandbox)
                 manager = RewardManager(tokenizer, scorer, config.default_score)
             parts.append(Part(config, manager))
     except BaseException:
@@ -64,9 +63,9 @@ def make_rewards(
 
 
 def _scorer(
-    config: RewardConfig, data_sources: Iterable[str], columns: Sequence[str]
+    config: RewardConfig, data_sources: Iterable[str], columns: Sequence[str], sandbox: Sandbox
 ) -> Scorer | RemoteScorer:
-    deadline = BATCH_DEADLINES * config.timeout_s
+    deadline = BATCH_SHARES * config.timeout_s
     if config.kind == "remote":
         names = "url", "protocol", "batch_size", "timeout_s", "retries", "token_env"
         settings = {name: getattr(config, name) for name in (*names, "template", "model")}
@@ -74,7 +73,7 @@ def _scorer(
 
     if config.path:
         settings = config.path, config.function, config.kwargs, config.timeout_s
-        spec = FunctionSpec(*settings, columns=columns)
+        spec = FunctionSpec(*settings, columns=columns, sandbox=sandbox)
         return Scorer(spec, deadline)
     check_rules(data_sources)
     return Scorer(FunctionSpec(deadline=config.timeout_s), deadline)
@@ -103,9 +102,17 @@ class PartScores:
 class Rewards:
     """The rewards of a run."""
 
-    def __init__(self, parts: list[Part], overlong: OverlongBufferConfig | None = None):
-        """`overlong` punishes long responses, whatever they score."""
-        self.parts, self.overlong = parts, overlong
+    def __init__(
+        self,
+        parts: list[Part],
+        overlong: OverlongBufferConfig | None = None,
+        max_failed: float = 1.0,
+    ):
+        """`overlong` punishes long responses, whatever they score.
+
+        A reward that fails for more than `max_failed` of a batch ends the run.
+        """
+        self.parts, self.overlong, self.max_failed = parts, overlong, max_failed
 
     @property
     def may_skip(self) -> bool:
@@ -174,6 +181,7 @@ class WeightedScores:
             step_ends = torch.where(skipped[:, None], last, step_ends)
             extras[SKIPPED] = skipped.double().numpy()
             metrics["reward/num_skipped"] = float(skipped.sum())
+        _refuse_infinite(total, self._uids)
         return DataProto.from_dict(
             {"token_level_scores": total, "step_ends": step_ends}, extras
         ), metrics
@@ -190,7 +198,8 @@ class WeightedScores:
             result, numbers = result
             columns = read_columns(result, "token_level_scores", "step_ends", "score_failed")
             found = PartScores(*columns.values())
-            _refuse(part.config, found.failed, numbers)
+            failures = result.meta_info.get(FAILURES, [])
+            _refuse(part.config, found.failed, failures, self._rewards.max_failed)
             metrics |= _named(numbers, "reward/", name, several)
             extras |= _named(result.non_tensor_batch, "reward_extra/", name, several)
 
@@ -208,13 +217,31 @@ def _named(found: dict[str, Any], prefix: str, name: str, several: bool) -> dict
     return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in found.items()}
 
 
-def _refuse(config: RewardConfig, failed: Tensor, numbers: dict[str, float]) -> None:
-    if config.on_failure == "fail" and failed.any():
+def _refuse(config: RewardConfig, failed: Tensor, failures: list[str], most: float) -> None:
+    """End the run if failures are too many, with the first of them by name."""
+    count = int(failed.sum())
+    if config.on_failure == "fail" and count:
+        rule = "its on_failure is fail. Mend it, or take on_failure=default or skip."
+    elif count > most * len(failed):
+        rule = f"reward.max_failed={most:g} allows fewer. Mend it, or raise that (1: no limit)."
+    else:
+        return
+    said = "; ".join(failures[:NAMED]) + ("; …" if len(failures) > NAMED else "")
+    raise RewardError(
+        f"the reward {config.name!r} failed for {count} of {len(failed)} samples, and {rule} "
+        f"What happened, by sample: {said}"
+    )
+
+
+def _refuse_infinite(total: Tensor, uids: Any) -> None:
+    """Scores are float32: what is finite for each reward may not be in their sum."""
+    wrong = (~total.isfinite().all(dim=-1)).nonzero().flatten().tolist()
+    if wrong:
+        named = ", ".join(str(uids[row]) for row in wrong[:NAMED])
         raise RewardError(
-            f"the reward {config.name!r} failed for {int(failed.sum())} of {len(failed)} samples "
-            f"({numbers['reward/num_timed_out']:.0f} passed their deadline; the log says what "
-            "happened to the first), and its on_failure is fail. Mend it, or take "
-            "on_failure=default or skip."
+            f"the scores of {len(wrong)} of {len(total)} samples are NaN or infinite in float32 "
+            f"once rewards are weighed and added: {named}{', …' if len(wrong) > NAMED else ''}. "
+            "Make the reward or its weight smaller; a model that gives NaN is broken."
         )
 
 

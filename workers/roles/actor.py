@@ -15,6 +15,7 @@ from verl_like.process.worker import Worker
 from workers.columns import drawn_from
 from workers.config import shuffle_seed
 from workers.config.conditions import policy_loss_of
+from workers.config.passes import tokens_per_pass
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import RolloutCorrection
 from workers.losses.correction_gauge import CorrectionGauge
@@ -34,7 +35,6 @@ from workers.weights.delivery import WeightPublisher
 
 if TYPE_CHECKING:
     from workers.config import (
-        ActorConfig,
         RefConfig,
         RolloutConfig,
         TeacherModelConfig,
@@ -50,11 +50,12 @@ def log_prob_temperature(rollout: RolloutConfig) -> float:
 
 
 def log_prob_budget(
-    section: RolloutConfig | RefConfig | TeacherModelConfig, actor: ActorConfig
+    section: RolloutConfig | RefConfig | TeacherModelConfig, config: WorkersConfig
 ) -> Budget:
     """What a log-prob pass may hold, by the section of its role."""
-    rows, tokens = section.log_prob_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
-    return Budget.of(actor.use_dynamic_bsz, rows, tokens)
+    by_tokens = config.actor_rollout_ref.actor.use_dynamic_bsz
+    rows = section.log_prob_micro_batch_size_per_gpu
+    return Budget.of(by_tokens, rows, tokens_per_pass(config))
 
 
 class ActorWorker(Checkpointed, WeightPublisher, Worker):
@@ -78,8 +79,9 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
         self.budget = Budget.of(
             self.config.use_dynamic_bsz,
             self.config.ppo_micro_batch_size_per_gpu,
-            self.config.ppo_max_token_len_per_gpu,
+            tokens_per_pass(config),
         )
+        self.log_prob_budget = log_prob_budget(self.policy.rollout, config)
         coef = self.config.router_aux_loss_coef
         engine_cls = partial(BalancedEngine, router_aux_loss_coef=coef) if coef else TrainEngine
         self.engine = engine_cls(
@@ -110,7 +112,7 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
         with utilization("actor_infer", self.engine, data, trains=False) as mfu:
             outputs = self.engine.forward_rows(
                 data,
-                log_prob_budget(self.policy.rollout, self.config),
+                self.log_prob_budget,
                 temperature=self.temperature,
                 want_entropy=True,
                 want_sum_pi_squared=wants_squares,
@@ -228,13 +230,13 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
             weights, mask = self.correction(log_probs, old_log_probs, mask, self.correction_gauge)
         chosen = {"chosen_tokens": columns["chosen_tokens"]} if self.chooses_tokens else {}
         loss, metrics = self.policy_loss(
-            old_log_probs,
-            outputs["log_probs"],
-            columns["advantages"],
-            mask,
-            config.loss_agg_mode,
-            config,
-            weights,
+            old_log_prob=old_log_probs,
+            log_prob=outputs["log_probs"],
+            advantages=columns["advantages"],
+            response_mask=mask,
+            loss_agg_mode=config.loss_agg_mode,
+            config=config,
+            rollout_is_weights=weights,
             **chosen,
             **divisors,
         )

@@ -11,6 +11,7 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.config import critic_model, critic_optim, shuffle_seed
+from workers.config.passes import tokens_per_pass
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_huber_value_loss, compute_value_loss
 from workers.models.precision import precision_of
@@ -30,7 +31,7 @@ def value_budget(config: WorkersConfig) -> Budget:
     return Budget.of(
         actor.use_dynamic_bsz,
         own.ppo_micro_batch_size_per_gpu,
-        own.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+        own.ppo_max_token_len_per_gpu or tokens_per_pass(config),
     )
 
 

@@ -35,7 +35,7 @@ class ReferenceWorker(WeightReceiver, Worker):
         policy = config.actor_rollout_ref
         self.config = policy.ref
         self.temperature = log_prob_temperature(policy.rollout)
-        self.budget = log_prob_budget(self.config, policy.actor)
+        self.budget = log_prob_budget(self.config, config)
         self.follows = self.config.update_every is not None
         settings: dict[str, Any] = {"decay": self.config.ema_decay} if self.follows else {}
         engine_cls = FollowingEngine if self.follows else TrainEngine

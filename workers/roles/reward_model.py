@@ -15,12 +15,23 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from verl_like.tensor_ops.masked import last_places
 from workers.config import FSDPConfig, ModelConfig, model_rewards
+from workers.config.passes import tokens_per_pass
 from workers.models.tokenizers import check_same_tokenizer
 from workers.training.microbatch import Budget
 from workers.training.score_engine import ScoreEngine
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
+
+
+def _budget(num_rows: int | None, config: WorkersConfig) -> Budget:
+    """What a pass may hold: rows where they are asked for, else what the actor's may."""
+    if num_rows is not None:
+        return Budget(rows=num_rows)
+    actor = config.actor_rollout_ref.actor
+    return Budget.of(
+        actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, tokens_per_pass(config)
+    )
 
 
 class RewardModelWorker(Worker):
@@ -38,7 +49,7 @@ class RewardModelWorker(Worker):
         model = ModelConfig(
             path=self.config.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
         )
-        self.budget = Budget(rows=self.config.micro_batch_size_per_gpu)
+        self.budget = _budget(self.config.micro_batch_size_per_gpu, config)
         self.engine = ScoreEngine(
             model, FSDPConfig(), head="score", quantization=self.config.quantization
         )

@@ -23,7 +23,7 @@ class TeacherWorker(Worker):
         super().__init__()
         policy, distillation = config.actor_rollout_ref, config.distillation
         self.temperature = distillation.temperature or log_prob_temperature(policy.rollout)
-        self.budget = log_prob_budget(distillation.teacher_model, policy.actor)
+        self.budget = log_prob_budget(distillation.teacher_model, config)
         self.engine = TrainEngine(
             teacher_model(config),
             distillation.teacher_model.fsdp_config,

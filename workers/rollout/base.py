@@ -240,6 +240,10 @@ class RolloutEngine(ABC):
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """The weights as they are in the engine, under Hugging Face's names."""
 
+    def exact_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Those of `named_weights` that are held bit for bit as they came."""
+        return self.named_weights()
+
     @abstractmethod
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
         """`generate` on checked requests; asks `asked_to_stop()` between steps.

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
+from verl_like.signatures import Call, check_call, check_methods
 from workers.config.rollout import ENGINES
 from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
@@ -55,6 +56,9 @@ def own_engine(name: str) -> type[RolloutEngine] | None:
             f"rollout.name={name} is no class of rollout engines: make it a subclass of "
             "workers.rollout.base.RolloutEngine."
         )
+    subject = f"rollout.name={name}"
+    check_methods(found, RolloutEngine, subject)
+    check_call(found, subject, Call("module", "limits", by_name=["decode"]))
     return found
 
 

@@ -43,6 +43,12 @@ class ModuleEngine(RolloutEngine):
         """Hash of the full weights, comparable with the trainer's; of int8 ones as they arrived."""
         return self.arrived.checksum(self.named_weights())
 
+    def exact_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Without int8 ones, for which `arrived` answers."""
+        for name, weight in self.named_weights():
+            if not isinstance(weight, Int8Weight):
+                yield name, weight
+
     def _free(self) -> None:
         """Drop every parameter's memory."""
         self._shapes = [parameter.shape for parameter in self.module.parameters()]

@@ -328,5 +328,5 @@ def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str
         )
     return (
         f"attention of {model_type}: packed rows by {built_with}{reason}; memory and time grow "
-        "with the square of all tokens of a pass, so keep passes short (ppo_max_token_len_per_gpu)."
+        "with the square of all tokens of a pass, so passes by tokens have 2,048 at most, or a row."
     )

@@ -49,10 +49,10 @@ from workers.parallel.fsdp import (
     full_tensor,
     reshard,
     resident,
-    settle,
     shard,
     tensor_on_first,
 )
+from workers.parallel.sharding import settle
 from workers.training.attention import describe, packed_rows
 from workers.training.lm_head import token_columns
 from workers.training.microbatch import (

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from verl_like.registry import Registry
+from verl_like.signatures import Call, check_call, signature_of
 from workers.training.schedules import lr_factor
 
 if TYPE_CHECKING:
@@ -19,7 +18,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZERS: Registry[Any] = Registry("optimizer")
+SETTINGS = ("lr", "eps", "weight_decay", "betas")
+"""Keys of the section `optim` that a constructor gets, if it has parameters of these names."""
+
+
+def _check(cls: Any, subject: str) -> None:
+    """Refuse a constructor that needs more than parameters and settings."""
+    check_call(cls, subject, Call("params", by_name=_settings_taken(cls)))
+
+
+def _settings_taken(cls: Any) -> list[str]:
+    signature = signature_of(cls) if callable(cls) else None
+    return [name for name in SETTINGS if signature and name in signature.parameters]
+
+
+OPTIMIZERS: Registry[Any] = Registry("optimizer", _check)
 OPTIMIZERS.register("AdamW")(torch.optim.AdamW)
 
 
@@ -59,10 +72,8 @@ def build_optimizer(
     if any(parameter.dtype == torch.bfloat16 for parameter in parameters):
         logger.warning(BFLOAT16_WEIGHTS)
     cls = OPTIMIZERS.look_up(config.optimizer)
-    known = inspect.signature(cls).parameters
-    names = [name for name in ("lr", "eps", "weight_decay") if name in known]
-    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
-    if "betas" in known:
+    settings: dict[str, Any] = {name: getattr(config, name) for name in _settings_taken(cls)}
+    if "betas" in settings:
         settings["betas"] = (config.betas[0], config.betas[1])
     if isinstance(cls, type) and issubclass(cls, torch.optim.Adam):
         # One pass over memory, and the same bits wherever a shard begins. Fused steps of other
@@ -103,7 +114,7 @@ def guarded_step(
     Returns the norm.
     """
     norm: Tensor = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
+    if hasattr(norm, "full_tensor"):  # a DTensor, for which the driver need not import its class
         norm = norm.full_tensor()
     if torch.isfinite(norm):
         nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)

@@ -32,7 +32,7 @@ from workers.models.stand_in import (
     ConfigByContent,
     stand_in,
 )
-from workers.training.attention import packed_rows
+from workers.training.attention import packed_rows, takes_layout
 from workers.training.microbatch import Budget, Columns, cut
 from workers.training.packing import Feed, needed_tokens, packed_feed, padded_feed, read
 from workers.training.varlen import VarlenKernel
@@ -45,6 +45,8 @@ LARGEST_ERROR = 3e-4
 
 Rounding in float32 makes 1e-6, and 1e-4 where decays multiply up (minimax, gemma3n).
 """
+LARGEST_SQUARE = 2048
+"""Tokens of a pass whose attention grows with their square, unless a row alone has more."""
 NO_PROOF = "no small model to prove it on"
 LENGTHS = (100, 57, 50, 33, 12, 9)
 """Tokens of the rows that prove: together more than a stand-in has positions."""
@@ -57,6 +59,8 @@ class RowPasses:
     kind: Kind = "padded"
     border: int | None = None
     """Longer rows have rotary factors of their own, which a pass has one set of (longrope)."""
+    is_square: bool = False
+    """Packed rows attend by one mask over all tokens of a pass, which grows with their square."""
 
     @property
     def apart(self) -> bool:
@@ -71,8 +75,12 @@ class RowPasses:
 
     def cut(self, columns: Columns, reads: Tensor, budget: Budget) -> list[list[int]]:
         """Row numbers of every micro-batch."""
+        lengths = self.lengths(columns, reads)
+        if self.is_square and budget.tokens is not None:
+            longest = max(lengths, default=0)
+            budget = Budget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
         return cut(
-            self.lengths(columns, reads),
+            lengths,
             budget,
             rectangles=self.kind == "padded",
             border=self.border,
@@ -103,7 +111,8 @@ def prove_rows(
 
     if reasons:
         _warn(config.model_type, kind, reasons)
-    return RowPasses(kind, factor_border(config))
+    is_square = kind == "packed" and attention == "eager" and not takes_layout(module)
+    return RowPasses(kind, factor_border(config), is_square)
 
 
 def _warn(model_type: str, kind: Kind, reasons: dict[str, str]) -> None:

@@ -17,12 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import Registry
+from verl_like.signatures import Call, check_call, signature_of
 
 if TYPE_CHECKING:
     from workers.config import OptimConfig
 
 LRSchedule = Callable[..., float]
-LR_SCHEDULES: Registry[LRSchedule] = Registry("learning-rate schedule")
+
+
+def _check(schedule: Any, subject: str) -> None:
+    """Refuse what does not take the progress; its other parameters are the section's keys."""
+    signature = signature_of(schedule) if callable(schedule) else None
+    names = list(signature.parameters) if signature else []
+    check_call(schedule, subject, Call("progress", by_name=names[1:]))
+
+
+LR_SCHEDULES: Registry[LRSchedule] = Registry("learning-rate schedule", _check)
 
 
 @LR_SCHEDULES.register("constant")

@@ -7,7 +7,8 @@ touched.
 A channel lasts for one sync: a restarted engine simply joins the next one. Only the store that they
 meet on stays. Tensors travel whole in buckets of at most `bucket_mb` (one that is larger alone), as
 they are: no cast. A header goes ahead of each bucket: its size and number, and of every tensor
-name, dtype, shape and a 64-bit hash, taken while the bytes are copied into the bucket.
+name, dtype, shape and a 64-bit hash, taken while the bytes are copied into the bucket. It is signed
+with the secret of this sync, so nobody else can take the sender's place.
 
 While one bucket travels, the sender gathers the next and the receivers verify and write the one
 before: each side holds two buckets, and a sync takes hardly longer than its slowest part.
@@ -15,8 +16,8 @@ before: each side holds two buckets, and a sync takes hardly longer than its slo
 
 from __future__ import annotations
 
+import hmac
 import json
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.errors import WeightSyncError
-from workers.weights.checksum import Hashing, NamedTensors, byte_view, hash_of
+from verl_like.process.store import SIGNATURE_BYTES, SignedStore
+from workers.weights.address import LOOPBACK
+from workers.weights.checksum import Hashing, NamedTensors, byte_view
 
 END = -1
 """In the place of a bucket's size: there are no more."""
@@ -43,23 +46,6 @@ FORM_TIMEOUT = timedelta(seconds=20)
 """How long a rank waits for the others to join."""
 TRANSFER_TIMEOUT = timedelta(seconds=120)
 """How long one broadcast may take, the gathering of its tensors included."""
-
-
-def open_store() -> tuple[dist.TCPStore, str]:
-    """A store on a free port of this machine, and its address `host:port`."""
-    if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
-        host = "127.0.0.1"
-    else:
-        host = os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FORM_TIMEOUT)
-    return store, f"{host}:{store.port}"
-
-
-def join_store(address: str) -> dist.TCPStore:
-    """The sender's store, from another process."""
-    host, _, port = address.rpartition(":")
-    with _explained(f"cannot reach the sender's store at {address}"):
-        return dist.TCPStore(host, int(port), is_master=False, timeout=FORM_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -74,9 +60,10 @@ class Channel:
     """This process's end; rank 0 sends, ranks 1..num_receivers receive."""
 
     def __init__(
-        self, store: dist.Store, rank: int, num_receivers: int, device: torch.device
+        self, store: SignedStore, rank: int, num_receivers: int, device: torch.device
     ) -> None:
         self.rank, self.device = rank, device
+        self._sign = store.sign
         self.corrupt: list[str] = []
         self.num_bytes = 0
         self.manifest: Manifest = {}
@@ -84,12 +71,12 @@ class Channel:
         self.summary: dict[str, Any] = {}
         """Of the whole, where parts of it are held already: its manifest, and how to merge it."""
         self.hashing = Hashing()
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._buffers = [_room_for(0) for _ in range(2)]
         size = num_receivers + 1
         has_own_gpus = _meet(store, rank, num_receivers, gpu_of(device))
         with _explained("the group of sender and receivers did not form"):
             own_store = dist.PrefixStore("weights", store)
-            self._group = dist.ProcessGroupGloo(own_store, rank, size, FORM_TIMEOUT)
+            self._group = dist.ProcessGroupGloo(own_store, rank, size, _gloo_options(store.host))
             self._gpu_group: Any = None
             if has_own_gpus:
                 self._gpu_group = group_of_gpus(dist.PrefixStore("gpus", store), rank, size)
@@ -131,23 +118,25 @@ class Channel:
         while True:
             size, header = self._receive_header()
             payload, finish = None, None
+            if size == END and header is None:
+                self.corrupt.append("what is said to be the end")
             if size != END:
                 payload = self._room(number % 2, size)
                 finish = self._start_bucket(payload)
             if before is not None:
                 yield from self._verified(*before)
             if payload is None or finish is None:
-                self.summary = header
+                self.summary = header or {}
                 return
             finish()
             self.num_bytes += size
             number, before = number + 1, (number, payload, header)
 
     def _verified(
-        self, expected: int, payload: Tensor, header: dict[str, Any]
+        self, expected: int, payload: Tensor, header: dict[str, Any] | None
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of one bucket, from its bytes and its header."""
-        if not header:
+        if header is None:
             self.corrupt.append(f"what bucket {expected} is said to hold")
             return
         if header["number"] != expected:
@@ -228,25 +217,27 @@ class Channel:
     def _room(self, which: int, num_bytes: int) -> Tensor:
         """A buffer of this size, which serves many buckets: fresh pages are slow."""
         if len(self._buffers[which]) < num_bytes:
-            self._buffers[which] = torch.empty(num_bytes, dtype=torch.uint8)
+            self._buffers[which] = _room_for(num_bytes)
         return self._buffers[which][:num_bytes]
 
     def _send_header(self, size: int, header: dict[str, Any]) -> None:
-        """Send the size of the next bucket, and what it holds, with a hash of that."""
-        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-        check = torch.frombuffer(bytearray(hash_of(text).to_bytes(8, "little")), dtype=torch.int64)
-        self._broadcast(torch.cat([torch.tensor([size, text.numel()]), check]))
-        self._broadcast(text)
+        """Send the size of the next bucket, and what it holds, signed."""
+        text = json.dumps(header).encode()
+        self._broadcast(torch.tensor([size, len(text)]))
+        self._broadcast(_tensor_of(self._sign(b"%d" % size, text)))
+        self._broadcast(_tensor_of(text))
 
-    def _receive_header(self) -> tuple[int, dict[str, Any]]:
-        """The next bucket's size and header; an empty one if a bit of it has changed on the way."""
-        numbers = torch.zeros(3, dtype=torch.long)
+    def _receive_header(self) -> tuple[int, dict[str, Any] | None]:
+        """The next bucket's size and header; none where it is not what the sender has signed."""
+        numbers = torch.zeros(2, dtype=torch.long)
         self._broadcast(numbers)
-        size, length, check = numbers.tolist()
-        text = torch.empty(length, dtype=torch.uint8)
-        self._broadcast(text)
-        whole = hash_of(text) == check % 2**64
-        header: dict[str, Any] = json.loads(text.numpy().tobytes()) if whole else {}
+        size, length = numbers.tolist()
+        given, sent = _room_for(SIGNATURE_BYTES), _room_for(length)
+        self._broadcast(given)
+        self._broadcast(sent)
+        text = sent.numpy().tobytes()
+        is_whole = hmac.compare_digest(given.numpy().tobytes(), self._sign(b"%d" % size, text))
+        header: dict[str, Any] | None = json.loads(text) if is_whole else None
         return size, header
 
     def _start_bucket(self, payload: Tensor) -> Callable[[], None]:
@@ -290,7 +281,22 @@ def group_of_gpus(store: dist.Store, rank: int, size: int) -> Any:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _meet(store: dist.Store, rank: int, num_receivers: int, gpu: str) -> bool:
+def _gloo_options(host: str) -> Any:
+    """Of a group that meets at this host: on loopback it stays there.
+
+    Elsewhere gloo takes the interface that GLOO_SOCKET_IFNAME names, or that of the host's name.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = FORM_TIMEOUT
+    gloo = dist.ProcessGroupGloo
+    stays = host == LOOPBACK
+    options._devices = [
+        gloo.create_device(hostname=host) if stays else gloo.create_default_device()
+    ]
+    return options
+
+
+def _meet(store: SignedStore, rank: int, num_receivers: int, gpu: str) -> bool:
     """Wait until every rank is there; returns whether each has a GPU of its own.
 
     The sender's error names the ranks that did not come.
@@ -316,6 +322,14 @@ def _meet(store: dist.Store, rank: int, num_receivers: int, gpu: str) -> bool:
     has_own_gpus = bool(gpu) and "no GPU" not in gpus and len(set(gpus)) == len(gpus)
     store.set("complete", "own GPUs" if has_own_gpus else "yes")
     return has_own_gpus
+
+
+def _tensor_of(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _room_for(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _wait(work: dist.Work) -> None:

@@ -1,6 +1,7 @@
 """Hashes of full (unsharded) weights.
 
 checksum_of(named_tensors)    every byte: two roles hold the same weights
+CopyCheck                     what a copy in one process holds is what was copied
 Fingerprint                   64 values of every tensor: which weights made a sample
 Hashing                       hashes of single tensors on their way, with the time they cost
 """
@@ -70,6 +71,55 @@ def digest_of(hashes: Iterable[tuple[str, Iterable[int], int]]) -> str:
     """One hash of (name, shape, hash) of every tensor, in any order."""
     parts = sorted(f"{name} {list(shape)} {number:016x}" for name, shape, number in hashes)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+class CopyCheck:
+    """Whether weights that were copied within a process are held as they came, bit for bit.
+
+    `watch` sees them go into an engine; `damaged` reads what the engine then holds. Both hash where
+    the weights are: nothing leaves a GPU.
+    """
+
+    def __init__(self) -> None:
+        """`seconds` are those that hashes have cost so far."""
+        self.seconds = 0.0
+        self._hashes: dict[str, tuple[torch.dtype, int]] = {}
+
+    def watch(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors, hashed as they pass."""
+        for name, tensor in tensors:
+            self._hashes[name] = tensor.dtype, self._hash(tensor)
+            yield name, tensor
+
+    def damaged(self, held: NamedTensors) -> list[str]:
+        """Names of the weights that are not as they came; another dtype must have kept all bits."""
+        names = []
+        for name, weight in held:
+            if name in self._hashes:
+                dtype, value = self._hashes[name]
+                if self._hash(weight.detach().to(dtype)) != value:
+                    names.append(name)
+        return names
+
+    def _hash(self, tensor: Tensor) -> int:
+        began = time.perf_counter()
+        payload = byte_view(tensor.contiguous())
+        value = hash_of(payload) if payload.device.type == "cpu" else hash_on_device(payload)
+        self.seconds += time.perf_counter() - began
+        return value
+
+
+def hash_on_device(payload: Tensor, chunk: int = 2**22) -> int:
+    """64 bits of a byte tensor, made where it is: its bytes times odd numbers, summed.
+
+    A changed byte changes it, and so does a swap of two that differ, but for one in 2**56.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=payload.device)
+    for start in range(0, len(payload), chunk):
+        part = payload[start : start + chunk].to(torch.int64)
+        places = torch.arange(start, start + len(part), device=payload.device)
+        total += (part * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum()
+    return int(total)
 
 
 class Fingerprint:

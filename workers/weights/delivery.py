@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,11 +29,13 @@ import torch.distributed as dist
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import VerlLikeError, WeightSyncError, WorkerDiedError
-from workers.weights.channel import Channel, join_store
+from verl_like.process.store import SignedStore
+from workers.weights.address import Address, join_weight_store
+from workers.weights.channel import FORM_TIMEOUT, Channel
 from workers.weights.checksum import Hashing, checksum_of
 from workers.weights.kept import changes
 from workers.weights.snapshot import Snapshot, Snapshots
-from workers.weights.sync import SyncReport, WeightSender, sync_figures
+from workers.weights.sync import SyncReport, WeightSender, once_more_if_refused, sync_figures
 
 logger = logging.getLogger(__name__)
 HOST = torch.device("cpu")
@@ -91,9 +93,23 @@ def deliver_weights(
     The actor goes on with whatever it computes. The group takes the weights when it has ended the
     calls before, and its next ones wait; `at_once` it takes them in the middle of a generation.
     With `ahead` it keeps them beside its engine, which goes on too, until `load_delivered`; to one
-    group the two are called one after the other. Raises `WeightSyncError` where it fails on any
-    rank, with what both sides say, and `WorkerDiedError` where a rank of either side is gone.
+    group the two are called one after the other. What a rank refuses is sent once more. Raises
+    `WeightSyncError` where it fails on any rank, with what both sides say, and `WorkerDiedError`
+    where a rank of either side is gone.
     """
+    how = bucket_mb, sender, ahead, at_once
+    return once_more_if_refused(partial(_deliver, actor_group, rollout_group, version, *how))
+
+
+def _deliver(
+    actor_group: Any,
+    rollout_group: Any,
+    version: int | None,
+    bucket_mb: float,
+    sender: int,
+    ahead: bool,
+    at_once: bool,
+) -> dict[str, float]:
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
         raise WeightSyncError(
@@ -218,7 +234,7 @@ class WeightPublisher(WeightSender):
                 f"delivered from it: actor.publish_weights(version, senders=[{self.rank}])."
             )
         snapshot = self._snapshots.begin_reading(version)
-        address = self._new_address()
+        address = str(self._new_address())
         self._deliveries[address] = snapshot
         return address, snapshot.version
 
@@ -239,8 +255,9 @@ class WeightPublisher(WeightSender):
                 what = changes(store, num_receivers, snapshot.merging)
                 channel.send(snapshot.tensors.items(), bucket_mb, snapshot.hashes, what)
                 agreed = channel.all_agree(True)
+                store.delete_all()
         except WeightSyncError as error:
-            return SyncReport(f"actor rank {self.rank}: {error}")
+            return SyncReport(f"actor rank {self.rank}: {error}", voted=False)
         finally:
             self._snapshots.end_reading(snapshot)
         problem = None if agreed else "a rollout rank refused the weights"
@@ -257,12 +274,12 @@ class WeightPublisher(WeightSender):
             self._snapshots = Snapshots()
 
     @contextmanager
-    def _own_store(self, address: str) -> Iterator[dist.Store]:
+    def _own_store(self, text: str) -> Iterator[SignedStore]:
         """The store of one delivery, over a connection that no other one uses meanwhile."""
-        place, _, number = address.rpartition("/")
+        address = Address.read(text)
         try:
             connection = self._idle_stores.pop()
         except IndexError:
-            connection = join_store(place)
-        yield dist.PrefixStore(number, connection)
+            connection = join_weight_store(address.place, FORM_TIMEOUT)
+        yield address.part_of(connection)
         self._idle_stores.append(connection)  # after an error it may be broken, and is let go

@@ -120,7 +120,7 @@ class KeptWeights:
             if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
                 self.tensors[name] = own = torch.empty_like(tensor)
             own.copy_(tensor)
-        if self.announces and not channel.summary:
+        if self.announces and not channel.summary and not channel.corrupt:
             what = "what the whole is said to hold, if the actor sends changes at all"
             channel.corrupt.append(what)
         if channel.corrupt:

@@ -14,6 +14,7 @@ generate.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -30,12 +31,15 @@ from torch import Tensor
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.future import gather
 from verl_like.errors import WeightSyncError
+from verl_like.process.store import SignedStore, new_secret
 from workers.models.lora import adapter_facts
-from workers.weights.channel import Channel, join_store, open_store
+from workers.weights.address import Address, join_weight_store, open_weight_store
+from workers.weights.channel import FORM_TIMEOUT, Channel
 from workers.weights.checksum import NamedTensors
 from workers.weights.kept import KeptWeights, announce, changes
 from workers.weights.sink import describe_problems
 
+logger = logging.getLogger(__name__)
 _OPENING = threading.Lock()
 """Addresses are asked for by several threads."""
 
@@ -49,9 +53,17 @@ def sync_weights(
 ) -> dict[str, float]:
     """Bring every rollout engine to the actor's weights, proven equal, as `version`.
 
-    They travel in the rollout's type, unless they shall arrive `as_trained`. Raises
-    `WeightSyncError` where it fails on any rank.
+    They travel in the rollout's type, unless they shall arrive `as_trained`. What a rank refuses is
+    sent once more; then, or where a rank does not come, `WeightSyncError` is raised.
     """
+    return once_more_if_refused(
+        partial(_sync, actor_group, rollout_group, version, bucket_mb, as_trained)
+    )
+
+
+def _sync(
+    actor_group: Any, rollout_group: Any, version: int, bucket_mb: float, as_trained: bool
+) -> dict[str, float]:
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):
         reports: list[SyncReport] = rollout_group.update_weights(version)
@@ -70,11 +82,22 @@ def sync_weights(
     return sync_figures(reports, version, start)
 
 
+def once_more_if_refused(sync: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The figures of a sync: of the second one, if the ranks have voted against the first."""
+    try:
+        return sync()
+    except WeightsRefusedError as error:
+        logger.warning("%s. They are sent once more.", error)
+        return sync()
+
+
 def sync_figures(reports: Sequence[SyncReport], version: int, start: float) -> dict[str, float]:
     """What a sync that began at `start` has cost; a `WeightSyncError` where a rank refused it."""
     errors = [report.error for report in reports if report.error]
     if errors:
-        raise WeightSyncError(f"version {version} was not taken over: " + "; ".join(errors))
+        was_voted = all(report.voted for report in reports)
+        kind = WeightsRefusedError if was_voted else WeightSyncError
+        raise kind(f"version {version} was not taken over: " + "; ".join(errors))
     return {
         "timing_s/weight_sync": time.perf_counter() - start,
         "perf/weight_sync_hash_s": max(report.hash_s for report in reports),
@@ -90,6 +113,12 @@ class SyncReport:
     error: str | None = None
     num_bytes: int = 0
     hash_s: float = 0.0
+    voted: bool = True
+    """It came as far as the vote: nobody was missing, and nothing broke off."""
+
+
+class WeightsRefusedError(WeightSyncError):
+    """Every rank was there, and one has refused what it got."""
 
 
 class _SendingEngine(Protocol):
@@ -122,16 +151,15 @@ class WeightSender:
     sends_changed = False
     _weight_store: tuple[dist.TCPStore, str] | None = None
     _num_channels = 0
-    _sync_number = ""
+    _next_sync: Address | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_weight_channel(self) -> str | None:
-        """Rank 0 returns the address of the next sync: that of its one store, and a number."""
+        """Rank 0 returns the address of the next sync (`workers.weights.address`)."""
         if self.rank != 0:
             return None
-        address = self._new_address()
-        self._sync_number = address.rpartition("/")[2]
-        return address
+        self._next_sync = self._new_address()
+        return str(self._next_sync)
 
     def tensors_to_send(
         self, *, on_all_ranks: bool = False, as_trained: bool = False
@@ -150,14 +178,14 @@ class WeightSender:
         dtype = None if self.sent_dtype is None else str(self.sent_dtype)
         return {"adapters": adapter_facts(self.engine.module), "dtype": dtype}
 
-    def _new_address(self) -> str:
-        """A place on this rank's one store that nobody else has been given."""
+    def _new_address(self) -> Address:
+        """A part of this rank's one store that nobody else has been given, with its own secret."""
         with _OPENING:
             self._num_channels += 1
-            return f"{self._opened_store()[1]}/{self._num_channels}"
+            return Address(self._opened_store()[1], self._num_channels, new_secret())
 
     def _opened_store(self) -> tuple[dist.TCPStore, str]:
-        self._weight_store = self._weight_store or open_store()
+        self._weight_store = self._weight_store or open_weight_store(FORM_TIMEOUT)
         return self._weight_store
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -169,14 +197,15 @@ class WeightSender:
         try:
             if self.rank != 0:
                 return SyncReport()
-            assert self._weight_store is not None, "open_weight_channel comes first"
-            store = dist.PrefixStore(self._sync_number, self._weight_store[0])
+            assert self._next_sync is not None, "open_weight_channel comes first"
+            store = self._next_sync.part_of(self._opened_store()[0])
             with closing(Channel(store, 0, num_receivers, self.device)) as channel:
                 merging = None if as_trained else self.merging()
                 channel.send(tensors, bucket_mb, None, changes(store, num_receivers, merging))
                 agreed = channel.all_agree(True)
+            store.delete_all()
         except WeightSyncError as error:
-            return SyncReport(f"actor rank {self.rank}: {error}")
+            return SyncReport(f"actor rank {self.rank}: {error}", voted=False)
         finally:
             # The other actor ranks are in the same collectives: go through them to the end.
             deque(tensors, maxlen=0)
@@ -250,7 +279,7 @@ class WeightReceiver:
         problems: list[str] = []
         try:
             with self.kept.lock if self.kept is not None else nullcontext():
-                store = self._store_of(address)
+                store = self._store_of(Address.read(address))
                 if self.kept is not None and self.kept.announces:
                     announce(store, self.rank + 1, self.kept.manifest)
                 own = Channel(store, self.rank + 1, self.world_size, self.device)
@@ -260,7 +289,8 @@ class WeightReceiver:
                         done()
         except WeightSyncError as problem:
             self._joined_store = None
-            return SyncReport(f"rollout rank {self.rank}: {' '.join(problems) or problem}")
+            words = " ".join(problems) or problem
+            return SyncReport(f"rollout rank {self.rank}: {words}", voted=False)
 
         error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
         return SyncReport(error, channel.num_bytes, channel.hashing.seconds)
@@ -287,12 +317,12 @@ class WeightReceiver:
             problems.append(describe_problems("transfer", corrupt=channel.corrupt))
         return problems
 
-    def _store_of(self, address: str) -> dist.Store:
-        """The sender's store, joined once.
+    def _store_of(self, address: Address) -> SignedStore:
+        """The sync's part of the sender's store, which is joined once.
 
         Torch asks for the name of every peer, which a slow resolver makes long.
         """
-        place, _, number = address.rpartition("/")
+        place = address.place
         if self._joined_store is None or self._joined_store[1] != place:
-            self._joined_store = join_store(place), place
-        return dist.PrefixStore(number, self._joined_store[0])
+            self._joined_store = join_weight_store(place, FORM_TIMEOUT), place
+        return address.part_of(self._joined_store[0])

@@ -74,16 +74,19 @@ SETTINGS = [
     ),
     (
         "role_mapping.critic=critic_poll",
-        ["'critic_poll', which does not exist", "Pools: global_pool"],
+        ["'critic_poll', which does not exist", "One more is resource_pool_spec.critic_poll=[1]"],
     ),
     ("role_mapping.judge=global_pool", ["role_mapping.judge", "+role_workers.judge=<dotted path"]),
     ("+role_mapping.critc=global_pool", ["Did you mean 'critic'"]),
-    ("+role_mapping.actor=global_pool", ["mapped twice"]),
     ("+role_workers.judge=my_package.Judge", ["role_mapping has no 'judge'"]),
     ("+role_workers.ref=my_package.Reference", ["this run has no such role"]),
     (
         "resource_pool_spec.global_pool=[9]",
-        ["'global_pool' needs 1 node(s), one with 9 processes", "1 of 1 CPU slots"],
+        [
+            "'global_pool' needs 1 node(s), one with 9 processes",
+            "1 of 1 CPU slots",
+            "set trainer.n_gpus_per_node=9",
+        ],
     ),
     (
         "placement=split",

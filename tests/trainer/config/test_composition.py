@@ -7,12 +7,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.forked import run_program
-from trainer import load_config, main_ppo, run
+from tests.integration.runs import overrides
+from trainer import load_config, main_ppo
 from trainer.config.placement import settle
+from trainer.config.recipe import Recipe
+from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement
 from trainer.ppo.recipe import PPO
 from trainer.ppo.sizes import batch_table
@@ -58,9 +62,10 @@ def test_keys_of_verls_command_without_effect_are_shown(
     assert "has no effect here: " in caplog.text
 
 
-NO_CRITIC, DYNAMIC = (
+NO_CRITIC, BY_TOKENS, ROWS = (
     "algorithm.adv_estimator=reinforce_plus_plus",
     "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    "actor_rollout_ref.actor.use_dynamic_bsz=false",
 )
 MODEL_ALONE = [
     *("reward_model.enable=true", "reward_model.model.path=judge", "reward_model.rule_weight=0"),
@@ -90,7 +95,7 @@ MODEL_ALONE = [
         ("actor_rollout_ref.actor.checkpoint.save_contents=[model]", ["trainer.save_freq=-1"]),
         (
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
-            ["algorithm.use_kl_in_reward=true", DYNAMIC],
+            ["algorithm.use_kl_in_reward=true", BY_TOKENS],
         ),
         ("actor_rollout_ref.rollout.kv_cache_gb=1", ["actor_rollout_ref.rollout.name=hf"]),
         ("actor_rollout_ref.rollout.update_weights_bucket_megabytes=1", []),
@@ -99,7 +104,7 @@ MODEL_ALONE = [
             ["data.val_files=val.parquet", "trainer.test_freq=1"],
         ),
         ("actor_rollout_ref.rollout.engine_kwargs.seed=1", []),
-        ("critic.ppo_max_token_len_per_gpu=64", []),
+        ("critic.ppo_max_token_len_per_gpu=64", [ROWS]),
         ("algorithm.filter_groups.metric=acc", [NO_CRITIC]),
         ("algorithm.rollout_correction.rollout_is_threshold=3", []),
         ("custom_reward_function.reward_kwargs.bonus=1", []),
@@ -115,6 +120,21 @@ def test_a_key_that_nothing_reads_is_refused(key: str, circumstances: list[str])
         match=f"{re.escape(key.split('=')[0])} is set, but nothing reads it in this run",
     ):
         load_config([*NEEDED, *circumstances, key])
+
+
+@pytest.mark.parametrize("recipe", [PPO, DETACHED], ids=["ppo", "detached"])
+def test_passes_are_cut_by_tokens_unless_rows_are_asked_for(
+    recipe: Recipe[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def by_tokens(*more: str) -> bool:
+        found: bool = load_config([*NEEDED, *more], recipe).actor_rollout_ref.actor.use_dynamic_bsz
+        return found
+
+    assert by_tokens()
+    assert "counts samples" not in caplog.text
+    assert not by_tokens("critic.ppo_micro_batch_size_per_gpu=4")
+    assert "notice: critic.ppo_micro_batch_size_per_gpu counts samples" in caplog.text
+    assert not by_tokens(ROWS)
 
 
 def test_other_keys_without_effect_are_refused() -> None:
@@ -194,7 +214,7 @@ def test_pools_are_named_on_the_command_line_without_a_plus() -> None:
         "+resource_pool_spec.rm_pool=[1]",
     ]
     config = load_config(
-        [*NEEDED, *ALL_ROLES, "placement=split", "trainer.n_gpus_per_node=4", *pools]
+        [*NEEDED, *ALL_ROLES, "placement=split", "trainer.n_gpus_per_node=5", *pools]
     )
     assert config.resource_pool_spec == {
         "actor_rollout_ref_pool": [2],
@@ -237,28 +257,6 @@ def test_a_section_of_own_names_is_set_as_a_whole(caplog: pytest.LogCaptureFixtu
         load_config([*NEEDED, "resource_pool_spec={c: [1]}"])
 
 
-def test_a_dry_run_prints_the_plan_and_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = f"trainer.default_local_dir={tmp_path}/run"
-    run(
-        load_config(
-            [
-                *NEEDED,
-                folder,
-                "placement=split",
-                "trainer.n_gpus_per_node=8",
-                "trainer.dry_run=true",
-            ]
-        )
-    )
-    shown = capsys.readouterr().out
-    assert "critic_pool" in shown
-    assert "actor mini-batch" in shown
-    assert "update_critic ‖ actor.update_actor" in shown
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_table_says_every_size_in_its_unit() -> None:
     sizes = [
         "data.train_batch_size=24",
@@ -278,24 +276,16 @@ def test_the_table_says_every_size_in_its_unit() -> None:
     assert cells["generate"] == ["2", "24", "96", "3,840", "48", "1,920", "48", "1,920"]
     assert cells["actor mini-batch"] == ["2", "8", "32", "1,280", "16", "640", "2", "80"]
     assert cells["critic mini-batch"][0] == "1"
-    dynamic = "actor_rollout_ref.actor.use_dynamic_bsz=true"
-    assert batch_table(load_config([*NEEDED, *sizes, *lengths, dynamic])).splitlines()[-1].split()[
-        -2:
-    ] == [
-        "-",
-        "16,384",
-    ]
+    tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=320"
+    for more, at_once in ((), "440"), ((tokens,), "320"):
+        by_tokens = batch_table(load_config([*NEEDED, *sizes, *lengths, *more]))
+        assert by_tokens.splitlines()[-1].split()[-2:] == ["-", at_once]
 
 
-def test_multirun_makes_a_plan_for_each(tmp_path: Path) -> None:
-    settings = [
-        *NEEDED,
-        "trainer.dry_run=true",
-        "trainer.n_gpus_per_node=2,4",
-        "placement=colocate,split",
-        f"trainer.default_local_dir={tmp_path}",
-    ]
+def test_multirun_makes_a_plan_for_each(tiny_dir: Path, tmp_path: Path) -> None:
+    devices = ("trainer.n_gpus_per_node=2", "placement=colocate,split")
+    settings = overrides(tiny_dir, tmp_path, "trainer.dry_run=true", *devices)
     done = run_program(main_ppo.main, "--multirun", *settings, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Batch sizes") == 4
-    assert done.stdout.count("\ncritic_pool ") == 2
+    assert done.stdout.count("Batch sizes") == 2
+    assert done.stdout.count("\ncritic_pool ") == 1

@@ -104,11 +104,11 @@ def test_split_of_one_device_works_when_both_pools_are_given() -> None:
     assert config.resource_pool_spec == pools
 
 
-def test_a_pool_of_the_user_wins_over_the_preset() -> None:
+def test_a_pool_of_the_user_wins_over_the_preset_which_has_the_rest() -> None:
     config = load(
         "placement=split", "trainer.n_gpus_per_node=4", "resource_pool_spec.critic_pool=[1]"
     )
-    assert config.resource_pool_spec == {"actor_rollout_ref_pool": [2], "critic_pool": [1]}
+    assert config.resource_pool_spec == {"actor_rollout_ref_pool": [3], "critic_pool": [1]}
 
 
 def test_the_reference_is_mapped_when_there_is_a_kl() -> None:

@@ -57,7 +57,7 @@ def test_what_is_no_order_is_refused(name: str) -> None:
 
 
 def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(ConfigError, match="data.sampler=.*CALLS is no function"):
+    with pytest.raises(ConfigError, match="data.sampler=.*CALLS is a list, which cannot be called"):
         order_of("CALLS")
 
 

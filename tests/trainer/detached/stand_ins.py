@@ -6,10 +6,10 @@ import torch
 
 from trainer.data.prompts import as_objects
 from trainer.detached.activity import Activity
-from trainer.detached.buffer import BufferSettings, ExperienceBuffer
+from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.experience import Experience
 from trainer.detached.ledger import Ledger
-from trainer.detached.pacing import Pacing
+from trainer.detached.pacing import BufferSettings, Pacing
 from trainer.detached.pieces import Order, PieceStream
 from trainer.detached.samplers import SAMPLERS
 from verl_like.batch.protocol import DataProto

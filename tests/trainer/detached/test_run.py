@@ -240,6 +240,10 @@ def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
         (["detached.maker_settings.0={nam: hf}"], "names 'nam', no key of rollout.*'name'"),
         (["detached.maker_settings.0={name: sglang}"], "maker_settings.0: .*sglang"),
         (["detached.maker_settings.0={n: 3}"], "as many samples"),
+        (
+            ["detached.maker_settings.0={tensor_model_parallel_size: 2}"],
+            "0.tensor_model_parallel_size is set, but that maker does not read it: .*vllm",
+        ),
         (["detached.maker_settings.0={temperature: 0.5}"], "0.temperature would differ.*log-prob"),
         (["detached.maker_settings.0=hf"], "0='hf' is no setting.*0={name: hf}"),
         (

@@ -62,6 +62,14 @@ def test_a_pool_of_one_beside_the_driver_is_a_child_process(tmp_path: Path) -> N
         assert groups["actor"].neighbours() == [["actor"]]
 
 
+def test_roles_come_in_the_order_in_which_they_are_made_whatever_their_pools(
+    tmp_path: Path,
+) -> None:
+    roles = {"rollout": "first_pool", "critic": "first_pool", "actor": "second_pool"}
+    with WorkerGroups(reporting(tmp_path, roles, first_pool=1, second_pool=1)) as groups:
+        assert list(groups) == ["actor", "rollout", "critic"]
+
+
 def test_a_call_on_such_a_pool_does_not_hold_the_driver(tmp_path: Path) -> None:
     config = reporting(tmp_path, {"rollout": "maker_0_pool"}, maker_0_pool=1)
     with WorkerGroups(config) as groups:

@@ -32,7 +32,7 @@ def test_verls_script_becomes_a_command_of_ours() -> None:
     policy = config.actor_rollout_ref
     assert (policy.rollout.name, policy.rollout.n, policy.actor.strategy) == ("vllm", 5, "fsdp")
     assert config.data.val_files == ["/data/gsm8k/test.parquet", "/data/math/test.parquet"]
-    assert config.trainer.max_ckpt_to_keep is None  # nothing saves, so it is left out
+    assert config.trainer.max_ckpt_to_keep == 2  # none is asked for, so the default stays
     assert (config.trainer.total_epochs, config.trainer.n_gpus_per_node) == (15, 8)
     assert (policy.actor.ppo_mini_batch_size, policy.rollout.tensor_model_parallel_size) == (256, 2)
     assert 'data.train_files=$HOME/data/gsm8k/train.parquet"' in done.command()

@@ -38,21 +38,23 @@ def test_a_call_waits_for_the_writers_of_what_it_reads() -> None:
 
 
 def test_the_description_says_what_overlaps_and_what_takes_turns() -> None:
-    split = describe(load(*SPLIT_PPO)).splitlines()
-    at_once = next(line for line in split if line.startswith("at the same time"))
-    in_turns = next(line for line in split if line.startswith("in turns"))
-    for pair in (
-        "critic.update_critic ‖ actor.update_actor",
-        "actor.compute_log_prob ‖ critic.compute_values",
-        "ref.compute_ref_log_prob ‖ critic.compute_values",
-        "rewards ‖ actor.compute_log_prob",
-    ):
-        assert pair in at_once
-    assert "actor.compute_log_prob ‖ ref.compute_ref_log_prob" in in_turns
-    colocated = describe(load("placement=colocate"))
-    assert (
-        "critic.update_critic ‖ actor.update_actor" in colocated.split("in turns, on one pool: ")[1]
-    )
+    readings = "actor.compute_log_prob, then ref.compute_ref_log_prob"
+    assert describe(load(*SPLIT_PPO)).splitlines()[-5:] == [
+        "at the same time:",
+        f"  score: rewards ‖ {readings} ‖ critic.compute_values",
+        "  update: critic.update_critic ‖ actor.update_actor",
+        "in turns, on one pool:",
+        f"  score: {readings}",
+    ]
+    colocated = describe(load("placement=colocate", "algorithm.use_kl_in_reward=true"))
+    assert colocated.splitlines()[-4:] == [
+        f"  score: rewards ‖ {readings}, then critic.compute_values",
+        "in turns, on one pool:",
+        f"  score: {readings}, then critic.compute_values",
+        "  update: critic.update_critic, then actor.update_actor",
+    ]
+    apart = describe(load("placement=standalone", "trainer.n_gpus_per_node=4"))
+    assert "in turns, on one pool: nothing" in apart
 
 
 def test_what_a_run_does_not_do_is_not_drawn() -> None:

@@ -203,7 +203,7 @@ def test_the_calls_of_an_own_stage_are_in_no_pair(tiny_dir: Path, tmp_path: Path
         overrides(tiny_dir, tmp_path, "placement=split", "trainer.n_gpus_per_node=2")
     )
     text = describe(config, own=own_stages(OwnUpdate, PPOTrainer))
-    pairs = text.split("at the same time: ")[1]
+    pairs = text.split("at the same time:")[1]
     assert "own OwnUpdate.update" not in pairs
     assert "critic.update_critic ‖ actor.update_actor" in pairs
 

@@ -7,18 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.runs import overrides
 from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
 from trainer.cli.explain import explain
 from trainer.memory import GIB, pool_bytes
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.fit_passes import fit_passes
 from trainer.ppo.memory import check_memory, role_memories, tokens_at_once
 from trainer.ppo.preflight import preflight
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
+from workers.config.passes import LARGEST_PASS
 from workers.training.lm_head import CHUNK_BYTES
 
 SCRIPT = Path(__file__).parents[3] / "examples/split_placement/run_deepseek7b_llm.sh"
 CARD = 80 * GIB
+TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu={}"
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +128,55 @@ def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
     words = r"does not fit: .* which has 80\.0\. actor: .* in a call; rollout: .*checkpointing=true"
     with pytest.raises(ConfigError, match=words):
         check_memory(script_config(model, more), "cuda", CARD)
+
+
+def test_passes_by_tokens_are_halved_until_every_pool_fits(model: Path) -> None:
+    by_tokens = "actor_rollout_ref.actor.use_dynamic_bsz=true"
+
+    def settled(gib: float | None, *more: str) -> int | None:
+        config = script_config(model, by_tokens, *more)
+        fit_passes(config, "cuda", None if gib is None else int(gib * GIB))
+        return config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+
+    def needed(tokens: int, gib: int) -> float:
+        config = script_config(model, by_tokens, TOKENS.format(tokens))
+        return max(pool_bytes(role_memories(config, "cuda", gib * GIB)).values())
+
+    assert settled(None) is settled(1000) is None
+    tokens = settled(58)
+    assert tokens in (2048, 4096, 8192)
+    assert needed(tokens, 58) <= 58 * GIB < needed(2 * tokens, 58)
+    assert settled(1) == 512 + 512
+    assert settled(1, TOKENS.format(9999)) == 9999
+
+
+def test_on_cpus_the_processes_of_a_node_share_its_memory(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settled(gib: float) -> int | None:
+        monkeypatch.setattr("trainer.ppo.fit_passes.memory_gb", lambda _: gib)
+        more = ("data.train_batch_size=4096", "trainer.n_gpus_per_node=2")
+        config = load_config(overrides(tiny_dir, tmp_path, *more))
+        fit_passes(config, "cpu", None)
+        return config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+
+    assert settled(64) is None
+    assert 16 + 8 < (settled(0.1) or 0) < LARGEST_PASS
+    assert settled(1e-6) == 16 + 8
+
+
+def test_a_reward_model_passes_as_many_tokens_as_the_actor(
+    tiny_dir: Path, classifier: Path, tmp_path: Path
+) -> None:
+    judge = ("reward_model.enable=true", f"reward_model.model.path={classifier}")
+    tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=240"
+    rows = "reward_model.micro_batch_size_per_gpu=3"
+    by_tokens, of_its_own = (
+        load_config(overrides(tiny_dir, tmp_path, *judge, *more))
+        for more in ((tokens,), (tokens, rows))
+    )
+    assert tokens_at_once(by_tokens, "reward_model") == (240, 10)
+    assert tokens_at_once(of_its_own, "reward_model") == (3 * 24, 3)
 
 
 @pytest.mark.parametrize(

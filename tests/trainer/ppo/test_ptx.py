@@ -72,7 +72,8 @@ def test_every_optimizer_step_has_as_many_rows_as_prompts_unless_told(
 
 
 def test_the_memory_plan_counts_the_rows(tiny_dir: Path, texts: Path, tmp_path: Path) -> None:
-    config = load_config(settings_of(tiny_dir, tmp_path, texts))
+    by_rows = "actor_rollout_ref.actor.use_dynamic_bsz=false"
+    config = load_config(settings_of(tiny_dir, tmp_path, texts, by_rows))
     assert longest_row(config) == 16 + 8
     samples = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
     assert tokens_at_once(config, "actor") == (samples * 24, samples * 24)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer.report.report_runs import make_run
 from trainer.report.calls import last_steps, overlap_share, pools_at_work
-from trainer.report.figures import PANELS, WINDOWS, panels_of, running_mean
+from trainer.report.figures import PANELS, WINDOWS, curves, panels_of, running_mean
 from trainer.report.page import close_run, write_report
 from trainer.report.read import phase_shares, read_run
 from verl_like.errors import ConfigError
@@ -191,6 +191,16 @@ def test_own_rewards_have_a_figure_where_there_are_any(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line), encoding="utf-8")
     titles = [panel.title for panel in panels_of(read_run(tmp_path))]
     assert titles[:3] == ["Reward", "Rewards by name", "KL"]
+
+
+def test_a_kl_that_is_0_in_every_step_is_not_drawn(figures: None, tmp_path: Path) -> None:
+    lines = [{"step": n, "critic/score/mean": 0.5, "actor/ppo_kl": 0.0} for n in (1, 2)]
+    (panel,) = (panel for panel in PANELS if panel.title == "KL")
+    for kl_of_the_last, drawn in ((0.0, False), (0.01, True)):
+        lines[-1]["actor/ppo_kl"] = kl_of_the_last
+        text = "\n".join(map(json.dumps, lines))
+        (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+        assert bool(curves(read_run(tmp_path), panel)) is drawn
 
 
 def test_a_long_curve_has_its_running_mean() -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from trainer import load_config
+from trainer.run_folder import checkpoint
 from trainer.run_folder.checkpoint import WANDB_ID, Checkpoints
 from trainer.run_folder.marker import committed
+from trainer.run_folder.retention import validation_score
 from verl_like.errors import CheckpointError, ConfigError
 
 
@@ -96,6 +98,48 @@ def test_a_checkpoint_is_due_every_so_many_steps_and_at_the_end(tmp_path: Path) 
     assert [step for step in range(1, 8) if every_two.is_due(step, 7)] == [2, 4, 6, 7]
     never = checkpoints(tmp_path, "trainer.save_freq=-1")
     assert not any(never.is_due(step, 7) for step in range(1, 8))
+
+
+def test_a_checkpoint_is_due_by_time_and_then_at_the_end_of_a_long_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    by_time = checkpoints(tmp_path, "trainer.save_freq=-1", "trainer.save_every_minutes=2")
+    now[0] = 119.0
+    assert not by_time.is_due(3, 7)
+    now[0] = 120.0
+    assert by_time.is_due(3, 7)
+    assert not by_time.is_due(3, 7, by_time=False)
+    by_time.write(3, {}, {})
+    by_time.commit()
+    now[0] = 130.0
+    assert not by_time.is_due(4, 7)
+    assert by_time.is_due(7, 7)
+    assert by_time.are_written
+    off = checkpoints(tmp_path / "off", "trainer.save_freq=-1", "trainer.save_every_minutes=null")
+    now[0] = 1e6
+    assert not off.is_due(7, 7)
+    assert not off.are_written
+
+
+def test_two_checkpoints_and_that_of_the_best_validation_stay(tmp_path: Path) -> None:
+    scores = {2: 0.1, 4: 0.7, 6: 0.7, 8: 0.2, 10: 0.3}
+    for step, score in scores.items():
+        with (tmp_path / "metrics.jsonl").open("a") as lines:
+            line = {"step": step, "val-core/a/acc/mean@1": score, "val-core/b/acc/mean@1": 0.5}
+            lines.write(json.dumps(line) + "\n")
+        saved(tmp_path, step)
+    assert committed(tmp_path) == [6, 8, 10]
+
+
+def test_of_validations_by_loss_the_lowest_is_the_best() -> None:
+    lower, higher = {"val/loss": 0.5, "val/accuracy": 0.1}, {"val/loss": 0.6, "val/accuracy": 0.9}
+    assert validation_score(lower) > validation_score(higher)
+    accurate = {"val-core/rm/accuracy": 0.8, "val-core/rm/loss": 9.0}
+    assert validation_score(accurate) == 0.8
+    assert validation_score({"val-core/a": float("nan")}) == float("-inf")
+    assert validation_score({"step": 3, "critic/score/mean": 1.0}) is None
 
 
 def test_only_the_newest_are_kept_and_an_old_one_goes_after_the_commit(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ DAMAGE = {
 def test_a_damaged_checkpoint_makes_room_for_the_newest_whole_one(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved(tmp_path, 2, 4, 6, overrides=("trainer.max_ckpt_to_keep=3",))
+    saved(tmp_path, 2, 4, 6, overrides=("trainer.max_ckpt_to_keep=null",))
     DAMAGE[kind](tmp_path / "global_step_6")
     cut(tmp_path / "global_step_4" / "actor" / "number")
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(7)))

@@ -18,17 +18,23 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from trainer import load_config
 from trainer.ppo.config import DataConfig, PPOConfig, PPOTrainerConfig
 from trainer.run_folder.progress import Console
 from trainer.run_folder.tracking import JsonLines, make_tracking
 from verl_like.errors import ConfigError
+from verl_like.registry import load_object
 
 STEP = {
     "critic/score/mean": 0.5,
     "actor/ppo_kl": 0.01,
     "perf/total_num_tokens": 300.0,
     "perf/time_per_step": 2.0,
+    "actor/entropy": 1.25,
+    "actor/pg_loss": -0.02,
+    "response_length/mean": 7.5,
 }
+REST = "entropy 1.25  length 7.5  loss -0.02  150 tokens/s"
 
 
 def config(folder: Path, *logger: str) -> PPOConfig:
@@ -61,8 +67,8 @@ def test_without_a_terminal_there_is_a_line_a_step(
         tracking.log(STEP, 1)
         tracking.log({**STEP, "actor/kl_loss": 0.3, "val-core/s/reward/mean@1": 0.25}, 2)
     assert capsys.readouterr().out.splitlines() == [
-        "step 1/2  reward 0.5  KL 0.01  150 tokens/s",
-        "step 2/2  reward 0.5  KL 0.3  150 tokens/s  0:00:00 left",
+        f"step 1/2  reward 0.5  KL 0.01  {REST}",
+        f"step 2/2  reward 0.5  KL 0.3  {REST}  0:00:00 left",
         "    val-core/s/reward/mean@1 0.25",
     ]
 
@@ -72,7 +78,7 @@ def test_a_kl_of_a_policy_to_itself_is_not_shown(
 ) -> None:
     with make_tracking(config(tmp_path, "console"), total_steps=1) as tracking:
         tracking.log({**STEP, "actor/ppo_kl": 0.0}, 1)
-    assert capsys.readouterr().out.splitlines() == ["step 1/1  reward 0.5  150 tokens/s"]
+    assert capsys.readouterr().out.splitlines() == [f"step 1/1  reward 0.5  {REST}"]
 
 
 def test_nothing_is_shown_where_the_console_is_not_asked_for(tmp_path: Path, capsys: Any) -> None:
@@ -87,6 +93,7 @@ def test_a_terminal_gets_a_bar_of_its_width(columns: int) -> None:
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with open(its, "w", encoding="utf-8") as terminal:
         console = Console(total_steps=8, stream=terminal)
+        console.write({"val-core/s/reward/mean@1": 0.125}, 0)  # the validation before the steps
         console.write(STEP, 3)
         console.write({**STEP, "val-core/s/reward/mean@1": 0.25}, 4)
         console.close()
@@ -97,10 +104,38 @@ def test_a_terminal_gets_a_bar_of_its_width(columns: int) -> None:
             said += os.read(ours, 10_000)
     os.close(ours)
     shown = said.decode()
+    assert "step 0  val-core/s/reward/mean@1 0.125" in shown
     assert "step 4  val-core/s/reward/mean@1 0.25" in shown
+    assert "0/8" in shown
+    assert "-1/8" not in shown
     (bar,) = [part for part in re.split(r"[\r\n]", shown) if part.startswith("4/8")]
     assert len(bar.rstrip()) <= columns
-    assert ("reward 0.5" if columns == 40 else "reward 0.5  KL 0.01  150 tokens/s") in bar
+    assert ("reward 0.5" if columns == 40 else f"reward 0.5  KL 0.01  {REST}"[:60]) in bar
+
+
+class Kept:
+    """A tracker of a user's own."""
+
+    said: ClassVar[list[object]] = []
+
+    def __init__(self, config: PPOConfig, total_steps: int) -> None:
+        self.said.append(total_steps)
+
+    def write(self, metrics: dict[str, float], step: int) -> None:
+        self.said.append((step, metrics))
+
+    def close(self) -> None:
+        self.said.append("closed")
+
+
+def test_a_tracker_of_ones_own_is_found_by_its_dotted_path(tmp_path: Path) -> None:
+    name = "tests.trainer.run_folder.test_tracking.Kept"
+    needed = ["data.train_files=x", "actor_rollout_ref.model.path=y"]
+    folder = f"trainer.default_local_dir={tmp_path}"
+    own = load_object(name, "here")
+    with make_tracking(load_config([*needed, folder, f"trainer.logger={name}"]), 2) as tracking:
+        tracking.log({"loss": 0.5}, 1)
+    assert own.said == [2, (1, {"loss": 0.5}), "closed"]
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:

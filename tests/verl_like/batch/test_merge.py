@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.verl_like.batches import assert_same, make, uids
-from verl_like.batch.merge import union_numpy_dict, union_tensor_dict
+from verl_like.batch.merge import same_value, union_numpy_dict, union_tensor_dict
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError
 
@@ -115,3 +115,10 @@ def test_concat_makes_metrics_a_dict_of_lists_with_an_entry_per_dict_that_has_th
 def test_parts_that_do_not_fit_are_named(parts, said):
     with pytest.raises(BatchError, match=said):
         DataProto.concat(parts)
+
+
+def test_containers_that_hold_themselves_are_compared():
+    one, other = np.array([None], dtype=object), np.array([None], dtype=object)
+    one[0], other[0] = one, other
+    assert same_value(one, other)
+    assert not same_value(one, np.array([None], dtype=object))

@@ -160,3 +160,19 @@ def test_padding_appends_copies_of_the_last_or_first_row():
     for rows, size, candidate in ((0, 1, ""), (2, -1, ""), (2, 1, "middle")):
         with pytest.raises(BatchError, match="padding"):
             make(rows).padding(size, candidate)
+
+
+def test_unfold_column_chunks_cuts_the_lists_of_an_object_column():
+    labels = [["a1", "a2"], ["b1", "b2", "b3", "b4"]]
+    data = DataProto.from_dict({"x": torch.arange(2)}, {"labels": labels, "uid": ["a", "b"]})
+    cut = data.unfold_column_chunks(2, ["labels"])
+    assert cut.non_tensor_batch["labels"].tolist() == [["a1"], ["a2"], ["b1", "b2"], ["b3", "b4"]]
+    assert cut.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
+    assert cut.batch["x"].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("bad", "words"), [(["b1"], "a list of 1"), (7, "a int 7")])
+def test_an_object_that_does_not_divide_is_named_by_its_row(bad, words):
+    data = DataProto.from_dict(non_tensors={"labels": [["a1", "a2"], bad]})
+    with pytest.raises(BatchError, match=f"Row 1 of column 'labels' is {words}: .* 2 chunks"):
+        data.unfold_column_chunks(2, ["labels"])

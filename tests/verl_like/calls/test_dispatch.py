@@ -270,7 +270,7 @@ def test_a_role_does_not_inherit_methods_of_a_role_whose_name_it_begins() -> Non
 
     roles = {"actor": Actor, "actor_rollout": Rollout}
     fused = WorkerGroup(
-        FakeTransport({r: (c, (), {}) for r, c in roles.items()}, 2), roles, prefixed=True
+        FakeTransport({r: (c, (), {}) for r, c in roles.items()}, 2), roles, prefixed=roles
     )
     groups = fused.spawn(roles)
     assert fused.actor_step() == groups["actor"].step() == ["actor"] * 2
@@ -298,7 +298,7 @@ def test_two_roles_cannot_give_one_name() -> None:
         DispatchError, match="actor_rollout.step and actor.rollout_step would both be"
     ):
         WorkerGroup(
-            FakeTransport({r: (c, (), {}) for r, c in roles.items()}, 1), roles, prefixed=True
+            FakeTransport({r: (c, (), {}) for r, c in roles.items()}, 1), roles, prefixed=roles
         )
 
 

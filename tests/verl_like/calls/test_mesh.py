@@ -59,7 +59,7 @@ class OnRows(Worker):
 
 def fused_with_meshes(layouts: dict[str, int]) -> WorkerGroup:
     transport = FakeTransport({role: (OnRows, (n,), {}) for role, n in layouts.items()}, 4)
-    return WorkerGroup(transport, dict.fromkeys(layouts, OnRows), prefixed=True)
+    return WorkerGroup(transport, dict.fromkeys(layouts, OnRows), prefixed=layouts)
 
 
 def test_a_call_is_collected_by_its_own_roles_mesh_while_another_role_is_called() -> None:

@@ -12,9 +12,21 @@ def test_an_alias_stands_for_several_roles() -> None:
     assert expand_roles({Role.ActorRolloutRef: "p"}) == {"actor": "p", "rollout": "p", "ref": "p"}
 
 
-def test_an_alias_may_not_be_named_beside_its_roles() -> None:
-    with pytest.raises(PlacementError, match="role 'actor' is mapped twice"):
-        expand_roles({"actor": "p", "actor_rollout": "q"})
+@pytest.mark.parametrize(
+    ("mapping", "expanded"),
+    [
+        ({"actor_rollout": "p", "rollout": "q"}, {"actor": "p", "rollout": "q"}),
+        ({"rollout": "q", "actor_rollout": "p"}, {"rollout": "q", "actor": "p"}),
+        (
+            {"ref": "r", "actor_rollout_ref": "p", "actor_rollout": "q"},
+            {"ref": "r", "actor": "q", "rollout": "q"},
+        ),
+    ],
+)
+def test_of_two_names_for_a_role_the_narrower_one_counts(
+    mapping: dict[str, str], expanded: dict[str, str]
+) -> None:
+    assert expand_roles(mapping) == expanded
 
 
 def test_the_roles_of_a_pool_come_in_the_order_of_the_mapping() -> None:

@@ -8,8 +8,11 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.messages import Call, Header, RemoteError
+from verl_like.errors import WorkerError
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import WorkerHost
 from verl_like.process.worker import Worker
@@ -125,3 +128,91 @@ def test_the_stacks_of_a_process_show_the_call_that_runs_and_nothing_else(monkey
     assert "in stay_here" in shown
     assert "in the_stacks" not in shown
     host.close()
+
+
+class Unshowable(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+class Raises(Worker):
+    """Raises what it is given, in every kind of call."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def in_turn(self, error: BaseException) -> None:
+        raise error
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def as_coroutine(self, error: BaseException) -> None:
+        raise error
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def past_queue(self, error: BaseException) -> None:
+        raise error
+
+
+KINDS = [("in_turn", False), ("as_coroutine", False), ("past_queue", True)]
+
+
+def in_a_thread(host: WorkerHost, call: Call) -> Header:
+    """The header of a call that is made in another thread, as calls past the queue are."""
+    headers: list[Header] = []
+    thread = threading.Thread(target=lambda: headers.append(host.call(call, ())[1]))
+    thread.start()
+    thread.join(10)
+    assert headers, f"{call.method} was never answered"
+    return headers[0]
+
+
+@pytest.mark.parametrize(("method", "past_queue"), KINDS)
+@pytest.mark.parametrize("raised", [GeneratorExit, KeyboardInterrupt, SystemExit, BaseException])
+def test_what_is_no_exception_is_answered_as_an_error_that_the_driver_can_catch(
+    method: str, past_queue: bool, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = started_with(Raises, monkeypatch)
+    header = in_a_thread(host, Call("raises", method, (raised("why"),), past_queue=past_queue))
+    host.close()
+    assert header.error is not None
+    error = header.error.rebuild("raises.here, rank 0")
+    assert isinstance(error, WorkerError)
+    assert f"raises.here, rank 0 raised builtins.{raised.__name__}" in str(error)
+    assert "why" in error.__notes__[0]
+
+
+@pytest.mark.parametrize(("method", "past_queue"), KINDS)
+def test_an_exception_without_a_text_arrives_with_its_rank_and_traceback(
+    method: str, past_queue: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = started_with(Raises, monkeypatch)
+    header = in_a_thread(host, Call("raises", method, (Unshowable(),), past_queue=past_queue))
+    host.close()
+    assert header.error is not None
+    error = header.error.rebuild("raises.here, rank 0")
+    assert "raises.here, rank 0 raised" in str(error)
+    assert "Unshowable" in str(error)
+    assert f"in {method}" in error.__notes__[0]
+
+
+def test_an_exit_in_a_processes_own_turn_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = started_with(Raises, monkeypatch)
+    with pytest.raises(SystemExit):
+        host.call(Call("raises", "in_turn", (SystemExit(3),)), ())
+    host.close()
+
+
+def test_in_the_drivers_own_thread_ctrl_c_alone_passes() -> None:
+    host = WorkerHost({"raises": (Raises, (), {})}, ProcessFacts("raises", 0, 1, 0), {})
+    assert host.start(None).error is None
+    with pytest.raises(KeyboardInterrupt):
+        host.call(Call("raises", "in_turn", (KeyboardInterrupt(),)), ())
+    assert host.call(Call("raises", "in_turn", (SystemExit(),)), ())[1].error is not None
+
+
+def started_with(role: type[Worker], monkeypatch: pytest.MonkeyPatch) -> WorkerHost:
+    """A host of one role that thinks it has a process of its own."""
+    monkeypatch.setattr(WorkerHost, "_own_the_process", lambda *_: None)
+    host = WorkerHost({role.__name__.lower(): (role, (), {})}, ProcessFacts("role", 0, 1, 0))
+    assert host.start(("127.0.0.1", 1)).error is None
+    return host

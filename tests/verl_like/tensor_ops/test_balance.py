@@ -8,6 +8,7 @@ import torch
 
 from verl_like.errors import BatchError
 from verl_like.tensor_ops import (
+    get_group_balanced_partitions,
     get_reverse_idx,
     get_seqlen_balanced_partitions,
 )
@@ -75,3 +76,19 @@ def test_the_reverse_index_undoes_a_reordering():
     order = list(itertools.chain(*get_seqlen_balanced_partitions([9, 1, 5, 7, 3, 3], 2)))
     rows = torch.arange(6)
     assert rows[order][get_reverse_idx(order)].tolist() == rows.tolist()
+
+
+def test_rows_of_one_uid_stay_in_one_partition():
+    uids = [0, 1, 2, 3, 0, 1, 2, 3]
+    lengths = [100, 200, 150, 50, 110, 210, 160, 40]
+    parts = get_group_balanced_partitions(lengths, uids, 2)
+    assert parts == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+@pytest.mark.parametrize(
+    ("uids", "k", "words"),
+    [([0, 0, 1], 3, "of 2 uids do not make 3"), ([0], 1, "3 lengths and 1 uids")],
+)
+def test_groups_that_do_not_divide_are_refused(uids, k, words):
+    with pytest.raises(BatchError, match=words):
+        get_group_balanced_partitions([1, 2, 3], uids, k)

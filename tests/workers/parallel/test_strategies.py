@@ -17,7 +17,7 @@ from tests.workers.parallel.test_fsdp import Collectives
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from workers.config import FSDPConfig
 from workers.parallel import fsdp
-from workers.parallel.fsdp import Sharding, settle
+from workers.parallel.sharding import Sharding, settle
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
 

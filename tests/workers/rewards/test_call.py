@@ -8,7 +8,8 @@ import pytest
 
 from verl_like.errors import ConfigError
 from workers.rewards.call import Call
-from workers.rewards.process import score_batch
+from workers.rewards.outcome import Outcome
+from workers.rewards.process import Calls, FunctionSpec
 
 SAMPLE = {"data_source": "s", "solution_str": "four", "ground_truth": "4", "uid": "0-0"}
 
@@ -29,6 +30,11 @@ def of_a_batch(solution_strs: list[str], ground_truths: list[str]) -> list[float
 
 def one_too_few(solution_strs: list[str]) -> list[float]:
     return [0.0] * (len(solution_strs) - 1)
+
+
+def score_batch(function: Any, samples: list[Any]) -> list[Outcome]:
+    nobody: Any = None
+    return Calls(nobody, Call.of(function, {}), FunctionSpec(deadline=1.0)).score_batch(samples)
 
 
 def test_names_decide_not_places() -> None:
@@ -64,14 +70,13 @@ def test_a_column_that_only_some_data_has_fills_nothing() -> None:
 
 
 def test_plurals_get_the_whole_batch() -> None:
-    call = Call.of(of_a_batch, {})
-    assert call.takes_batches
-    outcomes = score_batch(call, [SAMPLE, {**SAMPLE, "solution_str": "a"}], 1.0)
+    assert Call.of(of_a_batch, {}).takes_batches
+    outcomes = score_batch(of_a_batch, [SAMPLE, {**SAMPLE, "solution_str": "a"}])
     assert outcomes == [(8.0, {}, None), (5.0, {}, None)]
 
 
 def test_a_batch_with_a_score_too_few_fails_whole() -> None:
-    outcomes = score_batch(Call.of(one_too_few, {}), [SAMPLE] * 3, 1.0)
+    outcomes = score_batch(one_too_few, [SAMPLE] * 3)
     assert outcomes == [(None, {}, "ValueError: it got 3 samples and returned 2 scores")] * 3
 
 

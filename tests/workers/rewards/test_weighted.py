@@ -12,6 +12,7 @@ from trainer.ppo.left_out import without_skipped
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError
 from workers.config import OverlongBufferConfig, RewardConfig
+from workers.rewards.manager import FAILURES
 from workers.rewards.weighted import (
     SKIPPED,
     Part,
@@ -54,7 +55,8 @@ class Told:
         columns = {f"reward_extra/{name}": np.array(v) for name, v in self.extras.items()}
         numbers = {"reward/num_failed": float(self.sums.isnan().sum())}
         numbers["reward/num_timed_out"] = 0.0
-        return Done((DataProto.from_dict(tensors, columns), numbers))
+        failures = [f"{row}: no" for row in failed.nonzero().flatten().tolist()]
+        return Done((DataProto.from_dict(tensors, columns, {FAILURES: failures}), numbers))
 
     def close(self) -> None:
         pass
@@ -120,6 +122,22 @@ def test_a_failure_ends_the_run_where_that_was_chosen() -> None:
     judge = part("judge", [1.0, float("nan"), 0.0, 0.0], on_failure="fail")
     with pytest.raises(RewardError, match="reward 'judge' failed for 1 of 4 samples"):
         scores_of(judge)
+
+
+@pytest.mark.parametrize("on_failure", ["default", "skip"])
+def test_more_failures_than_max_failed_end_the_run_by_name(on_failure: str) -> None:
+    nan = float("nan")
+    half = Rewards([part("judge", [nan, nan, 1.0, 1.0], on_failure=on_failure)], None, 0.5)
+    more = Rewards([part("judge", [nan, nan, nan, 1.0], on_failure=on_failure)], None, 0.5)
+    half.launch(batch(), lambda _: None).get()
+    with pytest.raises(RewardError, match=r"for 3 of 4 .*max_failed=0.5.*sample: 0: no; 1: no; 2"):
+        more.launch(batch(), lambda _: None).get()
+
+
+def test_a_sum_that_is_infinite_in_float32_ends_the_run_by_name() -> None:
+    huge = part("huge", [1.0, 3e38, 0.0, 0.0], weight=2.0)
+    with pytest.raises(RewardError, match=r"scores of 1 of 4 samples are NaN or infinite.*: a\."):
+        scores_of(huge)
 
 
 def test_a_skipped_sample_leaves_the_update_and_moves_no_baseline() -> None:

@@ -242,6 +242,21 @@ def test_rows_on_both_sides_of_longrope_s_original_length_never_share_a_pass(
     assert cuts == [[0, 1, 2, 3, 4], [5, 6]]  # 17 tokens are above 16, and 13 below
 
 
+def test_passes_whose_attention_grows_with_their_square_are_short(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_proof, "LARGEST_SQUARE", 20)
+    config = tiny_config(tiny_dir)
+    config.actor_rollout_ref.model.attn_implementation = "eager"
+    engine = started(ActorWorker, config, 1).engine
+    columns = dict(make_batch(9).batch.items())
+    tokens = engine.row_passes.lengths(columns, engine.reads(columns))
+    cuts = engine._cut(columns, Budget(tokens=10_000))
+    assert engine.packs
+    assert len(cuts) > 1
+    assert max(sum(tokens[row] for row in rows) for rows in cuts) <= 20
+
+
 def test_a_model_that_looks_ahead_is_refused_before_a_step(tmp_path: Path) -> None:
     config = transformers.BertConfig(
         vocab_size=VOCAB,

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tests.workers.stand_ins import TiedModel
-from workers.weights.checksum import Hashing, byte_view, checksum_of, hash_of
+from workers.weights.checksum import (
+    CopyCheck,
+    Hashing,
+    byte_view,
+    checksum_of,
+    hash_of,
+    hash_on_device,
+)
 
 
 def test_a_checksum_depends_on_names_shapes_and_bits_alone() -> None:
@@ -38,3 +45,27 @@ def test_a_flipped_bit_or_two_values_that_changed_places_change_the_hash() -> No
     swapped[[7, 4000]] = source[[4000, 7]]
     byte_view(flipped)[17_001] ^= 64
     assert len({hash_of(byte_view(tensor)) for tensor in (source, swapped, flipped)}) == 3
+
+
+def test_a_copy_is_checked_for_every_bit_that_its_engine_holds() -> None:
+    weights = {"a": torch.randn(5, 3), "b": torch.randn(7).bfloat16(), "c": torch.zeros(0)}
+    check = CopyCheck()
+    held = {name: tensor.clone() for name, tensor in check.watch(weights.items())}
+    held["b"] = held["b"].float()  # no bit of it is lost
+    assert check.damaged(held.items()) == []
+    held["a"].view(torch.int32)[4, 2] ^= 1
+    held["b"][3] = torch.nextafter(held["b"][3], torch.tensor(9.0)) * 1.01
+    assert check.damaged(held.items()) == ["a", "b"]
+    assert check.seconds > 0
+
+
+def test_the_hash_of_a_gpus_weights_changes_with_a_bit_and_with_a_place() -> None:
+    payload = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    payload[:2] = torch.tensor([1, 2], dtype=torch.uint8)
+    value = hash_on_device(payload, chunk=64)
+    assert hash_on_device(payload) == value
+    others = [payload.clone() for _ in range(3)]
+    others[0][999] ^= 1
+    others[1][500] ^= 128
+    others[2][[0, 1]] = others[2][[1, 0]]
+    assert value not in [hash_on_device(other) for other in others]

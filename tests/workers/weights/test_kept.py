@@ -129,7 +129,7 @@ def test_a_damaged_word_on_the_whole_is_caught(
         return start(channel, tensor, *group)
 
     monkeypatch.setattr(Channel, "_start_broadcast", flip)
-    with pytest.raises(WeightSyncError, match="1 corrupt: what the whole is said to hold, if"):
+    with pytest.raises(WeightSyncError, match="1 corrupt: what is said to be the end"):
         sync_weights(changing, keepers, 0)
 
 

@@ -30,12 +30,15 @@ from tests.workers.stand_ins import (
     versions,
 )
 from verl_like.backends.local.group import LocalWorkerGroup
-from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls
+from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.placement.pools import ResourcePool
+from verl_like.process.store import SignedStore, new_secret
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
+from workers.weights.channel import Channel
 from workers.weights.checksum import checksum_of
+from workers.weights.delivery import deliver_weights, publish_weights
 from workers.weights.sync import sync_weights
 
 
@@ -124,7 +127,10 @@ def test_a_sharded_actor_fills_a_rollout_in_another_pool(
 
 
 def colocated(tiny_dir: Path) -> tuple[Any, ...]:
-    """An actor and a rollout on the same ranks: two updates with their syncs, a sleep between."""
+    """An actor and a rollout on the same ranks: two updates with their syncs, a sleep between.
+
+    Then a sync whose copy is damaged, if there is one.
+    """
     config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
     actor, rollout = ActorWorker(config), RolloutWorker(config)
     rollout._siblings["actor"] = actor
@@ -138,16 +144,26 @@ def colocated(tiny_dir: Path) -> tuple[Any, ...]:
     reports.append(rollout.update_weights(1))
     second = rollout.weights_checksum() == checksum_of(actor.engine.named_full_tensors())
     shared = rollout.engine.module is actor.engine.module
-    return [report.error for report in reports], first, second, rollout.engine.version, shared
+    whole = [report.error for report in reports], first, second, rollout.engine.version, shared
+
+    load = rollout.engine._load
+
+    def load_and_flip(tensors: Any) -> None:
+        load(tensors)
+        rollout.engine.module.lm_head.weight.data.view(torch.int32)[3, 1] ^= 1
+
+    rollout.engine._load = load_and_flip
+    return whole, rollout.update_weights(2).error
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_beside_its_actor_a_rollout_shares_the_module_or_gathers_a_copy(
     tiny_dir: Path, world: int
 ) -> None:
-    assert (
-        run(world, colocated, str(tiny_dir)) == [([None, None], True, True, 1, world == 1)] * world
-    )
+    results = run(world, colocated, str(tiny_dir))
+    assert [whole for whole, _ in results] == [([None, None], True, True, 1, world == 1)] * world
+    damaged = [f"rollout rank {rank}: copy: 1 damaged: lm_head.weight." for rank in range(world)]
+    assert [error for _, error in results] == ([None] if world == 1 else damaged)
 
 
 def test_rollout_log_probs_are_the_actors_at_every_version(tiny_dir: Path) -> None:
@@ -184,7 +200,7 @@ def test_the_driver_flips_the_version_when_every_rank_has_verified(
 
         return note
 
-    for name in ("open_store", "join_store"):
+    for name in ("open_weight_store", "join_weight_store"):
         monkeypatch.setattr(weight_sync, name, noted(name, getattr(weight_sync, name)))
     for version in range(2):
         train(actor)
@@ -193,7 +209,7 @@ def test_the_driver_flips_the_version_when_every_rank_has_verified(
         assert set(checksums(rollout)) == {checksums(actor)[0]}
         assert metrics["training/weight_version"] == version
     assert metrics["perf/weight_sync_mb"] > 0
-    assert sorted(connections) == ["join_store", "join_store", "open_store"]
+    assert sorted(connections) == ["join_weight_store"] * 2 + ["open_weight_store"]
 
 
 @pytest.mark.parametrize(
@@ -248,12 +264,70 @@ def test_an_engine_that_is_generating_refuses_and_no_one_waits_for_it(
     assert time.monotonic() - start < 10
 
 
+def test_a_sync_leaves_nothing_in_its_store(actor: Group, rollout: Group) -> None:
+    sync_weights(actor, rollout, 0)
+    store, place = actor.workers[0]._weight_store
+    publish_weights(actor, 1)
+    deliver_weights(actor, rollout, 1)
+    assert store.num_keys() <= 1  # torch's own
+    assert store.list_keys() in ([], ["init/"])
+    assert place.startswith("127.0.0.1:")
+
+
+def test_what_strangers_write_into_the_store_changes_no_sync(actor: Group, rollout: Group) -> None:
+    sync_weights(actor, rollout, 0)
+    stranger = dist.TCPStore("127.0.0.1", actor.workers[0]._weight_store[0].port)
+    for name in ("joined/1", "complete", "weights/0/0", "weights/0/1", "held/1"):
+        for part in ("", "sync 2/", "2/"):
+            stranger.set(part + name, "a stranger's")
+    train(actor)
+    sync_weights(actor, rollout, 1)
+    assert versions(rollout) == [1, 1]
+    assert set(checksums(rollout)) == {checksums(actor)[0]}
+
+
+def test_nobody_sends_weights_without_the_secret(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Channel.send
+
+    def send_as_a_stranger(channel: Channel, *arguments: Any) -> None:
+        channel._sign = SignedStore(dist.HashStore(), new_secret(), "sync 1").sign
+        send(channel, *arguments)
+
+    monkeypatch.setattr(Channel, "send", send_as_a_stranger)
+    refused(actor, rollout, "what is said to be the end, what bucket 0 is said to hold")
+
+
+def test_what_is_refused_is_sent_once_more(
+    actor: Group,
+    rollout: Group,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = rollout.workers[1].engine.module
+    rollout.workers[1].engine.module = TiedModel(0, hidden=7)
+    refuse = weight_sync.sync_figures
+
+    def mend_then_refuse(*reports: Any) -> Any:
+        rollout.workers[1].engine.module = whole
+        return refuse(*reports)
+
+    monkeypatch.setattr(weight_sync, "sync_figures", mend_then_refuse)
+    sync_weights(actor, rollout, 3)
+    assert versions(rollout) == [3, 3]
+    assert set(checksums(rollout)) == {checksums(actor)[0]}
+    assert "version 3 was not taken over: rollout rank 1: engine: " in caplog.text
+    assert caplog.text.count("They are sent once more.") == 1
+
+
 def test_an_engine_that_never_joins_is_named(actor: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=1))
     rollout = Group([Receiver(0, 2)])
     rollout.world_size = 2
-    with pytest.raises(WeightSyncError, match="rollout rank 1: not there"):
+    with pytest.raises(WeightSyncError, match="rollout rank 1: not there") as caught:
         sync_weights(actor, rollout, 0)
+    assert type(caught.value) is WeightSyncError, "it is not waited for once more"
     assert versions(rollout) == [None]
 
 

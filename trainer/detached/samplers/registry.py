@@ -13,10 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.detached.experience import Experience
 from trainer.detached.pieces import Piece
+from verl_like.errors import ConfigError
 from verl_like.registry import Registry
+from verl_like.signatures import Call, check_call, check_methods
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,18 @@ class Sampler(ABC):
         """The next batch; nothing taken: wait."""
 
 
-SAMPLERS: Registry[type[Sampler]] = Registry("sampler")
+def _check(sampler: Any, subject: str) -> None:
+    """Refuse what is no class of samplers, or cannot be made without arguments."""
+    if not (isinstance(sampler, type) and issubclass(sampler, Sampler)):
+        raise ConfigError(
+            f"{subject} is no class of samplers: make it a subclass of "
+            "trainer.detached.samplers.registry.Sampler."
+        )
+    check_methods(sampler, Sampler, subject)
+    check_call(sampler, subject, Call())
+
+
+SAMPLERS: Registry[type[Sampler]] = Registry("sampler", _check)
 
 
 def up_to(experiences: Iterable[Experience], num_samples: int) -> list[Experience]:

@@ -213,7 +213,7 @@ ABSENT = {
     "agent_func_path": "agents that act in several turns are not here",
     "async_queue_size": "take `verl-like detached`: detached.limit, detached.max_staleness",
     "async_train": "take `verl-like detached`, whose makers generate while the trainer trains",
-    "ckpt.best_metric_key": "all checkpoints up to trainer.max_ckpt_to_keep stay, none is the best",
+    "ckpt.best_metric_key": "the checkpoint of the best validation stays, of all its metrics",
     "critic.adam.betas": "the critic has the actor's",
     "critic.adam.eps": "the critic has the actor's",
     "critic.adam.weight_decay": "the critic has the actor's",

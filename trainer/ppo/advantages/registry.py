@@ -14,11 +14,12 @@ from typing import TypeVar
 from torch import Tensor
 
 from verl_like.registry import Registry
+from verl_like.signatures import check_by_name
 
 Estimator = Callable[..., tuple[Tensor, Tensor]]
 AnyEstimator = TypeVar("AnyEstimator", bound=Estimator)
 
-ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
+ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", check_by_name)
 
 
 def compares_samples(estimator: AnyEstimator) -> AnyEstimator:

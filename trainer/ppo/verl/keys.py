@@ -190,7 +190,10 @@ They change nothing at the actor's value, and are refused at any other.
 """
 
 FSDP_ONLY = "models are sharded by FSDP: drop it, and say actor.strategy where fsdp is not meant"
-NO_SANDBOX = "a reward function asks the sandbox itself: custom_reward_function.path"
+NO_SANDBOX = (
+    "programs run in a sandbox of their own (workers.rewards.code); a function of your own may "
+    "ask a server: custom_reward_function.path"
+)
 SERVED = "serve the reward model, and ask it: `rewards`, kind: remote"
 
 NOT_HERE = {

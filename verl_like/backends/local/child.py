@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import signal
 import threading
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -92,14 +94,22 @@ class _Program:
             self._send(number, "answer", result)
         except WorkerError as error:
             self._send(number, "error", str(error))
-        except Exception as error:  # noqa: BLE001 - the process edge: the driver is sent a text
-            self._send(number, "error", cannot_travel(f"{type(error).__name__}: {error}"))
+        except SystemExit:
+            raise  # of a call in its turn: the process ends
+        except BaseException as error:  # noqa: BLE001 - the process edge: the driver is sent a text
+            text = traceback.format_exception_only(error)[-1].strip()
+            self._send(number, "error", cannot_travel(text))
 
     def _send(self, number: int, kind: str, content: Any) -> None:
         send(self._connection, self._sending, number, kind, content)
 
 
 def main(connection: Connection) -> None:
-    """Serve the driver that started this process."""
+    """Serve the driver that started this process, which alone ends it.
+
+    A scheduler may send signals to all processes of a job, and a driver then saves first.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     _Program(connection).run()

@@ -7,6 +7,7 @@ waits inside a call for its arguments.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import subprocess
@@ -38,9 +39,6 @@ class ChildProcess(Protocol):
     """What is used of a `subprocess.Popen`."""
 
     pid: int
-
-    def terminate(self) -> None:
-        """Ask it to end."""
 
     def kill(self) -> None:
         """End it."""
@@ -235,13 +233,10 @@ class ChildTransport(Transport):
         return f"pid {self.children[rank].process.pid}"
 
     def shutdown(self) -> None:
-        """Ask the children to end; one that does not leave by itself is killed."""
+        """Kill the children: they have nothing to finish, and one that is stopped hears no more."""
         for child in self.children:
-            child.process.terminate()
+            child.process.kill()
         deadline = time.monotonic() + 5.0
         for child in self.children:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
                 child.process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()

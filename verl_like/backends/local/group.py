@@ -8,17 +8,20 @@ are child processes (`children`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from verl_like.backends.local.children import ChildTransport, StartRank, start_child_rank
 from verl_like.backends.local.inline import InlineTransport
-from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, method_table
+from verl_like.calls.group import WorkerGroup, method_table
 from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
-from verl_like.errors import ConfigError, WorkerError
+from verl_like.calls.worker_classes import ClassWithInitArgs
+from verl_like.errors import ConfigError, PlacementError, WorkerError
 from verl_like.placement.pools import ResourcePool
 from verl_like.process.environment import checked_worker_env
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import Recipes
+from verl_like.process.store import new_secret
 from verl_like.process.worker import Worker
 
 
@@ -36,10 +39,11 @@ class LocalWorkerGroup(WorkerGroup):
         seed: int = 0,
         log_dir: str | None = None,
         master_port: int = 0,
-        device_kind: str = "cpu",
+        device_name: str = "cpu",
         neighbours: dict[str, Worker] | None = None,
         start_rank: StartRank | None = None,
         own_processes: bool = False,
+        detached: bool = False,
     ) -> None:
         """Arguments as for `RayWorkerGroup`.
 
@@ -47,19 +51,22 @@ class LocalWorkerGroup(WorkerGroup):
         `neighbours` are siblings when they run inline. Processes of other pools are those that
         `start_rank` gives, by default new ones.
         """
+        if detached:
+            raise PlacementError(
+                "detached=True: processes of the local backend end with their driver; take "
+                "RayWorkerGroup."
+            )
         roles = ray_cls_with_init.roles(name_prefix)
         classes = {role: made.cls for role, made in roles.items()}
-        method_table(classes, ray_cls_with_init.fused)
+        method_table(classes, ray_cls_with_init.prefixed)
         recipes: Recipes = {
             role: (made.cls, made.args, made.kwargs) for role, made in roles.items()
         }
         limits, size = deadlines or Deadlines(), resource_pool.world_size
         env = checked_worker_env(worker_env)
-        name, settings = "+".join(roles), (device_kind, seed, log_dir)
-        times = limits.rendezvous_s, limits.call_s
-        facts = []
-        for rank, local_rank in enumerate(resource_pool.local_rank_list()):
-            facts.append(ProcessFacts(name, rank, size, local_rank, *settings, *times))
+        name, times = "+".join(roles), (limits.rendezvous_s, limits.call_s)
+        settings = device_name, seed, log_dir, *times, True, new_secret()
+        facts = _facts(resource_pool, name, *settings)
         transport: Transport
         inline = size == 1 and not own_processes
         if inline and env:
@@ -71,7 +78,7 @@ class LocalWorkerGroup(WorkerGroup):
             transport = InlineTransport(
                 recipes, facts[0], limits, {} if neighbours is None else neighbours
             )
-        elif device_kind != "cpu" and start_rank is None:
+        elif device_name != "cpu" and start_rank is None:
             raise WorkerError(
                 f"backend=local has child processes on CPUs only, and {name} would be "
                 f"{size} of them on GPUs. Use backend=ray, or trainer.device=cpu."
@@ -79,4 +86,13 @@ class LocalWorkerGroup(WorkerGroup):
         else:
             start_rank = start_rank or start_child_rank
             transport = ChildTransport(recipes, facts, limits, env, master_port, start_rank)
-        super().__init__(transport, classes, prefixed=ray_cls_with_init.fused)
+        super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
+
+
+def _facts(pool: ResourcePool, name: str, *settings: Any) -> list[ProcessFacts]:
+    """What every rank of the pool is started with."""
+    here = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
+    return [
+        ProcessFacts(name, rank, pool.world_size, *place, *settings)
+        for rank, place in enumerate(here)
+    ]

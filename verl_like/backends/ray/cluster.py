@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from verl_like.backends.ray.private_session import private_session
 from verl_like.calls.waiting import Deadlines, Patience
 from verl_like.errors import WaitTimeoutError
 from verl_like.placement.pools import Node
@@ -32,7 +33,8 @@ def connect(
     """Join a Ray cluster (`address`, or RAY_ADDRESS), or start one here.
 
     A process that is connected already stays so. Workers get one thread each, unless the user's
-    environment or `runtime_env` says otherwise.
+    environment or `runtime_env` says otherwise. A cluster that is started is the user's alone
+    (`private_session`).
     """
     if ray.is_initialized():
         return
@@ -45,8 +47,12 @@ def connect(
         options = {"include_dashboard": False, **options}
     options |= {"address": address or "local", "namespace": namespace, "runtime_env": env or None}
     options |= {"log_to_driver": True, "configure_logging": False}
-    with environment({} if address else unset):
-        _init(options, address, deadlines or Deadlines())
+    limits = deadlines or Deadlines()
+    if address is not None:
+        _init(options, address, limits)
+        return
+    with environment(unset), private_session(bool(options["include_dashboard"])) as private:
+        _init(private | options, address, limits)
 
 
 def _init(options: dict[str, Any], address: str | None, limits: Deadlines) -> None:
@@ -90,7 +96,7 @@ def _await(done: Future[None], address: str | None, limits: Deadlines) -> None:
             look = (
                 "Check the address and, with `ray status`, the head"
                 if address
-                else "Look into Ray's session_latest/logs"
+                else "Look into session_latest/logs of Ray's folder (TMPDIR/verl-like-<user id>)"
             )
             raise WaitTimeoutError(
                 f"the driver waited {limits.connect_s:g} s (watch.connect_s) for {what}, and its "

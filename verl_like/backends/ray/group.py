@@ -1,23 +1,33 @@
-"""`RayWorkerGroup`: starts one actor per place of a pool and constructs the roles in them."""
+"""`RayWorkerGroup`: starts one actor per place of a pool and constructs the roles in them.
+
+With `detached=True` the actors outlive the driver; another one finds them again by their names:
+
+    names = RayWorkerGroup(pool, recipe, detached=True).worker_names
+    group = RayWorkerGroup.from_detached(worker_names=names, ray_cls_with_init=recipe)
+"""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
+import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl_like.backends.ray.cluster import has_one_node
 from verl_like.backends.ray.host import HostActor, own_packages
 from verl_like.backends.ray.pools import Bundle, RayResourcePool
-from verl_like.backends.ray.transport import RayTransport
-from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, method_table
+from verl_like.backends.ray.transport import RayTransport, attach, start_roles
+from verl_like.calls.group import WorkerGroup, method_table
 from verl_like.calls.waiting import Deadlines
-from verl_like.errors import PlacementError
+from verl_like.calls.worker_classes import ClassWithInitArgs
+from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.environment import checked_worker_env
 from verl_like.process.facts import ProcessFacts
+from verl_like.process.store import new_secret
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -32,7 +42,10 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.options: dict[str, Any] = {}
 
     def update_options(self, options: dict[str, Any]) -> None:
-        """More options for the actor, as `ray.remote` takes them."""
+        """More options for the actor, as `ray.remote` takes them.
+
+        Variables of its `runtime_env` are added to the group's `worker_env`.
+        """
         self.options.update(options)
 
     def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
@@ -42,6 +55,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 class RayWorkerGroup(WorkerGroup):
     """A worker group whose processes are Ray actors on a pool's placement groups."""
+
+    transport: RayTransport
 
     def __init__(
         self,
@@ -54,44 +69,125 @@ class RayWorkerGroup(WorkerGroup):
         seed: int = 0,
         log_dir: str | None = None,
         master_port: int = 0,
+        device_name: str | None = None,
+        detached: bool = False,
     ) -> None:
         """Starts one actor per process of the pool and constructs the roles.
 
-        The actors have names that no other run has.
+        The actors have names that no other run has. They compute on `device_name` ("cpu" or
+        "cuda"), unless given on what the pool has. Detached ones outlive this driver.
         """
         if not isinstance(resource_pool, RayResourcePool):
             raise PlacementError(
                 f"RayWorkerGroup needs a RayResourcePool, got a {type(resource_pool).__name__}."
             )
+        if detached and not resource_pool.detached:
+            raise PlacementError(
+                "detached workers need places that outlive this driver, too: "
+                "RayResourcePool(..., detached=True)."
+            )
         roles = ray_cls_with_init.roles(name_prefix)
         classes = {role: made.cls for role, made in roles.items()}
-        method_table(classes, ray_cls_with_init.fused)
-        env = checked_worker_env(worker_env)
+        method_table(classes, ray_cls_with_init.prefixed)
+        options = _actor_options(roles, checked_worker_env(worker_env))
+        if detached:
+            options["lifetime"] = "detached"
         recipes = cloudpickle.dumps(
             {role: (made.cls, made.args, made.kwargs) for role, made in roles.items()}
         )
         limits = deadlines or resource_pool.deadlines
         bundles = resource_pool.bundles()
-        name, size, kind = "+".join(roles), len(bundles), "cuda" if resource_pool.use_gpu else "cpu"
+        kind = _device_kind(device_name, resource_pool)
+        name, size, local = "+".join(roles), len(bundles), resource_pool.local_world_size_list()
         times, one_node = (limits.rendezvous_s, limits.call_s), has_one_node()
+        settings = kind, seed, log_dir, *times, one_node, new_secret()
         facts = [
-            ProcessFacts(name, rank, size, bundle.local_rank, kind, seed, log_dir, *times, one_node)
+            ProcessFacts(name, rank, size, bundle.local_rank, local[rank], *settings)
             for rank, bundle in enumerate(bundles)
         ]
         run = uuid.uuid4().hex[:8]
         names = [f"{name}-{rank}-{run}" for rank in range(size)]
-        shared: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
-        if env:
-            shared["runtime_env"] = {"env_vars": env}
-        for made in roles.values():
-            shared.update(getattr(made, "options", {}))
         packages = own_packages()
         actors = []
         for actor_name, fact, bundle in zip(names, facts, bundles, strict=True):
-            options = {"name": actor_name, **_place(bundle), **shared}
-            actors.append(HostActor.options(**options).remote(recipes, fact, packages))
-        transport = RayTransport(actors, facts, limits, master_port, names)
-        super().__init__(transport, classes, prefixed=ray_cls_with_init.fused)
+            place = _place(bundle if kind == "cuda" else replace(bundle, gpus=0.0))
+            named = {"name": actor_name, **place, **options}
+            actors.append(HostActor.options(**named).remote(recipes, fact, packages))
+        transport = RayTransport(actors, facts, limits, start_roles(master_port), names)
+        super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
+
+    @classmethod
+    def from_detached(
+        cls,
+        worker_names: Sequence[str],
+        ray_cls_with_init: ClassWithInitArgs,
+        *,
+        deadlines: Deadlines | None = None,
+    ) -> RayWorkerGroup:
+        """The group of workers that run already, by the `worker_names` of theirs.
+
+        `ray_cls_with_init` says which methods they have; nothing is constructed.
+        """
+        try:
+            actors = [ray.get_actor(name) for name in worker_names]
+        except ValueError as error:
+            raise PlacementError(
+                f"no worker of that name runs in Ray's namespace "
+                f"'{ray.get_runtime_context().namespace}': {error}. The driver that started it and "
+                "this one need one namespace: ray.init(namespace=...)."
+            ) from None
+        facts: list[ProcessFacts] = ray.get([actor.facts.remote() for actor in actors])
+        there = facts[0].name.split("+")
+        roles = ray_cls_with_init.roles(there[-1])
+        if list(roles) != there:
+            raise PlacementError(
+                f"{worker_names[0]} has the roles {', '.join(there)}, and ray_cls_with_init "
+                f"{', '.join(roles)}: give the classes that the workers were started with."
+            )
+        group = cls.__new__(cls)
+        limits = deadlines or Deadlines()
+        transport = RayTransport(actors, facts, limits, attach, worker_names)
+        classes = {role: made.cls for role, made in roles.items()}
+        WorkerGroup.__init__(group, transport, classes, prefixed=ray_cls_with_init.prefixed)
+        return group
+
+    @property
+    def worker_names(self) -> list[str]:
+        """The names of the actors, in rank order."""
+        return self.transport.names
+
+
+def _device_kind(device_name: str | None, pool: RayResourcePool) -> str:
+    """What the workers compute on: what was asked for, if the pool has it."""
+    has = "cuda" if pool.use_gpu else "cpu"
+    if device_name not in (None, "cpu", has):
+        raise PlacementError(
+            f"device_name={device_name!r}: the places of pool {pool.name} have {has}; leave "
+            "device_name out, or take a pool with use_gpu=True on nodes with GPUs."
+        )
+    return device_name or has
+
+
+def _actor_options(
+    roles: Mapping[str, ClassWithInitArgs], worker_env: dict[str, str]
+) -> dict[str, Any]:
+    """What the roles ask for the actor that holds them all, with the variables of all in one."""
+    options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
+    variables, runtime_env = dict(worker_env), {}
+    for role, made in roles.items():
+        own = dict(getattr(made, "options", {}))
+        its_env = dict(own.pop("runtime_env", None) or {})
+        for name, value in checked_worker_env(its_env.pop("env_vars", None)).items():
+            if variables.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"{role} wants {name}={value} in its environment, and {variables[name]} is "
+                    "wanted there, too; roles that share a process share its environment."
+                )
+        runtime_env.update(its_env)
+        options.update(own)
+    if variables:
+        runtime_env["env_vars"] = variables
+    return {**options, "runtime_env": runtime_env} if runtime_env else options
 
 
 def _place(bundle: Bundle) -> dict[str, Any]:

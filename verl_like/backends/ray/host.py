@@ -44,14 +44,27 @@ class RayHost:
 
         torch.set_num_threads(1)
         self._host = WorkerHost(recipes, facts)
+        self._location: Location | None = None
+
+    def facts(self) -> ProcessFacts:
+        """What this process was started with."""
+        return self._host.facts
 
     def location(self) -> Location:
-        """Which node this is, and the side channel, which answers from now on."""
+        """Which node this is, and the side channel, which answers from the first question on."""
+        if self._location is None:
+            self._location = self._open_side_channel()
+        return self._location
+
+    def _open_side_channel(self) -> Location:
         handlers = {
             side_channel.STACKS: lambda _: self._host.stacks().encode(),
             side_channel.CALL: self._call_past_queue,
         }
-        endpoint = side_channel.serve(ray.util.get_node_ip_address(), handlers)
+        # on one machine nobody comes from elsewhere
+        one_node = self._host.facts.one_node
+        address = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
+        endpoint = side_channel.serve(address, handlers)
         return Location(ray.get_runtime_context().get_node_id(), endpoint)
 
     def open_store(self, port: int) -> tuple[str, int] | WorkerError:
@@ -64,6 +77,11 @@ class RayHost:
     def start(self, master: tuple[str, int] | WorkerError) -> bytes:
         """Construct the roles."""
         return self._host.start(master).packed()
+
+    def roles_there(self) -> bytes:
+        """The header of a call that does nothing: another driver learns the meshes from it."""
+        role = self._host.facts.name.split("+")[0]
+        return self._host.call(Call(role, "ping"), ())[1].packed()
 
     def call(self, call: tuple[Any, ...], *parts: Any) -> Answer:
         """Run one method: header and payload in one object, for each has its price.

@@ -50,6 +50,7 @@ class RayResourcePool(ResourcePool):
         deadlines: Deadlines | None = None,
         gpus_per_process: float = 1.0,
         resources: Mapping[str, float] | None = None,
+        detached: bool = False,
     ) -> None:
         """Reserves nothing yet.
 
@@ -57,7 +58,7 @@ class RayResourcePool(ResourcePool):
         of its place. GPUs are used where there are any, unless `use_gpu` says so. `resources` are
         amounts of custom resources that a place has besides. `nodes` says where the entries of
         `process_on_nodes` go; otherwise each goes to a node of its own if there are enough that
-        fit.
+        fit. Detached places outlive the driver, until `release()`.
         """
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
@@ -68,6 +69,7 @@ class RayResourcePool(ResourcePool):
         self.deadlines = deadlines or Deadlines()
         self.gpus_per_process = gpus_per_process
         self.resources = dict(resources or {})
+        self.detached = detached
         self._bundles: list[Bundle] | None = None
 
     def bundles(self) -> list[Bundle]:
@@ -99,6 +101,7 @@ class RayResourcePool(ResourcePool):
                 [dict(need)] * count,
                 strategy="STRICT_PACK",
                 name=f"{self.name}-{entry}",
+                lifetime="detached" if self.detached else None,
                 _soft_target_node_id=target,
             )
             for entry, (count, target) in enumerate(zip(self.store, targets, strict=True))
@@ -177,6 +180,7 @@ class SubRayResourcePool(RayResourcePool):
             first.max_colocate_count,
             cpus_per_process=first.cpus_per_process,
             deadlines=first.deadlines,
+            detached=all(pool.detached for pool, _ in sources),
         )
         self.sources = list(sources)
 

@@ -4,7 +4,8 @@
     reply = read_reply(send_request(endpoint, CALL, body, seconds))          # on the driver
 
 Every connection carries one request and its reply, both of them bytes. It begins with the server's
-key; whoever does not have it is turned away. A thread of its own answers each request.
+key. Until that has come the connection has no thread, and no more than a few are held: strangers
+cost nothing, and keep no owner of the key waiting. A thread of its own answers each request.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -24,7 +27,9 @@ logger = logging.getLogger(__name__)
 STACKS, CALL = b"S", b"C"
 """The kinds of request: the process's Python stacks; a call that runs at once."""
 REQUEST_S = 5.0
-"""How long a client may take to send its request."""
+"""How long a client may take to send its key, and then its request."""
+MAX_WITHOUT_KEY = 64
+"""Connections that may be open without having sent the key: the oldest makes room."""
 _SIZE = struct.Struct("<Q")
 _REPLY = struct.Struct("<BQ")
 _ANSWERED, _FAILED = 0, 1
@@ -45,8 +50,8 @@ def serve(address: str, handlers: Mapping[bytes, Handler]) -> Endpoint:
     """Listen at this address; the kind of a request says which handler makes its reply."""
     listening = socket.create_server((address, 0))
     endpoint = Endpoint(address, listening.getsockname()[1], secrets.token_bytes(16))
-    work = listening, endpoint.key, handlers
-    threading.Thread(target=_accept, args=work, name="side channel", daemon=True).start()
+    entrance = _Entrance(listening, endpoint.key, handlers)
+    threading.Thread(target=entrance.run, name="side channel", daemon=True).start()
     return endpoint
 
 
@@ -78,20 +83,76 @@ def ask_stacks(endpoint: Endpoint, seconds: float) -> str | None:
     return None
 
 
-def _accept(listening: socket.socket, key: bytes, handlers: Mapping[bytes, Handler]) -> None:
-    while True:
-        connection, _ = listening.accept()
-        work = connection, key, handlers
-        threading.Thread(target=_serve_one, args=work, name="request", daemon=True).start()
+class _Entrance:
+    """Accepts connections, and hands those that begin with the key to a thread each."""
+
+    def __init__(
+        self, listening: socket.socket, key: bytes, handlers: Mapping[bytes, Handler]
+    ) -> None:
+        self._listening, self._key, self._handlers = listening, key, handlers
+        self._without_key: dict[socket.socket, tuple[bytearray, float]] = {}
+        """What has come of each, and until when it may send more; the oldest first."""
+        self._selector = selectors.DefaultSelector()
+        listening.setblocking(False)
+        self._selector.register(listening, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Until the process ends."""
+        while True:
+            ready = [key.fileobj for key, _ in self._selector.select(self._patience())]
+            for connection in ready:
+                if isinstance(connection, socket.socket) and connection is not self._listening:
+                    self._read_key(connection)
+            if self._listening in ready:
+                self._accept()
+            now = time.monotonic()
+            for connection in [c for c, (_, until) in self._without_key.items() if until <= now]:
+                self._release(connection).close()
+
+    def _patience(self) -> float | None:
+        """Seconds until the oldest connection without a key is late."""
+        oldest = next(iter(self._without_key.values()), None)
+        return None if oldest is None else max(0.0, oldest[1] - time.monotonic())
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # gone again, or no descriptor is left for it
+            connection, _ = self._listening.accept()
+            connection.setblocking(False)
+            if len(self._without_key) >= MAX_WITHOUT_KEY:
+                self._release(next(iter(self._without_key))).close()
+            self._without_key[connection] = bytearray(), time.monotonic() + REQUEST_S
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read_key(self, connection: socket.socket) -> None:
+        came, _ = self._without_key[connection]
+        try:
+            chunk = connection.recv(len(self._key) - len(came))
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        came += chunk
+        if chunk and len(came) < len(self._key):
+            return
+        self._release(connection)
+        if secrets.compare_digest(bytes(came), self._key):
+            work = connection, self._handlers
+            threading.Thread(target=_serve_one, args=work, name="request", daemon=True).start()
+            return
+        connection.close()
+        if chunk:
+            logger.warning("a request without the key was turned away")
+
+    def _release(self, connection: socket.socket) -> socket.socket:
+        del self._without_key[connection]
+        self._selector.unregister(connection)
+        return connection
 
 
-def _serve_one(connection: socket.socket, key: bytes, handlers: Mapping[bytes, Handler]) -> None:
+def _serve_one(connection: socket.socket, handlers: Mapping[bytes, Handler]) -> None:
     """Read one request and send its reply; a client that is gone needs none."""
     with connection, contextlib.suppress(OSError):
         connection.settimeout(REQUEST_S)
-        if not secrets.compare_digest(_read(connection, len(key)), key):
-            logger.warning("a request without the key was turned away")
-            return
         kind = _read(connection, 1)
         if kind not in handlers:
             return

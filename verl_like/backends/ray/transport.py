@@ -10,14 +10,21 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from typing import Any
 
 import cloudpickle
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RaySystemError, RayTaskError
+from ray.exceptions import (
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
 
 from verl_like.backends.ray import side_channel
 from verl_like.backends.ray.cluster import NodeProbe
@@ -46,10 +53,10 @@ class RayTransport(Transport):
         actors: Sequence[Any],
         facts: Sequence[ProcessFacts],
         deadlines: Deadlines,
-        master_port: int,
+        start: Callable[[Sequence[Any]], list[Any]],
         names: Sequence[str],
     ):
-        """Lets rank 0 bind the rendezvous and constructs the roles everywhere."""
+        """Waits until every actor says that its roles are there; `start` asks them to."""
         super().__init__(facts, deadlines)
         self.actors, self.names = list(actors), list(names)
         self._tasks: dict[tuple[int, str, str], Any] = {}
@@ -57,8 +64,7 @@ class RayTransport(Transport):
         self._nodes: dict[int, str] = {}
         try:
             self._locations = [actor.location.remote() for actor in self.actors]
-            master = self.actors[0].open_store.remote(master_port)
-            asked = [actor.start.remote(master) for actor in self.actors]
+            asked = start(self.actors)
             name = facts[0].name
             calls = [Pending(rank, header, header, name) for rank, header in enumerate(asked)]
             self.started = wait_for_calls(self, f"start of {name}", calls, setting="start_s")
@@ -132,6 +138,9 @@ class RayTransport(Transport):
             return ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
             raise WorkerDiedError(f"the worker process is gone: {cause_of_death(error)}") from None
+        except ObjectLostError as error:
+            gone = f"the machine that held the answer is gone ({type(error).__name__})"
+            raise WorkerDiedError(gone) from None
         except RayTaskError as error:
             if isinstance(error.cause, WorkerError):
                 raise error.cause from None
@@ -223,6 +232,21 @@ class RayTransport(Transport):
         if isinstance(reference, Future):
             return Held(reference.result())
         return HeldReference(reference)
+
+
+def start_roles(master_port: int) -> Callable[[Sequence[Any]], list[Any]]:
+    """Lets rank 0 bind the rendezvous and constructs the roles everywhere."""
+
+    def start(actors: Sequence[Any]) -> list[Any]:
+        master = actors[0].open_store.remote(master_port)
+        return [actor.start.remote(master) for actor in actors]
+
+    return start
+
+
+def attach(actors: Sequence[Any]) -> list[Any]:
+    """Finds roles that were constructed for another driver."""
+    return [actor.roles_there.remote() for actor in actors]
 
 
 class HeldReference(Held):

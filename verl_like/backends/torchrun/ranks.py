@@ -16,8 +16,6 @@ import contextlib
 import os
 import signal
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -31,6 +29,7 @@ from verl_like.backends.local.children import ChildProcess, start_child_rank
 from verl_like.errors import ConfigError, PlacementError, WorkerDiedError, WorkerError
 from verl_like.process.environment import is_under_torchrun
 from verl_like.process.facts import ProcessFacts
+from verl_like.process.private_folder import private_folder
 
 RETRY_S = 0.05
 
@@ -101,12 +100,10 @@ class _ServingProcess:
         self.connection = Connection(os.dup(connected.fileno()))
         self.rank, self.pid = self.connection.recv()
 
-    def terminate(self) -> None:
+    def kill(self) -> None:
         """Hang up: it ends then, in the middle of a call too."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-
-    kill = terminate
 
     def wait(self, timeout: float | None = None) -> None:
         """Its status is torchrun's to ask for."""
@@ -137,17 +134,8 @@ def serve(limit_s: float) -> None:
 
 def _socket_path() -> Path:
     """Where the processes of one start of torchrun meet: its port is no other start's."""
-    folder = Path(tempfile.gettempdir()) / f"verl-like-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-    if not is_private or status.st_uid != os.getuid():
-        raise WorkerError(
-            f"{folder} is not a folder of this user alone (mode 700), so another could send "
-            "calls to the ranks. Remove it, or set TMPDIR to a folder of your own."
-        )
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return folder / f"{os.environ['MASTER_PORT']}-{restarts}.socket"
+    return private_folder() / f"{os.environ['MASTER_PORT']}-{restarts}.socket"
 
 
 def _end_with_the_others(_number: int, _frame: FrameType | None) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from verl_like.registry import Registry
+from verl_like.signatures import check_by_name
 
 PreferenceLoss = Callable[..., Tensor]
 
-PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("preference loss")
+PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("preference loss", check_by_name)
 
 COLUMNS: Mapping[str, str] = {
     "log_probs": "log-probs of the responses: sums over their tokens",

@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 import torch
+from ray.exceptions import ObjectLostError
 
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, Modes
@@ -25,7 +27,7 @@ from verl_like import (
     gather,
 )
 from verl_like.calls.waiting import Deadlines
-from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError
+from verl_like.errors import PlacementError, WaitTimeoutError, WorkerDiedError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 ROOT = Path(__file__).resolve().parents[4]
@@ -108,6 +110,21 @@ def test_groups_share_a_pool_side_by_side_and_pools_split_and_merge() -> None:
     pool.release()
 
 
+def test_an_answer_whose_machine_is_gone_is_the_death_of_its_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost(reference: object, **settings: object) -> object:
+        raise ObjectLostError("0" * 56, None, "")
+
+    with start("ray", {"modes": (Modes, ())}, [1]) as group:
+        future = group.echo.remote(batch(2))
+        future.wait()
+        monkeypatch.setattr(ray, "get", lost)
+        with pytest.raises(WorkerDiedError, match="machine that held the answer is gone"):
+            future.get()
+        monkeypatch.undo()
+
+
 def test_a_shortage_of_cpus_ends_with_a_message() -> None:
     hog = RayResourcePool([1], cpus_per_process=15.0)
     hog.bundles()
@@ -149,7 +166,6 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_ray_init_gets_what_connect_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
 
     from verl_like.backends.ray import connect
 
@@ -167,7 +183,6 @@ def test_ray_init_gets_what_connect_is_given(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_cluster_that_does_not_answer_ends_the_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import ray
 
     from verl_like.backends.ray import connect
 

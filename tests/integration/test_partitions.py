@@ -1,0 +1,87 @@
+"""Every partition of the five roles over pools: a step runs, and its numbers are the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import overrides
+from tests.trainer.config.test_composition import ROLES, partitions
+from trainer import PPOTrainer, load_config
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.loop import Metrics
+from trainer.ppo.config import PPOConfig
+
+PARTITIONS = sorted(partitions(ROLES))
+SETTINGS = [
+    "reward_model.enable=true",
+    "trainer.total_training_steps=1",
+    "data.train_batch_size=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=1",
+    "data.max_response_length=2",
+]
+Step = Callable[[list[list[str]], str], Metrics]
+
+
+@pytest.fixture(scope="module")
+def step(
+    tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Step]:
+    """The metrics of a first step of real roles on these pools, without those of the clock."""
+    folder = tmp_path_factory.mktemp("run")
+    reward_model = f"reward_model.model.path={classifier}"
+    config = load_config(overrides(tiny_dir, folder, reward_model, *SETTINGS))
+    with ExitStack() as at_end:
+        inputs = PPOTrainer.prepare(config, at_end)
+        yield partial(run_step, config, inputs, inputs[1].state_dict())
+
+
+def run_step(
+    config: PPOConfig, inputs: Sequence[Any], at_start: Any, parts: list[list[str]], backend: str
+) -> Metrics:
+    pools = dict(enumerate(parts))
+    trainer = replace(config.trainer, backend=backend, n_gpus_per_node=len(parts))
+    placed = replace(
+        config,
+        trainer=trainer,
+        resource_pool_spec={f"p{number}": [1] for number in pools},
+        role_mapping={role: f"p{number}" for number in pools for role in pools[number]},
+    )
+    inputs[1].load_state_dict(at_start)
+    with WorkerGroups(placed) as groups:
+        assert set(groups) == set(ROLES)
+        ppo = PPOTrainer(placed, groups, *inputs)
+        ppo.init_models()
+        ppo.global_step = 1
+        metrics = ppo.step()
+    clock = ("timing", "perf/")
+    return {name: n for name, n in metrics.items() if not name.startswith(clock)}
+
+
+@pytest.fixture(scope="module")
+def expected(step: Step) -> Metrics:
+    return step([list(ROLES)], "local")
+
+
+def test_every_partition_runs_a_step_in_process_with_the_same_numbers(
+    step: Step, expected: Metrics
+) -> None:
+    assert len(PARTITIONS) == 52
+    differing = [parts for parts in PARTITIONS if step(parts, "local") != expected]
+    assert differing == []
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", PARTITIONS, ids=str)
+def test_every_partition_runs_a_step_on_ray_with_the_same_numbers(
+    ray_session: None, step: Step, expected: Metrics, parts: list[list[str]]
+) -> None:
+    assert step(parts, "ray") == expected

@@ -1,0 +1,97 @@
+"""Models made by a function, and models of several roles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer import SFT, Detached
+from trainer.api.factories import models_by_role
+from verl_like.errors import ConfigError
+
+ROLES = ["actor", "critic", "reward_model"]
+PROMPTS = [f"say {letter}" for letter in "abcdefgh"]
+
+
+def make_actor() -> str:
+    return "policy"
+
+
+@pytest.mark.parametrize(
+    ("model", "models"),
+    [
+        ("policy", {"actor": "policy"}),
+        (make_actor, {"actor": "policy"}),
+        ({"actor": "policy", "critic": "values"}, {"actor": "policy", "critic": "values"}),
+        (lambda: {"actor": "policy"}, {"actor": "policy"}),
+    ],
+)
+def test_a_model_alone_is_the_actors(model: Any, models: dict[str, str]) -> None:
+    assert models_by_role(model, ROLES) == models
+
+
+def test_a_module_is_a_model_although_it_can_be_called() -> None:
+    module = torch.nn.Linear(1, 1)
+    assert models_by_role(module, ROLES) == {"actor": module}
+
+
+def returns_nothing() -> None:
+    """A function whose author forgot to return the model."""
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda rank: "policy", "without arguments, and missing.*'rank'.*actor, critic, reward"),
+        (returns_nothing, "model=returns_nothing returned None. .*actor, critic, reward_model"),
+        ({"actor": "policy", "critik": "values"}, "'critik'.*Did you mean 'critic'"),
+        ({"actor": "policy", "critic": None}, "None for the role critic"),
+        ({"critic": "values"}, "model has no actor, only critic"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_the_roles(model: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        models_by_role(model, ROLES)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_of_one_model_knows_no_roles(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="role 'actor', which this recipe loads no model for"):
+        SFT({"actor": "policy"}, ["a"], folder=tmp_path)
+
+
+def test_makers_and_trainers_run_with_the_models_of_functions(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
+
+    def models() -> dict[str, Any]:
+        torch.manual_seed(1)
+        policy = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
+        values = AutoModelForSequenceClassification.from_pretrained(
+            tiny_dir / "model", num_labels=1
+        )
+        return {"actor": policy, "critic": values}
+
+    run = Detached(
+        models,
+        PROMPTS,
+        lambda response: float(len(response)),
+        tokenizer=AutoTokenizer.from_pretrained(tiny_dir / "model"),
+        folder=tmp_path / "run",
+        **{
+            "data": {"train_batch_size": 4, "max_prompt_length": 16, "max_response_length": 4},
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+            "trainer.logger": [],
+        },
+    )
+    assert run.settings["critic.model.path"] == str(tmp_path / "run" / "inputs" / "critic")
+    result = run.fit(steps=2)
+    assert [line["detached/staleness/max"] <= 1 for line in result.metrics] == [True, True]

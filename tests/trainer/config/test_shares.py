@@ -1,0 +1,153 @@
+"""Presets beside what the user says: names of roles, pools of their own, and refusals whose advice
+is then tried.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from trainer import PPOConfig, load_config
+from trainer.launch import nominal_placement
+from verl_like.errors import ConfigError, PlacementError
+
+NEEDED = [
+    "data.train_files=train.parquet",
+    "actor_rollout_ref.model.path=model",
+    "algorithm.use_kl_in_reward=true",
+]
+OWN_POOL = ["resource_pool_spec.own=[1]", "trainer.n_gpus_per_node=8"]
+
+
+def load(*overrides: str) -> PPOConfig:
+    """The configuration, whose pools have room on the machines that it names."""
+    config = load_config([*NEEDED, *overrides])
+    nominal_placement(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("placement", "names", "found"),
+    [
+        ("colocate", ["rollout"], {"actor": "global_pool", "rollout": "own"}),
+        ("split", ["actor"], {"actor": "own", "rollout": "actor_rollout_ref_pool"}),
+        ("split", ["actor_rollout"], {"actor_rollout": "own", "ref": "actor_rollout_ref_pool"}),
+        ("split", ["actor_rollout_ref"], {"actor_rollout_ref": "own", "critic": "critic_pool"}),
+        ("standalone", ["actor_rollout"], {"actor_rollout": "own", "ref": "ref_pool"}),
+        ("colocate", ["actor_rollout", "ref", "critic"], {"actor_rollout": "own", "ref": "own"}),
+    ],
+)
+def test_a_role_that_is_mapped_counts_before_the_preset(
+    placement: str, names: list[str], found: dict[str, str]
+) -> None:
+    mapped = [f"role_mapping.{name}=own" for name in names]
+    config = load(f"placement={placement}", *mapped, *OWN_POOL)
+    assert found.items() <= config.role_mapping.items()
+    assert set(config.role_mapping.values()) == set(config.resource_pool_spec)
+
+
+def test_of_two_names_of_the_users_own_the_narrower_one_counts() -> None:
+    config = load("role_mapping.rollout=own", "role_mapping.actor_rollout=global_pool", *OWN_POOL)
+    plan = nominal_placement(config)
+    assert plan.role_mapping["rollout"] == "own"
+    assert plan.role_mapping["actor"] == "global_pool"
+
+
+@pytest.mark.parametrize(
+    ("placement", "machines", "own", "shared"),
+    [
+        ("colocate", (1, 8), "[2]", {"global_pool": [6]}),
+        ("split", (1, 8), "[2]", {"actor_rollout_ref_pool": [3], "critic_pool": [3]}),
+        ("split", (1, 8), "[1]", {"actor_rollout_ref_pool": [4], "critic_pool": [3]}),
+        ("split", (4, 8), "[8]", {"actor_rollout_ref_pool": [8, 8], "critic_pool": [8]}),
+        ("split", (2, 8), "[3]", {"actor_rollout_ref_pool": [5], "critic_pool": [8]}),
+        ("split", (2, 8), "[6,6]", {"actor_rollout_ref_pool": [2], "critic_pool": [2]}),
+        ("split", (2, 8), "[8]", {"actor_rollout_ref_pool": [4], "critic_pool": [4]}),
+        ("split", (1, 8), "[2] critic=own", {"actor_rollout_ref_pool": [6]}),
+    ],
+)
+def test_a_preset_shares_out_what_pools_of_ones_own_leave(
+    placement: str, machines: tuple[int, int], own: str, shared: dict[str, list[int]]
+) -> None:
+    size, *more = own.split()
+    num_nodes, num_devices = machines
+    config = load(
+        f"placement={placement}",
+        f"trainer.nnodes={num_nodes}",
+        f"trainer.n_gpus_per_node={num_devices}",
+        f"resource_pool_spec.own={size}",
+        "role_mapping.judge=own",
+        "role_workers.judge=my_package.Judge",
+        *(f"role_mapping.{each}" for each in more),
+    )
+    assert {p: n for p, n in config.resource_pool_spec.items() if p != "own"} == shared
+
+
+@pytest.mark.parametrize(
+    ("resources", "left"),
+    [
+        ({"device": "cpu"}, [4]),
+        ({"gpus": 0.5}, [3]),
+        ({"cpus": 0.25}, [2]),
+    ],
+)
+def test_a_pool_that_shares_gpus_or_needs_none_leaves_the_others_more(
+    resources: dict[str, object], left: list[int]
+) -> None:
+    taken = (f"pool_resources.own.{name}={value}" for name, value in resources.items())
+    pool = ["resource_pool_spec.own=[2]", "role_mapping.critic=own", "trainer.n_gpus_per_node=4"]
+    config = load(*pool, *taken)
+    assert config.resource_pool_spec["global_pool"] == left
+
+
+@pytest.mark.parametrize(
+    ("overrides", "too_few"),
+    [
+        (["placement=split"], "leaves no device for 'critic_pool'. Set"),
+        (["placement=split", "role_mapping.ref=own", "resource_pool_spec.own=[1]"], "comes first"),
+        (
+            ["placement=standalone", "trainer.n_gpus_per_node=3"],
+            "trainer.n_gpus_per_node=3 leaves no device for 'critic_pool'",
+        ),
+        (
+            ["placement=standalone", "trainer.nnodes=2", "trainer.n_gpus_per_node=3"],
+            "trainer.nnodes=2 x trainer.n_gpus_per_node=3 leaves no device for 'critic_pool'",
+        ),
+        (["resource_pool_spec.global_pool=[9]"], "set trainer.n_gpus_per_node=9"),
+        (
+            [
+                "placement=split",
+                "resource_pool_spec.actor_rollout_ref_pool=[5]",
+                "resource_pool_spec.critic_pool=[3]",
+            ],
+            "set trainer.n_gpus_per_node=8, the devices of a node for all pools",
+        ),
+    ],
+)
+def test_each_way_out_of_too_few_devices_leads_somewhere(
+    overrides: list[str], too_few: str
+) -> None:
+    with pytest.raises((ConfigError, PlacementError)) as refused:
+        load(*overrides)
+    assert too_few in str(refused.value)
+    ways = re.findall(r"(trainer\.n_gpus_per_node=\d+)(?= or more|,)", str(refused.value))
+    if "placement=colocate, where" in str(refused.value):
+        ways.append("placement=colocate")
+    assert ways
+    for way in ways:
+        replaced = way.partition("=")[0]
+        load(*(each for each in overrides if not each.startswith(replaced)), way)
+
+
+def test_more_entries_than_nodes_are_refused_with_both_ways_out() -> None:
+    pool = "resource_pool_spec.global_pool=[1,1]"
+    with pytest.raises(PlacementError, match=r"one number for each of the 1 node\(s\), .*nnodes"):
+        load(pool)
+    load(pool, "trainer.nnodes=2")
+
+
+def test_a_pool_without_a_size_is_refused_with_the_override_that_makes_it() -> None:
+    with pytest.raises(PlacementError, match=r"One more is resource_pool_spec.own=\[1\]"):
+        load("role_mapping.critic=own", "trainer.n_gpus_per_node=2")
+    load("role_mapping.critic=own", "trainer.n_gpus_per_node=2", "resource_pool_spec.own=[1]")

@@ -1,0 +1,59 @@
+"""Signals that ask a run to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from trainer.run_folder.signals import RunStopped, StopSignals
+
+
+def test_the_first_signal_is_noted_and_the_second_raised_where_the_program_stands() -> None:
+    with StopSignals() as stop, stop.held():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.received == signal.SIGUSR1
+        with pytest.raises(RunStopped, match="SIGINT at once"):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_where_nothing_can_be_saved_the_first_one_is_raised() -> None:
+    with StopSignals(), pytest.raises(RunStopped, match="SIGTERM at once") as stopped:
+        signal.raise_signal(signal.SIGTERM)
+    assert stopped.value.exit_code == 143
+
+
+def test_a_third_one_does_what_it_did_before_the_run() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignals() as stop, stop.held():
+        signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGINT) != before
+        with pytest.raises(RunStopped):
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_handlers_of_others_that_came_later_stay() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with StopSignals():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_outside_the_main_thread_nothing_is_caught() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def run() -> None:
+        with StopSignals() as stop, stop.held():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [before]

@@ -1,0 +1,186 @@
+"""`trainer.dry_run=true` finds what is wrong with files, models, code and devices.
+
+No process of a worker starts, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.runs import overrides
+from trainer import load_config, run
+from trainer.best_of_n.recipe import BEST_OF_N
+from trainer.config.recipe import Recipe
+from trainer.data.files import first_rows, rows_of_files
+from trainer.detached.recipe import DETACHED
+from trainer.dry_run import ALL_FOUND
+from trainer.evaluation.recipe import EVAL
+from trainer.ppo.recipe import PPO
+from trainer.preference.recipe import DPO
+from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.sft.recipe import SFT
+from verl_like.errors import VerlLikeError
+
+DRY = ("trainer.dry_run=true", "trainer.backend=local", "trainer.logger=[]")
+ROW = {"prompt": "say a", "response": "ab", "chosen": "ab", "rejected": "cd"}
+SMALL = ("data.max_prompt_length=16", "data.max_response_length=8", "data.train_batch_size=4")
+ON_ROWS = {"sft": SFT, "reward-model": REWARD_MODEL, "dpo": DPO}
+RECIPES = {"ppo": PPO, "detached": DETACHED, **ON_ROWS, "best-of-n": BEST_OF_N, "eval": EVAL}
+
+
+@pytest.fixture(autouse=True)
+def no_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.launch.WorkerGroups", None)
+
+
+def settings_of(name: str, tiny: Path, folder: Path) -> list[str]:
+    """A run of that recipe in which nothing is wrong."""
+    if name in ("ppo", "detached"):
+        return overrides(tiny, folder / "run", *DRY)
+    home = f"trainer.default_local_dir={folder}/run"
+    if name in ON_ROWS:
+        (folder / "rows.jsonl").write_text(json.dumps(ROW), encoding="utf-8")
+        data = (f"data.train_files={folder}/rows.jsonl", "data.max_length=32")
+        return [f"model.path={tiny}/model", *data, home, *DRY]
+    files = "val_files" if name == "eval" else "train_files"
+    data = (f"data.{files}={tiny}/val.parquet", *SMALL)
+    return [f"actor_rollout_ref.model.path={tiny}/model", *data, home, *DRY]
+
+
+def dry(name: str, tiny: Path, folder: Path, *more: str) -> None:
+    recipe: Recipe[Any] = RECIPES[name]
+    run(load_config([*settings_of(name, tiny, folder), *more], recipe))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_where_nothing_is_wrong_it_says_what_there_is(
+    name: str, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry(name, tiny_dir, tmp_path)
+    said = capsys.readouterr().out
+    assert said.endswith(f"\n{ALL_FOUND}\n")
+    assert " on this machine\n" in said
+    assert ("1 rows to train on" if name in ON_ROWS else " prompts") in said
+    assert (name in ON_ROWS) or "rewards, tried on 8 rows with their ground truth" in said
+    assert not (tmp_path / "run").exists()
+
+
+MODEL = "actor_rollout_ref.model.path"
+BAD_OF_PPO = [
+    ("data.train_files={tmp}/nowhere.parquet", "there is no file .*nowhere.parquet"),
+    ("data.prompt_key=question", "no column 'question'; there is .*prompt"),
+    (f"{MODEL}={{tmp}}", "is not a Hugging Face model folder"),
+    (f"{MODEL}={{tmp}}/no_tokenizer", "No tokenizer loads from actor_rollout_ref.model.path="),
+    ("custom_reward_function.path={tmp}/nowhere.py", "there is no such file"),
+    ("custom_reward_function.path={tmp}/my.py", "has no such name; it has asks, fails, splits"),
+    (
+        "custom_reward_function.path={tmp}/my.py custom_reward_function.name=asks",
+        "nothing fills the reward function's parameter 'answer'",
+    ),
+    (
+        "custom_reward_function.path={tmp}/my.py custom_reward_function.name=fails",
+        "gives no score for any of 8 rows whose answer is their own ground truth|every sample",
+    ),
+    (
+        "custom_reward_function.path={tmp}/my.py custom_reward_function.name=splits "
+        "algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc "
+        "algorithm.adv_estimator=grpo",
+        "algorithm.filter_groups.metric=acc: choose seq_reward, or .*; here: seq_reward, accuracy",
+    ),
+    ("actor_rollout_ref.rollout.name=vllm", "needs the package vllm.* is not installed"),
+    ("trainer.device=cuda", "trainer.device=cuda asks for GPUs, but torch .* sees none"),
+    ("reward_model.enable=true reward_model.model.path={tmp}/judge", "reward_model.model.path=.*j"),
+    ("trainer.default_local_dir={tmp}/my.py/run", "trainer.default_local_dir=.* cannot be written"),
+    ("+role_workers.critic=my_roles.Critic", "role_workers.critic=my_roles.Critic cannot be impo"),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), BAD_OF_PPO, ids=[words for _, words in BAD_OF_PPO])
+def test_what_is_wrong_with_a_run_of_ppo_is_refused(
+    more: str, words: str, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("workers.rollout.vllm.setup.version", _is_not_installed)
+    (tmp_path / "no_tokenizer").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_dir / "model" / file, tmp_path / "no_tokenizer")
+    (tmp_path / "my.py").write_text(
+        "def asks(answer): return 1.0\n"
+        "def fails(solution_str): raise KeyError(solution_str)\n"
+        "def splits(solution_str): return {'score': 1.0, 'accuracy': 1.0}\n"
+    )
+    with pytest.raises(VerlLikeError, match=words):
+        dry("ppo", tiny_dir, tmp_path, *more.format(tmp=tmp_path).split())
+
+
+def _is_not_installed(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError
+
+    raise PackageNotFoundError(package)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        ("detached", f"{MODEL}={{tmp}}", "is not a Hugging Face model folder"),
+        ("best-of-n", "data.train_files={tmp}/no.parquet", "there is no file"),
+        ("eval", "custom_reward_function.path={tmp}/no.py", "there is no such file"),
+        ("dpo", "data.train_files={tmp}/no.jsonl", "there is no file"),
+        ("dpo", "trainer.device=cuda", "trainer.device=cuda asks for GPUs"),
+    ],
+)
+def test_what_is_wrong_with_other_recipes_is_refused(
+    name: str,
+    more: str,
+    words: str,
+    tiny_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(VerlLikeError, match=words):
+        dry(name, tiny_dir, tmp_path, more.format(tmp=tmp_path))
+
+
+def test_a_prompt_of_messages_needs_a_chat_template(tiny_dir: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_dir / "model", tmp_path / "model")
+    for file in model.glob("*.jinja"):
+        file.unlink()
+    settings = model / "tokenizer_config.json"
+    text = json.loads(settings.read_text())
+    text.pop("chat_template", None)
+    settings.write_text(json.dumps(text))
+    row = {
+        "prompt": [{"role": "user", "content": "say a"}],
+        "data_source": "verl_like/tiny_letters",
+    }
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row | {"reward_model": {"ground_truth": "a"}}))
+    more = (f"{MODEL}={model}", f"data.train_files={tmp_path}/chat.jsonl")
+    with pytest.raises(VerlLikeError, match="has no chat template, and 1 of 1 prompts are chat"):
+        dry("ppo", tiny_dir, tmp_path, *more)
+
+
+def test_fewer_gpus_than_asked_for_are_refused(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(VerlLikeError, match="n_gpus_per_node=2 GPUs, and this machine has 1"):
+        dry("eval", tiny_dir, tmp_path, "trainer.n_gpus_per_node=2")
+
+
+def test_of_large_data_the_first_rows_are_read(tiny_dir: Path) -> None:
+    files = [str(tiny_dir / "train.parquet")]
+    everything = [row for _, row in rows_of_files(files, "data.train_files")]
+    with first_rows(5) as most:
+        assert [row for _, row in rows_of_files(files, "data.train_files")] == everything[:5]
+    assert most.were_more
+    with first_rows(len(everything)) as most:
+        assert len(list(rows_of_files(files, "data.train_files"))) == len(everything)
+    assert not most.were_more

@@ -1,0 +1,196 @@
+"""Code of the user's that could not be called is refused before a file is read, by its key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import load_config, run
+from trainer.detached.recipe import DETACHED
+from trainer.detached.samplers.registry import Sampler
+from trainer.launch import check_trainer
+from trainer.ppo import PPOTrainer
+from trainer.ppo.compute_advantage import check_columns
+from trainer.run_folder.tracking import make_tracking
+from verl_like.errors import ConfigError
+from workers.config import WorkersConfig
+from workers.rollout.build import check_engine
+from workers.rollout.hf import HFEngine
+
+NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local"]
+
+
+def estimator_of_no_name(token_level_rewards, /, response_mask): ...
+def estimator_of_strange_columns(rewards, response_mask): ...
+def estimator_of_the_reference(ref_log_prob, response_mask): ...
+def estimator_that_fits(token_level_rewards, old_log_probs, index, *_, gamma, mine=2, **__): ...
+
+
+def loss_without_denominators(old_log_prob, log_prob, advantages, response_mask): ...
+def schedule_of_nothing(): ...
+def optimizer_that_asks(params, lr, momentum): ...
+def tracker_of_one(config): ...
+def order_of_another(count, epoch): ...
+def tracker_of_nothing(config, total_steps):
+    return object()
+
+
+class SilentTracker:
+    def __init__(self, config: Any, total_steps: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NarrowTracker(SilentTracker):
+    def write(self, metrics: dict[str, float]) -> None: ...
+
+
+class EmptySampler(Sampler):
+    pass
+
+
+class AskingSampler(Sampler):
+    def __init__(self, size: int) -> None: ...
+
+    def choose(self, stock: Any) -> Any: ...
+
+
+class NarrowSampler(Sampler):
+    def choose(self) -> Any: ...
+
+
+class BareEngine(HFEngine):
+    def __init__(self, module: Any, limits: Any) -> None: ...
+
+
+class NarrowEngine(HFEngine):
+    def _generate(self, requests: Any) -> Any: ...
+
+
+class OwnHook(PPOTrainer):
+    def on_step_end(self) -> None: ...
+
+
+class OwnStage(PPOTrainer):
+    def score(self) -> Any: ...
+
+
+class OwnStep(OwnStage):
+    def step(self) -> dict[str, float]:
+        return {}
+
+
+class NarrowCallback:
+    def on_step_end(self, metrics: dict[str, float]) -> None: ...
+
+
+OPTIM = "actor_rollout_ref.actor.optim"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "words"),
+    [
+        ("algorithm.adv_estimator", "estimator_of_no_name", r"takes \(token_level_rewards, /, "),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "loss_without_denominators",
+            r"takes \(old_log_prob, log_prob, advantages, response_mask\), and is called by name",
+        ),
+        (f"{OPTIM}.lr_scheduler_type", "schedule_of_nothing", "is called with .progress."),
+        (f"{OPTIM}.optimizer", "optimizer_that_asks", "missing a required argument: 'momentum'"),
+        ("trainer.logger", "tracker_of_one", r"is called with \(config, total_steps\)"),
+        ("trainer.logger", "SilentTracker", r"has no write: a tracker has write\(metrics, step\)"),
+        ("trainer.logger", "NarrowTracker", r"its write takes \(self, metrics\)"),
+    ],
+)
+def test_a_signature_is_refused_by_its_key(key: str, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}'?:? .*{words}"):
+        load_config([*NEEDED, f"{key}={__name__}.{name}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("EmptySampler", "has no choose"),
+        ("AskingSampler", "missing a required argument: 'size'"),
+        ("NarrowSampler", r"its choose takes \(self\), and is called with \(self, stock\)"),
+        ("estimator_that_fits", "is no class of samplers"),
+    ],
+)
+def test_a_sampler_of_detached_runs_is_refused(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"detached.sampler={__name__}.{name}.*{words}"):
+        load_config([*NEEDED, f"detached.sampler={__name__}.{name}"], DETACHED)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("BareEngine", r"takes \(module, limits\), .* unexpected keyword argument 'decode'"),
+        ("NarrowEngine", r"its _generate takes \(self, requests\)"),
+    ],
+)
+def test_an_engine_is_refused(name: str, words: str) -> None:
+    config: WorkersConfig = load_config(NEEDED)
+    policy = config.actor_rollout_ref
+    rollout = replace(policy.rollout, name=f"{__name__}.{name}")
+    config.actor_rollout_ref = replace(policy, rollout=rollout)
+    with pytest.raises(ConfigError, match=f"rollout.name={__name__}.{name}:? .*{words}"):
+        check_engine(config, world_size=1)
+
+
+def test_hooks_and_stages_of_a_trainer_take_what_they_are_called_with() -> None:
+    check_trainer(PPOTrainer)
+    check_trainer(OwnStep)  # which calls its stages as it likes
+    with pytest.raises(ConfigError, match=r"its on_step_end takes \(self\), .* \(self, metrics\)"):
+        check_trainer(OwnHook)
+    with pytest.raises(ConfigError, match=r"trainer.cls=.*OwnStage: its score takes \(self\), "):
+        check_trainer(OwnStage)
+
+
+@pytest.mark.parametrize("callback", [NarrowCallback(), NarrowCallback])
+def test_a_callback_that_cannot_be_called_is_refused_first_of_all(callback: object) -> None:
+    with pytest.raises(ConfigError, match=r"NarrowCallback: its on_step_end takes|is a class"):
+        run(load_config(NEEDED), callbacks=[callback])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "estimator_of_strange_columns",
+            "nothing fills the parameter 'rewards' of .* such as token_l",
+        ),
+        ("estimator_of_the_reference", "'ref_log_prob', which the role 'ref' writes"),
+    ],
+)
+def test_an_estimator_asks_for_columns_that_someone_writes(name: str, words: str) -> None:
+    wants = f"algorithm.adv_estimator={__name__}.{name}"
+    with pytest.raises(ConfigError, match=words):
+        run(load_config([*NEEDED, wants]))
+    # a worker of the user's may write what it likes
+    own = "+role_workers.critic=my_roles.Critic", "algorithm.adv_estimator=gae"
+    config = load_config([*NEEDED, *own])
+    config.algorithm.adv_estimator = f"{__name__}.{name}"
+    check_columns(config)
+
+
+def test_an_estimator_that_can_be_called_is_let_through() -> None:
+    check_columns(load_config([*NEEDED, f"algorithm.adv_estimator={__name__}.estimator_that_fits"]))
+
+
+def test_what_a_function_makes_for_a_tracker_is_looked_at(tmp_path: Path) -> None:
+    folder = f"trainer.default_local_dir={tmp_path}"
+    config = load_config([*NEEDED, f"trainer.logger={__name__}.tracker_of_nothing", folder])
+    with pytest.raises(ConfigError, match="what trainer.logger=.* makes has no write"):
+        make_tracking(config, total_steps=1)
+
+
+def test_an_order_of_prompts_is_called_by_keyword() -> None:
+    from trainer.data.order import epoch_order
+
+    data = load_config([*NEEDED, f"data.sampler={__name__}.order_of_another"]).data
+    with pytest.raises(ConfigError, match=r"data.sampler=.* takes \(count, epoch\), and is called"):
+        epoch_order(data, seed=1, num_prompts=4)

@@ -1,0 +1,56 @@
+"""Options of a group that only Ray has: devices, variables of a class, workers that stay."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.verl_like.hybrid_workers import Hybrid
+from verl_like import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl_like.errors import ConfigError, PlacementError
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
+
+
+def test_detached_workers_are_found_again_by_their_names() -> None:
+    made = RayClassWithInitArgs(Hybrid)
+    made.update_options({"runtime_env": {"env_vars": {"ITS": "own"}}})
+    with RayResourcePool([2], use_gpu=False, cpus_per_process=0.5, detached=True) as pool:
+        group = RayWorkerGroup(
+            pool, made, detached=True, device_name="cpu", worker_env={"MINE": "7"}
+        )
+        group.init_model()
+        assert group.execute_all_sync("getenv", "ITS") == ["own"] * 2
+        assert group.execute_all_sync("getenv", "MINE") == ["7"] * 2
+
+        found = RayWorkerGroup.from_detached(group.worker_names, RayClassWithInitArgs(Hybrid))
+        assert found.world_size == 2
+        assert found.both(1) == [10, 20]
+        assert [dp for dp, _ in found.mesh_facts("all")] == [0, 1]
+        with pytest.raises(PlacementError, match="has the roles adder, scaler, worker, and"):
+            RayWorkerGroup.from_detached(group.worker_names, RayClassWithInitArgs(object))
+        found.shutdown()
+
+
+def test_what_cannot_stay_is_refused() -> None:
+    with pytest.raises(PlacementError, match="detached workers need places that outlive"):
+        RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Hybrid), detached=True)
+    with pytest.raises(PlacementError, match="no worker of that name runs in Ray's namespace"):
+        RayWorkerGroup.from_detached(["nobody"], RayClassWithInitArgs(Hybrid))
+
+
+def test_a_device_that_the_pool_has_not_is_refused() -> None:
+    with (
+        RayResourcePool([1], use_gpu=False, cpus_per_process=0.5) as pool,
+        pytest.raises(PlacementError, match=r"device_name='cuda': the places of pool .* have cpu"),
+    ):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Hybrid), device_name="cuda")
+
+
+def test_roles_of_one_process_agree_on_its_environment() -> None:
+    made = RayClassWithInitArgs(Hybrid)
+    made.update_options({"runtime_env": {"env_vars": {"MINE": "8"}}})
+    with pytest.raises(ConfigError, match="worker wants MINE=8 .* and 7 is wanted there"):
+        RayWorkerGroup(RayResourcePool([1]), made, worker_env={"MINE": "7"})
+    made.update_options({"runtime_env": {"env_vars": {"RANK": "1"}}})
+    with pytest.raises(ConfigError, match="sets RANK, which the launcher sets"):
+        RayWorkerGroup(RayResourcePool([1]), made)

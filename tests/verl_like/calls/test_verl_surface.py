@@ -1,0 +1,171 @@
+"""What drivers and workers written for verl use of a group, on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from tests.verl_like.groups import start
+from tests.verl_like.hybrid_workers import Hybrid
+from verl_like import DataProtoFuture, Scatter, Worker, create_colocated_worker_raw_cls
+from verl_like.calls import dispatch
+from verl_like.calls.worker_classes import ClassWithInitArgs
+from verl_like.errors import ConfigError, DispatchError, PlacementError
+
+BACKENDS = [("inline", 1), ("child", 2), pytest.param(("ray", 2), marks=pytest.mark.ray)]
+
+
+@pytest.fixture(scope="module", params=BACKENDS, ids=lambda p: p[0])
+def group(request: pytest.FixtureRequest) -> Iterator[Any]:
+    backend, size = request.param
+    options = {} if backend == "inline" else {"worker_env": {"MINE": "7"}}
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    with start(backend, {"hybrid": (Hybrid, ())}, [size], **options) as group:
+        group.init_model()
+        yield group
+
+
+def sample(rows: int = 5) -> TensorDict:
+    """A column of every kind; row i of `ids` has i + 1 numbers."""
+    ids = torch.nested.as_nested_tensor(
+        [torch.full((n + 1,), n) for n in range(rows)], layout=torch.jagged
+    )
+    columns = {"x": torch.arange(rows), "ids": ids}
+    uid = NonTensorStack(*(NonTensorData(f"u{row}") for row in range(rows)))
+    others = {"uid": uid, "top_p": NonTensorData(0.5, batch_size=[rows])}
+    return TensorDict({**columns, **others}, batch_size=[rows])
+
+
+def test_methods_are_called_by_their_names(group) -> None:
+    ranks = range(group.world_size)
+    assert group.execute_all_sync("adder_plain", 3, y=4) == [(rank, 3, 4) for rank in ranks]
+    future = group.execute_all_async("adder_plain", [1, 2])
+    assert future.get() == [(rank, [1, 2], 0) for rank in ranks]
+    assert group.execute_rank_zero_sync("adder_plain", 3) == (0, 3, 0)
+    assert group.execute_rank_zero_async("both", 3).get() == 30
+    each = Scatter([10 * rank for rank in ranks])
+    assert group.execute_all_sync("adder_plain", each) == [(r, 10 * r, 0) for r in ranks]
+
+
+def test_a_name_that_no_worker_has_is_refused(group) -> None:
+    with pytest.raises(DispatchError, match=r"no method 'adder_plan'. Did you mean 'adder_plain'"):
+        group.execute_all_sync("adder_plan")
+
+
+def test_roles_of_a_process_call_each_other_and_are_called(group) -> None:
+    ranks = range(group.world_size)
+    assert group.both(1) == [10 * (1 + rank) for rank in ranks]
+    assert group.adder_add(1) == [1 + rank for rank in ranks]
+    roles = group.spawn(["adder", "scaler"])
+    assert roles["scaler"].scale(2) == [20 for _ in ranks]
+    assert group.shares_processes_with(roles["adder"])
+
+
+def test_workers_find_their_place_in_the_environment(group) -> None:
+    size = group.world_size
+    for name in ("LOCAL_RANK", "RAY_LOCAL_RANK", "RANK"):
+        assert group.execute_all_sync("getenv", name) == [str(rank) for rank in range(size)]
+    for name in ("LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        assert group.execute_all_sync("getenv", name) == [str(size)] * size
+    if size > 1:
+        assert group.execute_all_sync("getenv", key="MINE") == ["7"] * size
+
+
+def test_a_mesh_is_taken_over_from_a_worker_within(group) -> None:
+    ranks = list(range(group.world_size))
+    assert group._query_dispatch_info("all") == ranks
+    assert group._query_collect_info("all") == [True for _ in ranks]
+
+
+def check_doubled(result: TensorDict, rows: int = 5) -> None:
+    assert isinstance(result, TensorDict)
+    assert result["x"].tolist() == [2 * row for row in range(rows)]
+    assert result["length"].tolist() == [row + 1 for row in range(rows)]
+    assert [row.tolist() for row in result["ids"].unbind()] == [[n] * (n + 1) for n in range(rows)]
+    assert result["uid"] == [f"u{row}" for row in range(rows)]
+    assert result["top_p"] == 0.5, "as torch.cat: the first rank's"
+
+
+def test_tensordicts_are_split_padded_and_collected(group) -> None:
+    given = sample()
+    check_doubled(group.double(given))
+    assert given["x"].tolist() == [0, 1, 2, 3, 4]
+    assert "length" not in given.keys()
+
+
+def test_metrics_come_beside_a_tensordict_and_pad_rows_are_marked(group) -> None:
+    future = group.double_later(sample())
+    assert isinstance(future, DataProtoFuture)
+    result, metrics = future.get()
+    check_doubled(result)
+    assert metrics == {"rows": [5] if group.world_size == 1 else [3, 2]}
+
+
+def test_the_future_of_a_tensordict_is_passed_on(group) -> None:
+    future = group.double_later(sample())
+    assert group.double(future)["x"].tolist() == [0, 4, 8, 12, 16]
+    assert group.total(future) == [20] * group.world_size
+    halves = future.chunk(2)
+    assert [half.get()["x"].tolist() for half in halves] == [[0, 2, 4], [6, 8]]
+    assert group.double(halves[1])["x"].tolist() == [12, 16]
+
+
+def test_a_list_mode_gives_tensordicts_without_pad_rows(group) -> None:
+    pieces = group.pieces(sample())
+    assert all(isinstance(piece, TensorDict) for piece in pieces)
+    assert [row for piece in pieces for row in piece["x"].tolist()] == [0, 1, 2, 3, 4]
+
+
+def test_a_tensordict_goes_to_every_worker_as_it_is(group) -> None:
+    assert group.total(sample()) == [10] * group.world_size
+
+
+def test_facts_without_rows_are_those_of_the_first_rank(group) -> None:
+    result = group.report(sample())
+    assert result.batch_size == ()
+    assert result["sum"] == (10 if group.world_size == 1 else 0 + 1 + 2)
+
+
+def test_lists_are_scattered_for_drivers_that_ask_for_it(group, monkeypatch) -> None:
+    ranks = range(group.world_size)
+    monkeypatch.setitem(dispatch._MODES, "ALL_TO_ALL", dispatch._MODES["ALL_TO_ALL"])
+    dispatch.scatter_lists()
+    assert group.execute_all_sync("adder_plain", [10 * rank for rank in ranks]) == [
+        (rank, 10 * rank, 0) for rank in ranks
+    ]
+    longer = [0] * (group.world_size + 1)
+    assert group.execute_all_sync("adder_plain", longer) == [(rank, longer, 0) for rank in ranks]
+
+
+def test_meshes_that_cannot_be_taken_over_are_refused() -> None:
+    worker, other = Worker(), Worker()
+    other._register_dispatch_collect_info("one", 0, True)
+    worker.set_dispatch_collect("mine", **other.get_dispatch_collect())
+    with pytest.raises(DispatchError, match=r"has registered mesh 'mine' already"):
+        worker.set_dispatch_collect("mine", **other.get_dispatch_collect())
+    other._register_dispatch_collect_info("two", 1, True)
+    with pytest.raises(DispatchError, match="needs one place, and the other worker's .* give 2"):
+        worker.set_dispatch_collect("both", **other.get_dispatch_collect())
+    with pytest.raises(DispatchError, match=r"has not registered mesh 'mein'. Did you mean 'mine'"):
+        worker._query_dispatch_info("mein")
+
+
+def test_roles_that_cannot_be_attributes_are_refused() -> None:
+    with pytest.raises(PlacementError, match="role 'rank' would be shadowed"):
+        create_colocated_worker_raw_cls({"rank": ClassWithInitArgs(Worker)})
+    with pytest.raises(PlacementError, match="name_prefix 'adder' is the name of a role"):
+        ClassWithInitArgs(Hybrid).roles("adder")
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE", "MASTER_PORT"])
+def test_variables_of_the_launcher_are_not_the_users(name: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=f"worker_env sets {name}"),
+        start("child", {"hybrid": (Hybrid, ())}, worker_env={name: "1"}),
+    ):
+        pass

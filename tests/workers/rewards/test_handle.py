@@ -1,0 +1,259 @@
+"""A reward process is a stranger: whatever its function does is reported as what it is, costs the
+sample that it was called for, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_like.errors import ConfigError
+from verl_like.process.sandbox import Sandbox
+from verl_like.process.supervisor import MOST_OUTPUT, descendants
+from workers.rewards.outcome import LATE
+from workers.rewards.process import FunctionSpec
+from workers.rewards.scorer import Scorer
+
+STRANGER = """
+import asyncio, ctypes, os, signal, socket, subprocess, sys, time
+from pathlib import Path
+
+def every_socket():
+    for number in range(3, 64):
+        try:
+            socket.socket(fileno=os.dup(number))
+        except OSError:
+            continue
+        yield number
+
+def fork_and_stay(seconds=60):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            Path(NOTE).write_text(str(os.getpid()))
+            time.sleep(seconds)
+        os._exit(0)
+
+def act(solution_str):
+    if solution_str == "exit":
+        sys.exit(3)
+    if solution_str == "_exit":
+        os._exit(4)
+    if solution_str == "crash":
+        ctypes.string_at(0)
+    if solution_str == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if solution_str == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if solution_str == "garbage":
+        for number in every_socket():
+            os.write(number, b"not an answer\\n")
+        time.sleep(60)
+    if solution_str == "half a line":
+        for number in every_socket():
+            os.write(number, b"[0, [")
+        time.sleep(60)
+    if solution_str == "pickle":
+        import pickle
+        for number in every_socket():
+            os.write(number, pickle.dumps((0, (1.0, {}, None))) + b"\\n")
+        time.sleep(60)
+    if solution_str == "huge":
+        return 1e308
+    if solution_str == "memory":
+        return len(bytearray(2**31))
+    if solution_str == "cpu":
+        while True:
+            pass
+    if solution_str == "disk":
+        return Path("big").write_bytes(bytes(2**21))
+    if solution_str == "unspeakable":
+        class Odd(Exception):
+            def __str__(self):
+                raise RuntimeError("no words")
+        raise Odd
+    if solution_str == "secret":
+        return float(os.environ["SECRET_OF_TEST"])
+    if solution_str == "fork":
+        fork_and_stay()
+    if solution_str == "many":
+        for _ in range(20):
+            if os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
+        time.sleep(60)
+    if solution_str == "print":
+        sys.stdout.write("x" * 3 * 2**20)
+    if solution_str == "here":
+        Path("scratch").write_text("mine")
+        return {"score": 1.0, "pred": os.getcwd()}
+    if solution_str == "group":
+        return os.getpgid(0)
+    return 1.0
+
+async def act_async(solution_str):
+    await asyncio.sleep(0.01)
+    if solution_str == "block":
+        time.sleep(60)
+    return act(solution_str)
+
+def act_on_all(solution_strs):
+    return [act(text) for text in solution_strs]
+
+def connect(solution_str):
+    with socket.create_connection(("127.0.0.1", int(solution_str)), timeout=2):
+        return 1.0
+
+def locally(solution_str):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=2).close()
+    return 1.0
+"""
+SMALL = Sandbox(memory_gb=1.0, cpu_s=0.5, file_gb=2**-10, processes=8)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Outcomes of texts by one of the functions above; each has one process."""
+    folder = tmp_path_factory.mktemp("stranger")
+    path = folder / "stranger.py"
+    path.write_text(f"NOTE = {str(folder / 'note')!r}\n{STRANGER}", encoding="utf-8")
+    made: dict[Any, Scorer] = {}
+
+    def score(
+        *texts: str, name: str = "act", deadline: float = 20.0, sandbox: Sandbox = SMALL
+    ) -> list[Any]:
+        key = name, deadline, sandbox
+        if key not in made:
+            spec = FunctionSpec(str(path), name, deadline=deadline, sandbox=sandbox)
+            made[key] = Scorer(spec, 60.0)
+            made[key].start()
+        return made[key].score([{"solution_str": text} for text in texts])
+
+    score.note = folder / "note"
+    score.made = made
+    yield score
+    for scorer in made.values():
+        scorer.stop()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("exit", "SystemExit: it called sys.exit(3)"),
+        ("_exit", "the reward process ended with exit code 4"),
+        ("crash", "the reward process was killed by SIGSEGV"),
+        ("stop", "the reward process was stopped by SIGSTOP"),
+        ("kill", "the reward process was killed by SIGKILL, as the system does when memory"),
+        ("garbage", "the reward process wrote on its socket what is no answer: b'not an answer'"),
+        ("pickle", "the reward process wrote on its socket what is no answer"),
+        ("huge", "1e+308; a number that is finite in float32"),
+        ("memory", "(its limit is reward.sandbox.memory_gb)"),
+        ("cpu", "the reward process used up its processor time (cpu_s=0.5)"),
+        ("disk", "OSError: [Errno 27] File too large"),
+        ("unspeakable", "Odd: (its message cannot be read)"),
+        ("secret", "reward.sandbox.env=[SECRET_OF_TEST]"),
+        ("many", " processes (processes=8)"),
+    ],
+)
+def test_what_a_function_does_is_said_of_its_sample_alone(
+    stranger: Any, text: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_OF_TEST", "1")
+    before, guilty, after = stranger("fine", text, "fine")
+    assert before == after == (1.0, {}, None)
+    assert guilty[:2] == (None, {})
+    assert words in guilty[2]
+
+
+def test_half_an_answer_is_late(stranger: Any) -> None:
+    outcomes = stranger("fine", "half a line", "fine", deadline=0.3)
+    assert [outcome[2] for outcome in outcomes] == [None, LATE, None]
+
+
+def test_of_coroutines_the_one_that_blocks_is_named(stranger: Any) -> None:
+    outcomes = stranger(*["fine"] * 4, "block", *["fine"] * 4, name="act_async", deadline=0.4)
+    assert [row for row, outcome in enumerate(outcomes) if outcome[0] is None] == [4]
+    assert outcomes[4][2] == LATE
+
+
+def test_of_coroutines_the_one_that_ends_the_process_is_named(stranger: Any) -> None:
+    outcomes = stranger(*["fine"] * 5, "_exit", *["fine"] * 2, "exit", name="act_async")
+    failed = {row: outcome[2] for row, outcome in enumerate(outcomes) if outcome[0] is None}
+    assert failed == {
+        5: "the reward process ended with exit code 4",
+        8: "SystemExit: it called sys.exit(3)",
+    }
+
+
+def test_a_function_of_batches_is_never_called_with_a_part_of_one(stranger: Any) -> None:
+    outcomes = stranger("fine", "_exit", name="act_on_all")
+    assert outcomes == [(None, {}, "the reward process ended with exit code 4")] * 2
+
+
+def test_what_it_forked_into_a_session_of_its_own_is_gone_with_it(stranger: Any) -> None:
+    assert stranger("fork", "fine", deadline=4.0) == [(1.0, {}, None)] * 2
+    while not (stranger.note.exists() and stranger.note.read_text()):
+        time.sleep(0.01)
+    pid = int(stranger.note.read_text())
+    assert Path(f"/proc/{pid}").exists()
+    (scorer,) = [made for key, made in stranger.made.items() if key[1] == 4.0]
+    scorer.stop()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_its_working_folder_is_removed(stranger: Any) -> None:
+    ((_, numbers, _),) = stranger("here", deadline=4.5)
+    folder = Path(numbers["pred"])
+    assert (folder / "scratch").read_text() == "mine"
+    (scorer,) = [made for key, made in stranger.made.items() if key[1] == 4.5]
+    scorer.stop()
+    assert not folder.exists()
+
+
+def test_it_has_a_process_group_of_its_own(stranger: Any) -> None:
+    ((group, _, _),) = stranger("group")
+    assert group != os.getpgid(0)
+    assert int(group) in descendants(os.getpid())
+
+
+def test_its_output_is_bounded(stranger: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert stranger("print", deadline=6.0) == [(1.0, {}, None)]
+    (scorer,) = [made for key, made in stranger.made.items() if key[1] == 6.0]
+    scorer.stop()
+    said = capfd.readouterr().out
+    assert said.count("x") == MOST_OUTPUT
+    assert said.endswith("[further output of this process is dropped]\n")
+
+
+def test_nothing_of_the_function_is_on_a_command_line(stranger: Any) -> None:
+    stranger("fine")
+    lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())]
+    assert any(b"workers.rewards.process" in line for line in lines)
+    assert not any(b"stranger" in line for line in lines)
+
+
+def test_without_the_network_it_reaches_itself_alone(stranger: Any) -> None:
+    import socket
+
+    alone = Sandbox(network=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        assert stranger(port, name="connect")[0][0] == 1.0
+        try:
+            ((score, _, error),) = stranger(port, name="connect", sandbox=alone)
+        except ConfigError as err:
+            pytest.skip(str(err))
+    assert score is None
+    assert "ConnectionRefusedError" in error
+    assert stranger("", name="locally", sandbox=alone)[0][0] == 1.0
+
+
+def test_samples_that_it_does_not_read_do_not_block_the_driver(stranger: Any) -> None:
+    outcomes = stranger("stop", *["x" * 100_000] * 20, deadline=3.0)
+    assert [outcome[0] for outcome in outcomes] == [None] + [1.0] * 20

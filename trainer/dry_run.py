@@ -1,0 +1,68 @@
+"""`trainer.dry_run=true`: all that a run looks at before its first process, and no process.
+
+`trainer.launch.run` prints these lines under the plan. What is refused here is refused in the same
+words by a run. Of large data the first rows are read, so that it takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+
+from trainer.config.schema import RunConfig
+from trainer.data.files import first_rows
+from trainer.groups.nodes import devices_in_words
+from trainer.groups.worker_groups import worker_class
+from trainer.loop import Trainer
+from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.tracking import BUILT_IN
+from verl_like.errors import ConfigError
+
+MOST_ROWS = 10_000
+"""Rows that are read of each list of files, beside those of a step."""
+ALL_FOUND = "Nothing is wrong that shows before a process starts."
+
+
+def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
+    """Lines about what was found; what cannot work is refused."""
+    lines = [devices_in_words(config)]
+    for role in config.role_workers:
+        worker_class(config, role)
+    start = Checkpoints(config).start
+    if start is not None:
+        lines.append(f"the run goes on from {start}")
+    _check_folder(config.trainer.default_local_dir)
+    lines += _missing_trackers(config)
+
+    data = getattr(config, "data", None)
+    with ExitStack() as at_end:
+        most = at_end.enter_context(first_rows(MOST_ROWS + getattr(data, "train_batch_size", 0)))
+        inputs = trainer_cls.prepare(config, at_end)
+        lines += trainer_cls.look_at(config, *inputs)
+    if most.were_more:
+        lines.append(f"of each list of files {most.number:,} rows were read; a run reads them all")
+    return [*lines, ALL_FOUND]
+
+
+def _check_folder(name: str) -> None:
+    """Refuse a run folder that cannot be written, without making it."""
+    folder = Path(name).absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(
+            f"trainer.default_local_dir={name} cannot be written: {there} is no folder that this "
+            "user may write in. Give another one."
+        )
+
+
+def _missing_trackers(config: RunConfig) -> list[str]:
+    lines = []
+    for name in config.trainer.logger:
+        if name in BUILT_IN and name != "console" and find_spec(name) is None:
+            lines.append(
+                f"trainer.logger names {name}, which is not installed: the run goes on without. "
+                f"pip install 'verl-like[{name}]'"
+            )
+    return lines

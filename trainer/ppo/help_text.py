@@ -1,0 +1,25 @@
+"""What `verl-like ppo --help` prints; nothing is imported for it."""
+
+from __future__ import annotations
+
+HELP = """PPO on declared placement of roles.
+
+  verl-like ppo data.train_files=FILE actor_rollout_ref.model.path=FOLDER [key=value ...]
+  python -m trainer.main_ppo ...      the same, from a checkout
+
+Placement    placement=colocate|split|standalone
+             resource_pool_spec.critic_pool=[2]   processes per node; wins over the preset
+             resource_pool_spec.my_pool=[1]  role_mapping.rollout=my_pool   a pool of its own
+Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=auto|cpu|cuda
+Where        trainer.backend=ray|local  ray.address=HOST:PORT
+Look first   trainer.dry_run=true prints the plan and the batch sizes
+Several      --multirun trainer.seed=1,2   (a folder for each in the run folder)
+Algorithm    algorithm=ppo|grpo|dapo|…       a paper's settings; each key wins over them
+             algorithm.adv_estimator=gae|grpo  algorithm.use_kl_in_reward=true
+             correction=decoupled_seq_is|bypass_ppo_clip|…   for samples of another policy
+Length       trainer.total_training_steps=100  trainer.total_epochs=1
+
+Every key    verl-like ppo --cfg job
+Completion   eval "$(verl-like -sc install=bash)"
+A mistyped key is refused with the nearest ones.
+"""

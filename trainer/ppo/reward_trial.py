@@ -1,0 +1,102 @@
+"""Rewards tried on made-up answers, in a dry run: their code runs, and shows what it names.
+
+    scored, line = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
+
+The answer to a prompt is the row's ground truth as text. Models and servers are not asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.data.prompts import PromptSet
+from trainer.ppo.samples import EXTRA
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import RewardError
+from workers.columns import read_columns
+from workers.config import RewardConfig
+from workers.rewards.weighted import Rewards
+
+MOST_ROWS = 8
+
+
+class NoScores:
+    """What stands where a model would score: zeros at once."""
+
+    def __init__(self, batch: DataProto) -> None:
+        mask = read_columns(batch, "response_mask")["response_mask"]
+        self._scores = DataProto.from_dict({"rm_scores": torch.zeros(mask.shape)})
+
+    def done(self) -> bool:
+        """At once."""
+        return True
+
+    def get(self, timeout: float | None = None) -> DataProto:
+        """The zeros."""
+        return self._scores
+
+
+def try_rewards(
+    rewards: Rewards, prompts: PromptSet, tokenizer: Any, width: int
+) -> tuple[DataProto | None, list[str]]:
+    """The made-up answers with scores, and a line about them; None where no function scores.
+
+    A function that fails on every one of them is refused. Where it failed on some, what it names
+    is not known either.
+    """
+    functions = [part for part in rewards.parts if part.config.kind == "function"]
+    if not functions or any(part.config.kind == "remote" for part in rewards.parts):
+        return None, []
+    batch = made_up_answers(prompts, tokenizer, width)
+
+    def no_model(reward: RewardConfig) -> NoScores:
+        return NoScores(batch)
+
+    scored, metrics = rewards.launch(batch, no_model, normalize=False).get()
+    num_failed = _num_failed(metrics)
+    if num_failed >= len(batch):
+        raise RewardError(
+            f"the reward gives no score for any of {len(batch)} rows whose answer is their own "
+            "ground truth; what went wrong stands above."
+        )
+    scores = read_columns(scored, "token_level_scores")["token_level_scores"].sum(-1)
+    names = [name.removeprefix(EXTRA) for name in scored.non_tensor_batch]
+    beside = f", and beside them {', '.join(names)}" if names else ""
+    line = (
+        f"rewards, tried on {len(batch)} rows with their ground truth for an answer: scores from "
+        f"{float(scores.min()):.4g} to {float(scores.max()):.4g}{beside}"
+    )
+    return (None if num_failed else batch.union(scored)), [line]
+
+
+def _num_failed(metrics: dict[str, float]) -> float:
+    """Samples that the worst of the rewards gave no score."""
+    counts: dict[str, float] = {}
+    for name, value in metrics.items():
+        reward, _, count = name.rpartition("/")
+        if count in ("num_failed", "num_timed_out"):
+            counts[reward] = counts.get(reward, 0.0) + value
+    return max(counts.values(), default=0.0)
+
+
+def made_up_answers(prompts: PromptSet, tokenizer: Any, width: int) -> DataProto:
+    """A row of every data source, then the next ones, answered by their ground truth."""
+    batch = prompts.batch(_rows_to_try(prompts), epoch=0)
+    responses = torch.full((len(batch), width), tokenizer.pad_token_id, dtype=torch.int64)
+    mask = torch.zeros_like(responses)
+    for row, rule in enumerate(batch.non_tensor_batch["reward_model"]):
+        truth = rule["ground_truth"]
+        text = truth if isinstance(truth, str) else "" if truth is None else str(truth)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][:width]
+        ids = ids or [tokenizer.eos_token_id or 0]
+        responses[row, : len(ids)] = torch.tensor(ids)
+        mask[row, : len(ids)] = 1
+    return batch.union(DataProto.from_dict({"responses": responses, "response_mask": mask}))
+
+
+def _rows_to_try(prompts: PromptSet) -> list[int]:
+    first = prompts.first_of_each_source()
+    rest = [row for row in prompts.rows[: 2 * MOST_ROWS].tolist() if row not in first]
+    return [*first, *rest][:MOST_ROWS]

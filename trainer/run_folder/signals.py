@@ -1,0 +1,90 @@
+"""SIGTERM, SIGINT and SIGUSR1 ask a run to stop: the step is finished, and saved, first.
+
+    with StopSignals() as stop:        # around a run
+        with stop.held():              # within, the first signal is only noted
+            while not stop.received:
+                ...
+        stop.end("after step 7")       # raises `RunStopped` if there was one
+
+A second signal, or one outside `held`, raises `RunStopped` where the program stands; a third one
+does what it did before the run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Of schedulers, of Ctrl-C, and that which Slurm can be told to send ahead of a job's end."""
+EXIT_OF_SIGTERM, EXIT_OF_CTRL_C = 143, 130
+"""What shells expect of a program that a signal ended: 128 and the signal's number."""
+STOP_EXITS = (EXIT_OF_SIGTERM, EXIT_OF_CTRL_C)
+
+
+class RunStopped(KeyboardInterrupt):
+    """A run was asked to stop; the message says where it stands."""
+
+    def __init__(self, number: int, where: str) -> None:
+        """`number` is the signal's."""
+        super().__init__(f"Stopped by {signal.Signals(number).name} {where}")
+        self.exit_code = EXIT_OF_CTRL_C if number == signal.SIGINT else EXIT_OF_SIGTERM
+
+
+class StopSignals:
+    """The signals of one run. Only the main thread gets any: elsewhere this does nothing."""
+
+    def __init__(self) -> None:
+        """Nothing is caught yet."""
+        self.received = 0
+        """Number of the signal that was noted, or 0."""
+        self._holds = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        """Catch them."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {each: signal.signal(each, self._take) for each in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give them back."""
+        before, self._before = self._before, {}
+        for each, handler in before.items():
+            if signal.getsignal(each) == self._take:
+                signal.signal(each, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, the first signal is only noted."""
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds = False
+
+    def end(self, where: str) -> None:
+        """Raise `RunStopped` if a signal was noted; `where` the run stands is for its message."""
+        if self.received:
+            raise RunStopped(self.received, where)
+
+    def _take(self, number: int, _: FrameType | None) -> None:
+        if self._holds and not self.received:
+            self.received = number
+            _say(
+                f"{signal.Signals(number).name}: the run stops after this step, with a checkpoint; "
+                "a second signal stops it at once"
+            )
+            return
+        self.__exit__()
+        raise RunStopped(number, "at once")
+
+
+def _say(text: str) -> None:
+    """Past Python's streams, which the signal may have interrupted."""
+    os.write(2, f"\n{text}\n".encode())

@@ -1,0 +1,178 @@
+"""A batch cut by a budget of tokens, and put together again, with verl's names.
+
+    micro_batches, rows = prepare_dynamic_batch(data, max_token_len=8192)
+    outputs = [model(micro_batch) for micro_batch in micro_batches]
+    log_probs = restore_dynamic_batch(torch.cat(outputs), rows)
+
+For workers of one's own: the workers here cut in `workers.training.microbatch`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from verl_like.batch.columns import tensors_of
+from verl_like.batch.nested_columns import nested_of_rows, rows_of_nested
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.tensordict_import import TensorDict
+from verl_like.batch.tensordict_rows import TensorDictRows
+from verl_like.errors import BatchError, MissingColumnError
+from verl_like.tensor_ops.balance import get_reverse_idx, get_seqlen_balanced_partitions
+
+Partitions = list[list[int]]
+"""By micro-batch: the numbers of its rows."""
+
+
+def rearrange_micro_batches(
+    batch: TensorDict,
+    max_token_len: int,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+    force_group_size: int = 1,
+) -> tuple[list[TensorDict], Partitions]:
+    """A batch in micro-batches of at most `max_token_len` tokens, and the rows of each.
+
+    Tokens are counted by `attention_mask`, or by nested `input_ids`. No micro-batch is empty, and
+    their token counts are as even as may be.
+
+    Args:
+        batch: one batch dim.
+        max_token_len: tokens that a micro-batch may have.
+        dp_group: its ranks get the same number of micro-batches, unless `same_micro_num_in_dp` is
+            False.
+        num_batches_divided_by: the number of micro-batches is a multiple of this.
+        same_micro_num_in_dp: see `dp_group`.
+        min_num_micro_batch: the number of micro-batches is at least this.
+        use_dynamic_bsz_balance: the lightest micro-batches come first and last, the heaviest in
+            the middle.
+        force_group_size: so many rows that follow each other stay together.
+    """
+    lengths = _token_counts(batch)
+    if force_group_size < 1 or len(lengths) % force_group_size:
+        raise BatchError(
+            f"{len(lengths)} rows do not divide into groups of force_group_size={force_group_size}."
+        )
+    groups = [
+        range(first, first + force_group_size) for first in range(0, len(lengths), force_group_size)
+    ]
+    tokens = [sum(lengths[row] for row in group) for group in groups]
+    heaviest = max(tokens, default=0)
+    if heaviest > max_token_len or not tokens:
+        raise BatchError(
+            f"max_token_len={max_token_len} is below the {heaviest} tokens of the longest row (or "
+            f"group of {force_group_size}) of {len(lengths)} rows: take {heaviest} or more."
+        )
+
+    in_step = dp_group if same_micro_num_in_dp else None
+    least = max(min_num_micro_batch or 1, -(-sum(tokens) // max_token_len))
+    parts = _partition(tokens, max_token_len, least, num_batches_divided_by or 1, in_step)
+    if use_dynamic_bsz_balance:
+        parts = _lightest_outside(parts, tokens)
+    rows = [list(chain.from_iterable(groups[place] for place in part)) for part in parts]
+    whole = TensorDictRows.of(batch)
+    return [whole.select_idxs(picked).whole() for picked in rows], rows
+
+
+def prepare_dynamic_batch(
+    data: DataProto,
+    max_token_len: int,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+) -> tuple[list[DataProto], Partitions]:
+    """The same for a `DataProto`, whose non-tensor columns and meta entries go along."""
+    if data.batch is None:
+        raise MissingColumnError("prepare_dynamic_batch needs the tensor column 'attention_mask'.")
+    _, rows = rearrange_micro_batches(
+        data.batch.select("attention_mask"),
+        max_token_len,
+        dp_group,
+        num_batches_divided_by,
+        same_micro_num_in_dp,
+        min_num_micro_batch,
+        use_dynamic_bsz_balance,
+    )
+    return [data.select_idxs(picked) for picked in rows], rows
+
+
+def restore_dynamic_batch(
+    data: torch.Tensor, batch_idx_list: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Results of the micro-batches, one after the other, in the order of the batch's rows."""
+    order = list(chain.from_iterable(batch_idx_list))
+    if sorted(order) != list(range(data.shape[0])):
+        raise BatchError(
+            f"restore_dynamic_batch got {data.shape[0]} rows, and lists of {len(order)} rows: it "
+            "needs the results of all micro-batches, and every row once."
+        )
+    places = get_reverse_idx(order)
+    if data.is_nested:
+        return nested_of_rows(rows_of_nested(data)[places])
+    return data[torch.tensor(places, device=data.device)]
+
+
+def _token_counts(batch: TensorDict) -> list[int]:
+    """By row."""
+    columns = tensors_of(batch)
+    ids = columns.get("input_ids")
+    if ids is not None and ids.is_nested:
+        return [row.tensor.shape[-1] for row in rows_of_nested(ids)]
+    if "attention_mask" not in columns:
+        raise MissingColumnError(
+            "Micro-batches by tokens need the column 'attention_mask', or nested 'input_ids'. The "
+            f"batch has: {', '.join(columns) or 'none'}."
+        )
+    counts: list[int] = columns["attention_mask"].long().sum(dim=1).tolist()
+    return counts
+
+
+def _partition(
+    tokens: list[int], limit: int, least: int, multiple: int, group: dist.ProcessGroup | None
+) -> Partitions:
+    """The fewest sets within the limit, in a number that suits every rank of the group."""
+    wanted = least
+    while True:
+        count = -(-_maximum(wanted, group) // multiple) * multiple
+        if count > len(tokens):
+            raise BatchError(
+                f"{count} micro-batches are wanted of {len(tokens)} rows (or groups), and none may "
+                "be empty: lower min_num_micro_batch or num_batches_divided_by, or raise "
+                "max_token_len."
+            )
+        parts = get_seqlen_balanced_partitions(tokens, count)
+        fits = all(sum(tokens[place] for place in part) <= limit for part in parts)
+        wanted = count if fits else count + 1
+        if _maximum(wanted, group) == count:
+            return parts
+
+
+def _maximum(number: int, group: dist.ProcessGroup | None) -> int:
+    """The largest of the ranks' numbers."""
+    if group is None or not dist.is_initialized():
+        return number
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    largest = torch.tensor([number], device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return int(largest.item())
+
+
+def _lightest_outside(parts: Partitions, tokens: list[int]) -> Partitions:
+    """The heaviest in the middle, the others around it in turn."""
+    ordered: deque[list[int]] = deque()
+    heaviest_first = sorted(parts, key=lambda part: -sum(tokens[place] for place in part))
+    for position, part in enumerate(heaviest_first):
+        if position % 2:
+            ordered.append(part)
+        else:
+            ordered.appendleft(part)
+    return list(ordered)

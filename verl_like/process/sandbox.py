@@ -1,0 +1,166 @@
+"""What a process that runs code of strangers may have: variables, memory, time, files, network.
+
+    Sandbox(memory_gb=2).confine()      # in that process, before the code
+    visible_environment(["API_KEY"])    # what it gets of this process's environment
+
+`verl_like.process.supervisor` watches such a process from outside. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import math
+import os
+import platform
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_like.errors import ConfigError
+
+MARK = "VERL_LIKE_SANDBOX"
+"""Environment variable of every process in a sandbox."""
+VISIBLE = frozenset(
+    """
+    CONDA_PREFIX CUDA_HOME CUDA_VISIBLE_DEVICES HF_DATASETS_OFFLINE HF_HOME HF_HUB_CACHE
+    HF_HUB_OFFLINE HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME NLTK_DATA PATH REQUESTS_CA_BUNDLE
+    SHELL SSL_CERT_DIR SSL_CERT_FILE TERM TORCH_HOME TRANSFORMERS_OFFLINE TZ USER VIRTUAL_ENV
+    XDG_CACHE_HOME
+    """.split()
+)
+"""Variables that a sandbox sees: none of them holds a secret."""
+VISIBLE_PREFIXES = ("LC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TOKENIZERS_")
+OPEN_FILES = 1024
+"""Files that a process in a sandbox may have open."""
+
+_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_THREAD = 0x10000000, 0x40000000, 0x10000
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
+_SYSTEM_CALLS = {  # machine -> its number for audits; its calls fork and vfork; clone; clone3
+    "x86_64": (0xC000003E, (57, 58), 56, 435),
+    "aarch64": (0xC00000B7, (), 220, 435),
+}
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """Limits of processes that run code of strangers."""
+
+    memory_gb: float = 8.0
+    """Of each process, and of all of them together."""
+    cpu_s: float = 60.0
+    """Processor time of each process, between two calls of `allow_cpu`."""
+    file_gb: float = 1.0
+    """Size of a file that is written."""
+    processes: int = 64
+    """Processes at the same time."""
+    network: bool = True
+    """Whether it reaches more than itself."""
+    env: Sequence[str] = ()
+    """Variables that it sees besides `VISIBLE`."""
+
+    def confine(self) -> None:
+        """Set the limits of this process and of those that it starts; no way back."""
+        _limit(resource.RLIMIT_DATA, self.memory_gb * 2**30)
+        _limit(resource.RLIMIT_FSIZE, self.file_gb * 2**30)
+        _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+        _limit(resource.RLIMIT_CORE, 0)
+
+    def allow_cpu(self, shares: float = 1.0) -> None:
+        """Let this process use `cpu_s` of processor time from now on, so many times."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = used.ru_utime + used.ru_stime + shares * self.cpu_s
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        whole = math.ceil(seconds)
+        soft = whole if hard == resource.RLIM_INFINITY else min(whole, hard)
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def _limit(which: int, value: float) -> None:
+    hard = resource.getrlimit(which)[1]
+    limit = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
+    resource.setrlimit(which, (limit, limit))
+
+
+def visible_environment(more: Sequence[str] = ()) -> dict[str, str]:
+    """What of this process's environment a sandbox sees, `more` by name."""
+    found = {MARK: "1"}
+    for name, value in os.environ.items():
+        if name in VISIBLE or name in more or name.startswith(VISIBLE_PREFIXES):
+            found[name] = value
+    return found
+
+
+def refuse_runs_inside() -> None:
+    """Refuse to start a run in a sandbox: a file that does so starts itself without end."""
+    if MARK in os.environ:
+        raise ConfigError(
+            "a run is started while a reward function is loaded: the function's file starts runs "
+            "when it is imported, each of which would import it again. Put what starts the run "
+            "under `if __name__ == '__main__':`, or the function into a file of its own."
+        )
+
+
+def isolate_network() -> None:
+    """Leave this process nothing of the network but a loopback interface of its own.
+
+    Refused where the machine gives it no namespace.
+    """
+    user, group = os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "unshare"):
+        raise ConfigError("network=false needs the namespaces of Linux: take network=true.")
+    if libc.unshare(_CLONE_NEWNET) != 0:  # without the right to, in a user namespace of its own
+        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            raise ConfigError(
+                f"network=false needs a network namespace, which this machine refuses ({reason}). "
+                "Allow user namespaces (sysctl user.max_user_namespaces, "
+                "kernel.apparmor_restrict_unprivileged_userns=0; in a container its seccomp "
+                "profile), or take network=true."
+            )
+        Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14s", b"lo", _IFF_UP, b""))
+
+
+def forbid_processes() -> bool:
+    """Have the kernel refuse that this process starts another, threads aside; whether it does.
+
+    A filter of system calls (seccomp), for Linux on the machines of `_SYSTEM_CALLS`.
+    """
+    known = _SYSTEM_CALLS.get(platform.machine()) if sys.platform == "linux" else None
+    if known is None:
+        return False
+    arch, forks, clone, clone3 = known
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill = 0x7FFF0000, 0x80000000
+    refuse, unknown = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+
+    # (operation, value, operations to skip if true, and if not)
+    filters = [(load, 4, 0, 0), (equal, arch, 1, 0), (answer, kill, 0, 0), (load, 0, 0, 0)]
+    filters += [(at_least, 0x40000000, 0, 1), (answer, kill, 0, 0)]  # another table of calls
+    for number in forks:
+        filters += [(equal, number, 0, 1), (answer, refuse, 0, 0)]
+    filters += [(equal, clone3, 0, 1), (answer, unknown, 0, 0)]  # clone is taken instead
+    filters += [(equal, clone, 1, 0), (answer, allow, 0, 0)]
+    filters += [(load, 16, 0, 0), (any_bit, _CLONE_THREAD, 1, 0)]
+    filters += [(answer, refuse, 0, 0), (answer, allow, 0, 0)]
+
+    packed = b"".join(struct.pack("HBBI", code, yes, no, k) for code, k, yes, no in filters)
+    code = ctypes.create_string_buffer(packed, len(packed))
+    program = struct.pack("HxxxxxxP", len(filters), ctypes.addressof(code))
+    libc = ctypes.CDLL(None)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        return False
+    done: int = libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0)
+    return done == 0

@@ -1,0 +1,161 @@
+"""One reward process, from the driver's side: started when it is needed, killed when it hangs.
+
+    process = RewardProcess(function, start_deadline)
+    process.start()                                     # a ConfigError if the function is refused
+    for number, outcome in process.outcomes({3: sample}, end): ...
+    process.stop()                                      # nothing of it is left
+
+`workers.rewards.process` is the program that it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+
+from verl_like.errors import ConfigError
+from verl_like.process.child import start_child
+from verl_like.process.sandbox import visible_environment
+from verl_like.registry import check_file
+from workers.rewards.call import Sample
+from workers.rewards.channel import DriverEnd, NoAnswerError
+from workers.rewards.outcome import Outcome, read_answer
+from workers.rewards.process import FunctionSpec
+
+GRACE_S = 0.5
+"""What a sample gets beyond its deadline, which coroutines keep themselves, before the kill."""
+BLOCKED_SHARE = 1.25
+"""Deadlines in which a process says which of its coroutines blocks the others."""
+END_S = 10.0
+"""Time that a supervisor gets to kill what it watches."""
+LONGEST_ENDING = 2**16
+"""Bytes in which a supervisor says how a process ended."""
+
+
+class ProcessEndedError(Exception):
+    """A reward process has ended, or what it says is no answer; the message says how."""
+
+
+class RewardProcess:
+    """A process that scores samples by a function, with its supervisor."""
+
+    def __init__(self, function: FunctionSpec, start_deadline: float):
+        """Starts nothing; a file that is not there is refused."""
+        if function.path.endswith(".py"):  # the process works in a folder of its own
+            check_file(Path(function.path), f"custom_reward_function.path={function.path}")
+            function = replace(function, path=str(Path(function.path).absolute()))
+        self._function, self._start_deadline = function, start_deadline
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._control: Connection | None = None
+        self._channel: DriverEnd | None = None
+        self.takes_all = False
+        """Whether it gets all that waits: calls run at the same time, or one takes a whole batch.
+
+        Known when the function is loaded.
+        """
+        self.answers_together = False
+        """Whether one call scores a whole batch."""
+
+    def start(self) -> DriverEnd:
+        """The socket to the process, which is started if there is none."""
+        if self._channel is None:
+            try:
+                self._channel = self._started()
+                self._meet(self._channel)
+            except BaseException:
+                self.stop()
+                raise
+        return self._channel
+
+    def _started(self) -> DriverEnd:
+        """Start the supervisor, and give it the function and its end of a socket."""
+        visible = visible_environment(self._function.sandbox.env)
+        self._supervisor, self._control = start_child("workers.rewards.process", inherited=visible)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._control.send((self._function, sorted(os.environ.keys() - visible.keys())))
+                send_handle(self._control, theirs.fileno(), self._supervisor.pid)
+            except BaseException:
+                ours.close()
+                raise
+        return DriverEnd(ours)
+
+    def _meet(self, channel: DriverEnd) -> None:
+        """Wait until the function is loaded; what is wrong with it is a ConfigError."""
+        try:
+            met = channel.receive(time.monotonic() + self._start_deadline)
+            problem, side_by_side, together = met
+        except TimeoutError as err:
+            raise ConfigError(
+                f"The reward function {self._function} is not loaded within "
+                f"{self._start_deadline:g} s."
+            ) from err
+        except (NoAnswerError, OSError, EOFError, TypeError, ValueError) as err:
+            raise ProcessEndedError(self._how_it_ended(err)) from err
+        if problem is not None:
+            raise ConfigError(str(problem))
+        self.answers_together = bool(together)
+        self.takes_all = self.answers_together or bool(side_by_side)
+
+    def outcomes(self, asked: Mapping[int, Sample], end: float) -> Iterator[tuple[int, Outcome]]:
+        """Numbers and outcomes of these samples, as they come.
+
+        A TimeoutError at a sample's deadline or at `end` (`time.monotonic`), a ProcessEndedError if
+        there will be no more; then the process is to be stopped.
+        """
+        channel = self.start()
+        missing = set(asked)
+        try:
+            channel.send(list(asked.items()), min(end, time.monotonic() + self._patience()))
+            while missing:
+                answer = channel.receive(min(end, time.monotonic() + self._patience()))
+                number, outcome = read_answer(answer, missing)
+                missing.remove(number)
+                yield number, outcome
+        except TimeoutError:
+            raise
+        except (NoAnswerError, OSError, EOFError, ValueError) as err:
+            raise ProcessEndedError(self._how_it_ended(err)) from err
+
+    def _patience(self) -> float:
+        """Seconds in which the next answer has to come."""
+        if self.answers_together:
+            return float("inf")
+        shares = BLOCKED_SHARE if self.takes_all else 1.0
+        return shares * self._function.deadline + GRACE_S
+
+    def _how_it_ended(self, err: Exception) -> str:
+        """What its supervisor says; or that it lives, and what it sent is no answer."""
+        if isinstance(err, NoAnswerError | ValueError) and not isinstance(err, OSError):
+            return f"the reward process {err}"
+        assert self._control is not None, "it has been started"
+        try:
+            if self._control.poll(END_S):
+                words = json.loads(self._control.recv_bytes(LONGEST_ENDING))
+                return f"the reward process {words}"
+        except (OSError, EOFError, ValueError):
+            pass
+        return "the reward process and its supervisor are gone"
+
+    def stop(self) -> None:
+        """End the process and all that it has started, if there is one."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._control is not None:
+            self._control.close()  # its supervisor sees it
+        if self._supervisor is not None:
+            try:
+                self._supervisor.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._supervisor.kill()
+                self._supervisor.wait()
+        self._channel = self._control = self._supervisor = None

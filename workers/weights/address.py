@@ -1,0 +1,65 @@
+"""Where a sync of weights meets: a store of the sender's, and in it a part for this sync alone.
+
+The driver asks the sender for an address and hands it to both sides (`workers.weights.sync`,
+`workers.weights.delivery`). With it goes the secret by which they know each other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from verl_like.errors import WeightSyncError
+from verl_like.process.store import SignedStore, open_store
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Its text is what travels; the secret is not shown in errors."""
+
+    place: str
+    """`host:port` of the sender's store."""
+    number: int
+    """Which of its syncs."""
+    secret: str
+
+    @classmethod
+    def read(cls, text: str) -> Address:
+        """The counterpart of `str`."""
+        place, number, secret = text.split("/")
+        return cls(place, int(number), secret)
+
+    def __str__(self) -> str:
+        return f"{self.place}/{self.number}/{self.secret}"
+
+    def part_of(self, store: dist.TCPStore) -> SignedStore:
+        """What this sync alone has of the store at `place`."""
+        return SignedStore(store, self.secret, f"sync {self.number}")
+
+
+def open_weight_store(timeout: timedelta) -> tuple[dist.TCPStore, str]:
+    """A store on a free port, and its place `host:port`; on one machine that is loopback."""
+    if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
+        host = LOOPBACK
+    else:
+        host = os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
+    store = open_store(host)
+    store.set_timeout(timeout)
+    return store, f"{host}:{store.port}"
+
+
+def join_weight_store(place: str, timeout: timedelta) -> dist.TCPStore:
+    """The sender's store, from another process."""
+    host, _, port = place.rpartition(":")
+    try:
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+    except (RuntimeError, dist.DistError) as error:
+        raise WeightSyncError(
+            f"weight sync: cannot reach the sender's store at {place}: {str(error).splitlines()[0]}"
+        ) from error
