@@ -129,7 +129,8 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1  # as long as it was: its rank finds out, when models stand already
     shard.write_bytes(content)
-    run_settings(settings_of(tiny_dir, folder, *LOCAL))
+    other = "trainer.max_ckpt_to_keep=3"  # or the run would be finished
+    run_settings(settings_of(tiny_dir, folder, *LOCAL, other))
     assert numbers(folder) == numbers(whole)
     assert "shards/0.safetensors has a crc32 of" in caplog.text
     assert "set aside as global_step_6.damaged" in caplog.text
