@@ -153,7 +153,12 @@ def test_a_report_shows_what_a_run_folder_holds_as_text(tmp_path: Path) -> None:
 UNPICKLES = re.compile(
     r"torch\.load\(|pickle\.loads?\(|np\.load\(|trust_remote_code=True|dcp\.load"
 )
-BETWEEN_PROCESSES = ("verl_like/process/host.py", "verl_like/calls/", "verl_like/backends/")
+BETWEEN_PROCESSES = (
+    "verl_like/process/host.py",
+    "verl_like/calls/",
+    "verl_like/backends/",
+    "workers/rewards/channel.py",
+)
 FUNCTION_OF_A_SESSION = "trainer/api/rewards.py"
 """Code of the user's own, which a Python session wrote down as code."""
 

@@ -121,6 +121,26 @@ def test_a_finished_run_has_nothing_to_do_until_it_is_to_be_longer(
     assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 2))
 
 
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+    whole: Path, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    shard = folder / f"global_step_{STEPS}" / "actor" / "shards" / "0.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1  # as long as it was: its rank finds out, when models stand already
+    shard.write_bytes(content)
+    other = "trainer.max_ckpt_to_keep=3"  # or the run would be finished
+    run_settings(settings_of(tiny_dir, folder, *LOCAL, other))
+    assert numbers(folder) == numbers(whole)
+    assert "shards/0.safetensors has a crc32 of" in caplog.text
+    assert "set aside as global_step_6.damaged" in caplog.text
+    assert sorted(path.name for path in folder.glob("global_step_*")) == [
+        "global_step_4",
+        "global_step_6",
+        "global_step_6.damaged",
+    ]
+
+
 def test_a_folder_of_another_configuration_is_refused_before_anything_starts(
     whole: Path, tiny_dir: Path
 ) -> None:

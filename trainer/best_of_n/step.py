@@ -116,7 +116,11 @@ class BestOfNTrainer(SamplingTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver itself needs to go on, as JSON has it."""
-        return {**super().state_dict(), "num_prompts": len(self.prompts)}
+        return {
+            **super().state_dict(),
+            "num_prompts": len(self.prompts),
+            "rows": self.prompts.digest,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave; prompts, and the rows until there, must be the same."""
@@ -125,6 +129,12 @@ class BestOfNTrainer(SamplingTrainer):
             raise CheckpointError(
                 f"the run that was stopped had {state['num_prompts']} prompts, now there are "
                 f"{len(self.prompts)}: its position is one in other data."
+            )
+        if state["rows"] != self.prompts.digest:
+            raise CheckpointError(
+                f"the run that was stopped had as many prompts ({len(self.prompts)}), but of other "
+                "contents or in another order. Give the data as it was, or start in another "
+                "trainer.default_local_dir."
             )
         for step in range(1, self.global_step + 1):
             if not self.part(step).is_file():

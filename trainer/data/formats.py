@@ -30,7 +30,7 @@ BROKEN_GZIP = (OSError, EOFError, zlib.error)
 
 
 def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
-    """Every row of the table, a row group in memory at a time."""
+    """Every row of the table, some in memory at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -41,31 +41,28 @@ def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
 
     with table:
         check_columns(table.schema_arrow.names)
-        first = 0
+        end = 0
         for number in range(table.num_row_groups):
-            count = table.metadata.row_group(number).num_rows
+            index, end = end, end + table.metadata.row_group(number).num_rows
             try:
-                group = table.read_row_group(number)
+                for batch in table.iter_batches(row_groups=[number]):
+                    for row in _rows_of_batch(batch):
+                        yield f"{path}, row {index}", row
+                        index += 1
             except (pa.ArrowException, OSError) as err:
-                where = f"{path}, rows {first} to {first + count - 1}"
+                why = str(err).splitlines()[0]
                 yield (
-                    where,
-                    ValueError(
-                        f"their part of the file is not readable: {str(err).splitlines()[0]}"
-                    ),
+                    f"{path}, rows {index} to {end - 1}",
+                    ValueError(f"their part of the file is not readable: {why}"),
                 )
-            else:
-                yield from _rows_of_group(path, group, first)
-            first += count
 
 
-def _rows_of_group(path: Path, group: Any, first: int) -> Placed:
+def _rows_of_batch(batch: Any) -> list[Any]:
     try:
-        rows = group.to_pylist()
+        rows: list[Any] = batch.to_pylist()
     except (ValueError, OverflowError):  # a text that is no UTF-8, or a time that is none
-        rows = [_row_or_problem(group.slice(index, 1)) for index in range(group.num_rows)]
-    for index, row in enumerate(rows):
-        yield f"{path}, row {first + index}", row
+        rows = [_row_or_problem(batch.slice(index, 1)) for index in range(batch.num_rows)]
+    return rows
 
 
 def _row_or_problem(single: Any) -> Any:

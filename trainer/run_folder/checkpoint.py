@@ -166,7 +166,6 @@ class Checkpoints:
         return None
 
     def _load(self, start: Path, groups: Any) -> dict[str, Any]:
-        refuse_damaged(start)
         gather(*(groups[role].load_checkpoint.remote(str(start / role)) for role in groups))
         load_random_state(start / "random.json")
         try:
@@ -200,8 +199,7 @@ class Checkpoints:
         ):
             if path.stem.isdecimal() and int(path.stem) > last:
                 path.unlink()
-        if self.trainer.save_freq > 0:
-            _ = self.inputs  # as they are while the run reads them, not at the first checkpoint
+        _ = self.inputs  # as they are while the run reads them, not at the first checkpoint
 
     def _set_aside(self, folder: Path, why: str) -> None:
         """A damaged checkpoint keeps its files under a name that no resume takes."""

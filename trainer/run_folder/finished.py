@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import json
-
 from trainer.config.flat import NAMES_OF_A_RUN
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.marker import read_marker
+from verl_like.files import read_json_object
 
 IS_LAST = "is_last_step"
 """In the driver's state of a checkpoint: no step of that run comes after it."""
@@ -28,7 +27,7 @@ def why_finished(checkpoints: Checkpoints) -> str:
     if any(saved.get(key) != checkpoints.config[key] for key in keys):
         return ""
     try:
-        state = json.loads((start / "trainer.json").read_text(encoding="utf-8"))
+        state = read_json_object(start / "trainer.json")
     except (OSError, ValueError):
         return ""  # the resume says what is wrong with it
     if not state.get(IS_LAST):

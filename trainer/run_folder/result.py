@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from trainer.config.schema import RunConfig
 from trainer.run_folder.marker import committed
 from verl_like.files import lines_of, parse_json
 
+logger = logging.getLogger(__name__)
 EXPORT = "huggingface"
 """Folder of a role's checkpoint that `from_pretrained` loads."""
 
@@ -31,8 +33,26 @@ class RunResult:
     def of(cls, config: RunConfig, role: str) -> RunResult:
         """Read from the run folder; the export is that of `role`."""
         folder = Path(config.trainer.default_local_dir)
-        lines = folder / "metrics.jsonl"
-        metrics = [parse_json(line) for line in lines_of(lines)] if lines.is_file() else []
+        metrics = _read_metrics(folder / "metrics.jsonl")
         exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]
         model_folder = next((path for path in reversed(exports) if path.is_dir()), None)
         return cls(folder, config_hash(config), metrics, model_folder)
+
+
+def _read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of steps; what is half a line, or another's, is left out with a warning."""
+    found: list[dict[str, float]] = []
+    lines = list(lines_of(path)) if path.is_file() else []
+    for line in lines:
+        try:
+            row = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            found.append(row)
+    if len(found) < len(lines):
+        logger.warning(
+            "%s: %d of %d lines are no step's, and left out.",
+            path, len(lines) - len(found), len(lines),
+        )  # fmt: skip
+    return found

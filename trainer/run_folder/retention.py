@@ -6,11 +6,13 @@ validation: the mean of `val-core/…`, or, where a recipe validates by losses a
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from verl_like.files import parse_json
 
 
 def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[int]:
@@ -35,6 +37,8 @@ def validation_score(line: Mapping[str, Any]) -> float | None:
     """One number for the validation in a line of metrics, larger for a better one."""
     scores, losses = [], []
     for name, value in line.items():
+        if not isinstance(value, int | float):
+            continue
         if name.startswith("val") and name.endswith("loss"):
             losses.append(value)
         elif name.startswith("val-core/"):
@@ -54,11 +58,9 @@ def _validated_lines(metrics: Path) -> list[dict[str, Any]]:
     if not metrics.is_file():
         return []
     found = []
-    with metrics.open(encoding="utf-8") as lines:
+    with metrics.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if '"val' in line:
-                try:
-                    found.append(json.loads(line))
-                except ValueError:  # half a line, of a killed run
-                    continue
-    return found
+                with suppress(ValueError):  # half a line, of a killed run
+                    found.append(parse_json(line))
+    return [line for line in found if isinstance(line, dict)]

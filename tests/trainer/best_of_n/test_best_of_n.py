@@ -12,10 +12,11 @@ from tests.integration.runs import lines
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.best_of_n.step import BestOfNTrainer
 from trainer.config.compose import load_config
+from trainer.data.config import DataConfig
 from trainer.data.files import rows_of_files
 from trainer.data.lm_rows import read_lm_rows
 from trainer.data.pairs import read_pairs
-from trainer.data.prompts import load_tokenizer
+from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
 from trainer.sft.recipe import SFT
@@ -198,6 +199,25 @@ def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_
     (tmp_path / "selected" / "1.jsonl").unlink()
     with pytest.raises(CheckpointError, match="the rows of step 1 are not in"):
         selected(tiny_dir, tmp_path)
+
+
+def test_as_many_prompts_in_another_order_are_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+
+    def of_rows(rows: list[str]) -> BestOfNTrainer:
+        """Without processes: where it stands among its prompts, and no more."""
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(rows), encoding="utf-8")
+        trainer = BestOfNTrainer.__new__(BestOfNTrainer)
+        trainer.global_step = 0
+        trainer.prompts = PromptSet(DataConfig(train_files=str(path)), "train_files", tokenizer)
+        return trainer
+
+    rows = chats(tiny_dir, 4).splitlines(keepends=True)
+    before = of_rows(rows).state_dict()
+    of_rows(rows).load_state_dict(before)
+    with pytest.raises(CheckpointError, match="as many prompts .4., but of other contents or in"):
+        of_rows(rows[::-1]).load_state_dict(before)
 
 
 def test_pairs_by_a_reward_model_on_its_own_pool(

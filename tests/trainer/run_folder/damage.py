@@ -29,6 +29,8 @@ OTHER_OBJECTS: dict[str, bytes] = {
     "no config": b'{"step": 1, "files": {}, "config": 3, "traceEvents": {"a": 1}}',
     "an event of texts": b'{"traceEvents": [{"name": "trace_origin", "args": {"seconds": "x"}}]}',
     "an event of lists": b'{"traceEvents": [{"name": "thread_name", "pid": [], "args": []}]}',
+    "a validation of texts": b'{"step": 1, "val-core/a": "x", "traceEvents": 1}',
+    "a validation in a list": b'["val-core/a"]',
     "a call of texts": b'{"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "tid": 1, "cat": 3}],'
     b' "otherData": {"stages": []}}',
 }

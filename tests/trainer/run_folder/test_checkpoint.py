@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,15 +54,19 @@ class FullDisk(Role):
 
 
 @cache
-def composed(*overrides: str) -> Any:
+def composed_once(*overrides: str) -> Any:
     needed = ["data.train_files=x", "actor_rollout_ref.model.path=x", "trainer.save_freq=2"]
     return load_config([*needed, *overrides])
 
 
-def checkpoints(folder: Path, *overrides: str) -> Checkpoints:
-    config = copy.deepcopy(composed(*overrides))
+def composed(folder: Path, *overrides: str) -> Any:
+    config = copy.deepcopy(composed_once(*overrides))
     config.trainer.default_local_dir = str(folder)
-    return Checkpoints(config)
+    return config
+
+
+def checkpoints(folder: Path, *overrides: str) -> Checkpoints:
+    return Checkpoints(composed(folder, *overrides))
 
 
 def saved(folder: Path, *steps: int, overrides: tuple[str, ...] = ()) -> None:
@@ -192,6 +197,29 @@ def test_a_fresh_start_among_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds the checkpoints of steps 2, 4"):
         checkpoints(tmp_path, "trainer.resume_mode=disable")
     assert checkpoints(tmp_path / "new", "trainer.resume_mode=disable").start is None
+
+
+def test_what_refusals_advise_is_then_let_through(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    disable = "trainer.resume_mode=disable"
+    older = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={tmp_path}/global_step_2",
+    )
+
+    with pytest.raises(CheckpointError, match="Choose another .*, remove them, or set .*=auto"):
+        checkpoints(tmp_path, disable)
+    assert checkpoints(tmp_path / "another", disable).start is None
+    assert checkpoints(tmp_path, "trainer.resume_mode=auto").start_step == 4
+
+    with pytest.raises(CheckpointError, match="move them away, or choose another trainer.default"):
+        checkpoints(tmp_path, *older)
+    assert checkpoints(tmp_path / "another", *older).start_step == 2
+    (tmp_path / "global_step_4").rename(tmp_path / "away")
+    assert checkpoints(tmp_path, *older).start_step == 2
+
+    shutil.rmtree(tmp_path / "global_step_2")
+    assert checkpoints(tmp_path, disable).start is None
 
 
 def test_a_chosen_checkpoint_must_be_one_and_the_newest_of_the_run_folder(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from tests.trainer.run_folder.damage import ANY_STATE, NO_OBJECTS
-from tests.trainer.run_folder.test_checkpoint import Role, checkpoints, saved
+from tests.trainer.run_folder.test_checkpoint import Role, checkpoints, composed, saved
 from trainer.compare.runs import read_runs
 from trainer.report.page import write_report
 from trainer.run_folder.checkpoint import LATEST
 from trainer.run_folder.marker import committed, read_marker
+from trainer.run_folder.result import RunResult
+from trainer.run_folder.retention import steps_to_drop
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import JsonLines
 from verl_like.errors import CheckpointError, DamagedCheckpointError
@@ -190,6 +192,8 @@ def test_metrics_and_a_timeline_in_any_state_are_cut_back_reported_and_compared(
     assert [one.seconds for one in read_runs([run, tmp_path / "copy"])] == [0, 0]
 
     found = checkpoints(run)
+    assert all("step" in line for line in RunResult.of(composed(run), "actor").metrics)
+    assert steps_to_drop(run, [1, 2], 1) == [1]
     found.cut_back()
     with caplog.at_level(logging.WARNING):
         Timeline(run / "timeline.json", resume=True)

@@ -1,0 +1,62 @@
+"""Samples of a step as lines of a file: every text comes back, and the report shows every row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.report.report_runs import make_run
+from trainer.data.prompts import as_objects, load_tokenizer
+from trainer.ppo.samples import EXTRA, write_samples
+from trainer.report.page import write_report
+from trainer.report.read import read_run
+from verl_like.batch.protocol import DataProto
+from verl_like.files import lines_of, parse_json
+
+TEXTS = ["plain", "half \ud800 a character", "a\u2028b\u2029c\x85d", '日本\n"\\']
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir: Path) -> Any:
+    return load_tokenizer(str(tiny_dir / "model"))
+
+
+def batch_of(texts: list[str]) -> DataProto:
+    rows = len(texts)
+    ones = torch.ones(rows, 2, dtype=torch.int64)
+    return DataProto.from_dict(
+        tensors={
+            "prompts": ones,
+            "responses": ones,
+            "attention_mask": torch.ones(rows, 4, dtype=torch.int64),
+            "response_mask": ones,
+            "token_level_scores": torch.ones(rows, 2),
+            "sample_index": torch.zeros(rows, dtype=torch.int64),
+        },
+        non_tensors={
+            "uid": as_objects([str(row) for row in range(rows)]),
+            "data_source": as_objects(texts),
+            "reward_model": as_objects([{"ground_truth": text} for text in texts]),
+            f"{EXTRA}note": as_objects([{text: [text]} for text in texts]),
+        },
+    )
+
+
+def test_every_string_of_a_sample_survives(tokenizer: Any, tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, batch_of(TEXTS), tokenizer)
+    rows = [parse_json(line) for line in lines_of(tmp_path / "1.jsonl")]
+    assert [row["gts"] for row in rows] == TEXTS
+    assert [row["data_source"] for row in rows] == TEXTS
+    assert [row["note"] for row in rows] == [{text: [text]} for text in TEXTS]
+
+
+def test_the_report_shows_a_row_of_any_text(tokenizer: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 1)
+    write_samples(run / "rollouts", 1, batch_of(TEXTS), tokenizer)
+    data = read_run(run)
+    assert sorted(sample.truth for sample in data.samples) == sorted(TEXTS)
+    assert not data.notes
+    assert "half \\ud800 a character" in write_report(run).read_text(encoding="utf-8")
