@@ -38,7 +38,7 @@ OPTIONAL = {"vllm", "flash_attn", "peft", "wandb", "mlflow"}
 ORDER: dict[str, list[tuple[str, ...]]] = {
     "verl_like": [
         ("errors",),
-        ("files", "registry", "tensor_ops", "terminal"),
+        ("files", "masking", "registry", "tensor_ops", "terminal"),
         ("config_key",),
         ("batch",),
         ("process.facts",),

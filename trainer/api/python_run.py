@@ -25,6 +25,7 @@ from trainer.launch import run
 from trainer.run_folder.checkpoint import committed, read_marker
 from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError
+from verl_like.files import make_private
 from verl_like.registry import load_object
 
 FOLDER_KEY = "trainer.default_local_dir"
@@ -59,6 +60,7 @@ class PythonRun:
         own = flat_settings(self._recipe.schema, keys)
         self.folder = _run_folder(folder, own.pop(FOLDER_KEY, None), self._recipe.name)
 
+        make_private(self.folder)
         inputs = self.folder / "inputs"
         inputs.mkdir(parents=True, exist_ok=True)
         given = {f"{self.model_section}.path": model_path(model, tokenizer, inputs / "model")}
@@ -160,7 +162,7 @@ def _run_folder(given: str | Path | None, key: str | Path | None, recipe: str) -
     while True:
         folder = runs / f"{recipe}-{number}"
         try:
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
         except FileExistsError:
             number += 1
         else:

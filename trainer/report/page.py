@@ -16,6 +16,7 @@ from trainer.report import figures as report_figures
 from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import FAILURE_FILE, STOPPED, RunData, phase_shares, read_run
 from trainer.report.summary import summary
+from verl_like.masking import mask_text
 
 REPORT_FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -38,7 +39,7 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
         else:
             stopped = isinstance(failure, KeyboardInterrupt)
             note.write_text(
-                STOPPED if stopped else "".join(traceback.format_exception(failure)),
+                STOPPED if stopped else mask_text("".join(traceback.format_exception(failure))),
                 encoding="utf-8",
             )
         data = read_run(folder)
