@@ -39,7 +39,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     "verl_like": [
         ("errors",),
         ("signatures",),
-        ("files", "registry", "tensor_ops", "terminal"),
+        ("files", "masking", "registry", "tensor_ops", "terminal"),
         ("config_key",),
         ("batch",),
         ("process.facts",),

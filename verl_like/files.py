@@ -36,6 +36,11 @@ def write_whole(path: Path, contents: str | bytes, to_disk: bool = True) -> None
         sync_folder(path.parent)
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that only its user can enter; one that is there keeps its mode."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Force the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -26,6 +26,7 @@ from trainer.launch import run
 from trainer.run_folder.marker import committed, read_marker
 from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError
+from verl_like.files import make_private
 from verl_like.process.sandbox import refuse_runs_inside
 from verl_like.registry import load_object
 
@@ -63,6 +64,7 @@ class PythonRun:
         own = flat_settings(self._recipe.schema, keys)
         self.folder = _run_folder(folder, own.pop(FOLDER_KEY, None), self._recipe.name)
 
+        make_private(self.folder)
         inputs = self.folder / "inputs"
         inputs.mkdir(parents=True, exist_ok=True)
         given = self.model_settings(model, tokenizer, inputs)
@@ -175,7 +177,7 @@ def _run_folder(given: str | Path | None, key: str | Path | None, recipe: str) -
     while True:
         folder = runs / f"{recipe}-{number}"
         try:
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
         except FileExistsError:
             number += 1
         else:

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from trainer.config.schema import RunConfig
+from verl_like.masking import masked
 
 NAMES_OF_A_RUN = frozenset(
     {"trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"}
@@ -19,7 +20,7 @@ NAMES_OF_A_RUN = frozenset(
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
     """Dotted key -> value of a configuration, as JSON has it."""
-    return flatten(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
+    return flatten(masked(json.loads(json.dumps(dataclasses.asdict(config), default=str))))
 
 
 def flatten(tree: Any) -> dict[str, Any]:

@@ -190,6 +190,10 @@ class PPOTrainerConfig(TrainerConfig):
     """Validate before the first step, if there are `data.val_files`."""
     critic_warmup: int = key(0, at_least=0, read_when=HAS_CRITIC)
     """First steps in which only the critic is updated."""
+    max_rollouts_to_keep: int | None = key(
+        100, at_least=1, hint="or null to keep all", may_change_on_resume=True
+    )
+    """Newest steps whose samples stay whole in `rollouts/`; of older ones 4 kB of each stay."""
 
 
 @dataclass(kw_only=True)

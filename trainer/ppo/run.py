@@ -32,6 +32,7 @@ from trainer.ppo.reward_trial import try_rewards
 from trainer.ppo.running_norm import RunningNorm
 from trainer.ppo.sample_source import Draw, SampleSource, SynchronousSource
 from trainer.ppo.sampling import SamplingTrainer
+from trainer.ppo.thinning import thin_samples
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
 from workers.config import scores_by_rule
@@ -145,6 +146,13 @@ class PPORun(SamplingTrainer):
     def has_validation(self) -> bool:
         """Whether there are `data.val_files`."""
         return bool(self.config.data.val_files)
+
+    def write_samples(self, name: str, batch: DataProto) -> None:
+        """The samples of this step; of rollouts the newest steps alone stay whole."""
+        super().write_samples(name, batch)
+        num_whole = self.config.trainer.max_rollouts_to_keep
+        if name == "rollouts" and num_whole is not None:
+            thin_samples(self.folder / name / f"{self.global_step - num_whole}.jsonl")
 
     def close(self) -> None:
         """End the making of samples."""

@@ -16,6 +16,7 @@ from trainer.report import figures as report_figures
 from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import FAILURE_FILE, STOPPED, RunData, phase_shares, read_run
 from trainer.report.summary import summary
+from verl_like.masking import mask_text
 
 REPORT_FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -36,7 +37,8 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
         if failure is None:
             note.unlink(missing_ok=True)
         else:
-            note.write_text(_in_words(failure), encoding="utf-8", errors="backslashreplace")
+            text = mask_text(_in_words(failure))
+            note.write_text(text, encoding="utf-8", errors="backslashreplace")
         data = read_run(folder)
         for line in summary(data):
             print(line)

@@ -30,7 +30,8 @@ from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
 from trainer.run_folder.lock import FolderLock
 from verl_like.errors import ConfigError
-from verl_like.files import write_whole
+from verl_like.files import make_private, write_whole
+from verl_like.masking import masked
 
 CONFIG_FILE = "config.yaml"
 
@@ -45,16 +46,17 @@ def saved_config(folder: Path) -> dict[str, Any]:
 
 
 def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
-    """Make the folder, lock it and write `config.yaml`.
+    """Make the folder, for this user alone, lock it and write `config.yaml` without secrets.
 
-    Refuses a folder that cannot be written or holds another run's metrics.
+    A folder that is there keeps its mode. Refuses one that cannot be written or holds another run's
+    metrics.
     """
     folder = Path(config.trainer.default_local_dir)
     _refuse_other_run(folder, config)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         lock.take()
-        tree = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+        tree = OmegaConf.to_yaml(OmegaConf.create(masked(asdict(config))))
         write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:
         raise ConfigError(

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from verl_like.files import json_line
+from verl_like.masking import mask_text
 
 STARTS_FILE = "starts.jsonl"
 PACKAGES = (
@@ -34,7 +35,7 @@ def note_start(folder: Path) -> None:
     line = {  # orig_argv: a command's main takes words out of argv
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
-        "command": shlex.join(sys.orig_argv),
+        "command": mask_text(shlex.join(sys.orig_argv)),
         "versions": {"python": platform.python_version(), **installed_versions()},
     }
     with (folder / STARTS_FILE).open("a", encoding="utf-8") as file:

@@ -21,6 +21,7 @@ from trainer.run_folder.checkpoint import WANDB_ID
 from trainer.run_folder.progress import Console
 from verl_like.errors import ConfigError
 from verl_like.files import json_line, write_whole
+from verl_like.masking import masked
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class WandB:
                 project=trainer.project_name,
                 name=trainer.experiment_name,
                 dir=str(folder),
-                config=asdict(config),
+                config=masked(asdict(config)),
                 id=name.read_text(encoding="utf-8") if name.is_file() else None,
                 resume="allow",
             )

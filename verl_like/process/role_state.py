@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
 import random
+import shutil
 import sys
 import zlib
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
 
+from verl_like.masking import mask_text
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import get_random_state, set_random_state
 
@@ -21,12 +25,12 @@ class RoleState:
     def __init__(self, role: str, facts: ProcessFacts):
         """The random state starts from (seed, role, rank), whoever shares the process."""
         self.worker: Any = None
-        self.log: TextIO | None = None
+        self.log: RotatingLog | None = None
         self._teed: tuple[TextIO, TextIO] | None = None
         path = facts.log_path(role)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.log = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+            self.log = RotatingLog(path)
         seed = zlib.crc32(f"{facts.seed}/{role}/{facts.rank}".encode())
         saved = get_random_state()
         random.seed(seed)
@@ -55,15 +59,51 @@ class RoleState:
         sys.stdout, sys.stderr = self._streams
 
 
-class _Tee(io.TextIOBase):
-    """Writes to the process's own stream and to the role's log."""
+class RotatingLog(io.TextIOBase):
+    """A log that does not grow for ever: what is older than its newest megabytes goes to `.1`.
 
-    def __init__(self, *streams: TextIO):
+    The file keeps its place and whoever has it open: a crash is written into it, too.
+    """
+
+    LIMIT = 16 * 2**20
+    """Bytes of each of the two."""
+
+    def __init__(self, path: Path) -> None:
+        """Go on at the file's end."""
+        self._path = path
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+        self._num_bytes = path.stat().st_size
+
+    def write(self, text: str) -> int:
+        """At the end of the file, which is emptied first where it is full."""
+        if self._num_bytes > self.LIMIT:
+            self._file.flush()
+            shutil.copyfile(self._path, self._path.with_name(self._path.name + ".1"))
+            os.truncate(self._path, 0)
+            self._num_bytes = 0
+        self._num_bytes += len(text.encode(errors="replace"))
+        return self._file.write(text)
+
+    def flush(self) -> None:
+        """To the file."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """The file, too."""
+        super().close()
+        self._file.close()
+
+
+class _Tee(io.TextIOBase):
+    """Writes to the process's own stream and to the role's log, without secrets."""
+
+    def __init__(self, *streams: TextIO | RotatingLog):
         self.streams = streams
 
     def write(self, text: str) -> int:
+        shown = mask_text(text)
         for stream in self.streams:
-            stream.write(text)
+            stream.write(shown)
         return len(text)
 
     def flush(self) -> None:

@@ -18,7 +18,7 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from verl_like.errors import WorkerError
 
@@ -82,6 +82,10 @@ class SignedStore(Store):
         """Whether all of these are there."""
         there: bool = self._store.check([self._name(key) for key in keys])
         return there
+
+    def unsigned(self, name: str) -> PrefixStore:
+        """A part for threads that must not call into Python, as NCCL's: values are not signed."""
+        return PrefixStore(self._name(name), self._store)
 
     def delete_all(self) -> None:
         """Take everything of this part out of the store."""

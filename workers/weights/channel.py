@@ -79,7 +79,7 @@ class Channel:
             self._group = dist.ProcessGroupGloo(own_store, rank, size, _gloo_options(store.host))
             self._gpu_group: Any = None
             if has_own_gpus:
-                self._gpu_group = group_of_gpus(dist.PrefixStore("gpus", store), rank, size)
+                self._gpu_group = group_of_gpus(store.unsigned("gpus"), rank, size)
 
     def send(
         self,

@@ -15,6 +15,7 @@ from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.errors import WorkerError
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import WorkerHost
+from verl_like.process.role_state import RotatingLog
 from verl_like.process.worker import Worker
 
 
@@ -106,6 +107,21 @@ def test_what_two_roles_of_a_process_print_goes_to_the_log_of_each(tmp_path, mon
         host.close()
     logs = {role: (tmp_path / f"{role}-0.log").read_text().split() for role in ("one", "two")}
     assert logs == {"one": ["a", "b", "d"], "two": ["c"]}
+
+
+def test_a_full_log_begins_anew_in_its_place_and_the_one_before_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(RotatingLog, "LIMIT", 10)
+    path = tmp_path / "one-0.log"
+    path.write_text("before\n")
+    log = RotatingLog(path)
+    with path.open("a") as crash_log:
+        for number in range(5):
+            log.write(f"line {number}\n")
+        crash_log.write("crash\n")
+    log.close()
+    assert path.read_text() == "line 3\nline 4\ncrash\n"
+    assert (tmp_path / "one-0.log.1").read_text() == "line 1\nline 2\n"
+    assert sorted(tmp_path.iterdir()) == [path, tmp_path / "one-0.log.1"]
 
 
 def test_the_stacks_of_a_process_show_the_call_that_runs_and_nothing_else(monkeypatch):

@@ -72,7 +72,10 @@ def test_a_part_is_taken_out_whole_and_alone(server: dist.TCPStore) -> None:
     for store in (part, other):
         store.set("joined", "me")
         store.set("complete", "yes")
+        store.unsigned("gpus").set("id", "1")
     part.delete_all()
+    assert not part.unsigned("gpus").check(["id"])
+    assert other.unsigned("gpus").get("id") == b"1"
     assert not part.check(["joined"])
     assert not part.check(["complete"])
     assert other.check(["joined", "complete"])

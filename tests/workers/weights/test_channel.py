@@ -29,7 +29,7 @@ def test_a_flipped_bit_is_caught_and_no_version_flips(
 
     monkeypatch.setattr(weight_channel.Channel, "_start_broadcast", flip)
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
-    cards_of(monkeypatch, iter(["a/0", "a/1", "b/0"]))
+    cards_of(monkeypatch, iter(["a/0", "a/1", "b/0"] * 2))
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
 
 

@@ -46,7 +46,9 @@ NO_PROFILER = "the report's timeline has the time of every call; there is no pro
 PADDING = "actor_rollout_ref.model.use_remove_padding holds for every role"
 CHUNKED = "entropies of large logits are always made in chunks"
 TOKENIZED_ONCE = "prompts are read and tokenized once, before the first step"
-ALL_SAMPLES = "the samples of every step are in the run folder"
+ALL_SAMPLES = (
+    "the samples are in the run folder; trainer.max_rollouts_to_keep says of how many steps all"
+)
 
 CHANGES_NOTHING = {
     "*.entropy_checkpointing": CHUNKED,

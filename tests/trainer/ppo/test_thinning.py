@@ -1,0 +1,78 @@
+"""Of an old step's samples the best, the worst and some between stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.ppo import PPOTrainer
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.sampling import SamplingTrainer
+from trainer.ppo.thinning import BYTES_OF_OLD_STEP, thin_samples
+
+
+def written(path: Path, scores: list[float], length: int = 100) -> list[bytes]:
+    rows = [json.dumps({"sample": i, "score": s, "output": "é" * length}) for i, s in
+            enumerate(scores)]  # fmt: skip
+    path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def test_what_fits_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "1.jsonl"
+    written(path, [1.0, 2.0])
+    before = path.read_bytes()
+    thin_samples(path, limit=len(before))
+    assert path.read_bytes() == before
+    thin_samples(tmp_path / "absent.jsonl")
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 17, 200])
+def test_whole_samples_of_all_scores_stay_in_their_order(tmp_path: Path, num_rows: int) -> None:
+    path = tmp_path / "1.jsonl"
+    scores = [float((7 * i) % num_rows) for i in range(num_rows)]
+    lines = written(path, scores)
+    limit = 5 * len(lines[-1])
+    thin_samples(path, limit)
+    kept = path.read_bytes().splitlines(keepends=True)
+    assert path.stat().st_size <= limit
+    assert kept == [line for line in lines if line in kept]
+    assert len(kept) == min(num_rows, 5)
+    kept_scores = sorted(json.loads(line)["score"] for line in kept)
+    assert (kept_scores[0], kept_scores[-1]) == (0.0, num_rows - 1.0)
+    assert max(b - a for a, b in zip(kept_scores, kept_scores[1:], strict=False)) <= max(
+        1, num_rows / 3
+    )
+
+
+def test_one_sample_stays_however_long_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "1.jsonl"
+    lines = written(path, [1.0, 3.0, 2.0], length=5000)
+    thin_samples(path)
+    assert path.read_bytes() == lines[1]
+
+
+def test_the_newest_steps_of_a_run_stay_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SamplingTrainer, "write_samples", lambda *_: None)
+    trainer = PPOTrainer.__new__(PPOTrainer)
+    trainer.folder, trainer.config = tmp_path, PPOConfig()
+    for folder in ("rollouts", "validation"):
+        (tmp_path / folder).mkdir()
+        for step in range(1, 4):
+            written(tmp_path / folder / f"{step}.jsonl", [0.0] * 100)
+
+    def whole(folder: str) -> list[int]:
+        sizes = {step: (tmp_path / folder / f"{step}.jsonl").stat().st_size for step in (1, 2, 3)}
+        return [step for step, size in sizes.items() if size > BYTES_OF_OLD_STEP]
+
+    for keep, left in ((None, [1, 2, 3]), (3, [1, 2, 3]), (2, [2, 3])):
+        trainer.config.trainer.max_rollouts_to_keep = keep
+        trainer.global_step = 3
+        trainer.write_samples("rollouts", None)
+        trainer.write_samples("validation", None)
+        assert whole("rollouts") == left
+        assert whole("validation") == [1, 2, 3]

@@ -1,0 +1,71 @@
+"""A run folder is its user's alone, and holds no secrets."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from trainer.command_errors import ending_in_words
+from trainer.ppo.config import PPOConfig
+from trainer.report.page import close_run
+from trainer.run_folder.folder import open_run_folder, saved_config
+from trainer.run_folder.lock import FolderLock
+from trainer.run_folder.starts import note_start
+from verl_like import masking
+from verl_like.errors import ConfigError
+from verl_like.masking import MASK
+
+SECRET = "hf_0123456789"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PPOConfig:
+    secrets: set[str] = set()
+    monkeypatch.setattr(masking, "_known", lambda: secrets)
+    config = PPOConfig()
+    config.trainer.default_local_dir = str(tmp_path / "runs" / "one")
+    config.ray.runtime_env = {"env_vars": {"HF_TOKEN": SECRET}}
+    return config
+
+
+def opened(config: PPOConfig) -> Path:
+    with FolderLock(config.trainer.default_local_dir) as lock:
+        return open_run_folder(config, lock)
+
+
+def test_nobody_else_enters_a_new_run_folder_and_one_that_is_there_keeps_its_mode(
+    config: PPOConfig,
+) -> None:
+    folder = opened(config)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o755)
+    assert stat.S_IMODE(opened(config).stat().st_mode) == 0o755
+
+
+def test_a_secret_of_the_configuration_is_in_no_file_of_the_run(
+    config: PPOConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = opened(config)
+    assert saved_config(folder)["ray.runtime_env.env_vars.HF_TOKEN"] == MASK
+    monkeypatch.setattr("sys.orig_argv", ["ppo", f"+ray.runtime_env.env_vars.HF_TOKEN={SECRET}"])
+    note_start(folder)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    close_run(folder, ValueError(f"401 for {SECRET}"))
+    assert f"401 for {MASK}" in (folder / "failure.txt").read_text()
+    for path in folder.rglob("*"):
+        assert SECRET not in path.read_text(encoding="utf-8"), path
+    assert SECRET not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [ConfigError, ValueError])
+def test_a_secret_is_in_no_error_that_ends_a_command(
+    config: PPOConfig, capsys: pytest.CaptureFixture[str], error: type[Exception]
+) -> None:
+    opened(config)
+    with pytest.raises(SystemExit) as end, ending_in_words("runs"):
+        raise error(f"401 for {SECRET}")
+    shown = f"{end.value} {capsys.readouterr().err}"
+    assert f"401 for {MASK}" in shown
+    assert SECRET not in shown
