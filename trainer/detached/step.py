@@ -98,7 +98,7 @@ class DetachedTrainer(PPOTrainer):
         pacing = Pacing(detached.max_staleness, per_version)
         sampler = SAMPLERS.look_up(detached.sampler)()
         buffer = ExperienceBuffer(stream, pacing, sampler, settings, self.ledger, self.activity)
-        trainers = [role for role in self.groups if role not in self.topology.roles()]
+        trainers = [role for role in self.groups if role not in self._roles_of_makers]
         self.watch = TrainerWatch([self.groups[role] for role in trainers], buffer)
         losses = MakerLosses(config, self.groups, self.topology, self.init_arguments)
         makers = [
