@@ -72,6 +72,11 @@ class Trainer(Hooks, ABC):
         """One step, its stages timed by `clock`; gives the metrics."""
 
     @classmethod
+    def wrote_all(cls, config: Any) -> bool:
+        """Whether a run whose last step is saved has nothing to write after it."""
+        return True
+
+    @classmethod
     def check_code(cls, config: Any, callbacks: Sequence[object]) -> None:
         """Refuse code of the user's that would fail within a step; nothing is read yet."""
         check_callbacks(callbacks)

@@ -105,10 +105,15 @@ class BestOfNTrainer(SamplingTrainer):
         all_prompts = -(-len(self.prompts) // self.config.data.train_batch_size)
         return min(self.config.trainer.total_training_steps or all_prompts, all_prompts)
 
+    @classmethod
+    def wrote_all(cls, config: BestOfNConfig) -> bool:
+        """Whether the selected rows are where they go."""
+        return _file_of(config).is_file()
+
     @property
     def file(self) -> Path:
         """Where the selected rows go."""
-        return Path(self.config.selection.file or self.folder / "selected.jsonl")
+        return _file_of(self.config)
 
     def part(self, step: int) -> Path:
         """Where those of one step are until then."""
@@ -191,6 +196,11 @@ class BestOfNTrainer(SamplingTrainer):
             "response_length/mean": columns["response_mask"].sum(dim=-1).double().mean().item(),
             "training/global_step": self.global_step,
         }
+
+
+def _file_of(config: BestOfNConfig) -> Path:
+    folder = Path(config.trainer.default_local_dir)
+    return Path(config.selection.file or folder / "selected.jsonl")
 
 
 def _make_folder_of(file: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from verl_like.terminal import end_with_the_reader, fit, terminal_width
 
@@ -261,6 +262,9 @@ def find_modules_here() -> None:
     """Let modules of the current folder be imported, after all else: namesakes do no harm."""
     here = os.getcwd()
     if "" not in sys.path and here not in sys.path:
+        ours = str(Path(__file__).resolve().parents[2])
+        if ours not in sys.path:  # an editable install has a finder instead, which is asked last
+            sys.path.append(ours)
         sys.path.append(here)
 
 

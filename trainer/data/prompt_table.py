@@ -5,8 +5,8 @@ read and tokenized once; later runs map the result into memory, which does not g
 An entry of the cache is a folder, whose name is a hash of all that its content depends on:
 
     rows.arrow     the rows as JSON, and their tokens, `ROWS_PER_BLOCK` to a block
-    lengths.npy    how many tokens every prompt has
-    sources.npy    the number of every row's data_source in facts.json
+    lengths.int32  how many tokens every prompt has
+    sources.int32  the number of every row's data_source in facts.json
     facts.json     what was counted on the way
 """
 
@@ -116,8 +116,8 @@ class CachedPrompts:
         self.num_bad: int = facts["num_bad"]
         self._columns: list[str] = facts["columns"]
         self._source_names: list[str] = facts["data_sources"]
-        self._sources = np.load(folder / "sources.npy", mmap_mode="r")
-        self.lengths = np.load(folder / "lengths.npy", mmap_mode="r")
+        self._sources = np.fromfile(folder / "sources.int32", np.int32)
+        self.lengths = np.fromfile(folder / "lengths.int32", np.int32)
         self._blocks = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow")))
         if len(self.lengths) != facts["num_rows"] or len(self._sources) != facts["num_rows"]:
             raise ValueError(f"{folder} is not whole")
@@ -302,8 +302,8 @@ def _write(folder: Path, encoded: Iterator[Encoded | None], prompt_key: str) -> 
             tokens = pa.array([tokens for _, tokens in block], schema.field("tokens").type)
             out.write_batch(pa.record_batch([texts, tokens], schema=schema))
 
-    np.save(folder / "lengths.npy", np.array(counted.lengths, dtype=np.int32))
-    np.save(folder / "sources.npy", np.array(counted.sources, dtype=np.int32))
+    np.array(counted.lengths, dtype=np.int32).tofile(folder / "lengths.int32")
+    np.array(counted.sources, dtype=np.int32).tofile(folder / "sources.int32")
     (folder / "facts.json").write_text(json.dumps(counted.facts()), encoding="utf-8")
 
 

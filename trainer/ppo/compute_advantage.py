@@ -22,6 +22,7 @@ from verl_like.placement.roles import expand_roles
 from verl_like.signatures import is_asked
 from workers.columns import COLUMNS, read_columns, require, rm_column, write_columns
 from workers.config import model_rewards
+from workers.config.conditions import teacher_is_alone
 
 if TYPE_CHECKING:
     from trainer.ppo.config import AlgorithmConfig, PPOConfig
@@ -63,7 +64,8 @@ def check_columns(config: PPOConfig) -> None:
     Workers of the user's own may write any.
     """
     name = config.algorithm.adv_estimator
-    if any(not path.startswith("workers.") for path in config.role_workers.values()):
+    own = any(not path.startswith("workers.") for path in config.role_workers.values())
+    if own or teacher_is_alone(config):  # and then no advantages are estimated
         return
     roles = expand_roles(config.role_mapping)
     models = [rm_column(role) for role in model_rewards(config)]

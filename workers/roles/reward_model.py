@@ -16,7 +16,7 @@ from verl_like.process.worker import Worker
 from verl_like.tensor_ops.masked import last_places
 from workers.config import FSDPConfig, ModelConfig, model_rewards
 from workers.models.tokenizers import check_same_tokenizer
-from workers.training.microbatch import Budget, pass_budget
+from workers.training.microbatch import Budget, budget_of_actor
 from workers.training.score_engine import ScoreEngine
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class RewardModelWorker(Worker):
             path=self.config.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
         )
         rows = self.config.micro_batch_size_per_gpu
-        of_actor = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
-        self.budget = pass_budget(config, of_actor) if rows is None else Budget(rows=rows)
+        self.budget = budget_of_actor(config) if rows is None else Budget(rows=rows)
         self.engine = ScoreEngine(
             model, FSDPConfig(), head="score", quantization=self.config.quantization
         )

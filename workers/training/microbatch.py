@@ -24,7 +24,7 @@ from torch import Tensor
 
 from verl_like.errors import BatchError, ConfigError
 from workers.columns import require
-from workers.config.passes import tokens_per_pass
+from workers.config.passes import LARGEST_PASS, tokens_per_pass
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -55,6 +55,15 @@ def pass_budget(config: WorkersConfig, rows: int, tokens: int | None = None) -> 
     if not config.actor_rollout_ref.actor.use_dynamic_bsz:
         return Budget(rows=rows)
     return Budget(tokens=tokens or tokens_per_pass(config))
+
+
+def budget_of_actor(config: WorkersConfig) -> Budget:
+    """As the actor's passes are cut; by tokens where a recipe samples a policy that none trains."""
+    actor = getattr(config.actor_rollout_ref, "actor", None)
+    if actor is None:
+        width = config.data.max_prompt_length + config.data.max_response_length
+        return Budget(tokens=max(LARGEST_PASS, width))
+    return pass_budget(config, actor.ppo_micro_batch_size_per_gpu)
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,7 @@ def test_a_killed_run_goes_on_to_the_same_file(whole: Path, tiny_dir: Path, tmp_
     with pytest.raises(CheckpointError, match="had 32 prompts, now there are 20"):
         run(config)
     (tmp_path / "selected" / "1.jsonl").unlink()
+    (tmp_path / "selected.jsonl").unlink()
     with pytest.raises(CheckpointError, match="the rows of step 1 are not in"):
         selected(tiny_dir, tmp_path)
 

@@ -96,7 +96,7 @@ def test_what_an_entry_depends_on_makes_another_one(tmp_path: Path) -> None:
     assert files.num_reads == 2
 
 
-@pytest.mark.parametrize("name", ["rows.arrow", "lengths.npy", "facts.json"])
+@pytest.mark.parametrize("name", ["rows.arrow", "lengths.int32", "facts.json"])
 def test_a_damaged_entry_is_made_again(name: str, caplog: pytest.LogCaptureFixture) -> None:
     files = Files(make_rows())
     cached_prompts({}, files, "prompt")

@@ -72,6 +72,7 @@ def test_a_pool_has_its_own_device_or_that_of_the_run(
     needs = needs_of_pools(config)
     assert [need.device for need in needs.values()] == ["cpu", "auto"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert find_nodes(config, [])[0].kind == "GPU"
 
     config.trainer.device = "cpu"
@@ -87,6 +88,7 @@ def test_children_on_gpus_are_refused_before_a_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = reporting(tmp_path, ROLES, maker_0_pool=1, trainer_pool=1)
     with pytest.raises(PlacementError, match="'maker_0_pool' is child .*maker_0_pool.device=cpu"):
         WorkerGroups(config)
