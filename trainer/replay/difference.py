@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ def differing_metrics(
     """A line for every number that is not the same; `names` alone, where a stage has no others."""
     lines = []
     for name in sorted(counted(was.keys() | now.keys() if names is None else names)):
-        before, after = was.get(name, ABSENT), now.get(name, ABSENT)
-        both_nan = all(isinstance(each, float) and math.isnan(each) for each in (before, after))
-        if before != after and not both_nan:
-            lines.append(f"{name} was {before!r}, is {after!r}")
+        before, after = (repr(float(each[name])) if name in each else ABSENT for each in (was, now))
+        if before != after:
+            lines.append(f"{name} was {before}, is {after}")
     return lines
 
 
@@ -41,7 +39,7 @@ def differing_columns(was: Path, now: Path) -> list[str]:
     lines = []
     for name in sorted(before.keys() | after.keys()):
         if name not in before or name not in after:
-            lines.append(f"{name} was {'absent' if name not in before else 'there'} before")
+            lines.append(f"{name} is new" if name in after else f"{name} is absent")
         elif not _is_same(before[name], after[name]):
             lines.append(f"{name} {_how_much(before[name], after[name])}")
     return lines

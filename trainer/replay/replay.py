@@ -63,7 +63,7 @@ def replay(
     with tempfile.TemporaryDirectory(prefix="verl-like-replay-") as scratch:
         folder = Path(scratch) / "run"
         config = settings_of_replay(saved.config, start, folder, backend)
-        print(_announcement(saved, start, step, config), flush=True)
+        print(announcement(saved, start, step, config), flush=True)
         _make(config, trainer_cls)
         names = counted(asked.metrics) if stage else None
         differences = differing_metrics(was, {"step": step, **asked.metrics}, names)
@@ -118,7 +118,7 @@ def _make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
         trainer_cls(config, groups, *inputs).fit()
 
 
-def _announcement(saved: SavedRun, start: Path | None, step: int, config: RunConfig) -> str:
+def announcement(saved: SavedRun, start: Path | None, step: int, config: RunConfig) -> str:
     """What is made from where; and where a breakpoint in a worker's code is not reached."""
     begin = "from its beginning" if start is None else f"from {start.name}"
     lines = [f"replay of step {step} of {saved.folder}, {begin}"]

@@ -12,14 +12,22 @@ import sys
 from functools import wraps
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from tests.conftest import draw_no_figures
 from tests.integration.runs import lines, overrides
 from trainer import load_config, run
 from trainer.cli import main
+from trainer.loop import Metrics
 from trainer.ppo.kept_batches import STAGES, batch_file
-from trainer.replay.replay import Replayed, replay
+from trainer.ppo.step import PPOTrainer
+from trainer.replay.difference import differing_columns, differing_metrics
+from trainer.replay.replay import Replayed, announcement, replay, settings_of_replay
+from trainer.replay.saved_run import SavedRun
+from trainer.replay.stage import Asked, replaying
+from trainer.sft.step import SFTTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
 
@@ -223,3 +231,75 @@ def test_an_error_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as error:
         main._plain_command("replay", [str(tmp_path), "--step=1"])
     assert str(error.value) == f"error: {tmp_path} is not a run folder: it has no config.yaml."
+
+
+def test_a_replay_keeps_the_numbers_of_processes_on_one_machine(
+    tmp_path: Path, tiny_dir: Path
+) -> None:
+    several = (
+        "trainer.backend=ray",
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=2",
+        "resource_pool_spec.global_pool=[2,2]",
+        "trainer.save_freq=2",
+        "trainer.stop_at={critic/score/mean: 1.0}",
+    )
+    config = load_config(overrides(tiny_dir, tmp_path / "run", *several))
+    start, scratch = tmp_path / "global_step_2", tmp_path / "scratch"
+    again = settings_of_replay(config, start, scratch, "local")
+    assert again.resource_pool_spec == {"global_pool": [4]}
+    trainer = again.trainer
+    assert (trainer.backend, trainer.nnodes, trainer.n_gpus_per_node) == ("local", 1, 4)
+    assert (trainer.save_freq, trainer.stop_at, trainer.logger) == (-1, {}, [])
+    assert trainer.total_training_steps == config.trainer.total_training_steps
+    assert config.resource_pool_spec == {"global_pool": [2, 2]}, "the run's own stays"
+
+    saved = SavedRun(tmp_path, config, PPOTrainer)
+    assert "processes of their own, as in the run: global_pool;" in announcement(
+        saved, start, 3, again
+    )
+    as_it_was = settings_of_replay(config, start, scratch, "run")
+    assert (as_it_was.trainer.backend, as_it_was.trainer.nnodes) == ("ray", 2)
+
+
+def test_stages_are_those_of_ppos_own_step() -> None:
+    class OwnStep(PPOTrainer):
+        def step(self) -> Metrics:
+            return {}
+
+    asked = Asked(Path("run"), 3, "update")
+    with pytest.raises(ConfigError, match=r"a step of SFTTrainer has no stages score, estimate"):
+        replaying(SFTTrainer, asked)
+    with pytest.raises(ConfigError, match=r"OwnStep has a step of its own"):
+        replaying(OwnStep, asked)
+    assert issubclass(replaying(OwnStep, Asked(Path("run"), 3)), OwnStep)
+
+
+def test_columns_are_compared_bit_by_bit(tmp_path: Path) -> None:
+    was, now = tmp_path / "was.safetensors", tmp_path / "now.safetensors"
+    numbers = torch.tensor([[0.0], [float("nan")], [1.0]], dtype=torch.bfloat16)
+    texts = np.array([{"a": 1}, None, "x"], dtype=object)
+    DataProto.from_dict({"n": numbers}, {"t": texts}).save_to_disk(was)
+    DataProto.from_dict({"n": numbers}, {"t": texts}).save_to_disk(now)
+    assert differing_columns(was, now) == []
+
+    numbers[0] = -0.0
+    texts[2] = "y"
+    DataProto.from_dict({"n": numbers, "m": numbers}, {"t": texts}).save_to_disk(now)
+    assert differing_columns(was, now) == [
+        "m is new",
+        "n differs in 1 of 3 rows, first in row 0",
+        "t differs in 1 of 3 rows, first in row 2",
+    ]
+    DataProto.from_dict({"n": numbers.float()}, {"t": texts}).save_to_disk(now)
+    changed = differing_columns(was, now)[0]
+    assert changed == "n was (3, 1) of torch.bfloat16, is (3, 1) of torch.float32"
+
+
+def test_numbers_of_the_clock_are_not_compared() -> None:
+    was = {"loss": float("nan"), "timing_s/step": 1.0, "perf/x": 2.0, "gone": 0.5}
+    now = {"loss": float("nan"), "timing_s/step": 3.0, "new": 1.0}
+    assert differing_metrics(was, now) == [
+        "gone was 0.5, is absent",
+        "new was absent, is 1.0",
+    ]
