@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from bdb import BdbQuit
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,14 +20,17 @@ def main(arguments: Sequence[str]) -> None:
     """Make it again; exit code 1 where anything differs."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     options = _parser().parse_args(arguments)
-    found = replay(
-        Path(options.run),
-        options.step,
-        options.stage,
-        breaks=options.breaks,
-        from_start=options.from_start,
-        backend=options.backend,
-    )
+    try:
+        found = replay(
+            Path(options.run),
+            options.step,
+            options.stage,
+            breaks=options.breaks,
+            from_start=options.from_start,
+            backend=options.backend,
+        )
+    except BdbQuit:
+        sys.exit("left from the debugger: nothing was compared")
     print(verdict(found, options.step, options.stage), flush=True)
     if found.differences:
         sys.exit(1)

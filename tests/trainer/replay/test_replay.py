@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from bdb import BdbQuit
 from functools import wraps
 from pathlib import Path
 
@@ -225,6 +226,17 @@ def test_the_command_ends_with_what_was_compared(
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "update of step 3: of 80 numbers, 30 differ"
     assert said[-1] == "  and 10 more"
+
+
+def test_the_debuggers_quit_ends_the_command_with_a_line(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def quit_at_once() -> None:
+        raise BdbQuit
+
+    monkeypatch.setattr(sys, "breakpointhook", quit_at_once)
+    with pytest.raises(SystemExit, match="left from the debugger: nothing was compared"):
+        main._plain_command("replay", [str(made), "--step=3", "--break"])
 
 
 def test_an_error_is_one_line(tmp_path: Path) -> None:
