@@ -67,7 +67,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("ppo", "preference", "reward_model", "sft"),
         ("best_of_n", "detached"),
         ("migrate",),
-        ("evaluation",),
+        ("evaluation", "replay"),
         ("multirun",),
         ("recipe_command",),
         ("main_ppo", "api"),

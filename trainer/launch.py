@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +53,11 @@ def run(
     trainer_cls = trainer_cls or trainer_class(config)
     check_trainer(trainer_cls)
     trainer_cls.check_code(config, callbacks)
-    # sums come out alike whatever the machine; the driver's share of the arithmetic is small
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        from workers.cpu.allocator import keep_freed_memory
-
-        keep_freed_memory()
-
     if config.trainer.backend == "torchrun":
         serve_unless_driver(config)
 
     with ExitStack() as at_end:
-        at_end.callback(torch.set_num_threads, threads_before)
+        at_end.enter_context(reproducible_arithmetic())
         if config.trainer.dry_run:
             show_plan(nominal_placement(config), config, trainer_cls)
             print("", *look_at(config, trainer_cls), sep="\n", flush=True)
@@ -125,6 +117,21 @@ class Attempt:
                 trainer.fit()
             finally:
                 self.step = trainer.global_step
+
+
+@contextmanager
+def reproducible_arithmetic() -> Iterator[None]:
+    """One thread: sums come out alike whatever the machine, and the driver's share is small."""
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        from workers.cpu.allocator import keep_freed_memory
+
+        keep_freed_memory()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads_before)
 
 
 def serve_unless_driver(config: RunConfig) -> None:

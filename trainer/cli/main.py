@@ -25,6 +25,7 @@ USAGE = """usage: verl-like COMMAND ...
   migrate SYSTEM FILE           a script of verl's, TRL's, ... in our keys
   report RUN_DIR                write RUN_DIR/report.html anew
   compare RUN RUN ...           runs side by side: settings, curves, times
+  replay RUN --step K           a step of a run once more, to compare or debug
   eval MODEL [key=value ...]    validate a model, or that of a run
   chat MODEL                    talk to a model, or to that of a run
   export CHECKPOINT OUT         a trained model as a Hugging Face folder
@@ -47,6 +48,7 @@ MODULES = {
     "eval": "trainer.cli.eval",
     "export": "trainer.cli.export",
     "make-tiny": "trainer.cli.make_tiny",
+    "replay": "trainer.cli.replay",
 }
 """Commands whose module has a `main(arguments)`."""
 ASKS_FOR_HELP = {"-h", "--help"}
@@ -167,6 +169,20 @@ are set differently, every metric at its end and at its best (mean and deviation
 in trainer.seed alone), the phases of a step, and the placements. The page, comparison.html here
 unless --page names another, has the same tables and every curve of all runs on one axis.
 """,
+    "replay": """usage: verl-like replay RUN --step K [--stage score|estimate|update] [--break]
+           [--from-start] [--backend local|run]
+
+Goes on from the newest checkpoint before step K of the run folder RUN, in a folder of its own, and
+makes step K again: same samples, same numbers. Prints every number and every kept batch that is not
+as it was, bit for bit; the exit code is then 1. RUN is only read.
+
+  --stage update     that stage alone, of the batch that trainer.max_batches_to_keep left in RUN,
+                     or else of one that the stages before it make
+  --break            the debugger, right before; roles of one process run in this one: breakpoint()
+                     works in their code, too
+  --from-start       where no earlier checkpoint is left: all K steps, from the beginning
+  --backend run      the run's own backend; local needs no cluster, with as many processes
+""",
     "eval": """usage: verl-like eval MODEL [key=value ...]
 
 MODEL is a model folder, a run folder (its newest checkpoint), or a global_step_N in one. Samples of
@@ -273,7 +289,7 @@ def only_prints(command: str, arguments: list[str]) -> bool:
 
     Others hear of a child's death by an error on its pipe, and must not end without a word then.
     """
-    works = command in ("ppo", "eval", "chat", "doctor", "serve-reward", *RECIPES)
+    works = command in ("ppo", "eval", "replay", "chat", "doctor", "serve-reward", *RECIPES)
     return not works or bool({*ASKS_FOR_HELP, "--cfg"} & set(arguments))
 
 

@@ -19,7 +19,7 @@ from workers.config import (
     RolloutCorrectionConfig,
     WorkersConfig,
 )
-from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH
+from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH, SAVES
 
 
 def estimator_takes(name: str) -> tuple[When, When]:
@@ -194,6 +194,12 @@ class PPOTrainerConfig(TrainerConfig):
         100, at_least=1, hint="or null to keep all", may_change_on_resume=True
     )
     """Newest steps whose samples stay whole in `rollouts/`; of older ones 4 kB of each stay."""
+    max_batches_to_keep: int = key(
+        0, at_least=0, hint="0 keeps none", read_when=SAVES, may_change_on_resume=True
+    )
+    """Newest steps whose batches stay in `batches/`, as they went into each stage: what `verl-like
+    replay --stage` makes a stage of again, without a generation.
+    """
 
 
 @dataclass(kw_only=True)

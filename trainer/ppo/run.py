@@ -19,6 +19,7 @@ from trainer.loop import Metrics
 from trainer.ppo.compute_advantage import check_columns
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.entropy import get_entropy_controller
+from trainer.ppo.kept_batches import KeptBatches
 from trainer.ppo.kl import get_kl_controller
 from trainer.ppo.metrics import (
     compute_data_metrics,
@@ -70,6 +71,7 @@ class PPORun(SamplingTrainer):
         self.running_norm = RunningNorm(config.algorithm.running_norm)
         self.source: SampleSource = self.make_source()
         self.weight_version = 0
+        self.batches = KeptBatches(self.folder, config.trainer.max_batches_to_keep)
 
     def make_source(self) -> SampleSource:
         """Where the samples of every step come from."""

@@ -58,10 +58,13 @@ class PPOTrainer(PPORun):
         with self.clock("gen"):
             batch, sampled = self.source.take()
         with self.clock("score"):
+            self.batches.keep("score", batch, self.global_step)
             batch, scored = self.score(batch)
         with self.clock("adv"):
+            self.batches.keep("estimate", batch, self.global_step)
             batch, estimated = self.estimate(batch)
         with self.clock("update"):
+            self.batches.keep("update", batch, self.global_step)
             updated = self.update(batch)
         with self.clock("update_weights"):
             synced = self.sync() | update_reference(self.config, self.groups, self.global_step)

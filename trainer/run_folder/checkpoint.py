@@ -199,6 +199,9 @@ class Checkpoints:
         ):
             if path.stem.isdecimal() and int(path.stem) > last:
                 path.unlink()
+        for folder in self.folder.glob("batches/*"):
+            if folder.name.isdecimal() and int(folder.name) > last:
+                shutil.rmtree(folder, ignore_errors=True)
         _ = self.inputs  # as they are while the run reads them, not at the first checkpoint
 
     def _set_aside(self, folder: Path, why: str) -> None:

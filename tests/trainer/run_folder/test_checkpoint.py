@@ -243,6 +243,8 @@ def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "loss": 0.1 + 0.2}) for step in range(4)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 1')
     (tmp_path / "rollouts").mkdir()
+    for step in (2, 3):
+        (tmp_path / "batches" / str(step)).mkdir(parents=True)
     for step in range(1, 4):
         (tmp_path / "rollouts" / f"{step}.jsonl").touch()
     (tmp_path / "global_step_4.part").mkdir()
@@ -251,6 +253,7 @@ def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
     assert (tmp_path / WANDB_ID).read_text() == "abc"
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:3]
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["1.jsonl", "2.jsonl"]
+    assert [path.name for path in (tmp_path / "batches").iterdir()] == ["2"]
     assert not (tmp_path / "global_step_4.part").exists()
 
 

@@ -1,0 +1,317 @@
+"""`verl-like replay`: a step or a stage comes out as it was, bit for bit, or what differs is named.
+
+One run of four steps on the tiny model, with a checkpoint after steps 2 and 4, and the batches of
+steps 3 and 4.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from bdb import BdbQuit
+from functools import wraps
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import draw_no_figures
+from tests.integration.runs import lines, overrides
+from trainer import load_config, run
+from trainer.cli import main
+from trainer.loop import Metrics
+from trainer.ppo.kept_batches import STAGES, batch_file
+from trainer.ppo.step import PPOTrainer
+from trainer.replay.difference import differing_columns, differing_metrics
+from trainer.replay.replay import Replayed, announcement, replay, settings_of_replay
+from trainer.replay.saved_run import SavedRun
+from trainer.replay.stage import Asked, replaying
+from trainer.sft.step import SFTTrainer
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import CheckpointError, ConfigError
+
+SETTINGS = (
+    "trainer.backend=local",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=20",
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
+    "trainer.max_ckpt_to_keep=null",
+    "trainer.max_batches_to_keep=2",
+)
+
+
+@pytest.fixture(scope="module")
+def made(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        draw_no_figures(monkeypatch)
+        run(load_config(overrides(tiny_dir, folder, *SETTINGS)))
+    return folder
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    """The run folder, to be changed."""
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+
+
+def test_a_step_two_after_its_checkpoint_comes_out_bit_for_bit(made: Path) -> None:
+    before = contents(made)
+    found = replay(made, 4)
+    assert not found.differences
+    assert found.start == made.resolve() / "global_step_2"
+    assert found.num_metrics > 50
+    assert found.kept_batches == list(STAGES)
+    assert contents(made) == before, "the run's folder is only read"
+
+
+def test_the_newest_steps_batches_stay(made: Path) -> None:
+    assert sorted(path.name for path in (made / "batches").iterdir()) == ["3", "4"]
+    columns = DataProto.load_from_disk(batch_file(made, 4, "update")).batch.keys()
+    assert {"responses", "old_log_probs", "values", "advantages"} <= set(columns)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_is_made_of_the_kept_batch_without_a_generation(
+    made: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_generation(*_: object) -> None:
+        raise AssertionError("samples were made")
+
+    monkeypatch.setattr("trainer.ppo.sample_source.SynchronousSource.take", no_generation)
+    found = replay(made, 3, stage)
+    assert not found.differences
+    assert found.num_metrics >= 2
+    following = {"score": ["estimate"], "estimate": ["update"], "update": []}
+    assert found.kept_batches == following[stage]
+
+
+def test_without_kept_batches_the_stages_before_make_one(copied: Path) -> None:
+    shutil.rmtree(copied / "batches")
+    found = replay(copied, 3, "update")
+    assert not found.differences
+    assert found.num_metrics > 5
+
+
+def test_a_number_and_a_row_that_are_not_as_they_were_are_named(copied: Path) -> None:
+    metrics = lines(copied)
+    metrics[2]["actor/pg_loss"] += 1e-7
+    (copied / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
+    path = batch_file(copied, 3, "update")
+    batch = DataProto.load_from_disk(path)
+    batch.batch["advantages"][5, 0] = -0.125
+    batch.save_to_disk(path)
+
+    loss, advantages = replay(copied, 3).differences
+    assert loss.startswith(f"actor/pg_loss was {metrics[2]['actor/pg_loss']!r}, is ")
+    assert advantages == "batch of update: advantages differs in 1 of 8 rows, first in row 5"
+
+
+def test_the_first_step_needs_no_checkpoint(made: Path) -> None:
+    found = replay(made, 1, "score")
+    assert (found.start, found.differences) == (None, [])
+
+
+def test_later_steps_without_an_earlier_checkpoint_are_asked_for(made: Path) -> None:
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint of an earlier step \(it has global_step_2, global_step_4\). "
+        "Make all 2 steps again with --from-start",
+    ):
+        replay(made, 2)
+    assert not replay(made, 2, "score", from_start=True).differences
+
+
+@pytest.mark.parametrize("step", [0, 5, -1])
+def test_a_step_that_was_never_made_is_refused(made: Path, step: int) -> None:
+    with pytest.raises(ConfigError, match=f"--step={step}: .* it made steps 1 to 4"):
+        replay(made, step)
+
+
+def test_a_folder_of_anything_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not a run folder: it has no config.yaml"):
+        replay(tmp_path, 1)
+
+
+def test_a_run_of_another_version_is_refused(copied: Path) -> None:
+    marker = copied / "global_step_2" / "commit.json"
+    facts = json.loads(marker.read_text())
+    facts["versions"]["verl-like"] = "0.0.0"
+    marker.write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match=r"was written by verl-like 0\.0\.0, here is"):
+        replay(copied, 3)
+
+
+def test_a_configuration_with_unknown_keys_is_of_another_version(copied: Path) -> None:
+    config = copied / "config.yaml"
+    config.write_text(config.read_text().replace("critic_warmup:", "warmup_of_critic:"))
+    with pytest.raises(ConfigError, match=r"another version of verl-like: .*warmup_of_critic"):
+        replay(copied, 3)
+
+
+@pytest.mark.parametrize(
+    ("was", "match"),
+    [
+        ("trainer.detached.step.DetachedTrainer", "do not follow from a checkpoint alone"),
+        ("trainer.sft.step.SFTTrainer", "another version"),
+    ],
+)
+def test_runs_of_recipes_that_cannot_be_replayed_are_refused(
+    copied: Path, was: str, match: str
+) -> None:
+    config = copied / "config.yaml"
+    config.write_text(config.read_text().replace("trainer.ppo.PPOTrainer", was))
+    with pytest.raises(ConfigError, match=match):
+        replay(copied, 3)
+
+
+def test_the_debugger_is_entered_right_before_the_stage(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    def look() -> None:
+        names = sys._getframe(1).f_locals
+        seen.append((names["asked"].stage, len(names["batch"]), names["trainer"].global_step))
+
+    monkeypatch.setattr(sys, "breakpointhook", look)
+    assert not replay(made, 3, "update", breaks=True).differences
+    assert seen == [("update", 8, 3)]
+
+
+def test_a_breakpoint_in_a_workers_code_is_reached(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.roles.critic import CriticWorker
+
+    seen: list[str] = []
+    own = CriticWorker.update_critic
+
+    @wraps(own)
+    def with_breakpoint(self: CriticWorker, batch: DataProto) -> DataProto:
+        breakpoint()  # noqa: T100
+        return own(self, batch)
+
+    monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append("reached"))
+    monkeypatch.setattr(CriticWorker, "update_critic", with_breakpoint)
+    replay(made, 3, "update")
+    assert seen == ["reached"]
+
+
+def test_the_command_ends_with_what_was_compared(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainer.cli import replay as command
+
+    results = iter(
+        [Replayed(None, 80, ["update"], []), Replayed(None, 80, [], [f"m{n}" for n in range(30)])]
+    )
+    monkeypatch.setattr(command, "replay", lambda *_, **__: next(results))
+    command.main([str(made), "--step=3"])
+    said = capsys.readouterr().out
+    assert said == ("step 3: 80 numbers and the batches of update are as they were, bit for bit\n")
+    with pytest.raises(SystemExit, match="1"):
+        command.main([str(made), "--step=3", "--stage=update"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "update of step 3: of 80 numbers, 30 differ"
+    assert said[-1] == "  and 10 more"
+
+
+def test_the_debuggers_quit_ends_the_command_with_a_line(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def quit_at_once() -> None:
+        raise BdbQuit
+
+    monkeypatch.setattr(sys, "breakpointhook", quit_at_once)
+    with pytest.raises(SystemExit, match="left from the debugger: nothing was compared"):
+        main._plain_command("replay", [str(made), "--step=3", "--break"])
+
+
+def test_an_error_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as error:
+        main._plain_command("replay", [str(tmp_path), "--step=1"])
+    assert str(error.value) == f"error: {tmp_path} is not a run folder: it has no config.yaml."
+
+
+def test_a_replay_keeps_the_numbers_of_processes_on_one_machine(
+    tmp_path: Path, tiny_dir: Path
+) -> None:
+    several = (
+        "trainer.backend=ray",
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=2",
+        "resource_pool_spec.global_pool=[2,2]",
+        "trainer.save_freq=2",
+        "trainer.stop_at={critic/score/mean: 1.0}",
+    )
+    config = load_config(overrides(tiny_dir, tmp_path / "run", *several))
+    start, scratch = tmp_path / "global_step_2", tmp_path / "scratch"
+    again = settings_of_replay(config, start, scratch, "local")
+    assert again.resource_pool_spec == {"global_pool": [4]}
+    trainer = again.trainer
+    assert (trainer.backend, trainer.nnodes, trainer.n_gpus_per_node) == ("local", 1, 4)
+    assert (trainer.save_freq, trainer.stop_at, trainer.logger) == (-1, {}, [])
+    assert trainer.total_training_steps == config.trainer.total_training_steps
+    assert config.resource_pool_spec == {"global_pool": [2, 2]}, "the run's own stays"
+
+    saved = SavedRun(tmp_path, config, PPOTrainer)
+    assert "processes of their own, as in the run: global_pool;" in announcement(
+        saved, start, 3, again
+    )
+    as_it_was = settings_of_replay(config, start, scratch, "run")
+    assert (as_it_was.trainer.backend, as_it_was.trainer.nnodes) == ("ray", 2)
+
+
+def test_stages_are_those_of_ppos_own_step() -> None:
+    class OwnStep(PPOTrainer):
+        def step(self) -> Metrics:
+            return {}
+
+    asked = Asked(Path("run"), 3, "update")
+    with pytest.raises(ConfigError, match=r"a step of SFTTrainer has no stages score, estimate"):
+        replaying(SFTTrainer, asked)
+    with pytest.raises(ConfigError, match=r"OwnStep has a step of its own"):
+        replaying(OwnStep, asked)
+    assert issubclass(replaying(OwnStep, Asked(Path("run"), 3)), OwnStep)
+
+
+def test_columns_are_compared_bit_by_bit(tmp_path: Path) -> None:
+    was, now = tmp_path / "was.safetensors", tmp_path / "now.safetensors"
+    numbers = torch.tensor([[0.0], [float("nan")], [1.0]], dtype=torch.bfloat16)
+    texts = np.array([{"a": 1}, None, "x"], dtype=object)
+    DataProto.from_dict({"n": numbers}, {"t": texts}).save_to_disk(was)
+    DataProto.from_dict({"n": numbers}, {"t": texts}).save_to_disk(now)
+    assert differing_columns(was, now) == []
+
+    numbers[0] = -0.0
+    texts[2] = "y"
+    DataProto.from_dict({"n": numbers, "m": numbers}, {"t": texts}).save_to_disk(now)
+    assert differing_columns(was, now) == [
+        "m is new",
+        "n differs in 1 of 3 rows, first in row 0",
+        "t differs in 1 of 3 rows, first in row 2",
+    ]
+    DataProto.from_dict({"n": numbers.float()}, {"t": texts}).save_to_disk(now)
+    changed = differing_columns(was, now)[0]
+    assert changed == "n was (3, 1) of torch.bfloat16, is (3, 1) of torch.float32"
+
+
+def test_numbers_of_the_clock_are_not_compared() -> None:
+    was = {"loss": float("nan"), "timing_s/step": 1.0, "perf/x": 2.0, "gone": 0.5}
+    now = {"loss": float("nan"), "timing_s/step": 3.0, "new": 1.0}
+    assert differing_metrics(was, now) == [
+        "gone was 0.5, is absent",
+        "new was absent, is 1.0",
+    ]

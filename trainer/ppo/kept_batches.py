@@ -1,0 +1,42 @@
+"""`batches/` of a run folder: the batch of a step, as it goes into each stage.
+
+    <run folder>/batches/<step>/score.safetensors, estimate.safetensors, update.safetensors
+
+`trainer.ppo.step` writes them where `trainer.max_batches_to_keep` asks for it; `trainer.replay`
+reads them, to make a stage again without a generation.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from verl_like.batch.protocol import DataProto
+
+BATCHES_FOLDER = "batches"
+STAGES = ("score", "estimate", "update")
+"""The stages that get a batch, in their order."""
+
+
+def batch_file(run_folder: Path, step: int, stage: str) -> Path:
+    """The file of the batch that went into a stage."""
+    return run_folder / BATCHES_FOLDER / str(step) / f"{stage}.safetensors"
+
+
+class KeptBatches:
+    """Those of one run: of its newest steps, as many as are asked for."""
+
+    def __init__(self, run_folder: Path, num_steps: int) -> None:
+        """Nothing is written yet; 0 steps keep nothing."""
+        self._run_folder, self._num_steps = run_folder, num_steps
+
+    def keep(self, stage: str, batch: DataProto, step: int) -> None:
+        """Write what goes into the stage; with the step's first batch, an old step's go."""
+        if not self._num_steps:
+            return
+        path = batch_file(self._run_folder, step, stage)
+        if stage == STAGES[0]:
+            too_old = batch_file(self._run_folder, step - self._num_steps, stage).parent
+            shutil.rmtree(too_old, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        batch.save_to_disk(path)
