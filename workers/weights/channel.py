@@ -95,10 +95,11 @@ class Channel:
         Their `hashes` are taken on the way unless they are given, by name. Of `changes` those are
         left out that every receiver holds.
         """
-        finish = None
+        finish, num_buckets = None, 0
         held = None if changes is None else changes.held
         buckets = self._buckets(tensors, int(bucket_mb * 2**20), hashes or {}, held)
         for number, (sent, payload) in enumerate(buckets):
+            num_buckets += 1
             if number == 0 and self.drops_first:
                 continue
             if finish is not None:
@@ -108,10 +109,10 @@ class Channel:
             self.num_bytes += payload.numel()
         if finish is not None:
             finish()
-        whole = {}
+        whole: dict[str, Any] = {}
         if changes is not None:
             whole = {"manifest": self.manifest, "merging": changes.merging}
-        self._send_header(END, whole)
+        self._send_header(END, {"number": num_buckets, **whole})
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """What the sender broadcasts, tensor by tensor, each valid until the next.
@@ -130,11 +131,18 @@ class Channel:
             if before is not None:
                 yield from self._verified(*before)
             if payload is None or finish is None:
-                self.summary = header or {}
+                self._end(header or {"number": number}, number)
                 return
             finish()
             self.num_bytes += size
             number, before = number + 1, (number, payload, header)
+
+    def _end(self, header: dict[str, Any], num_buckets: int) -> None:
+        """The last header: how many buckets there were, and the summary of the whole."""
+        sent = header.pop("number")
+        if sent != num_buckets:
+            self.corrupt.append(f"{num_buckets} of {sent} buckets")
+        self.summary = header
 
     def _verified(
         self, expected: int, payload: Tensor, header: dict[str, Any] | None
