@@ -60,7 +60,8 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     "trainer": [
         ("config", "hooks", "report"),
         ("alarms", "data", "groups", "memory", "run_folder"),
-        ("loop", "restarts"),
+        ("chaos", "restarts"),
+        ("loop",),
         ("command_errors", "compare", "dry_run"),
         ("launch",),
         ("rows",),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trainer.chaos import Chaos
 from trainer.config.schema import RunConfig
 from trainer.dry_run import look_at
 from trainer.groups.nodes import needs_of_pools
@@ -73,10 +74,10 @@ def run(
         of_attempt = at_end.enter_context(ExitStack())
         inputs = trainer_cls.prepare(config, of_attempt)
         folder = open_run_folder(config, lock)
-        restarts, ended, attempted = Restarts(config), False, config
+        restarts, chaos, ended, attempted = Restarts(config), Chaos(config), False, config
         try:
             while not ended:
-                attempt = Attempt(attempted, trainer_cls, callbacks, stop)
+                attempt = Attempt(attempted, trainer_cls, callbacks, stop, chaos)
                 try:
                     attempt.make(folder, inputs)
                     ended = True
@@ -85,6 +86,7 @@ def run(
                     restarts.wait_for_next(error, attempt.step)
                     attempted = restarts.resuming(config)
                     inputs = trainer_cls.prepare(attempted, of_attempt)
+            chaos.close()
         finally:
             close_run(folder, sys.exception())
     return RunResult.of(config, trainer_cls.role)
@@ -99,10 +101,11 @@ class Attempt:
         trainer_cls: type[Trainer],
         callbacks: Sequence[object],
         stop: StopSignals,
+        chaos: Chaos,
     ) -> None:
         """Nothing is started yet."""
         self._config, self._trainer_cls = config, trainer_cls
-        self._callbacks, self._stop = callbacks, stop
+        self._callbacks, self._stop, self._chaos = callbacks, stop, chaos
         self.step = 0
 
     def make(self, folder: Path, inputs: tuple[Any, ...]) -> None:
@@ -113,6 +116,7 @@ class Attempt:
             show_plan(groups.placement, self._config, self._trainer_cls)
             trainer = self._trainer_cls(self._config, groups, *inputs)
             trainer.callbacks, trainer.stop = self._callbacks, self._stop
+            trainer.chaos = self._chaos
             try:
                 trainer.fit()
             finally:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer.alarms import Alarms
+from trainer.chaos import Chaos
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks, check_callbacks
@@ -56,6 +57,8 @@ class Trainer(Hooks, ABC):
         self.alarms = Alarms()
         self.stop = StopSignals()
         """Signals that ask the run to stop; `trainer.launch` catches them."""
+        self.chaos = Chaos(config)
+        """Faults on purpose; of `trainer.launch`, whose attempts share one."""
         self.global_step = 0
         self.timing: Metrics = {}
         self.calls: list[dict[str, Any]] = []
@@ -156,6 +159,7 @@ class Trainer(Hooks, ABC):
         """Models, a resume, and the validation before the first step."""
         with self.clock("init"):
             self.init_models()
+        self.chaos.begin_attempt(self.global_step)
         self.call_hook("on_init_end")
 
         self.call_hook("on_train_begin")
@@ -222,6 +226,7 @@ class Trainer(Hooks, ABC):
         """One step between its hooks, with its times by stage and by role."""
         self.timing = {}
         self.call_hook("on_step_begin")
+        self.chaos.before_step(self.groups, self.global_step)
         with self.clock("step"):
             metrics = self.step()
         metrics |= call_timings(self.calls, self.timing, self.concurrent_stages, self.call_labels)

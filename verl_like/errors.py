@@ -75,6 +75,10 @@ class RolloutError(VerlLikeError, RuntimeError):
     """Generation was refused or broke."""
 
 
+class LostSamplesError(RolloutError, WorkerDiedError):
+    """A worker process is gone with samples that it was making."""
+
+
 class WeightSyncError(VerlLikeError, RuntimeError):
     """The weights of a rollout engine are not provably the trainer's."""
 

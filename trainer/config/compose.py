@@ -22,6 +22,7 @@ from trainer.config.checks import check_fields, check_pool_resources, check_resu
 from trainer.config.keys import Key, config_keys, leaf_keys
 from trainer.config.own_files import OwnFiles
 from trainer.config.placement import expand_shorthands, preset_tree, settle, settle_names
+from trainer.config.possible_faults import check_chaos
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import flat_settings, overrides_of
@@ -299,6 +300,7 @@ def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe
     check_fields(config)
     check_resume(config)
     check_pool_resources(config)
+    check_chaos(config)
     for check in recipe.checks:
         check(config)
 

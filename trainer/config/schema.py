@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.chaos import HAS_FAULTS, ChaosConfig
 from verl_like.calls.waiting import Deadlines
 from verl_like.config_key import When, key
 from verl_like.errors import ConfigError
@@ -210,6 +211,9 @@ class RunConfig:
     )
     """Pool name -> what its processes take: device, CPUs, share of a GPU, custom resources."""
 
+    chaos: ChaosConfig = key(factory=ChaosConfig, read_when=HAS_FAULTS, may_change_on_resume=True)
+    """Faults on purpose, to try a run."""
+
     @property
     def child_pools(self) -> frozenset[str]:
         """Pools that `backend=local` makes of child processes even where they have one process.
@@ -218,6 +222,12 @@ class RunConfig:
         driver does something else overrides this.
         """
         return frozenset()
+
+    def has_own_processes(self, pool: str, world_size: int) -> bool:
+        """Whether processes are started for a pool: not the driver's own, nor torchrun's."""
+        backend = self.trainer.backend
+        is_inline = world_size == 1 and pool not in self.child_pools
+        return backend == "ray" or (backend == "local" and not is_inline)
 
     def of_role(self, role: str) -> RunConfig:
         """The configuration that this role's workers get; a recipe's may differ between roles."""

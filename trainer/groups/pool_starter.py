@@ -45,9 +45,7 @@ class PoolStarter:
 
     def has_own_processes(self, plan: PoolPlan) -> bool:
         """Whether this starts processes for the pool: not the driver's own, nor torchrun's."""
-        backend = self.config.trainer.backend
-        is_inline = plan.world_size == 1 and plan.name not in self.config.child_pools
-        return backend == "ray" or (backend == "local" and not is_inline)
+        return self.config.has_own_processes(plan.name, plan.world_size)
 
     def start(self, plan: PoolPlan, classes: Mapping[str, type[Worker]]) -> WorkerGroup:
         """The group of all roles of a pool, in the order of `classes`."""

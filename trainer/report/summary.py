@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from trainer.report.faults import faults_in_words
 from trainer.report.read import RunData, phase_shares
 
 ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP = 0.05, 0.3, 0.2, 0.2
@@ -22,7 +23,8 @@ def summary(data: RunData) -> list[str]:
     """The lines; none for a run that trained no step."""
     if not phase_shares(data.metrics, data.stages):
         return []
-    return [_time(data), *_best_validations(data), *what_to_look_at(data)]
+    best = list(_best_validations(data))
+    return [_time(data), *best, *faults_in_words(data.folder), *what_to_look_at(data)]
 
 
 def what_to_look_at(data: RunData) -> list[str]:

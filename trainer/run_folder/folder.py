@@ -10,6 +10,7 @@
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
   mlflow_run_id.txt  the MLflow run, if there is one        (trainer.run_folder.mlflow_tracker)
   timeline.json      what every worker did when             (trainer.run_folder.timeline)
+  chaos.jsonl        faults on purpose, if there are any    (trainer.chaos)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
   rollouts/N.jsonl   the samples of step N                  (a recipe with samples)

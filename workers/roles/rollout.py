@@ -23,7 +23,7 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import split_rows
 from verl_like.calls.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl_like.errors import RolloutError, WeightSyncError, WorkerDiedError
+from verl_like.errors import LostSamplesError, RolloutError, WeightSyncError, WorkerDiedError
 from verl_like.process.worker import Worker
 from workers.columns import require
 from workers.models.folder import generation_eos
@@ -269,7 +269,7 @@ def generate(group: Any, batch: DataProto) -> DataProto:
                     piece.non_tensor_batch["uid"], piece.batch["sample_index"].tolist(), strict=True
                 )
                 lost += [f"{uid}/{index}" for uid, index in list(rows)[: piece.num_real_rows]]
-        raise RolloutError(
+        raise LostSamplesError(
             f"rollout: {error} Of {len(batch)} samples {len(lost)} (uid/index) were not finished: "
             f"{', '.join(dict.fromkeys(lost))}. Generating them again gives the same samples."
         ) from error

@@ -71,6 +71,8 @@ class Channel:
         self.summary: dict[str, Any] = {}
         """Of the whole, where parts of it are held already: its manifest, and how to merge it."""
         self.hashing = Hashing()
+        self.drops_first = False
+        """The first bucket gets lost: a fault on purpose."""
         self._buffers = [_room_for(0) for _ in range(2)]
         size = num_receivers + 1
         has_own_gpus = _meet(store, rank, num_receivers, gpu_of(device))
@@ -93,10 +95,13 @@ class Channel:
         Their `hashes` are taken on the way unless they are given, by name. Of `changes` those are
         left out that every receiver holds.
         """
-        finish = None
+        finish, num_buckets = None, 0
         held = None if changes is None else changes.held
         buckets = self._buckets(tensors, int(bucket_mb * 2**20), hashes or {}, held)
         for number, (sent, payload) in enumerate(buckets):
+            num_buckets += 1
+            if number == 0 and self.drops_first:
+                continue
             if finish is not None:
                 finish()
             self._send_header(payload.numel(), {"number": number, "tensors": sent})
@@ -104,10 +109,10 @@ class Channel:
             self.num_bytes += payload.numel()
         if finish is not None:
             finish()
-        whole = {}
+        whole: dict[str, Any] = {}
         if changes is not None:
             whole = {"manifest": self.manifest, "merging": changes.merging}
-        self._send_header(END, whole)
+        self._send_header(END, {"number": num_buckets, **whole})
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """What the sender broadcasts, tensor by tensor, each valid until the next.
@@ -126,11 +131,18 @@ class Channel:
             if before is not None:
                 yield from self._verified(*before)
             if payload is None or finish is None:
-                self.summary = header or {}
+                self._end(header or {"number": number}, number)
                 return
             finish()
             self.num_bytes += size
             number, before = number + 1, (number, payload, header)
+
+    def _end(self, header: dict[str, Any], num_buckets: int) -> None:
+        """The last header: how many buckets there were, and the summary of the whole."""
+        sent = header.pop("number")
+        if sent != num_buckets:
+            self.corrupt.append(f"{num_buckets} of {sent} buckets")
+        self.summary = header
 
     def _verified(
         self, expected: int, payload: Tensor, header: dict[str, Any] | None

@@ -253,6 +253,7 @@ class WeightPublisher(WeightSender):
                 closing(Channel(store, 0, num_receivers, HOST)) as channel,
             ):
                 what = changes(store, num_receivers, snapshot.merging)
+                channel.drops_first = self.is_to_drop(snapshot.version)
                 channel.send(snapshot.tensors.items(), bucket_mb, snapshot.hashes, what)
                 agreed = channel.all_agree(True)
                 store.delete_all()

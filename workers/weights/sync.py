@@ -152,6 +152,8 @@ class WeightSender:
     engine: _SendingEngine
     sent_dtype: torch.dtype | None = None
     sends_changed = False
+    _drops_next = False
+    _dropped_version: int | None = None
     _weight_store: tuple[dist.TCPStore, str] | None = None
     _num_channels = 0
     _next_sync: Address | None = None
@@ -163,6 +165,18 @@ class WeightSender:
             return None
         self._next_sync = self._new_address()
         return str(self._next_sync)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def drop_next_bucket(self) -> None:
+        """The next sync from this rank loses its first bucket: a fault on purpose."""
+        self._drops_next = True
+
+    def is_to_drop(self, version: int | None = None) -> bool:
+        """Whether the sync that begins is that one. A version that is known loses no second."""
+        if not self._drops_next or (version is not None and version == self._dropped_version):
+            return False
+        self._drops_next, self._dropped_version = False, version
+        return True
 
     def tensors_to_send(
         self, *, on_all_ranks: bool = False, as_trained: bool = False
@@ -204,6 +218,7 @@ class WeightSender:
             store = self._next_sync.part_of(self._opened_store()[0])
             with closing(Channel(store, 0, num_receivers, self.device)) as channel:
                 merging = None if as_trained else self.merging()
+                channel.drops_first = self.is_to_drop()
                 channel.send(tensors, bucket_mb, None, changes(store, num_receivers, merging))
                 agreed = channel.all_agree(True)
             store.delete_all()

@@ -77,6 +77,17 @@ def test_a_version_that_does_not_arrive_whole_leaves_the_engine_as_it_is(
         load_delivered(maker, 1)
 
 
+def test_a_version_without_its_last_bucket_is_not_taken_for_whole_and_comes_once_more(
+    actor: Group, maker: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish_weights(actor, 0)
+    actor.drop_next_bucket()
+    deliver_weights(actor, maker, 0, ahead=True)
+    assert "rollout rank 0: transfer: 1 corrupt: 0 of 1 buckets" in caplog.text
+    load_delivered(maker, 0)
+    assert (checksums(maker), versions(maker)) == (checksums(actor)[:1], [0])
+
+
 def test_weights_of_another_shape_leave_the_engine_stale_when_they_are_loaded(
     actor: Group, maker: Group
 ) -> None:

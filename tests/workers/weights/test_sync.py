@@ -335,3 +335,13 @@ def test_a_rollout_before_its_first_sync_does_not_generate(tiny_dir: Path) -> No
     rollout = started(RolloutWorker, tiny_config(tiny_dir))
     with pytest.raises(RolloutError, match="no verified weights"):
         rollout.engine.generate([], None)
+
+
+def test_a_bucket_that_is_dropped_on_purpose_is_missed_once(
+    actor: Group, rollout: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor.drop_next_bucket()
+    sync_weights(actor, rollout, 3)
+    assert "0 of 1 buckets" in caplog.text
+    assert caplog.text.count("They are sent once more.") == 1
+    assert set(checksums(rollout)) == {checksums(actor)[0]}

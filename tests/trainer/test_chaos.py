@@ -1,0 +1,188 @@
+"""A run under faults that are drawn from a seed ends with the numbers of one without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import numbers, overrides
+from trainer import load_config, restarts, run
+from trainer.chaos import Chaos
+from trainer.detached.recipe import DETACHED
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import PPO
+from trainer.report.faults import faults_in_words
+from trainer.sft.recipe import SFT
+from verl_like.errors import ConfigError, LedgerError
+
+STEPS = 30
+KILLED_IN = 23
+"""The step, as seed 15 draws it."""
+OF_DETACHED_RUNS = ("detached/", "training/weights_changed_share")
+"""What they have among their metrics beside those of PPO."""
+
+
+@dataclass(kw_only=True)
+class ChildConfig(PPOConfig):
+    """The rollout has a process of its own."""
+
+    @property
+    def child_pools(self) -> frozenset[str]:
+        return frozenset({"rollout_pool"})
+
+
+CHILD = replace(PPO, schema=ChildConfig)
+OWN_PROCESS = ("placement=standalone", "trainer.n_gpus_per_node=2")
+CHAOS = (
+    *("chaos.kill_worker=0.05", "chaos.drop_bucket=0.1", "chaos.delay=0.1"),
+    *("chaos.delay_s=0.02", "chaos.seed=15"),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of an undisturbed run in one process, and of two that had every kind of fault."""
+    found = {name: tmp_path_factory.mktemp(name) for name in ("whole", "ppo", "detached")}
+    shared = (
+        *("trainer.backend=local", "trainer.device=cpu", f"trainer.total_training_steps={STEPS}"),
+        *("data.train_batch_size=4", "data.max_response_length=4"),
+        *("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+        run(load_config(overrides(tiny_dir, found["whole"], *shared)))
+        more = (*shared, *CHAOS, *OWN_PROCESS, "trainer.save_freq=10")
+        run(load_config(overrides(tiny_dir, found["ppo"], *more), CHILD))
+        more = (*shared, *CHAOS, "detached.max_staleness=0", "detached.on_maker_loss=restart")
+        run(load_config(overrides(tiny_dir, found["detached"], *more), DETACHED))
+    return found
+
+
+def faults(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "chaos.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "detached"])
+def test_a_run_under_every_fault_ends_with_the_numbers_of_an_undisturbed_one(
+    folders: dict[str, Path], recipe: str
+) -> None:
+    kinds = {line["kind"] for line in faults(folders[recipe])}
+    assert kinds == {"kill_worker", "drop_bucket", "delay", "ledger"}
+    for ours, whole in zip(numbers(folders[recipe]), numbers(folders["whole"]), strict=True):
+        shared = {name: n for name, n in ours.items() if not name.startswith(OF_DETACHED_RUNS)}
+        assert shared == {name: whole[name] for name in shared}
+
+
+def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -> None:
+    again = KILLED_IN - 20
+    *_, ledger = faults(folders["ppo"])
+    assert ledger == {
+        **{"kind": "ledger", "begun": STEPS + again, "kept": STEPS},
+        **{"made_again": again, "not_finished": 0},
+    }
+    (line,) = faults_in_words(folders["ppo"])
+    assert f"1 x kill_worker; steps: 33 begun = 30 kept + {again} made again" in line
+
+
+def test_a_maker_that_is_killed_costs_samples_and_no_step(folders: dict[str, Path]) -> None:
+    *_, steps = faults(folders["detached"])
+    assert (steps["begun"], steps["made_again"]) == (STEPS, 0)
+    ledger = json.loads((folders["detached"] / "detached.json").read_text())["ledger"]
+    (maker,) = ledger["makers"].values()
+    assert maker["trained"] == STEPS * 4 * 2
+    assert maker["made"] == maker["trained"] + sum(maker["dropped"].values())
+
+
+def small(folder: Path, *more: str) -> Any:
+    files = ("model.path=none", "data.train_files=none")
+    where = ("trainer.backend=local", "trainer.device=cpu", f"trainer.default_local_dir={folder}")
+    return load_config([*files, *where, *more], SFT)
+
+
+class Recorder:
+    """In the place of the groups of a run: the calls that chaos makes of the role `actor`."""
+
+    def __init__(self) -> None:
+        self.delayed: list[float] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["actor"])
+
+    def __getitem__(self, role: str) -> Any:
+        remote = SimpleNamespace(remote=lambda call, seconds: self.delayed.append(seconds))
+        return SimpleNamespace(execute_func_rank_zero=remote)
+
+
+def test_a_step_that_is_made_again_is_spared_the_faults_that_it_had(tmp_path: Path) -> None:
+    chaos, groups = Chaos(small(tmp_path, "chaos.delay=1", "chaos.delay_s=2")), Recorder()
+    chaos.begin_attempt(0)
+    for step in (1, 2, 3):
+        chaos.before_step(groups, step)
+    chaos.begin_attempt(1)
+    for step in (2, 3, 4):
+        chaos.before_step(groups, step)
+    assert groups.delayed == [2.0] * 4
+    assert [line["step"] for line in faults(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_the_seed_alone_decides_which_steps_have_a_fault(tmp_path: Path) -> None:
+    def struck(seed: int, first: int) -> list[int]:
+        chaos = Chaos(small(tmp_path, "chaos.delay=0.3", f"chaos.seed={seed}"))
+        chaos.begin_attempt(0)
+        for step in range(first, 40):
+            chaos.before_step(Recorder(), step)
+        return [line["step"] for line in faults(tmp_path)]
+
+    assert struck(1, 20) == [step for step in struck(1, 1) if step >= 20]
+    assert struck(1, 1) != struck(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [([1, 2], "3 were begun"), ([1, 3], r"has steps \[1, 3\]"), ([1, 2, 2, 3], "1, 2, 2, 3")],
+)
+def test_a_step_that_is_lost_or_doubled_is_told(
+    tmp_path: Path, written: list[int], problem: str
+) -> None:
+    chaos = Chaos(small(tmp_path, "chaos.delay=1"))
+    chaos.begin_attempt(0)
+    for step in (1, 2, 2):
+        chaos.before_step(Recorder(), step)
+    lines = "".join(f'{{"step": {step}}}\n' for step in written)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    with pytest.raises(LedgerError, match=problem):
+        chaos.close()
+
+
+def test_a_run_without_chaos_writes_nothing_of_it(folders: dict[str, Path]) -> None:
+    assert not (folders["whole"] / "chaos.jsonl").exists()
+    assert faults_in_words(folders["whole"]) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["chaos.delay=1.5"], "chaos.delay=1.5: it is a chance per step, at most 1"),
+        (["chaos.kill_worker=0.1"], "no worker of this run has a process of its own"),
+        (["chaos.kill_worker=0.1", "trainer.backend=torchrun"], "torchrun ends the whole run"),
+        (["chaos.drop_bucket=0.1"], "no weights travel between processes"),
+        (["chaos.seed=2"], "chaos.delay are 0, so there are no faults"),
+        (["chaos.kill_worker=0.1", "trainer.backend=ray", "chaos.delay_s=2"], "chaos.delay is 0"),
+    ],
+)
+def test_a_fault_that_could_not_come_about_is_refused(
+    tmp_path: Path, settings: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        small(tmp_path, *settings)
+
+
+def test_a_rollout_in_the_actors_own_processes_gets_no_buckets(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="placement=standalone, or `verl-like detached`"):
+        load_config(overrides(tmp_path, tmp_path, "chaos.drop_bucket=0.1"))

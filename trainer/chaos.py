@@ -1,0 +1,138 @@
+"""Faults on purpose (`chaos.*`): workers killed, buckets dropped, calls delayed, drawn from a seed.
+
+`trainer.launch.run` makes one `Chaos` for all attempts of a run, and the loop tells it of every
+attempt and of every step that begins. Which faults a step has follows from `chaos.seed` and the
+step alone. Each comes once: a step that is made again after a restart is spared those that it had.
+
+`chaos.jsonl` of the run folder has a line a fault, and at the end the ledger of the steps:
+
+    begun = kept + made again + not finished
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from trainer.config.schema import RunConfig
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.report.faults import CHAOS_FILE, FATES, LEDGER
+from verl_like.errors import LedgerError, WorkerDiedError
+from verl_like.files import json_line, lines_of
+
+logger = logging.getLogger(__name__)
+
+
+class Chaos:
+    """The faults of one run, and what became of its steps."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Nothing has happened yet."""
+        self._settings = config.chaos
+        self._folder = Path(config.trainer.default_local_dir)
+        self._struck: set[tuple[str, int]] = set()
+        self._first: int | None = None
+        """The step after which the run began."""
+        self._begun: list[int] = []
+        """Steps of this attempt."""
+        self._num_begun = self._made_again = 0
+
+    def begin_attempt(self, step: int) -> None:
+        """Models are there, and the run goes on after `step`."""
+        if not self._settings.has_faults:
+            return
+        if self._first is None:
+            self._first = step
+            if step == 0:
+                (self._folder / CHAOS_FILE).unlink(missing_ok=True)
+        self._made_again += sum(1 for begun in self._begun if begun > step)
+        self._begun = []
+
+    def before_step(self, groups: WorkerGroups, step: int) -> None:
+        """The faults of a step that begins."""
+        if not self._settings.has_faults:
+            return
+        self._begun.append(step)
+        self._num_begun += 1
+        if draw := self._draw("delay", self._settings.delay, step):
+            self._delay(groups, step, draw)
+        if self._draw("drop_bucket", self._settings.drop_bucket, step):
+            groups["actor"].drop_next_bucket()
+            self._note("drop_bucket", step, role="actor")
+        if draw := self._draw("kill_worker", self._settings.kill_worker, step):
+            self._kill(groups, step, draw)
+
+    def close(self) -> None:
+        """Write the ledger of a run that came to its end; raise if a step is lost or doubled."""
+        if self._first is None:
+            return
+        kept = [step for step in _steps_of(self._folder) if step > self._first]
+        unfinished = [step for step in self._begun[-1:] if step not in kept]
+        became = dict(zip(FATES, (len(kept), self._made_again, len(unfinished)), strict=True))
+        in_order = kept == list(range(self._first + 1, self._first + 1 + len(kept)))
+        if not in_order or self._num_begun != sum(became.values()):
+            raise LedgerError(
+                f"the steps of a run with faults on purpose do not add up: {self._num_begun} were "
+                f"begun, {became}; metrics.jsonl has steps {kept} after step {self._first}. The "
+                f"faults are in {self._folder / CHAOS_FILE}."
+            )
+        self._write({"kind": LEDGER, "begun": self._num_begun, **became})
+
+    def _draw(self, kind: str, chance: float, step: int) -> Random | None:
+        """What decides the rest, where the step has a fault of this kind that it has not had."""
+        draw = Random(f"{self._settings.seed}/{kind}/{step}")
+        if draw.random() >= chance or (kind, step) in self._struck:
+            return None
+        self._struck.add((kind, step))
+        return draw
+
+    def _delay(self, groups: WorkerGroups, step: int, draw: Random) -> None:
+        """Rank 0 of a role sleeps; its next calls wait, and whoever needs them."""
+        role, seconds = draw.choice(sorted(groups)), self._settings.delay_s
+        with suppress(WorkerDiedError):  # whoever is gone is slow already
+            groups[role].execute_func_rank_zero.remote(time.sleep, seconds)
+        self._note("delay", step, role=role, rank=0, seconds=seconds)
+
+    def _kill(self, groups: WorkerGroups, step: int, draw: Random) -> None:
+        """A process on this machine that is not the driver's own, of a pool that is drawn first."""
+        pools = _pools_here(groups)
+        if not pools:
+            logger.warning("step %d: no worker process of this machine can be killed.", step)
+            return
+        role, rank, pid = draw.choice(draw.choice(pools))
+        self._note("kill_worker", step, role=role, rank=rank, pid=pid)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def _note(self, kind: str, step: int, **facts: Any) -> None:
+        self._write({"kind": kind, "step": step, **facts})
+        words = ", ".join(f"{name} {value}" for name, value in facts.items())
+        logger.warning("chaos.%s in step %d: %s", kind, step, words)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with (self._folder / CHAOS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json_line(line))
+
+
+def _pools_here(groups: WorkerGroups) -> list[list[tuple[str, int, int]]]:
+    """Of every pool its worker processes on this machine: a role, its rank, the process id."""
+    by_pool: dict[int, list[tuple[str, int, int]]] = {}
+    for role in groups:
+        transport = groups[role].transport
+        if transport.process_key not in by_pool:
+            pids = {rank: transport.pid_here(rank) for rank in range(transport.world_size)}
+            found = [(role, rank, pid) for rank, pid in pids.items() if pid is not None]
+            by_pool[transport.process_key] = found
+    return [processes for processes in by_pool.values() if processes]
+
+
+def _steps_of(folder: Path) -> list[int]:
+    """The steps that `metrics.jsonl` has lines of, in its order."""
+    return [int(json.loads(line)["step"]) for line in lines_of(folder / "metrics.jsonl")]

@@ -1,0 +1,33 @@
+"""The faults of a run that was tried on purpose, from its `chaos.jsonl` (`trainer.chaos`)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from verl_like.files import lines_of
+
+CHAOS_FILE = "chaos.jsonl"
+LEDGER = "ledger"
+"""The kind of the last line, which is no fault."""
+FATES = ("kept", "made_again", "not_finished")
+"""What may become of a step that was begun."""
+
+
+def faults_in_words(folder: Path) -> list[str]:
+    """A line about the faults by kind, and about the ledger of the steps; none without faults."""
+    path = folder / CHAOS_FILE
+    if not path.is_file():
+        return []
+    lines = [json.loads(line) for line in lines_of(path)]
+    kinds = Counter(line["kind"] for line in lines if line["kind"] != LEDGER)
+    faults = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
+    ledgers = [_ledger_in_words(line) for line in lines if line["kind"] == LEDGER]
+    return ["; ".join([f"faults on purpose: {faults}", *ledgers[-1:]])]
+
+
+def _ledger_in_words(line: dict[str, Any]) -> str:
+    became = [f"{line[name]} {name.replace('_', ' ')}" for name in FATES]
+    return f"steps: {line['begun']} begun = {' + '.join(became)}"
