@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from trainer.config.chaos import ChaosConfig
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
@@ -87,6 +88,7 @@ def settings_of_replay(config: Config, start: Path | None, folder: Path, backend
     trainer.resume_from_path = None if start is None else str(start)
     trainer.save_freq, trainer.save_every_minutes = -1, None
     trainer.logger, trainer.stop_at, trainer.max_restarts = [], {}, 0
+    again.chaos = ChaosConfig()
     if isinstance(again, PPOConfig):
         again.trainer.max_batches_to_keep = 1
 
