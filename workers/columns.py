@@ -52,6 +52,7 @@ COLUMNS: dict[str, Column] = {
         Column("weights_id", "[rows]", "int64", _ROLLOUT),
         Column("policy_version", "[rows]", "int64", f"{_ROLLOUT}: that of the oldest token"),
         Column("finish_reason", "[rows]", "object", _ROLLOUT),
+        Column("response_text", "[rows]", "object", "whoever decodes the responses first"),
         Column("old_log_probs", "[rows, R]", "float32", "actor.compute_log_prob"),
         Column("entropys", "[rows, R]", "float32", "actor.compute_log_prob"),
         Column("rollout_is_weights", "[rows, R]", "float32", "the driver's correct_rollout"),

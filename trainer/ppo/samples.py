@@ -15,6 +15,7 @@ import torch
 from verl_like.batch.protocol import DataProto
 from verl_like.files import json_line, write_whole
 from workers.columns import read_columns
+from workers.rewards.decoding import decode_rows
 from workers.rewards.manager import decode_responses
 
 EXTRA = "reward_extra/"
@@ -72,12 +73,13 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 def _prompt_texts(batch: DataProto, tokenizer: Any) -> list[str]:
     """Every row's prompt; the samples of one uid have one, which is decoded once."""
     read = read_columns(batch, "prompts", "attention_mask")
-    mask = read["attention_mask"][:, : read["prompts"].shape[-1]].bool()
+    rows = read["prompts"].numpy()
+    mask = read["attention_mask"][:, : rows.shape[-1]].bool().numpy()
     uids = batch.non_tensor_batch["uid"]
     row_of = {uid: row for row, uid in enumerate(uids)}
 
-    prompts = [read["prompts"][row][mask[row]].tolist() for row in row_of.values()]
-    decoded = tokenizer.batch_decode(prompts, skip_special_tokens=True)
+    prompts = [rows[row][mask[row]].tolist() for row in row_of.values()]
+    decoded = decode_rows(tokenizer, prompts)
     texts = dict(zip(row_of, decoded, strict=True))
     return [texts[uid] for uid in uids]
 

@@ -16,6 +16,7 @@ from trainer.ppo.samples import write_samples
 from verl_like.batch.protocol import DataProto
 from workers.columns import PARTIAL_RESPONSE, has_column, select_reads
 from workers.config import model_rewards
+from workers.rewards.manager import RESPONSE_TEXT
 from workers.rewards.weighted import Rewards, WeightedScores
 from workers.roles.rollout import generate
 
@@ -82,5 +83,6 @@ def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
     """The rows of prompts with what the rollout made of them."""
     begun = [name for name in PARTIAL_RESPONSE if has_column(batch, name)]
     batch.pop([*PROMPT_COLUMNS, *begun])
+    batch.non_tensor_batch.pop(RESPONSE_TEXT, None)  # of other responses
     samples.meta_info = {}
     return batch.union(samples)

@@ -23,9 +23,12 @@ from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places
 from workers.columns import read_columns
 from workers.rewards.call import Sample
+from workers.rewards.decoding import decode_rows
 from workers.rewards.outcome import LATE, STEPS, VOTE, Outcome
 
 logger = logging.getLogger(__name__)
+RESPONSE_TEXT = "response_text"
+"""The column that keeps the texts: several rewards and the file of samples read them."""
 
 
 FAILURES = "reward_failures"
@@ -207,9 +210,15 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
 
 
 def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
-    """The text of every response, up to its end."""
+    """The text of every response, up to its end: decoded once, and then a column of the batch."""
+    if RESPONSE_TEXT in batch.non_tensor_batch:
+        return list(batch.non_tensor_batch[RESPONSE_TEXT])
     columns = read_columns(batch, "responses", "response_mask")
     # Rows of arrays: rows of tensors would take 8 times as long.
     rows, mask = columns["responses"].numpy(), columns["response_mask"].bool().numpy()
     responses = [row[keep].tolist() for row, keep in zip(rows, mask, strict=True)]
-    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
+    texts = decode_rows(tokenizer, responses)
+    column = np.empty(len(texts), dtype=object)
+    column[:] = texts
+    batch.non_tensor_batch[RESPONSE_TEXT] = column
+    return texts
