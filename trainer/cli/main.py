@@ -12,11 +12,11 @@ USAGE = """usage: verl-like COMMAND ...
 
   ppo [key=value ...]           train by PPO, GRPO and their kin
   detached [key=value ...]      PPO, with makers that generate beside it
-  sft [key=value ...]           supervised fine-tuning on chats, responses, texts
+  sft [key=value ...]           supervised fine-tuning on chats and texts
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
   best-of-n [key=value ...]     a model's best answers as rows for sft or dpo
-                                (of these, --help tells more, --cfg job all keys)
+                                (of these --cfg job shows all keys)
   explain [key=value ...]       say in words what a step of ppo will do
   bench overlap [RUN_DIR]       predict what detached makers would gain a job
   doctor [--model PATH]         what a run needs, or does with a model

@@ -228,7 +228,8 @@ from verl_like.process.supervisor import descendants
 from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 
-Scorer(FunctionSpec(), 60.0).start()
+scorer = Scorer(FunctionSpec(), 60.0)  # kept: what nobody holds is closed
+scorer.start()
 print(*descendants(os.getpid()), flush=True)
 time.sleep(60)
 """
