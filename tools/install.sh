@@ -23,9 +23,13 @@ make_venv() {
     exit 1
 }
 
-# pip would compile 12,000 files, half a minute; Python does so with the tenth that is imported
+# pip would compile 12,000 files, half a minute; Python does so with the tenth that is imported,
+# unless it is told to write no bytecode: then every process would compile them again
+compile=--no-compile
+[ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile
+
 pip_install() {
-    if ! "$py" -m pip install -qq --no-compile "$@"; then
+    if ! "$py" -m pip install -qq $compile "$@"; then
         say "pip could not install $*: its message is above. Without a network, give pip a folder of wheels (PIP_FIND_LINKS, PIP_NO_INDEX=1)."
         exit 1
     fi
@@ -37,7 +41,7 @@ install_torch() {
     fi
     if nvidia-smi -L >/dev/null 2>&1; then
         pip_install "torch>=2.11"
-    elif ! "$py" -m pip install -qq --no-compile "torch==2.13.0+cpu" 2>/dev/null; then
+    elif ! "$py" -m pip install -qq $compile "torch==2.13.0+cpu" 2>/dev/null; then
         say "no CPU build torch==2.13.0+cpu where pip looks; installing torch==2.13.0 (on Linux with its CUDA packages: several GB)"
         pip_install "torch==2.13.0"
     fi

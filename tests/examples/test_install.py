@@ -70,6 +70,12 @@ def test_a_bare_machine_gets_an_environment_and_is_told_what_is_downloaded(proje
     assert (project / ".venv" / "installed").is_file()
 
 
+def test_where_python_writes_no_bytecode_pip_does(project: Path) -> None:
+    done = install(project, PYTHONDONTWRITEBYTECODE="1")
+    assert done.returncode == 0, done.stderr
+    assert "install -qq --compile -e ." in (project / "pip.log").read_text()
+
+
 def test_a_second_time_nothing_is_installed(project: Path) -> None:
     install(project)
     (project / "pip.log").write_text("")
