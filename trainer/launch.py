@@ -67,7 +67,8 @@ def run(
         stop = at_end.enter_context(StopSignals())
         # a folder that this run cannot go on from is refused before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
-        if trainer_cls.wrote_all(config) and (nothing_left := why_finished(Checkpoints(config))):
+        nothing_left = why_finished(Checkpoints(config))
+        if nothing_left and trainer_cls.wrote_all(config):
             print(nothing_left, flush=True)
             close_run(config.trainer.default_local_dir, None)
             return RunResult.of(config, trainer_cls.role)
