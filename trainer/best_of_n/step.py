@@ -11,69 +11,41 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from trainer.best_of_n.config import BestOfNConfig
 from trainer.best_of_n.rows_file import read_rows, write_rows
 from trainer.best_of_n.selection import select
-from trainer.data.prompts import PromptSet, load_tokenizer
-from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
 from trainer.ppo.call_results import join_results
-from trainer.ppo.preflight import check_model, check_reward_models, check_rollout
-from trainer.ppo.reward_trial import try_rewards
 from trainer.ppo.samples import repeat_prompts
-from trainer.ppo.sampling import SamplingTrainer
+from trainer.ppo.sampling_only import SamplingOnlyTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, CheckpointError, ConfigError
 from workers.columns import read_columns
-from workers.config import scores_by_rule
-from workers.rewards.weighted import Rewards, make_rewards
 
 logger = logging.getLogger(__name__)
 
 
-class BestOfNTrainer(SamplingTrainer):
+class BestOfNTrainer(SamplingOnlyTrainer):
     """Drives the role `rollout`, and those of reward models, through all prompts."""
 
     config: BestOfNConfig
     stages = ("gen", "score", "select")
+    prompt_files = "train_files"
     concurrent_stages = ("score",)
 
-    def __init__(
-        self,
-        config: BestOfNConfig,
-        groups: WorkerGroups,
-        tokenizer: Any,
-        rewards: Rewards,
-        prompts: PromptSet,
-    ) -> None:
-        """Nothing is computed yet; `fit` does it all."""
-        super().__init__(config, groups, tokenizer, rewards)
-        self.prompts = prompts
-        self.ahead: DataProto | None = None
-        """The samples of the next step, drawn while those of this one were scored."""
+    ahead: DataProto | None = None
+    """The samples of the next step, drawn while those of this one were scored."""
 
     @classmethod
     def prepare(cls, config: BestOfNConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """Tokenizer, rewards and prompts."""
-        path = config.actor_rollout_ref.model.path
-        check_model(config, "actor_rollout_ref.model.path", path)
-        check_reward_models(config)
-        check_rollout(config)
-        tokenizer = load_tokenizer(path)
-        needs_rules = scores_by_rule(config)
-        prompts = PromptSet(config.data, "train_files", tokenizer, needs_rules)
-        if not len(prompts):
-            raise ConfigError(f"{prompts.story}: no prompt is left.")
-        logger.info("%s", prompts.story)
+        """Tokenizer, rewards and prompts; and a folder for the file of the selected rows."""
+        inputs = super().prepare(config, at_end)
         _make_folder_of(config.selection.file)
-
-        rewards = make_rewards(config, tokenizer, prompts.data_sources)
-        at_end.enter_context(closing(rewards))
-        return tokenizer, rewards, prompts
+        return inputs
 
     @classmethod
     def describe(cls, config: BestOfNConfig, max_columns: int | None = None) -> list[str]:
@@ -90,14 +62,6 @@ class BestOfNTrainer(SamplingTrainer):
             f"A step draws {total:,} samples ({num_prompts:,} prompts, {num_samples:,} each) and "
             f"keeps {kept}."
         ]
-
-    @classmethod
-    def look_at(cls, config: BestOfNConfig, *inputs: Any) -> list[str]:
-        """Prompts and rewards."""
-        tokenizer, rewards, prompts = inputs
-        width = config.data.max_response_length
-        _, lines = try_rewards(rewards, prompts, tokenizer, width)
-        return [f"{len(prompts)} prompts", *lines]
 
     @property
     def total_steps(self) -> int:

@@ -1,0 +1,64 @@
+"""What recipes that sample and score prompts, and train nothing, have in common.
+
+`trainer.evaluation.step` and `trainer.best_of_n.step` subclass it.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack, closing
+from typing import Any, ClassVar
+
+from trainer.data.prompts import PromptSet, load_tokenizer
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.ppo.preflight import check_model, check_reward_models, check_rollout
+from trainer.ppo.reward_trial import try_rewards
+from trainer.ppo.sampling import SamplingTrainer
+from verl_like.errors import ConfigError
+from workers.config import scores_by_rule
+from workers.rewards.weighted import Rewards, make_rewards
+
+logger = logging.getLogger(__name__)
+
+
+class SamplingOnlyTrainer(SamplingTrainer):
+    """Drives the role `rollout`, and those of reward models, through prompts."""
+
+    prompt_files: ClassVar[str]
+    """The key of `data` that names the files of prompts."""
+
+    def __init__(
+        self,
+        config: Any,
+        groups: WorkerGroups,
+        tokenizer: Any,
+        rewards: Rewards,
+        prompts: PromptSet,
+    ) -> None:
+        """Nothing is computed yet; `fit` does it all."""
+        super().__init__(config, groups, tokenizer, rewards)
+        self.prompts = prompts
+
+    @classmethod
+    def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
+        """Tokenizer, rewards and prompts."""
+        path = config.actor_rollout_ref.model.path
+        check_model(config, "actor_rollout_ref.model.path", path)
+        check_reward_models(config)
+        check_rollout(config)
+        tokenizer = load_tokenizer(path)
+        prompts = PromptSet(config.data, cls.prompt_files, tokenizer, scores_by_rule(config))
+        if not len(prompts):
+            raise ConfigError(f"{prompts.story}: no prompt is left.")
+        logger.info("%s", prompts.story)
+
+        rewards = make_rewards(config, tokenizer, prompts.data_sources)
+        at_end.enter_context(closing(rewards))
+        return tokenizer, rewards, prompts
+
+    @classmethod
+    def look_at(cls, config: Any, *inputs: Any) -> list[str]:
+        """Prompts and rewards."""
+        tokenizer, rewards, prompts = inputs
+        _, lines = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
+        return [f"{len(prompts)} prompts", *lines]
