@@ -24,7 +24,7 @@ class BackgroundActor(ActorWorker):
     def step_folder(self) -> Path:
         """The unfinished `global_step_N.part` that is written."""
         assert self._own_copies is not None
-        return self._own_copies._folder.parent
+        return self._own_copies.folder.parent
 
 
 class HeldBackActor(BackgroundActor):

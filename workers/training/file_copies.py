@@ -23,7 +23,7 @@ from torch import Tensor
 from verl_like.errors import CheckpointError
 from verl_like.process.machine import free_memory_gb
 from workers.parallel.collectives import Ranks
-from workers.training.shards import WriteFile, bytes_of, own_piece, write_file
+from workers.training.shards import WriteFile, bytes_of, pieces_to_write, write_file
 
 BLOCK_BYTES = 16 * 2**20
 LEAST_BYTES = 16 * 2**20
@@ -43,7 +43,8 @@ class FileCopies:
         self.least_bytes = least_bytes
         self.complete: Callable[[Files], None] | None = None
         """What rank 0 has to do when the files of all ranks are there, if anything."""
-        self._folder = Path()
+        self.folder = Path()
+        """Of the role, in the checkpoint."""
         self._files: dict[Path, _FileCopy] = {}
         self._spare: list[_FileCopy] = []
         self._is_dropped = threading.Event()
@@ -58,7 +59,7 @@ class FileCopies:
         """Forget what was written; the next files are those of a checkpoint in `folder`."""
         self._spare += self._files.values()
         self._files = {}
-        self._folder, self.complete = folder, None
+        self.folder, self.complete = folder, None
         self._is_dropped.clear()
 
     def pay(self, ranks: Ranks, tensors: Mapping[str, Tensor]) -> bool:
@@ -66,7 +67,8 @@ class FileCopies:
 
         Not if they are small, nor if some rank's host has no room for them.
         """
-        num_bytes = sum(own_piece(tensor).values.nbytes for tensor in tensors.values())
+        pieces = pieces_to_write(tensors, ranks.mine, ranks.count).values()
+        num_bytes = sum(piece.values.nbytes for piece in pieces)
         answers = ranks.all_do(lambda: (num_bytes >= self.least_bytes, self._missing(num_bytes)))
         is_large = any(large for large, _ in answers)
         missing = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
@@ -106,7 +108,7 @@ class FileCopies:
                 facts = copy.write(path, self._is_dropped)
             except OSError as error:
                 raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
-            found[path.relative_to(self._folder).as_posix()] = facts
+            found[path.relative_to(self.folder).as_posix()] = facts
         return found
 
     def drop(self) -> None:
