@@ -5,7 +5,7 @@
     files = copies.write()                                        # in another thread
 
 The copies lie as the file does, in blocks that the next checkpoint uses again, pinned where the
-tensors are on a GPU. Writing is a few calls a block, none of which holds the interpreter's lock.
+tensors are on a GPU. Writing is two calls a block, neither of which holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from verl_like.process.machine import free_memory_gb
 from workers.parallel.collectives import Ranks
 from workers.training.shards import WriteFile, bytes_of, pieces_to_write, write_file
 
-BLOCK_BYTES = 16 * 2**20
+BLOCK_BYTES = 64 * 2**20
+"""The interpreter's lock changes hands twice a block: each time a step may wait for the writer."""
 LEAST_BYTES = 16 * 2**20
 """Below this a rank's file is written sooner than a copy of it would pay."""
 MOST_OF_FREE = 0.5

@@ -186,8 +186,10 @@ def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_
 
 
 def test_a_resumed_synchronous_run_goes_on_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = ("detached.max_staleness=0", "trainer.save_freq=1")
+    in_background = "role_workers.actor=tests.integration.background_actors.BackgroundActor"
+    settings = ("detached.max_staleness=0", "trainer.save_freq=1", in_background)
     whole = detached(tiny_dir, tmp_path / "whole", *settings)
+    assert len(calls(tmp_path / "whole", "write_checkpoint")) >= 2
     part = tmp_path / "part"
     detached(tiny_dir, part, *settings, "trainer.total_training_steps=2")
     detached(tiny_dir, part, *settings)
