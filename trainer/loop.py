@@ -31,6 +31,7 @@ from trainer.run_folder.stopping import reached_goal
 from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
 from verl_like.calls.future import gather
+from verl_like.process.garbage import old_objects_kept
 
 Metrics = dict[str, float]
 
@@ -146,7 +147,7 @@ class Trainer(Hooks, ABC):
             timeline = Timeline(self.folder / "timeline.json", resume, self.stages)
             try:
                 self._start(tracking, timeline)
-                with self.stop.held():
+                with self.stop.held(), old_objects_kept():
                     reached = self._steps(tracking, timeline)
                 if reached:
                     print(reached, flush=True)
