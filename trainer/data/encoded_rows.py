@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainer.data.files import Row, rows_of_files, why_no_row
+from trainer.data.files import Row, names_of, rows_of_files, why_no_row
 from verl_like.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def encode_rows(
     with a row: with `on_bad_row` skip the row is left out, otherwise it stops the run. None is that
     of a recipe without the key `data.on_bad_row`.
     """
-    names = [files] if isinstance(files, str) else list(files)
+    names = names_of(files)
     found: list[T] = []
     num_bad = 0
     for where, row in rows_of_files(names, key):
