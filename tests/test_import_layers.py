@@ -61,6 +61,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("config", "hooks", "report"),
         ("alarms", "data", "groups", "memory", "run_folder"),
         ("chaos", "restarts"),
+        ("recovery",),
         ("loop",),
         ("command_errors", "compare", "dry_run"),
         ("launch",),

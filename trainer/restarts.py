@@ -1,7 +1,7 @@
-"""Restarts inside the command: a run that lost a worker goes on from its last checkpoint.
+"""Whether a run that lost a worker goes on, how often, and after which pause.
 
-`trainer.launch.run` asks after an attempt that failed. All groups have ended by then; the next
-attempt starts them anew, and the driver with them, so its numbers are those of an undisturbed run.
+`trainer.launch` asks after an attempt that failed, and `trainer.recovery` within a step. What is
+kept of the groups is said there; the numbers are those of an undisturbed run in any case.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Restarts:
         self._failures: Counter[int] = Counter()
 
     def wait_for_next(self, error: VerlLikeError, step: int) -> None:
-        """Wait a moment for another attempt; raise the error where none is of use.
+        """Wait a moment before another attempt; raise the error where none is of use.
 
         `step` is the one that failed; 0: the run had not begun.
         """
@@ -50,15 +50,10 @@ class Restarts:
         seconds = FIRST_WAIT_S * 2**self._made
         self._made += 1
         logger.warning(
-            "step %d failed: %s. Restart %d of %d (trainer.max_restarts) in %.0f s, from %s.",
+            "step %d failed: %s. Restart %d of %d (trainer.max_restarts) in %.0f s.",
             *(step, error, self._made, self._config.trainer.max_restarts, seconds),
-            *(self._newest() or ["the first step"]),
         )
         time.sleep(seconds)
-        if self._config.trainer.backend == "ray":
-            from verl_like.backends.ray.ending import leave_if_broken
-
-            leave_if_broken()
 
     def resuming(self, config: Config) -> Config:
         """The configuration of the next attempt: it goes on from this run's own checkpoints."""

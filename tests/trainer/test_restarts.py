@@ -68,7 +68,8 @@ def test_a_killed_worker_is_replaced_and_the_step_made_again_to_the_same_numbers
         run(config(tmp_path / "killed", ChildConfig), Killer)
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     assert "Restart 1 of 3 (trainer.max_restarts)" in caplog.text
-    assert "from global_step_2" in caplog.text
+    assert "group student (student_pool) is back after" in caplog.text
+    assert "the run goes on after step 2." in caplog.text
     assert Killer.kills == 0
 
 

@@ -78,6 +78,10 @@ class RayHost:
         """Construct the roles."""
         return self._host.start(master).packed()
 
+    def construct_again(self) -> bytes:
+        """Construct the roles anew."""
+        return self._host.construct_again().packed()
+
     def roles_there(self) -> bytes:
         """The header of a call that does nothing: another driver learns the meshes from it."""
         role = self._host.facts.name.split("+")[0]

@@ -33,7 +33,7 @@ from verl_like.backends.ray.ending import RELEASE_S, within
 from verl_like.backends.ray.host import Location
 from verl_like.backends.ray.probes import ClusterProbe
 from verl_like.calls import stacks
-from verl_like.calls.answers import wait_for_calls
+from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Answer, Call, Header, Held, Pending, payload_of
 from verl_like.calls.pieces import regroup_pieces
 from verl_like.calls.transport import Transport
@@ -68,10 +68,7 @@ class RayTransport(Transport):
         self._nodes: dict[int, str] = {}
         try:
             self._locations = [actor.location.remote() for actor in self.actors]
-            asked = start(self.actors)
-            name = facts[0].name
-            calls = [Pending(rank, header, header, name) for rank, header in enumerate(asked)]
-            self.started = wait_for_calls(self, f"start of {name}", calls, setting="start_s")
+            self.started = wait_for_start(self, start(self.actors))
             locations: list[Location] = ray.get(self._locations)
             self._endpoints = [location.endpoint for location in locations]
             self._nodes = {rank: location.node for rank, location in enumerate(locations)}
@@ -80,6 +77,11 @@ class RayTransport(Transport):
         except BaseException:
             self.shutdown()
             raise
+
+    def construct_again(self) -> None:
+        """A task of every actor."""
+        asked = [actor.construct_again.remote() for actor in self.actors]
+        self.started = wait_for_start(self, asked)
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """One task of the actor, whose name is for the dashboard only."""
