@@ -22,7 +22,7 @@ LOSSES = (WorkerDiedError, WaitTimeoutError, WeightSyncError)
 POISON = 3
 """So often a step may fail: then it is the step that kills its workers."""
 FIRST_WAIT_S = 2.0
-"""Before the first restart; each further one waits twice as long."""
+"""Before a restart; each further one waits twice as long while no step after it succeeds."""
 logger = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -34,6 +34,8 @@ class Restarts:
         """None yet; `trainer.max_restarts` says how many there may be."""
         self._config, self._made = config, 0
         self._failures: Counter[int] = Counter()
+        self._furthest = self._in_a_row = 0
+        """The last step that failed, and the restarts in which the run got no further."""
 
     def wait_for_next(self, error: VerlLikeError, step: int) -> None:
         """Wait a moment before another attempt; raise the error where none is of use.
@@ -47,7 +49,9 @@ class Restarts:
                 error.add_note(reason)
             raise error
 
-        seconds = FIRST_WAIT_S * 2**self._made
+        self._in_a_row = 0 if step > self._furthest else self._in_a_row + 1
+        self._furthest = max(self._furthest, step)
+        seconds = FIRST_WAIT_S * 2**self._in_a_row
         self._made += 1
         logger.warning(
             "step %d failed: %s. Restart %d of %d (trainer.max_restarts) in %.0f s.",

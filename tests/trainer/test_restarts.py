@@ -91,6 +91,17 @@ def test_a_step_that_fails_three_times_ends_the_run_by_its_name(tmp_path: Path) 
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
+def test_the_wait_grows_only_while_the_run_gets_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(restarts.time, "sleep", waited.append)
+    made = restarts.Restarts(config(tmp_path, max_restarts=10))
+    for step in (4, 4, 3, 9, 12, 12):
+        made.wait_for_next(WorkerDiedError("gone"), step)
+    assert [round(seconds / restarts.FIRST_WAIT_S) for seconds in waited] == [1, 2, 4, 1, 1, 2]
+
+
 def test_no_restart_is_made_where_none_is_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

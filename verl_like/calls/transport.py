@@ -139,6 +139,14 @@ class Transport(ABC):
         """The process of a rank, where that is another one on this machine."""
         return None
 
+    def can_kill(self, rank: int) -> bool:
+        """Whether a rank has a process that is not the driver's own, on whatever machine."""
+        return False
+
+    def kill(self, rank: int) -> None:
+        """End the process of such a rank by SIGKILL, for a fault on purpose."""
+        raise NotImplementedError(f"the processes of {self.kind} are not killed")
+
     def gone(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those that are lost, and those whose process has been stopped for a while."""
         ranks = list(ranks)

@@ -41,7 +41,9 @@ def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
         with pytest.raises(WorkerDiedError, match="idle during faulty.sleeps: .*kill -CONT"):
             slow.get()
 
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGCONT)
+        assert idle.transport.can_kill(0)
+        idle.transport.kill(0)
         while not idle.transport.lost([0]):
             time.sleep(0.01)
         again = busy.sleeps(60)

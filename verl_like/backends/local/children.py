@@ -239,6 +239,14 @@ class ChildTransport(Transport):
         """The child's."""
         return self.children[rank].process.pid
 
+    def can_kill(self, rank: int) -> bool:
+        """Every rank's."""
+        return True
+
+    def kill(self, rank: int) -> None:
+        """Kill the child."""
+        self.children[rank].process.kill()
+
     def place(self, rank: int) -> str:
         """The child's process id."""
         return f"pid {self.children[rank].process.pid}"

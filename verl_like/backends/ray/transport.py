@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -236,6 +237,18 @@ class RayTransport(Transport):
         if self._nodes.get(rank) != self._here:
             return None
         return self.started[rank].pid
+
+    def can_kill(self, rank: int) -> bool:
+        """Whoever has a side channel."""
+        return rank in self._nodes
+
+    def kill(self, rank: int) -> None:
+        """Asked over the side channel, from which the worker's end comes as an answer."""
+        endpoint = self._endpoints[rank]
+        with suppress(OSError):
+            side_channel.read_reply(
+                side_channel.send_request(endpoint, side_channel.KILL, b"", CONNECT_S)
+            )
 
     def shutdown(self) -> None:
         """Kill the actors; a cluster that does not answer is left alone."""
