@@ -100,6 +100,16 @@ def test_the_benchmark_of_deliveries_compares_one_maker_with_more() -> None:
         assert full[makers]["ratio_to_one"] > 0
 
 
+def test_the_benchmark_of_checkpoints_compares_steps_beside_a_write_with_steps_alone(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    found = load("benchmarks/bench_checkpoint.py").measure(tiny_dir / "model", tmp_path, 1, 1)
+    assert found["mib"] > 0.5
+    assert found["step while writing / alone"] > 0
+    assert 0 < found["its CPU seconds, while writing / alone"] < 3
+    assert found["write_s"] > 0
+
+
 def test_the_memory_of_a_detached_run_is_bounded_in_samples(tmp_path: Path) -> None:
     rows = load("benchmarks/bench_detached_memory.py").measure(tmp_path, steps=4)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

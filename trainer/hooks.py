@@ -15,7 +15,7 @@ due, which may be before the first step:
         on_sample_begin  on_sample_end          (in recipes that make samples)
         on_validate_begin  on_validate_end
         on_step_end
-        on_save_end                             (where a checkpoint is due)
+        on_save_end                             (after a step, once a checkpoint is committed)
     on_train_end
 """
 

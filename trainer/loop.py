@@ -38,6 +38,8 @@ from verl_like.errors import WorkerDiedError
 from verl_like.process.garbage import old_objects_kept
 
 Metrics = dict[str, float]
+IN_BACKGROUND = ("write_checkpoint", "complete_checkpoint")
+"""Calls that are of no stage of the step in which they end."""
 
 
 class Trainer(Hooks, ABC):
@@ -163,9 +165,11 @@ class Trainer(Hooks, ABC):
                 self._start(tracking, timeline)
                 with self.stop.held(), old_objects_kept():
                     reached = self._steps(tracking, timeline)
+                    self._finish_checkpoint()
                 if reached:
                     print(reached, flush=True)
             finally:
+                self.checkpoints.close()
                 self.close()
                 timeline.add(self.take_calls())
                 self.call_hook("on_train_end")
@@ -198,6 +202,7 @@ class Trainer(Hooks, ABC):
 
     def _stop_here(self) -> None:
         """The run ends with a checkpoint of its last step, and goes on from there."""
+        self._finish_checkpoint()
         where = f"after step {self.global_step} of {self.total_steps}"
         if not self.checkpoints.are_written:
             self.stop.end(f"{where}, without a checkpoint (trainer.save_every_minutes=null)")
@@ -205,6 +210,7 @@ class Trainer(Hooks, ABC):
         if self.global_step > 0 and not folder.is_dir():
             self.save(at_once=True)
             self._commit()
+            self._finish_checkpoint()
         self.stop.end(f"{where}, saved in {folder}" if folder.is_dir() else where)
 
     def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
@@ -225,10 +231,14 @@ class Trainer(Hooks, ABC):
         return reached
 
     def _commit(self) -> None:
-        """What was written, if anything was, becomes a checkpoint."""
-        folder = self.checkpoints.commit()
-        if folder is not None:
+        """What was written, if anything was, becomes a checkpoint, perhaps in the background."""
+        for folder in self.checkpoints.commit():
             self.call_hook("on_save_end", folder)
+
+    def _finish_checkpoint(self) -> None:
+        """The last checkpoint is committed."""
+        self.checkpoints.finish()
+        self._commit()
 
     def remember_start(self) -> None:
         """Keep what the step that begins can be made again from, if there are roles to replace."""
@@ -334,10 +344,10 @@ class Trainer(Hooks, ABC):
             yield
         finally:
             self.timing[stage] = time.perf_counter() - began
-            self.calls += [
-                call | {"stage": self.stage_of(call, stage), "step": self.global_step}
-                for call in self.groups.take_calls()
-            ]
+            for call in self.groups.take_calls():
+                is_saved = call["method"] in IN_BACKGROUND
+                of_stage = "save_checkpoint" if is_saved else self.stage_of(call, stage)
+                self.calls.append(call | {"stage": of_stage, "step": self.global_step})
 
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
         """The stage that a finished call belongs to: that in which it ended."""

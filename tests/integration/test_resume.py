@@ -37,6 +37,7 @@ SETTINGS = (
     "trainer.max_ckpt_to_keep=2",
 )
 LOCAL = ("trainer.backend=local", "trainer.n_gpus_per_node=1")
+ACTORS = "role_workers.actor=tests.integration.background_actors"
 
 
 def settings_of(tiny: Path, folder: Path, *more: str) -> list[str]:
@@ -111,6 +112,52 @@ def test_a_run_killed_twice_goes_on_bit_for_bit(
     assert calls(tmp_path, "load_checkpoint")
 
 
+def test_a_run_killed_while_it_writes_in_the_background_goes_on_bit_for_bit(
+    whole: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = settings_of(tiny_dir, tmp_path, *LOCAL, f"{ACTORS}.KilledActor")
+    for last_committed, unfinished in (([], 2), (["global_step_2"], 4)):
+        process = start(settings)
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL
+        committed = tmp_path.glob("global_step_*/commit.json")
+        assert [path.parent.name for path in committed] == last_committed
+        shards = tmp_path / f"global_step_{unfinished}.part" / "actor" / "shards"
+        assert (shards / "0.safetensors").is_file()
+    finish(start(settings))
+    assert numbers(tmp_path) == numbers(whole)
+
+
+def files_of(checkpoint: Path) -> dict[str, bytes]:
+    """All but the run's settings, and the random state of the driver's process."""
+    files = [path for path in checkpoint.rglob("*") if path.is_file()]
+    found = {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in files}
+    del found["commit.json"], found["random.json"]
+    return found
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_change_nothing_in_it(
+    whole: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    run_settings(settings_of(tiny_dir, tmp_path, *LOCAL, f"{ACTORS}.HeldBackActor"))
+    assert numbers(tmp_path) == numbers(whole)
+    (written,) = [c for c in calls(tmp_path, "write_checkpoint") if c["args"]["step"] in (5, 6)][:1]
+    (saved,) = [c for c in calls(tmp_path, "start_checkpoint") if c["args"]["step"] == 4][:1]
+    (updated,) = [c for c in calls(tmp_path, "update_actor") if c["args"]["step"] == 5]
+    assert saved["ts"] < updated["ts"] < written["ts"] + written["dur"]
+    assert files_of(tmp_path / "global_step_4") == files_of(whole / "global_step_4")
+
+
+def test_a_write_that_fails_ends_the_run_a_step_later_and_is_no_checkpoint(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = settings_of(tiny_dir, tmp_path, *LOCAL, f"{ACTORS}.FailingActor")
+    with pytest.raises(CheckpointError, match="step 4 was not written: .*rank 0: .*no space left"):
+        run_settings(settings)
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_2"]
+    assert len(lines(tmp_path)) in (4, 5)
+
+
 def test_a_finished_run_has_nothing_to_do_until_it_is_to_be_longer(
     whole: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:
@@ -176,7 +223,7 @@ def test_a_split_run_on_ray_killed_and_started_again_agrees(
 
     address = ray.get_runtime_context().gcs_address
     split = ("placement=split", "trainer.n_gpus_per_node=2", f"ray.address={address}")
-    settings = settings_of(tiny_dir, tmp_path, *split)
+    settings = settings_of(tiny_dir, tmp_path, *split, f"{ACTORS}.BackgroundActor")
     kill(start(settings), tmp_path, 3, 0.0)
     finish(start(settings))
     assert numbers(tmp_path) == numbers(whole)

@@ -132,6 +132,8 @@ class BestOfNTrainerConfig(TrainerConfig):
         1, at_least=1, hint="or null to keep all", may_change_on_resume=True
     )
     """Committed checkpoints that stay in the run folder; null keeps all."""
+    async_save: bool = key(True, read_when=IN_TRAINING)
+    """Steps go on while a large checkpoint is written."""
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_like.process.machine import memory_gb, usable_cores
+from verl_like.process.machine import free_memory_gb, memory_gb, usable_cores
 from verl_like.terminal import fit, terminal_width
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def check_machine() -> Iterator[Finding]:
         yield Finding("cards", what, f"{PIP} --force-reinstall torch", is_optional=True)
     else:
         yield Finding("cards", cards or "none, roles run on the CPU")
-    memory, total = _free_memory_gb(Path("/sys/fs/cgroup")), memory_gb("MemTotal:")
+    memory, total = free_memory_gb(), memory_gb("MemTotal:")
     if memory is not None:
         few = (
             "trainer.backend=local actor_rollout_ref.model.path=<a smaller model>"
@@ -172,18 +172,6 @@ def _cards() -> list[str]:
         if done.returncode == 0
         else []
     )
-
-
-def _free_memory_gb(container: Path) -> float | None:
-    """What the machine has, or less where the control group at `container` leaves less."""
-    free, limits = (
-        memory_gb("MemAvailable:"),
-        [container / "memory.max", container / "memory.current"],
-    )
-    if free is None or not all(path.is_file() for path in limits):
-        return free
-    most, taken = (path.read_text(encoding="ascii").strip() for path in limits)
-    return free if most == "max" else min(free, (int(most) - int(taken)) / GB)
 
 
 def check_works(name: str, mend: str) -> Finding:

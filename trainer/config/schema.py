@@ -127,6 +127,13 @@ class TrainerConfig:
     """Newest committed checkpoints that stay in the run folder, beside that of the best validation;
     null keeps all.
     """
+    async_save: bool = key(
+        True,
+        read_when=SAVES,
+        may_change_on_resume=True,
+        verl="actor_rollout_ref.actor.checkpoint.async_save",
+    )
+    """Steps go on while a large checkpoint is written, from a copy of it in host memory."""
     max_restarts: int = key(3, at_least=0, may_change_on_resume=True)
     """Times that a run goes on by itself after the loss of a worker, with what is left of it."""
     resume_mode: str = key(

@@ -279,7 +279,7 @@ class DetachedTrainer(PPOTrainer):
         except EndOfSamples as end:
             self.global_step -= 1
             self.save(is_last=True)
-            self.checkpoints.commit()
+            self._commit()
             return f"the run ends after step {self.global_step}: {end}"
 
     def _ranks_and_versions(self, batch: DataProto) -> dict[str, list[tuple[int, int]]]:

@@ -15,7 +15,10 @@ A trainer drives it so:
     if checkpoints.is_due(step, total_steps):
         checkpoints.write(step, groups, state)
     ...                                   # the step's line of metrics: what is committed has it
-    checkpoints.commit()
+    checkpoints.commit()                  # at once, or when what is left is written (async_save)
+    ...
+    checkpoints.finish()                  # the last one is committed
+    checkpoints.close()                   # nothing is under way any more, however the run ended
 """
 
 from __future__ import annotations
@@ -23,30 +26,32 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from trainer.config.flat import flat_config
 from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
+from trainer.run_folder.background_commit import BackgroundCommit
 from trainer.run_folder.inputs import digests_of_inputs
 from trainer.run_folder.marker import (
-    MARKER,
     committed,
-    marked_files,
     named,
     read_marker,
     refuse_damaged,
+    write_marker,
 )
-from trainer.run_folder.retention import steps_to_drop
+from trainer.run_folder.retention import drop_old
 from trainer.run_folder.starts import installed_versions
 from trainer.run_folder.step_start import StepStart
 from verl_like.calls.future import gather
-from verl_like.errors import CheckpointError, DamagedCheckpointError
+from verl_like.calls.waiting import Deadlines
+from verl_like.errors import CheckpointError, DamagedCheckpointError, WorkerError
 from verl_like.files import lines_of, parse_json, put_in_place, read_json_object, write_whole
 from verl_like.process.random_state import load_random_state, save_random_state
 
@@ -54,6 +59,8 @@ LATEST = "latest_checkpointed_iteration.txt"
 WANDB_ID, MLFLOW_ID = "wandb_run_id.txt", "mlflow_run_id.txt"
 """What `trainer.run_folder` remembers a tracker's own run by, so that a resumed run goes on in it.
 """
+AFTER_LOSS_S = 10.0
+"""What the writing of a checkpoint gets to end when a worker is lost: it may be the writer."""
 logger = logging.getLogger(__name__)
 
 
@@ -72,6 +79,12 @@ class Checkpoints:
         self.start_step = 0 if self.start is None else read_marker(self.start)["step"]
         self._step_start: StepStart | None = None
         self._written: int | None = None
+        self._unwritten: dict[str, Any] = {}
+        """Groups by role, whose workers have copied what they have to write."""
+        self._background: BackgroundCommit | None = None
+        self._committed: list[Path] = []
+        """Since `commit` was last asked."""
+        self._longest_s = Deadlines.of(config.watch).call_s
         self._began = self._saved_at = time.monotonic()
 
     @cached_property
@@ -116,43 +129,85 @@ class Checkpoints:
     ) -> None:
         """Write all roles and the driver's `state`; it becomes a checkpoint with `commit`.
 
-        `write_more` puts further files into the folder.
+        `write_more` puts further files into the folder. The checkpoint before is committed first.
         """
+        self.finish()
         part = self._part(step)
         with self._naming_failures(step):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-            gather(
-                *(groups[role].save_checkpoint.remote(str(part / role), step) for role in groups)
-            )
+            self._unwritten = self._save_roles(part, step, groups)
             save_random_state(part / "random.json")
             write_more(part)
             write_whole(part / "trainer.json", json.dumps(state, indent=1))
-            marker = {
-                "step": step,
-                "files": marked_files(part),
-                "config": self.config,
-                "inputs": self.inputs,
-                "versions": installed_versions(),
-            }
-            write_whole(part / MARKER, json.dumps(marker, indent=1))
+            if not self._unwritten:
+                write_marker(part, step, self.config, self.inputs)
         self._written = step
 
-    def commit(self) -> Path | None:
-        """Give what was written, if anything was, its name, and return it: `global_step_<step>`.
+    def _save_roles(self, part: Path, step: int, groups: Any) -> dict[str, Any]:
+        """Save every role; the groups of those that have only copied what they have to write."""
+        if not self.trainer.async_save:
+            gather(
+                *(groups[role].save_checkpoint.remote(str(part / role), step) for role in groups)
+            )
+            return {}
+        roles = list(groups)
+        left = gather(
+            *(groups[role].start_checkpoint.remote(str(part / role), step) for role in roles)
+        )
+        return {role: groups[role] for role, ranks in zip(roles, left, strict=True) if any(ranks)}
 
-        Then older ones may go.
+    def commit(self) -> list[Path]:
+        """Give what was written, if anything was, its name: `global_step_<step>`.
+
+        Where files are left to write, that is done in the background; an error of it is raised
+        here, at the next step. Gives the checkpoints that are committed since the last time.
         """
         step, self._written = self._written, None
-        if step is None:
-            return None
+        if step is not None:
+            self._saved_at = time.monotonic()
+            if self._unwritten:
+                commit = partial(self._commit_later, step)
+                self._background = BackgroundCommit(self._unwritten, commit)
+            else:
+                with self._naming_failures(step):
+                    self._committed.append(self._put_in_place(step))
+        if self._background is not None and self._background.is_done:
+            self.finish()
+        committed, self._committed = self._committed, []
+        return committed
 
-        folder = self.folder / f"global_step_{step}"
+    def finish(self) -> None:
+        """Wait until what is written in the background is committed; raises what failed."""
+        if self._background is not None:
+            self._committed.append(self._background.result())
+            self._background = None
+
+    def close(self) -> None:
+        """End what is written in the background, if the run ends by an error or a signal.
+
+        It is committed, if it can be; not where a second signal ends the run at once.
+        """
+        background, self._background = self._background, None
+        if background is None:
+            return
+        error = sys.exception()
+        seconds = self._longest_s if isinstance(error, Exception) else 0.0
+        background.end(AFTER_LOSS_S if isinstance(error, WorkerError) else seconds)
+
+    def _commit_later(self, step: int, write: Callable[[], None]) -> Path:
+        """In the background: what is left is written, then committed."""
         with self._naming_failures(step):
-            put_in_place(self._part(step), folder)
-            write_whole(self.folder / LATEST, str(step))
-        self._saved_at = time.monotonic()
-        self._drop_old()
+            write()
+            write_marker(self._part(step), step, self.config, self.inputs)
+            return self._put_in_place(step)
+
+    def _put_in_place(self, step: int) -> Path:
+        """The commit; then older checkpoints may go."""
+        folder = self.folder / f"global_step_{step}"
+        put_in_place(self._part(step), folder)
+        write_whole(self.folder / LATEST, str(step))
+        drop_old(self.folder, self.trainer.max_ckpt_to_keep)
         return folder
 
     def load(self, groups: Any) -> dict[str, Any] | None:
@@ -340,14 +395,6 @@ class Checkpoints:
                 f"from the newest whole one (beside it: {named(steps)})."
             )
         return f"Name another one: beside it are {named(steps)}."
-
-    def _drop_old(self) -> None:
-        keep = self.trainer.max_ckpt_to_keep
-        for step in steps_to_drop(self.folder, committed(self.folder), keep):
-            folder = self.folder / f"global_step_{step}"
-            old = folder.with_name(folder.name + ".old")
-            folder.replace(old)  # half a folder must never carry the name of a whole one
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def _step_of(line: str) -> int:

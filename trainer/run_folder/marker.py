@@ -7,12 +7,20 @@ wrong.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+from trainer.run_folder.starts import installed_versions
 from verl_like.errors import CheckpointError, DamagedCheckpointError
-from verl_like.files import file_fault, fingerprint, read_json_object, refuse_other_facts
+from verl_like.files import (
+    file_fault,
+    fingerprint,
+    read_json_object,
+    refuse_other_facts,
+    write_whole,
+)
 from workers.training.manifest import MANIFEST, refuse_missing
 
 MARKER = "commit.json"
@@ -75,6 +83,18 @@ def refuse_damaged(folder: Path) -> None:
             raise DamagedCheckpointError(f"{folder / name} {fault}")
     for manifest in sorted(folder.glob(f"*/{MANIFEST}")):
         refuse_missing(manifest.parent)
+
+
+def write_marker(part: Path, step: int, config: dict[str, Any], inputs: dict[str, str]) -> None:
+    """Mark what is in `part` as complete: all its files are there."""
+    marker = {
+        "step": step,
+        "files": marked_files(part),
+        "config": config,
+        "inputs": inputs,
+        "versions": installed_versions(),
+    }
+    write_whole(part / MARKER, json.dumps(marker, indent=1))
 
 
 def marked_files(part: Path) -> dict[str, Any]:

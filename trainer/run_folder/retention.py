@@ -7,12 +7,23 @@ validation: the mean of `val-core/…`, or, where a recipe validates by losses a
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.run_folder.marker import committed
 from verl_like.files import parse_json
+
+
+def drop_old(folder: Path, keep: int | None) -> None:
+    """Delete those of the run folder's checkpoints that do not stay."""
+    for step in steps_to_drop(folder, committed(folder), keep):
+        checkpoint = folder / f"global_step_{step}"
+        old = checkpoint.with_name(checkpoint.name + ".old")
+        checkpoint.replace(old)  # half a folder must never carry the name of a whole one
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def steps_to_drop(folder: Path, steps: Sequence[int], keep: int | None) -> list[int]:

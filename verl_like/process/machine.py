@@ -1,9 +1,15 @@
-"""What this machine has: cores that may be used, memory."""
+"""What this machine has: cores that may be used, memory, and who gets the cores first."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from pathlib import Path
+
+CONTAINER = Path("/sys/fs/cgroup")
+"""The files of this process's control group."""
+LOWEST_PRIORITY = 19
 
 
 def usable_cores() -> int:
@@ -18,3 +24,35 @@ def memory_gb(field: str) -> float | None:
         return None
     lines = (line.split() for line in table.read_text(encoding="ascii").splitlines())
     return next((int(words[1]) / 2**20 for words in lines if words[0] == field), None)
+
+
+def free_memory_gb(container: Path = CONTAINER) -> float | None:
+    """What the machine has, or less where the control group at `container` leaves less.
+
+    What the group has cached of files makes room for others.
+    """
+    free = memory_gb("MemAvailable:")
+    limits = [container / "memory.max", container / "memory.current"]
+    if free is None or not all(path.is_file() for path in limits):
+        return free
+    most, taken = (path.read_text(encoding="ascii").strip() for path in limits)
+    if most == "max":
+        return free
+    return min(free, (int(most) - int(taken) + _cached_bytes(container)) / 2**30)
+
+
+def _cached_bytes(container: Path) -> int:
+    table = container / "memory.stat"
+    if not table.is_file():
+        return 0
+    lines = (line.split() for line in table.read_text(encoding="ascii").splitlines())
+    return next((int(words[1]) for words in lines if words[0] == "inactive_file"), 0)
+
+
+def lower_thread_priority() -> None:
+    """From now on this thread computes where no other thread wants the core (Linux).
+
+    There is no way back: a process's main thread is left as it is.
+    """
+    if sys.platform == "linux" and threading.current_thread() is not threading.main_thread():
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

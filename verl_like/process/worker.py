@@ -283,6 +283,15 @@ class Worker:
         save_random_state(Path(path) / f"{self.rank}.json")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_checkpoint(self, path: str, step: int = 0) -> bool:
+        """`save_checkpoint`; a role that leaves files to be written in the background gives True.
+
+        The driver calls it under `trainer.async_save`; see `workers.training.background_save`.
+        """
+        self.save_checkpoint(path, step)
+        return False
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Take over what `save_checkpoint` wrote.
 

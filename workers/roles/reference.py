@@ -17,6 +17,7 @@ from verl_like.errors import CheckpointError
 from verl_like.process.worker import Worker
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
+from workers.training.background_save import SavesInBackground
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
 from workers.training.refresh import FollowingEngine
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 
-class ReferenceWorker(WeightReceiver, Worker):
+class ReferenceWorker(SavesInBackground, WeightReceiver, Worker):
     """Scores responses under the weights that training started from, or under later ones."""
 
     engine: Any
@@ -83,7 +84,7 @@ class ReferenceWorker(WeightReceiver, Worker):
         """Random state, and the weights if they follow the actor's."""
         super().save_checkpoint(path, step)
         if self.follows:
-            self.engine.save(Path(path))
+            self.engine.save(Path(path), self.copies)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

@@ -7,10 +7,12 @@
     huggingface/        with hf_model: what plain `from_pretrained` loads (`training.hf_export`)
     lora_adapter/       with LoRA: the adapter as peft loads it
 
-Everything is first written beside the folder (`<folder>.part`), then renamed. Tensors are stored by
-parameter name at full shape, so another number of ranks, another strategy, or a plain module can
-load them. With LoRA only what is trained is stored: the base comes from the model's path. Ranks
-agree after each stage: an error of one ends all.
+Everything is first written beside the folder (`<folder>.part`), then renamed. What is written in
+the background (`training.background_save`) goes into the folder itself, which the driver renames
+when all is there, and gets its manifest last. Tensors are stored by parameter name at full shape,
+so another number of ranks, another strategy, or a plain module can load them. With LoRA only what
+is trained is stored: the base comes from the model's path. Ranks agree after each stage: an error
+of one ends all.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +35,8 @@ from workers.models.lora import save_adapter
 from workers.models.state import persistent_buffers
 from workers.parallel.collectives import Ranks
 from workers.parallel.fsdp import full_tensor
+from workers.training.background_save import SavesInBackground
+from workers.training.file_copies import FileCopies, Files, writer_of
 from workers.training.hf_export import export_huggingface
 from workers.training.manifest import (
     MANIFEST,
@@ -40,7 +45,7 @@ from workers.training.manifest import (
     read_manifest,
     refuse_damaged,
 )
-from workers.training.shards import read_shards, write_shards
+from workers.training.shards import WriteFile, read_shards, write_shards
 
 if TYPE_CHECKING:
     from workers.config import CheckpointConfig
@@ -50,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Checkpointed:
+class Checkpointed(SavesInBackground):
     """Adds saving and loading to a worker with a `TrainEngine`, `self.engine`.
 
     `self.config` is its section, with `checkpoint.save_contents`.
@@ -64,7 +69,8 @@ class Checkpointed:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
         """Write the folder `path`, whole or not at all; one of that name is replaced."""
-        save_engine(self.engine, Path(path), step, self.config.checkpoint, self.average)
+        settings = self.config.checkpoint
+        save_engine(self.engine, Path(path), step, settings, self.average, self.copies)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
@@ -81,14 +87,26 @@ def save_engine(
     step: int,
     config: CheckpointConfig,
     average: WeightAverage | None = None,
+    copies: FileCopies | None = None,
 ) -> None:
-    """Write `folder`; collective. Whatever fails, a folder that was there before stays as it is."""
-    part = folder.with_name(folder.name + ".part")
+    """Write `folder`; collective. Whatever fails, a folder that was there before stays as it is.
+
+    With `copies`, shards that are large are written later, into a folder that nobody reads yet.
+    """
     ranks = Ranks(
         engine.group, f"the checkpoint {folder} was not written (an earlier one is untouched)"
     )
+    tensors = saved_tensors(engine, config.save_contents, average)
+    write = writer_of(copies, ranks, tensors)
+    if copies is not None and write == copies.add:
+        manifest = _write(engine, ranks, folder, step, config.save_contents, tensors, write)
+        copies.complete = partial(_complete, folder, manifest)
+        return
+
+    part = folder.with_name(folder.name + ".part")
     try:
-        _write(engine, ranks, part, step, config.save_contents, average)
+        manifest = _write(engine, ranks, part, step, config.save_contents, tensors, write)
+        ranks.first_does(lambda: _complete(part, manifest, {}))
         ranks.first_does(lambda: put_in_place(part, folder))
     except CheckpointError:
         if ranks.mine == 0:
@@ -102,13 +120,14 @@ def _write(
     part: Path,
     step: int,
     contents: list[str],
-    average: WeightAverage | None,
-) -> None:
+    tensors: dict[str, Tensor],
+    write: WriteFile,
+) -> dict[str, Any]:
+    """All but the manifest, which it gives; of the files it names those that are there."""
     ranks.first_does(lambda: _make_empty(part))
-    tensors = weights(engine) | averages(average) if "model" in contents else {}
-    tensors |= optimizer_state(engine) if "optimizer" in contents else {}
     if tensors:
-        ranks.all_do(lambda: write_shards(tensors, part / "shards", ranks.mine, ranks.count))
+        shards = part / "shards"
+        ranks.all_do(lambda: write_shards(tensors, shards, ranks.mine, ranks.count, write))
     if "extra" in contents:
         ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
     if engine.model_config.lora_rank > 0:
@@ -120,7 +139,7 @@ def _write(
         folder, is_first = part / "huggingface", ranks.mine == 0
         ranks.all_do(lambda: export_huggingface(engine, folder, writes=is_first))
 
-    manifest = {
+    return {
         "step": step,
         "num_ranks": ranks.count,
         "contents": list(contents),
@@ -131,7 +150,20 @@ def _write(
         },
         "files": ranks.share_files(part, fingerprint),
     }
-    ranks.first_does(lambda: write_whole(part / MANIFEST, json.dumps(manifest, indent=1)))
+
+
+def _complete(folder: Path, manifest: dict[str, Any], more: Files) -> None:
+    """Write the manifest, with `more` files beside those that it names."""
+    files = dict(sorted((manifest["files"] | more).items()))
+    write_whole(folder / MANIFEST, json.dumps(manifest | {"files": files}, indent=1))
+
+
+def saved_tensors(
+    engine: TrainEngine, contents: list[str], average: WeightAverage | None
+) -> dict[str, Tensor]:
+    """This rank's shards of what goes into `shards/`."""
+    tensors = weights(engine) | averages(average) if "model" in contents else {}
+    return tensors | (optimizer_state(engine) if "optimizer" in contents else {})
 
 
 def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:

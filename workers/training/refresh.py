@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from workers.models.state import named_state, persistent_buffers
 from workers.parallel.collectives import Ranks
 from workers.training.engine import TrainEngine
+from workers.training.file_copies import FileCopies, writer_of
 from workers.training.shards import read_shards, write_shards
 from workers.weights.sink import refuse_problems
 
@@ -81,10 +82,12 @@ class FollowingEngine(TrainEngine):
         """Name what was loaded."""
         self.version = version
 
-    def save(self, folder: Path) -> None:
-        """Write the weights into `folder`; collective."""
+    def save(self, folder: Path, copies: FileCopies | None = None) -> None:
+        """Write the weights into `folder`, or copy them to be written later; collective."""
         ranks = Ranks(self.group, f"the reference's weights were not written into {folder}")
-        ranks.all_do(lambda: write_shards(self._saved(), folder, ranks.mine, ranks.count))
+        tensors = self._saved()
+        write = writer_of(copies, ranks, tensors)
+        ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, ranks.count, write))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,34 @@ class Piece:
     """Of the whole tensor."""
 
 
-def write_shards(tensors: Mapping[str, Tensor], folder: Path, rank: int, num_ranks: int) -> None:
+WriteFile = Callable[[Path, bytes, Sequence[Tensor]], None]
+"""Takes a file's name, its header, and the tensors whose bytes follow it."""
+
+
+def write_file(path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
+    """Write at once; one tensor at a time is in host memory."""
+    with path.open("wb") as file:
+        file.write(header)
+        for tensor in tensors:
+            file.write(memoryview(bytes_of(tensor).cpu().numpy()))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A tensor's elements as they lie in a file, on the device where it is."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def write_shards(
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    rank: int,
+    num_ranks: int,
+    write: WriteFile = write_file,
+) -> None:
     """Write this rank's file; every rank calls it with the same names in the same order."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_pieces(pieces_to_write(tensors, rank, num_ranks), folder / f"{rank}.safetensors")
+    pieces = pieces_to_write(tensors, rank, num_ranks)
+    write_pieces(pieces, folder / f"{rank}.safetensors", write)
 
 
 def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> dict[str, Piece]:
@@ -93,8 +117,8 @@ def _is_first_replica(tensor: DTensor) -> bool:
     return all(place == 0 for place, placement in places if isinstance(placement, Replicate))
 
 
-def write_pieces(pieces: Mapping[str, Piece], path: Path) -> None:
-    """A safetensors file, piece after piece: one at a time is in host memory."""
+def write_pieces(pieces: Mapping[str, Piece], path: Path, write: WriteFile = write_file) -> None:
+    """A safetensors file, piece after piece."""
     header: dict[str, Any] = {
         "__metadata__": {
             "format": FORMAT,
@@ -114,11 +138,7 @@ def write_pieces(pieces: Mapping[str, Piece], path: Path) -> None:
 
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for piece in pieces.values():
-            flat = piece.values.contiguous().cpu().flatten()
-            file.write(memoryview(flat.view(torch.uint8).numpy()))
+    write(path, struct.pack("<Q", len(text)) + text, [piece.values for piece in pieces.values()])
 
 
 def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from trainer.cli import doctor, probes
 from trainer.cli.doctor import Finding
+from verl_like.process.machine import free_memory_gb
 
 COMMAND = Path(sys.executable).parent / "verl-like"
 
@@ -91,11 +92,13 @@ def test_cards_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -
 def test_memory_is_what_the_container_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    free = doctor._free_memory_gb(tmp_path)
+    free = free_memory_gb(tmp_path)
     for limit, expected in (("max", free), (str(3 * 2**30), 2.0)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text(f"{2**30}\n")
-        assert doctor._free_memory_gb(tmp_path) == pytest.approx(expected, abs=0.5)
+        assert free_memory_gb(tmp_path) == pytest.approx(expected, abs=0.5)
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**29}\n")
+    assert free_memory_gb(tmp_path) == pytest.approx(2.5, abs=0.01)
 
 
 def test_little_room_fails_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

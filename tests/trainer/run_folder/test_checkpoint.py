@@ -35,7 +35,12 @@ class Role:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.save_checkpoint, self.load_checkpoint = Method(self.save), Method(self.load)
+        self.start_checkpoint, self.load_checkpoint = Method(self.start), Method(self.load)
+
+    def start(self, path: str, step: int) -> list[bool]:
+        """Leaves nothing to be written in the background."""
+        self.save(path, step)
+        return [False]
 
     def save(self, path: str, step: int) -> None:
         Path(path).mkdir()

@@ -92,6 +92,7 @@ CHANGES_NOTHING = {
     "data.filter_overlong_prompts_workers": TOKENIZED_ONCE,
     "data.return_full_prompt": TOKENIZED_ONCE,
     "data.return_raw_chat": "chats are kept beside their tokens",
+    "critic.checkpoint.async_save": "trainer.async_save says it for all roles",
     "data.return_raw_input_ids": TOKENIZED_ONCE,
     "data.use_shm": TOKENIZED_ONCE,
     "data.val_batch_size": "validation is always of the whole set",

@@ -1,0 +1,188 @@
+"""What a checkpoint costs the steps: the pause for its copy, and the time while it is written.
+
+    python benchmarks/bench_checkpoint.py [--rounds 5] [--ranks 1,2] [--small]
+
+An actor of 17 million weights, some 190 MiB of them and of Adam's moments, is updated in worker
+processes of one thread each, sharded where there are two. In every round come updates alone, a
+checkpoint that is waited for, one that is copied, and updates while the copy is written again and
+again. Prints JSON: medians over the rounds; the ratios are of figures of the same round. `--small`
+is for the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+
+from trainer.cli import make_tiny
+from verl_like import (
+    ClassWithInitArgs,
+    DataProto,
+    Dispatch,
+    LocalWorkerGroup,
+    ResourcePool,
+    register,
+)
+from workers.config import (
+    ActorRolloutRefConfig,
+    ModelConfig,
+    RolloutConfig,
+    RolloutCorrectionConfig,
+    WorkersConfig,
+)
+from workers.roles.actor import ActorWorker
+
+ROWS, PROMPT, RESPONSE = 8, 16, 16
+SIZES = {"whole": {"hidden_size": 512, "num_layers": 7}, "small": {"hidden_size": 64}}
+UPDATES = 2
+"""Of a round, of each kind."""
+
+
+class BackgroundActor(ActorWorker):
+    """Leaves whatever size to be written later, and times the thread that trains."""
+
+    background_from_bytes = 0
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, Any]:
+        """The metrics, and the CPU seconds of this thread."""
+        began = time.thread_time()
+        metrics = super().update_actor(data, ptx)
+        return {**metrics, "cpu_s": time.thread_time() - began}
+
+
+def config_of(model: Path) -> WorkersConfig:
+    """One optimizer step an update."""
+    policy = ActorRolloutRefConfig(model=ModelConfig(path=str(model)), rollout=RolloutConfig(n=1))
+    policy.actor.ppo_mini_batch_size = ROWS
+    policy.actor.ppo_micro_batch_size_per_gpu = ROWS
+    policy.actor.use_dynamic_bsz = False
+    algorithm = SimpleNamespace(rollout_correction=RolloutCorrectionConfig())
+    return WorkersConfig(
+        actor_rollout_ref=policy,
+        data=SimpleNamespace(max_prompt_length=PROMPT, max_response_length=RESPONSE),
+        trainer=SimpleNamespace(seed=0),
+        algorithm=algorithm,
+    )
+
+
+def batch() -> DataProto:
+    """Full rows of random tokens."""
+    ids = torch.randint(6, 50, (ROWS, PROMPT + RESPONSE))
+    inside = torch.ones_like(ids)
+    return DataProto.from_dict(
+        {
+            "prompts": ids[:, :PROMPT].clone(),
+            "responses": ids[:, PROMPT:].clone(),
+            "input_ids": ids,
+            "attention_mask": inside,
+            "position_ids": inside.cumsum(-1) - 1,
+            "response_mask": inside[:, PROMPT:].clone(),
+            "old_log_probs": torch.full((ROWS, RESPONSE), -4.0),
+            "advantages": torch.randn(ROWS, RESPONSE),
+        }
+    )
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Of one call."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def updates(group: Any, rows: DataProto) -> tuple[float, float]:
+    """Seconds of an update, and CPU seconds of the thread that makes it, over the ranks."""
+    began, cpu = time.perf_counter(), []
+    for _ in range(UPDATES):
+        cpu += group.update_actor(rows).get()["cpu_s"]
+    return (time.perf_counter() - began) / UPDATES, statistics.mean(cpu)
+
+
+class Writing:
+    """Within, the copies of all ranks are written again and again."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._is_over = group, threading.Event()
+        self.seconds: list[float] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            self.seconds.append(seconds(lambda: self._group.write_checkpoint.remote().get()))
+
+    def __enter__(self) -> Writing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def measure(model: Path, folder: Path, num_ranks: int, rounds: int) -> dict[str, float]:
+    """Medians over the rounds."""
+    recipe = ClassWithInitArgs(BackgroundActor, config_of(model))
+    group = LocalWorkerGroup(ResourcePool([num_ranks]), recipe, own_processes=True)
+    rows, later = batch(), str(folder / "later")
+    found: dict[str, list[float]] = {}
+    try:
+        group.init_model(total_steps=1000)
+
+        updates(group, rows)
+        group.start_checkpoint(later, 0)  # the first copy takes its memory
+        for number in range(rounds):
+            before, cpu_before = updates(group, rows)
+            at_once = seconds(lambda n=number: group.save_checkpoint(str(folder / "at once"), n))
+            pause = seconds(lambda n=number: group.start_checkpoint(later, n))
+            with Writing(group) as writing:
+                beside, cpu_beside = updates(group, rows)
+            after, cpu_after = updates(group, rows)
+            of_round = {
+                "step_s": (before + after) / 2,
+                "step while writing / alone": 2 * beside / (before + after),
+                "its CPU seconds, while writing / alone": 2 * cpu_beside / (cpu_before + cpu_after),
+                "pause_s": pause,
+                "pause / checkpoint that is waited for": pause / at_once,
+                "write_s": statistics.mean(writing.seconds),
+            }
+            for name, value in of_round.items():
+                found.setdefault(name, []).append(value)
+    finally:
+        group.shutdown()
+    size = sum(path.stat().st_size for path in Path(later).glob("shards/*"))
+    medians = {name: round(statistics.median(values), 4) for name, values in found.items()}
+    return {"mib": round(size / 2**20, 1), **medians}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    size = SIZES["small" if options.small else "whole"]
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny.make(Path(folder) / "made", num_train=1, num_val=1, **size) / "model"
+        for count in map(int, options.ranks.split(",")):
+            figures = measure(model, Path(folder) / str(count), count, options.rounds)
+            print(json.dumps({f"{count} ranks": figures}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

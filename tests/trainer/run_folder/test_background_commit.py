@@ -1,0 +1,163 @@
+"""Checkpoints that roles write in the background: when they are committed, and when never."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.trainer.run_folder.test_checkpoint import Role, checkpoints
+from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.marker import committed, read_marker
+from verl_like.errors import CheckpointError, WorkerDiedError
+
+LIMIT_S = 20.0
+
+
+class Answer:
+    """The future of a call that runs in a thread."""
+
+    def __init__(self, work: Any) -> None:
+        self._value: Any = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Any) -> None:
+        try:
+            self._value = work()
+        except Exception as error:  # noqa: BLE001 - raised by `get`
+            self._error = error
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def get(self, timeout: float | None = None) -> Any:
+        self._thread.join(LIMIT_S)
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class Writer(Role):
+    """Two ranks that write when `gate` is opened, or fail."""
+
+    def __init__(self, number: int, error: Exception | None = None) -> None:
+        super().__init__(number)
+        self.gate, self.error, self.is_dropped = threading.Event(), error, False
+        self.write_checkpoint = SimpleNamespace(remote=lambda: Answer(self.write))
+        self.complete_checkpoint = SimpleNamespace(
+            remote=lambda files: Answer(lambda: self.end(files))
+        )
+        self.drop_checkpoint = SimpleNamespace(remote=lambda: Answer(self.drop))
+
+    def start(self, path: str, step: int) -> list[bool]:
+        self.folder, self.copy = Path(path), self.number
+        self.folder.mkdir()
+        return [True, True]
+
+    def write(self) -> list[dict[str, dict[str, int]]]:
+        assert self.gate.wait(LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        if self.is_dropped:
+            raise CheckpointError("given up")
+        (self.folder / "number").write_text(str(self.copy))
+        return [{"0": {"bytes": 1, "crc32": 1}}, {"1": {"bytes": 2, "crc32": 2}}]
+
+    def end(self, files: dict[str, Any]) -> None:
+        assert sorted(files) == ["0", "1"]
+        (self.folder / "manifest").write_text("of both ranks")
+
+    def drop(self) -> None:
+        self.is_dropped = True
+        self.gate.set()
+
+
+def begun(folder: Path, writer: Writer, step: int = 2) -> Checkpoints:
+    """A run that has come past the step, while its checkpoint is still written."""
+    run = checkpoints(folder)
+    run.write(step, {"actor": writer, "rollout": Role(5)}, {"global_step": step})
+    assert run.commit() == []
+    return run
+
+
+def ended(run: Checkpoints, error: BaseException) -> None:
+    """The run ends by this error."""
+    with pytest.raises(type(error)), contextlib.closing(run):
+        raise error
+
+
+def test_a_checkpoint_is_committed_when_every_rank_has_written(tmp_path: Path) -> None:
+    writer = Writer(7)
+    run = begun(tmp_path, writer)
+    writer.number = 8  # training goes on
+    assert run.commit() == []
+    assert committed(tmp_path) == []
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+    writer.gate.set()
+    run.finish()
+    folder = tmp_path / "global_step_2"
+    assert run.commit() == [folder]
+    assert run.commit() == []
+    assert {"actor/number", "actor/manifest", "rollout/number"} <= read_marker(folder)[
+        "files"
+    ].keys()
+    assert checkpoints(tmp_path).load({"actor": writer, "rollout": Role(0)}) == {"global_step": 2}
+    assert writer.number == 7
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
+    first, second = Writer(1), Writer(2)
+    run = begun(tmp_path, first, 2)
+    threading.Timer(0.1, first.gate.set).start()
+    run.write(4, {"actor": second}, {"global_step": 4})
+    assert committed(tmp_path) == [2]
+    second.gate.set()
+    assert tmp_path / "global_step_2" in run.commit()
+    run.finish()
+    assert committed(tmp_path) == [2, 4]
+
+
+def test_a_write_that_failed_is_told_at_the_next_step_and_leaves_no_marker(tmp_path: Path) -> None:
+    why = "rank 1: shards/1.safetensors: OSError: No space left on device"
+    run = begun(tmp_path, writer := Writer(7, CheckpointError(why)))
+    writer.gate.set()
+    assert run._background is not None
+    run._background._thread.join(LIMIT_S)
+    with pytest.raises(CheckpointError, match=f"step 2 was not written: {why} .* MiB are free"):
+        run.commit()
+    assert not list(tmp_path.glob("global_step_*"))
+
+
+def test_a_run_that_ends_by_an_error_commits_what_is_being_written(tmp_path: Path) -> None:
+    run = begun(tmp_path, writer := Writer(7))
+    threading.Timer(0.1, writer.gate.set).start()
+    ended(run, RuntimeError("of a step"))
+    assert committed(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), WorkerDiedError("gone")])
+def test_a_run_that_ends_at_once_or_lost_its_writer_drops_it(
+    tmp_path: Path,
+    error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("trainer.run_folder.checkpoint.AFTER_LOSS_S", 0.1)
+    run = begun(tmp_path, writer := Writer(7))
+    ended(run, error)
+    assert writer.is_dropped
+    assert "the checkpoint of step 2 was not written: the run ended" in caplog.text
+    assert not list(tmp_path.glob("global_step_*"))
+
+
+def test_without_async_save_nothing_is_left_to_write(tmp_path: Path) -> None:
+    run = checkpoints(tmp_path, "trainer.async_save=false")
+    save = SimpleNamespace(remote=lambda path, step: Answer(Path(path).mkdir))
+    run.write(2, {"actor": SimpleNamespace(save_checkpoint=save)}, {"global_step": 2})
+    assert run.commit() == [tmp_path / "global_step_2"]

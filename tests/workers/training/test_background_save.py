@@ -1,0 +1,151 @@
+"""A checkpoint that is written while its role goes on: what is in it, and how errors are told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers.distributed import run
+from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from verl_like.errors import CheckpointError
+from verl_like.files import fingerprint
+from verl_like.process.machine import LOWEST_PRIORITY, lower_thread_priority
+from workers.parallel.collectives import Ranks
+from workers.roles.actor import ActorWorker
+from workers.training import file_copies
+from workers.training.file_copies import FileCopies
+from workers.training.shards import write_file
+
+ALONE = Ranks(None, "a test")
+
+
+class BackgroundActor(ActorWorker):
+    """Leaves even the tiny model to be written later."""
+
+    background_from_bytes = 0
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def save_both_ways(tiny_dir: Path, folder: Path) -> list[bool]:
+    """The same step written at once, and in the background while two updates are made."""
+    actor = started(BackgroundActor, tiny_config(tiny_dir, ppo_mini_batch_size=4), 10)
+    batches = [own_piece(make_batch(4, seed), actor.rank, actor.world_size) for seed in range(3)]
+    actor.update_actor(batches[0])
+    actor.save_checkpoint(str(folder / "at once"), 1)
+    before = actor.weights_checksum()
+    is_left = actor.start_checkpoint(str(folder / "later"), 1)
+    for batch in batches[1:]:
+        actor.update_actor(batch)
+
+    of_ranks: list[Any] = [None] * actor.world_size
+    dist.all_gather_object(of_ranks, actor.write_checkpoint())
+    if actor.rank == 0:
+        assert not (folder / "later" / "manifest.json").exists()
+        actor.complete_checkpoint(
+            {name: facts for files in of_ranks for name, facts in files.items()}
+        )
+    dist.barrier()
+    moved = actor.weights_checksum() != before
+    actor.load_checkpoint(str(folder / "later"))
+    return [is_left, moved, actor.weights_checksum() == before]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_written_later_is_what_was_there_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path, world: int
+) -> None:
+    assert run(world, save_both_ways, tiny_dir, tmp_path) == [[True] * 3] * world
+    later = contents(tmp_path / "later")
+    assert later == contents(tmp_path / "at once")
+    assert len([name for name in later if name.startswith("shards/")]) == world
+
+
+def copied(tmp_path: Path, tensors: list[torch.Tensor], copies: FileCopies) -> bytes:
+    path = tmp_path / "file"
+    copies.begin(tmp_path)
+    copies.add(path, b"head", tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    assert copies.write() == {"file": fingerprint(path)}
+    return path.read_bytes()
+
+
+def test_memory_is_used_again_and_nothing_of_a_longer_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_copies, "BLOCK_BYTES", 64)
+    copies, addresses = FileCopies(), []
+    for length in (40, 30, 40):
+        tensors = [torch.arange(length), torch.tensor(1.5), torch.ones(3, 2).bfloat16().T]
+        write_file(tmp_path / "at once", b"head", tensors)
+        expected = (tmp_path / "at once").read_bytes()
+        assert copied(tmp_path, tensors, copies) == expected
+        (copy,) = copies._files.values()
+        addresses.append([block.data_ptr() for block in copy._blocks])
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+def test_a_role_with_little_to_write_leaves_nothing(tiny_dir: Path, tmp_path: Path) -> None:
+    actor = started(ActorWorker, tiny_config(tiny_dir), 10)
+    assert not actor.start_checkpoint(str(tmp_path / "actor"), 1)
+    assert (tmp_path / "actor" / "manifest.json").is_file()
+
+
+def test_a_host_without_room_for_copies_writes_at_once_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(file_copies, "free_memory_gb", lambda: 0.25)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    copies = FileCopies(least_bytes=1)
+    for num_bytes, pays in ((2**26, True), (2**26 + 1, False), (2**26 + 1, False)):
+        assert copies.pay(ALONE, {"w": torch.empty(num_bytes, dtype=torch.uint8)}) is pays
+    (said,) = caplog.messages
+    assert "rank 0: 0.06 GiB on each of 2 ranks, 0.25 GiB are free" in said
+
+
+def test_a_failed_write_names_rank_and_file(tiny_dir: Path, tmp_path: Path) -> None:
+    actor = started(BackgroundActor, tiny_config(tiny_dir), 10)
+    assert actor.start_checkpoint(str(tmp_path / "actor"), 1)
+    shutil.rmtree(tmp_path / "actor")
+    with pytest.raises(
+        CheckpointError, match="rank 0: .*/actor/shards/0.safetensors: FileNotFound"
+    ):
+        actor.write_checkpoint()
+
+
+def test_a_dropped_checkpoint_is_written_no_further(tiny_dir: Path, tmp_path: Path) -> None:
+    actor = started(BackgroundActor, tiny_config(tiny_dir), 10)
+    assert actor.start_checkpoint(str(tmp_path / "actor"), 1)
+    actor.drop_checkpoint()
+    with pytest.raises(CheckpointError, match="shards/0.safetensors was given up"):
+        actor.write_checkpoint()
+    assert (tmp_path / "actor" / "shards" / "0.safetensors").stat().st_size == 0
+    assert actor.start_checkpoint(str(tmp_path / "actor"), 2)
+    assert list(actor.write_checkpoint()) == ["shards/0.safetensors"]
+
+
+@pytest.mark.skipif(os.uname().sysname != "Linux", reason="threads have priorities on Linux")
+def test_the_thread_that_writes_is_behind_all_others() -> None:
+    found = []
+
+    def note() -> None:
+        lower_thread_priority()
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    thread.join()
+    lower_thread_priority()  # the main thread's own would never come back
+    assert found == [LOWEST_PRIORITY]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < LOWEST_PRIORITY

@@ -1,0 +1,101 @@
+"""A checkpoint that is written and committed in the background, while the steps go on.
+
+`trainer.run_folder.checkpoint` makes one when roles have left files to write:
+
+    commit = BackgroundCommit(groups, put_in_place)    # a thread waits for their writing
+    ...                                                # steps
+    if commit.is_done:
+        folder = commit.result()                       # or the error
+
+The roles' side is `workers.training.background_save`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from verl_like.errors import CheckpointError, VerlLikeError
+
+POLL_S = 0.05
+DROP_S = 5.0
+"""What the thread gets to end when nobody wants its checkpoint."""
+logger = logging.getLogger(__name__)
+
+
+class BackgroundCommit:
+    """The roles' writing, and the commit after it, in a thread."""
+
+    def __init__(
+        self, groups: Mapping[str, Any], commit: Callable[[Callable[[], None]], Path]
+    ) -> None:
+        """`groups` are those with files to write.
+
+        `commit` is given what writes them, calls it, and gives the checkpoint's folder.
+        """
+        self._groups, self._commit = groups, commit
+        self._folder: Path | None = None
+        self._error: Exception | None = None
+        self._is_told = False
+        self._is_dropped, self._is_waited_for = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is committed, or has failed."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Path:
+        """The checkpoint's folder; waits for it, and raises what failed."""
+        self._is_waited_for.set()
+        self._thread.join()
+        if self._error is not None:
+            self._is_told = True
+            raise self._error
+        assert self._folder is not None, "a commit without an error gives its folder"
+        return self._folder
+
+    def end(self, seconds: float) -> None:
+        """Wait so long at most, then drop it: the run is at its end, by an error or a signal."""
+        self._thread.join(seconds)
+        if not self.is_done:
+            self._drop()
+        if self._error is not None and not self._is_told:
+            logger.warning("%s", self._error)
+
+    def _drop(self) -> None:
+        """Break off: nothing more of it is written, and it is never committed."""
+        self._is_dropped.set()
+        for group in self._groups.values():
+            with suppress(VerlLikeError):  # whoever is gone writes nothing
+                group.drop_checkpoint.remote().get(timeout=DROP_S)
+        self._thread.join(DROP_S)
+
+    def _run(self) -> None:
+        try:
+            self._folder = self._commit(self._write)
+        except Exception as error:  # noqa: BLE001 - raised by whoever asks for the result
+            self._error = error
+
+    def _write(self) -> None:
+        """Every role's files, and the manifest over them."""
+        writing = {role: group.write_checkpoint.remote() for role, group in self._groups.items()}
+
+        # steps notice a worker that is gone; while nobody makes any, the watched wait of `get` does
+        while not self._is_waited_for.wait(POLL_S):
+            self._refuse_if_dropped()
+            if all(future.done() for future in writing.values()):
+                break
+        for role, future in writing.items():
+            files = {name: facts for of_rank in future.get() for name, facts in of_rank.items()}
+            self._groups[role].complete_checkpoint.remote(files).get()
+        self._refuse_if_dropped()
+
+    def _refuse_if_dropped(self) -> None:
+        if self._is_dropped.is_set():
+            raise CheckpointError("the run ended before it was written.")
