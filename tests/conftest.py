@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
+from tests.forked_ray import forked_ray_workers
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
@@ -106,9 +107,10 @@ def ray_session() -> Iterator[None]:
 
     from verl_like.backends.ray import connect
 
-    connect(num_cpus=16)
-    yield
-    ray.shutdown()
+    with forked_ray_workers():
+        connect(num_cpus=16)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")
