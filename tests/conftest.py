@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
+from tests.forked_ray import forked_ray_workers
 
 ROOT = Path(__file__).resolve().parent.parent
 # The tests are compiled once, whatever is usual on the machine: half of their collection.
@@ -115,9 +116,10 @@ def ray_session() -> Iterator[None]:
 
     from verl_like.backends.ray import connect
 
-    connect(num_cpus=16)
-    yield
-    ray.shutdown()
+    with forked_ray_workers():
+        connect(num_cpus=16)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")
