@@ -1,10 +1,11 @@
-"""The start of a run on a large file of prompts: the first time, and from the cache.
+"""The start of a run on a large file of prompts, or of rows for SFT: first, and from the cache.
 
     python benchmarks/bench_data.py [--mb 1024]
 
-makes such a file, reads it twice, each time in a process of its own, and prints seconds until the
-first batch and the memory that reading added. Beside them stand the seconds that reading the
-file's bytes and parsing its JSON take: what every start would need without a cache.
+makes such a file, reads it twice as prompts and twice as rows, each time in a process of its own,
+and prints seconds until the first batch and the memory that reading added. Beside them stand the
+seconds that reading the file's bytes and parsing its JSON take: what every start would need without
+a cache.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from bench_ppo import ENV, HERE
 
@@ -38,30 +40,50 @@ def make(folder: Path, megabytes: int) -> None:
             for _ in range(1000):
                 rule = {"style": "rule", "ground_truth": words[number % 1000]}
                 row = {"prompt": " ".join(draw.choices(words, k=WORDS)), "data_source": "large"}
-                file.write(json.dumps(row | {"reward_model": rule, "level": number % 7}) + "\n")
+                row |= {"reward_model": rule, "level": number % 7, "response": words[number % 999]}
+                file.write(json.dumps(row) + "\n")
                 number += 1
 
 
-def read(folder: Path) -> dict[str, float]:
-    """The first batch of the file: seconds and MiB."""
-    import psutil
-
+def read_prompts(files: str, tokenizer: Any) -> int:
+    """Their number; the first batch is made."""
     from trainer.data.config import DataConfig
-    from trainer.data.prompts import PromptSet, load_tokenizer
+    from trainer.data.prompts import PromptSet
 
-    tokenizer = load_tokenizer(str(folder / "model"))
-    config = DataConfig(
-        train_files=str(folder / "large.jsonl"), max_prompt_length=256, train_batch_size=256
-    )
-    process = psutil.Process()
-    before, began = process.memory_full_info().uss, time.perf_counter()
+    config = DataConfig(train_files=files, max_prompt_length=256, train_batch_size=256)
     prompts = PromptSet(config, "train_files", tokenizer, needs_rules=True)
     next(prompts.in_order())
+    return len(prompts)
+
+
+def read_rows(files: str, tokenizer: Any) -> int:
+    """The number of rows for SFT; the first batch is made."""
+    from trainer.data.lm_rows import lm_batch, read_lm_rows
+
+    rows = read_lm_rows("data.train_files", files, tokenizer, max_length=256)
+    lm_batch(rows[:256], [""] * 256, tokenizer.pad_token_id)
+    return len(rows)
+
+
+def read(folder: Path, kind: str) -> dict[str, float]:
+    """The first batch of the file: seconds and MiB."""
+    import psutil
+    import pyarrow  # noqa: F401
+    import torch  # noqa: F401
+
+    from trainer.data.prompts import load_tokenizer
+
+    tokenizer = load_tokenizer(str(folder / "model"))
+    process = psutil.Process()
+    before, began = process.memory_full_info().uss, time.perf_counter()
+    count = {"prompts": read_prompts, "rows": read_rows}[kind](
+        str(folder / "large.jsonl"), tokenizer
+    )
     seconds = time.perf_counter() - began
     return {
         "seconds": seconds,
         "MiB of its own": (process.memory_full_info().uss - before) / 2**20,
-        "prompts": len(prompts),
+        kind: count,
     }
 
 
@@ -80,19 +102,20 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=int, default=256)
-    parser.add_argument("--side", choices=["read", "parse"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=["prompts", "rows", "parse"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.side:
-        side = read if asked.side == "read" else parse
-        print(json.dumps(side(asked.folder)))
+        folder, side = asked.folder, asked.side
+        print(json.dumps(parse(folder) if side == "parse" else read(folder, side)))
         return
 
     with tempfile.TemporaryDirectory() as made:
         make(Path(made), asked.mb)
         env = ENV | {"PYTHONPATH": str(HERE.parent), "XDG_CACHE_HOME": f"{made}/cache"}
-        print(f"{asked.mb} MiB of prompts")
-        for name, side in (("JSON alone", "parse"), ("first start", "read"), ("later", "read")):
+        print(f"{asked.mb} MiB of rows")
+        starts = [(when, kind) for kind in ("prompts", "rows") for when in ("first start", "later")]
+        for name, side in (("JSON alone", "parse"), *starts):
             command = [sys.executable, __file__, "--side", side, "--folder", made]
             output = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
             facts = json.loads(output.stdout.splitlines()[-1])

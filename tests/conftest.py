@@ -6,7 +6,9 @@ import gc
 import importlib.util
 import multiprocessing
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +19,16 @@ import pytest
 import torch
 
 from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
+from tests.forked_ray import forked_ray_workers
 
 ROOT = Path(__file__).resolve().parent.parent
+# The tests are compiled once, whatever is usual on the machine: half of their collection.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+MEMORY_DISK = Path("/dev/shm")
+if os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 8 * 2**30:
+    # run folders are synced to the disk file by file, some thousand times
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
 torch.set_num_threads(1)
 # Processes that tests fork have these loaded, instead of some seconds each; the first of them
 # starts the server, which passes over a name that it cannot import without a word.
@@ -106,9 +116,10 @@ def ray_session() -> Iterator[None]:
 
     from verl_like.backends.ray import connect
 
-    connect(num_cpus=16)
-    yield
-    ray.shutdown()
+    with forked_ray_workers():
+        connect(num_cpus=16)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -50,15 +50,24 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield f"{node.module}.{alias.name}", kind
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             kind = IN_FUNCTION
+        if isinstance(node, ast.expr):  # holds no statement
+            continue
         is_type_block = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in ast.iter_child_nodes(node):
             in_block = is_type_block and child in node.body and kind == AT_IMPORT
             pending.append((child, FOR_TYPES if in_block else kind))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file, which nobody changes."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imports_of_file(path: Path) -> list[tuple[str, str]]:
     """`imported_names` of a file."""
-    return list(imported_names(ast.parse(path.read_text(encoding="utf-8"))))
+    return list(imported_names(parsed(path)))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ The ```python blocks of one page share their names.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.import_graph import ROOT, parsed, sources
 from trainer import load_config
 from trainer.config.keys import config_keys
 from trainer.config.recipe import Recipe
@@ -27,7 +29,6 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from workers.training.schedules import LR_SCHEDULES
 
-ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 STARTS = r"(verl-like ppo|verl-like detached|-m trainer\.main_ppo) ([^`#\n]+)"
 """A command that starts a run, and its settings."""
@@ -47,9 +48,15 @@ def pages() -> list[object]:
     return marked
 
 
-def messages(path: Path) -> Iterator[str]:
-    """Every string of a file as the program says it, however its source is cut into lines."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@functools.cache
+def messages(*packages: str) -> list[str]:
+    """Every string of the packages as the program says it, however its source is cut into lines."""
+    paths = [path for package in packages for path in sources(package)]
+    return [text for path in paths for text in strings(parsed(path))]
+
+
+def strings(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
         elif isinstance(node, ast.JoinedStr):
@@ -67,12 +74,7 @@ def test_the_symptoms_that_troubleshooting_quotes_are_the_codes_words() -> None:
         for quote in re.findall("`([^`]+)`", row):
             quoted += filter(None, quote.split("..."))
 
-    code = "\n".join(
-        text
-        for package in ("trainer", "verl_like", "workers")
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for text in messages(path)
-    )
+    code = "\n".join(messages("trainer", "verl_like", "workers"))
     code += (ROOT / "tools" / "install.sh").read_text(encoding="utf-8")
     assert len(quoted) >= 8
     assert [part for part in quoted if part.strip() not in code] == []
@@ -114,12 +116,7 @@ def test_the_first_run_of_ones_own_is_fifteen_lines() -> None:
 @pytest.mark.parametrize("page", ["first_run.md", "reading_the_report.md"])
 def test_the_metrics_that_a_page_looks_at_are_written_by_the_code(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    code = {
-        message
-        for package in ("trainer", "workers")
-        for path in (ROOT / package).rglob("*.py")
-        for message in messages(path)
-    }
+    code = messages("trainer", "workers")
     named = set(re.findall(r"`(?:actor|reward|training)/(\w+)`", text))
     assert len(named) >= 5
     assert [name for name in named if not any(name in message for message in code)] == []

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.import_graph import ROOT, parsed
+
 PAGE = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
 PATH = re.compile(r"`((?:verl_like|workers|trainer|tests)/[\w/.]+)`")
 
@@ -33,7 +34,7 @@ def rows() -> list[tuple[str, list[str]]]:
 def defined_in(path: Path) -> set[str]:
     """Functions, classes, their methods, and constants of a file."""
     names: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):

@@ -25,6 +25,7 @@ from tests.import_graph import (
     cycles,
     imports_of_file,
     module_name,
+    parsed,
     sources,
 )
 
@@ -61,6 +62,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("config", "hooks", "report"),
         ("alarms", "data", "groups", "memory", "run_folder"),
         ("chaos", "restarts"),
+        ("recovery",),
         ("loop",),
         ("command_errors", "compare", "dry_run"),
         ("launch",),
@@ -132,7 +134,7 @@ def test_no_string_names_a_module_of_a_higher_package(package: str) -> None:
     modules = {module_name(path) for name in higher for path in sources(name)}
     wrong = []
     for path in sources(package):
-        for line, text in strings(ast.parse(path.read_text(encoding="utf-8"))):
+        for line, text in strings(parsed(path)):
             dotted = re.findall(rf"\b(?:{'|'.join(higher)})(?:\.\w+)+", text)
             if text in higher or any(names_a_module(name, modules) for name in dotted):
                 wrong.append(f"{module_name(path)}, line {line}: {text!r}")

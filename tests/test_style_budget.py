@@ -6,11 +6,11 @@ Lines over 100 columns are ruff's to find (E501).
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.import_graph import ROOT, parsed
+
 MAX_FILE, MAX_FUNCTION, MAX_CLOSURE, MAX_STEP = 400, 60, 10, 40
 PACKAGES = ("verl_like", "workers", "trainer", "examples", "tests")
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
@@ -29,32 +29,50 @@ def trees(*packages: str) -> Iterator[tuple[str, ast.Module]]:
         yield str(path.relative_to(ROOT)), parsed(path)
 
 
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def num_lines(node: ast.stmt | ast.expr) -> int:
     assert node.end_lineno is not None, "ast gives every parsed node an end"
     return node.end_lineno - node.lineno + 1
 
 
 def functions(tree: ast.AST) -> list[Function]:
-    return [node for node in ast.walk(tree) if isinstance(node, Function)]
+    found = []
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, Function):
+            found.append(node)
+        pending += inner_statements(node)
+    return found
+
+
+def inner_statements(node: ast.AST) -> list[ast.AST]:
+    """The parts of a node that can hold a statement: an expression cannot."""
+    return [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
 
 
 def closures(tree: ast.AST) -> list[Function]:
     """The functions that are defined in other functions; a class between them makes methods."""
     found = []
     for outer in functions(tree):
-        pending = list(ast.iter_child_nodes(outer))
+        pending = inner_statements(outer)
         while pending:
             node = pending.pop()
             if isinstance(node, Function):
                 found.append(node)
             elif not isinstance(node, ast.ClassDef):
-                pending += ast.iter_child_nodes(node)
+                pending += inner_statements(node)
     return found
+
+
+def on_several_lines(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that stand on more than one line."""
+    pending = list(ast.iter_child_nodes(tree))
+    while pending:
+        node = pending.pop()
+        first, last = (getattr(node, name, None) for name in ("lineno", "end_lineno"))
+        if first is None or first != last:
+            yield node
+            pending += ast.iter_child_nodes(node)
 
 
 def test_no_file_is_long() -> None:
@@ -87,10 +105,8 @@ def test_no_closure_is_long() -> None:
 def test_a_comprehension_with_a_condition_stands_on_one_line() -> None:
     wide = []
     for path, tree in trees(*PACKAGES):
-        for node in ast.walk(tree):
-            if not isinstance(node, Comprehension) or num_lines(node) == 1:
-                continue
-            if any(part.ifs for part in node.generators):
+        for node in on_several_lines(tree):
+            if isinstance(node, Comprehension) and any(part.ifs for part in node.generators):
                 wide.append(f"{path}:{node.lineno}")
     assert wide == [], "write the loop, or a small function"
 
@@ -101,7 +117,7 @@ def test_no_file_or_folder_has_a_name_that_says_nothing() -> None:
 
 
 def test_a_step_fits_on_one_screen() -> None:
-    tree = ast.parse((ROOT / "trainer" / "ppo" / "step.py").read_text(encoding="utf-8"))
+    tree = parsed(ROOT / "trainer" / "ppo" / "step.py")
     (step,) = [function for function in functions(tree) if function.name == "step"]
     assert num_lines(step) - length_of_docstring(step) <= MAX_STEP
 

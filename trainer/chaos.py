@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -101,15 +99,11 @@ class Chaos:
         self._note("delay", step, role=role, rank=0, seconds=seconds)
 
     def _kill(self, groups: WorkerGroups, step: int, draw: Random) -> None:
-        """A process on this machine that is not the driver's own, of a pool that is drawn first."""
-        pools = _pools_here(groups)
-        if not pools:
-            logger.warning("step %d: no worker process of this machine can be killed.", step)
-            return
-        role, rank, pid = draw.choice(draw.choice(pools))
-        self._note("kill_worker", step, role=role, rank=rank, pid=pid)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        """A process that is not the driver's own, of a pool that is drawn first."""
+        role, rank = draw.choice(draw.choice(_pools_to_kill_in(groups)))
+        transport = groups[role].transport
+        self._note("kill_worker", step, role=role, rank=rank, place=transport.place(rank))
+        transport.kill(rank)
 
     def _note(self, kind: str, step: int, **facts: Any) -> None:
         self._write({"kind": kind, "step": step, **facts})
@@ -121,15 +115,14 @@ class Chaos:
             file.write(json_line(line))
 
 
-def _pools_here(groups: WorkerGroups) -> list[list[tuple[str, int, int]]]:
-    """Of every pool its worker processes on this machine: a role, its rank, the process id."""
-    by_pool: dict[int, list[tuple[str, int, int]]] = {}
+def _pools_to_kill_in(groups: WorkerGroups) -> list[list[tuple[str, int]]]:
+    """Of every pool its worker processes on all machines: a role, and its rank."""
+    by_pool: dict[int, list[tuple[str, int]]] = {}
     for role in groups:
         transport = groups[role].transport
         if transport.process_key not in by_pool:
-            pids = {rank: transport.pid_here(rank) for rank in range(transport.world_size)}
-            found = [(role, rank, pid) for rank, pid in pids.items() if pid is not None]
-            by_pool[transport.process_key] = found
+            ranks = filter(transport.can_kill, range(transport.world_size))
+            by_pool[transport.process_key] = [(role, rank) for rank in ranks]
     return [processes for processes in by_pool.values() if processes]
 
 

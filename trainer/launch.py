@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainer.groups.nodes import needs_of_pools
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
 from trainer.loop import Trainer
+from trainer.recovery import BroughtBack, bring_back
 from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts
 from trainer.run_folder.checkpoint import Checkpoints
@@ -31,7 +33,7 @@ from trainer.run_folder.result import RunResult
 from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.starts import note_start
 from verl_like.calls.waiting import Deadlines
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.files import write_whole
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
@@ -75,26 +77,25 @@ def run(
         of_attempt = at_end.enter_context(ExitStack())
         inputs = trainer_cls.prepare(config, of_attempt)
         folder = open_run_folder(config, lock)
-        restarts, chaos, ended, attempted = Restarts(config), Chaos(config), False, config
+        chaos, ended = Chaos(config), False
         try:
-            while not ended:
-                attempt = Attempt(attempted, trainer_cls, callbacks, stop, chaos)
-                try:
-                    attempt.make(folder, inputs)
-                    ended = True
-                except LOSSES as error:
-                    of_attempt.close()
-                    restarts.wait_for_next(error, attempt.step)
-                    attempted = restarts.resuming(config)
-                    inputs = trainer_cls.prepare(attempted, of_attempt)
+            with closing(Attempts(config, trainer_cls, callbacks, stop, chaos)) as attempts:
+                while not ended:
+                    try:
+                        attempts.make(folder, inputs)
+                        ended = True
+                    except LOSSES as error:
+                        of_attempt.close()
+                        attempts.go_on_after(error)
+                        inputs = trainer_cls.prepare(attempts.config, of_attempt)
             chaos.close()
         finally:
             close_run(folder, sys.exception())
     return RunResult.of(config, trainer_cls.role)
 
 
-class Attempt:
-    """Processes, and the steps until the end or a failure; the step of which is kept."""
+class Attempts:
+    """Steps until the end or a failure, and again; processes outlive a failure where they can."""
 
     def __init__(
         self,
@@ -105,23 +106,59 @@ class Attempt:
         chaos: Chaos,
     ) -> None:
         """Nothing is started yet."""
-        self._config, self._trainer_cls = config, trainer_cls
+        self.config, self._trainer_cls = config, trainer_cls
         self._callbacks, self._stop, self._chaos = callbacks, stop, chaos
-        self.step = 0
+        self._restarts = Restarts(config)
+        self._step = 0
+        """The last one that failed; 0: the run had not begun."""
+        self._groups: WorkerGroups | None = None
+        self._brought_back: BroughtBack | None = None
+        self._trainer: Trainer | None = None
+        self._failed_at = 0.0
 
     def make(self, folder: Path, inputs: tuple[Any, ...]) -> None:
-        """Start, train, and end every process."""
+        """Start the processes that are not there, and train."""
         note_start(folder)
-        with WorkerGroups(self._config, self._trainer_cls.worker_code(self._config)) as groups:
-            write_whole(folder / "placement.txt", f"{groups.placement}\n")
-            show_plan(groups.placement, self._config, self._trainer_cls)
-            trainer = self._trainer_cls(self._config, groups, *inputs)
-            trainer.callbacks, trainer.stop = self._callbacks, self._stop
-            trainer.chaos = self._chaos
-            try:
-                trainer.fit()
-            finally:
-                self.step = trainer.global_step
+        if self._groups is None:
+            code = self._trainer_cls.worker_code(self.config)
+            self._groups = WorkerGroups(self.config, code)
+            write_whole(folder / "placement.txt", f"{self._groups.placement}\n")
+            show_plan(self._groups.placement, self.config, self._trainer_cls)
+        self._trainer = trainer = self._trainer_cls(self.config, self._groups, *inputs)
+        trainer.callbacks, trainer.stop = self._callbacks, self._stop
+        trainer.chaos, trainer.restarts = self._chaos, self._restarts
+        trainer.brought_back = self._brought_back
+        if self._brought_back and self._brought_back.step_start:
+            trainer.step_start = self._brought_back.step_start
+            trainer.checkpoints.go_on_from(trainer.step_start)
+        try:
+            trainer.fit()
+        finally:
+            self._step, self._failed_at = trainer.global_step or self._step, time.monotonic()
+
+    def go_on_after(self, error: VerlLikeError) -> None:
+        """Wait for another attempt, with the groups that can be kept; raise where there is none."""
+        self._restarts.wait_for_next(error, self._step)
+        self.config, self._brought_back = self._restarts.resuming(self.config), None
+        if self._groups is None or self._trainer is None:
+            return
+        if self.config.trainer.backend == "ray":
+            from verl_like.backends.ray.ending import leave_if_broken
+
+            if leave_if_broken():
+                self.close()
+                return
+        replaceable = self._trainer.replaceable_roles()
+        start, since = self._trainer.step_start, self._failed_at
+        self._brought_back = bring_back(self._groups, replaceable, start, since)
+        if self._brought_back is None:
+            self.close()
+
+    def close(self) -> None:
+        """End every process."""
+        if self._groups is not None:
+            self._groups.shutdown()
+        self._groups = self._trainer = None
 
 
 @contextmanager

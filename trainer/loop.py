@@ -24,13 +24,18 @@ from trainer.chaos import Chaos
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks, check_callbacks
+from trainer.recovery import BroughtBack, ReplaceableRoles, replace_within_step
+from trainer.restarts import Restarts
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.finished import IS_LAST
 from trainer.run_folder.signals import StopSignals
+from trainer.run_folder.step_start import StepStart
 from trainer.run_folder.stopping import reached_goal
 from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
 from verl_like.calls.future import gather
+from verl_like.errors import WorkerDiedError
+from verl_like.process.garbage import old_objects_kept
 
 Metrics = dict[str, float]
 IN_BACKGROUND = ("write_checkpoint", "complete_checkpoint")
@@ -61,6 +66,12 @@ class Trainer(Hooks, ABC):
         """Signals that ask the run to stop; `trainer.launch` catches them."""
         self.chaos = Chaos(config)
         """Faults on purpose; of `trainer.launch`, whose attempts share one."""
+        self.restarts = Restarts(config)
+        """Of the run; of `trainer.launch`, whose attempts share one."""
+        self.brought_back: BroughtBack | None = None
+        """What the attempt before this one left; of `trainer.launch`."""
+        self.step_start: StepStart | None = None
+        """What the step can be made again from, in a run that has roles to replace."""
         self.global_step = 0
         self.timing: Metrics = {}
         self.calls: list[dict[str, Any]] = []
@@ -113,6 +124,10 @@ class Trainer(Hooks, ABC):
         """Arguments of the role's `init_model`."""
         return {}
 
+    def replaceable_roles(self) -> ReplaceableRoles:
+        """Roles that can be started anew in the middle of a run, without a checkpoint."""
+        return ReplaceableRoles()
+
     @property
     def has_validation(self) -> bool:
         """Whether there is anything to validate on."""
@@ -148,7 +163,7 @@ class Trainer(Hooks, ABC):
             timeline = Timeline(self.folder / "timeline.json", resume, self.stages)
             try:
                 self._start(tracking, timeline)
-                with self.stop.held():
+                with self.stop.held(), old_objects_kept():
                     reached = self._steps(tracking, timeline)
                     self._finish_checkpoint()
                 if reached:
@@ -163,6 +178,8 @@ class Trainer(Hooks, ABC):
         """Models, a resume, and the validation before the first step."""
         with self.clock("init"):
             self.init_models()
+        if self.brought_back is not None:
+            self.brought_back.log(self.global_step)
         self.chaos.begin_attempt(self.global_step)
         self.call_hook("on_init_end")
 
@@ -198,6 +215,7 @@ class Trainer(Hooks, ABC):
 
     def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
         """A step, its checkpoint and its line of metrics; gives the goal that it reached."""
+        self.remember_start()
         self.global_step += 1
         metrics = self.timed_step()
         self.alarms.check(metrics, self.global_step)
@@ -222,15 +240,33 @@ class Trainer(Hooks, ABC):
         self.checkpoints.finish()
         self._commit()
 
+    def remember_start(self) -> None:
+        """Keep what the step that begins can be made again from, if there are roles to replace."""
+        if self.config.trainer.max_restarts and self.replaceable_roles().roles:
+            self.groups.forget_changes()
+            self.step_start = StepStart.after(self.global_step, self.state_dict())
+
+    def replace_lost(self, error: WorkerDiedError) -> None:
+        """Replace what is lost in the middle of a step; raises the error where that cannot be.
+
+        The new roles have the models of their folders.
+        """
+        roles = self.replaceable_roles().roles
+        replace_within_step(self.groups, roles, self.restarts, error, self.global_step)
+        self.init_new_roles()
+
     def init_models(self) -> None:
-        """Build every role's model, all at once, and go on from a checkpoint if there is one."""
-        gather(
-            *(
-                self.groups[role].init_model.remote(**self.init_arguments(role))
-                for role in self.groups
-            )
-        )
+        """Build the models of roles that have none; go on from a checkpoint if there is one."""
+        if self.config.trainer.max_restarts:
+            self.groups.may_be_replaced(self.replaceable_roles().roles)
+        self.init_new_roles()
         self.resume()
+
+    def init_new_roles(self) -> None:
+        """Build the models of roles that have none, all at once."""
+        taken = self.groups.take_new_roles()
+        new = [role for role in self.groups if role in taken]
+        gather(*(self.groups[role].init_model.remote(**self.init_arguments(role)) for role in new))
 
     def timed_step(self) -> Metrics:
         """One step between its hooks, with its times by stage and by role."""

@@ -1,7 +1,7 @@
-"""Restarts inside the command: a run that lost a worker goes on from its last checkpoint.
+"""Whether a run that lost a worker goes on, how often, and after which pause.
 
-`trainer.launch.run` asks after an attempt that failed. All groups have ended by then; the next
-attempt starts them anew, and the driver with them, so its numbers are those of an undisturbed run.
+`trainer.launch` asks after an attempt that failed, and `trainer.recovery` within a step. What is
+kept of the groups is said there; the numbers are those of an undisturbed run in any case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOSSES = (WorkerDiedError, WaitTimeoutError, WeightSyncError)
 POISON = 3
 """So often a step may fail: then it is the step that kills its workers."""
 FIRST_WAIT_S = 2.0
-"""Before the first restart; each further one waits twice as long."""
+"""Before a restart; each further one waits twice as long while no step after it succeeds."""
 logger = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -34,9 +34,11 @@ class Restarts:
         """None yet; `trainer.max_restarts` says how many there may be."""
         self._config, self._made = config, 0
         self._failures: Counter[int] = Counter()
+        self._furthest = self._in_a_row = 0
+        """The last step that failed, and the restarts in which the run got no further."""
 
     def wait_for_next(self, error: VerlLikeError, step: int) -> None:
-        """Wait a moment for another attempt; raise the error where none is of use.
+        """Wait a moment before another attempt; raise the error where none is of use.
 
         `step` is the one that failed; 0: the run had not begun.
         """
@@ -47,18 +49,15 @@ class Restarts:
                 error.add_note(reason)
             raise error
 
-        seconds = FIRST_WAIT_S * 2**self._made
+        self._in_a_row = 0 if step > self._furthest else self._in_a_row + 1
+        self._furthest = max(self._furthest, step)
+        seconds = FIRST_WAIT_S * 2**self._in_a_row
         self._made += 1
         logger.warning(
-            "step %d failed: %s. Restart %d of %d (trainer.max_restarts) in %.0f s, from %s.",
+            "step %d failed: %s. Restart %d of %d (trainer.max_restarts) in %.0f s.",
             *(step, error, self._made, self._config.trainer.max_restarts, seconds),
-            *(self._newest() or ["the first step"]),
         )
         time.sleep(seconds)
-        if self._config.trainer.backend == "ray":
-            from verl_like.backends.ray.ending import leave_if_broken
-
-            leave_if_broken()
 
     def resuming(self, config: Config) -> Config:
         """The configuration of the next attempt: it goes on from this run's own checkpoints."""

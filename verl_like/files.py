@@ -98,12 +98,18 @@ def refuse_other_facts(files: Any) -> None:
 
 
 def json_line(value: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """A line of a JSONL file, its newline included: readable text, and every string survives.
+    """A line of a JSONL file, its newline included; `json_lines` says how."""
+    return json_lines([value], default)
+
+
+def json_lines(values: Iterable[Any], default: Callable[[Any], Any] | None = None) -> str:
+    """Lines of a JSONL file, newlines included: readable text, and every string survives.
 
     `default` makes something plain of what JSON has no form for.
     """
-    text = json.dumps(value, ensure_ascii=False, default=default)
-    return ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+    encode = json.JSONEncoder(ensure_ascii=False, default=default).encode
+    text = "".join(f"{encode(value)}\n" for value in values)
+    return ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def lines_of(path: Path) -> Iterable[str]:

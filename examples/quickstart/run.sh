@@ -23,7 +23,7 @@ elif [ -s "$run_dir/metrics.jsonl" ]; then
 fi
 
 trap : INT # Ctrl-C ends the run, which ends its workers and writes its report; then this script goes on to say where
-"$py" examples/tiny/make.py "$run_dir/tiny" >/dev/null 2>&1
+if [ ! -e "$run_dir/tiny/val.parquet" ]; then "$py" examples/tiny/make.py "$run_dir/tiny" >/dev/null 2>&1; fi
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false RAY_DEDUP_LOGS=0
 code=0
 "$py" examples/quickstart/watch.py "$py" -P -m trainer.main_ppo \

@@ -16,7 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-INTERVAL_S = 0.25
+INTERVAL_S = 1.0
+"""A look costs some 10 ms of a core a process, and holds its memory meanwhile."""
 
 
 def descendants(root: int) -> list[int]:

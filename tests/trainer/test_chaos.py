@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +23,6 @@ from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, LedgerError
 
 STEPS = 30
-KILLED_IN = 23
-"""The step, as seed 15 draws it."""
 OF_DETACHED_RUNS = ("detached/", "training/weights_changed_share")
 """What they have among their metrics beside those of PPO."""
 
@@ -45,22 +44,36 @@ CHAOS = (
 )
 
 
-@pytest.fixture(scope="module")
-def folders(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of an undisturbed run in one process, and of two that had every kind of fault."""
-    found = {name: tmp_path_factory.mktemp(name) for name in ("whole", "ppo", "detached")}
-    shared = (
-        *("trainer.backend=local", "trainer.device=cpu", f"trainer.total_training_steps={STEPS}"),
-        *("data.train_batch_size=4", "data.max_response_length=4"),
-        *("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"),
-    )
+SHARED = (
+    *("trainer.device=cpu", "data.train_batch_size=4", "data.max_response_length=4"),
+    *("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"),
+)
+LOCAL = (*SHARED, "trainer.backend=local", f"trainer.total_training_steps={STEPS}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restarts_at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
-        run(load_config(overrides(tiny_dir, found["whole"], *shared)))
-        more = (*shared, *CHAOS, *OWN_PROCESS, "trainer.save_freq=10")
-        run(load_config(overrides(tiny_dir, found["ppo"], *more), CHILD))
-        more = (*shared, *CHAOS, "detached.max_staleness=0", "detached.on_maker_loss=restart")
-        run(load_config(overrides(tiny_dir, found["detached"], *more), DETACHED))
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run in one process."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(load_config(overrides(tiny_dir, folder, *LOCAL)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of two runs that had every kind of fault."""
+    found = {name: tmp_path_factory.mktemp(name) for name in ("ppo", "detached")}
+    more = (*LOCAL, *CHAOS, *OWN_PROCESS, "trainer.save_freq=10")
+    run(load_config(overrides(tiny_dir, found["ppo"], *more), CHILD))
+    more = (*LOCAL, *CHAOS, "detached.max_staleness=0", "detached.on_maker_loss=restart")
+    run(load_config(overrides(tiny_dir, found["detached"], *more), DETACHED))
     return found
 
 
@@ -70,24 +83,23 @@ def faults(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("recipe", ["ppo", "detached"])
 def test_a_run_under_every_fault_ends_with_the_numbers_of_an_undisturbed_one(
-    folders: dict[str, Path], recipe: str
+    folders: dict[str, Path], whole: Path, recipe: str
 ) -> None:
     kinds = {line["kind"] for line in faults(folders[recipe])}
     assert kinds == {"kill_worker", "drop_bucket", "delay", "ledger"}
-    for ours, whole in zip(numbers(folders[recipe]), numbers(folders["whole"]), strict=True):
+    for ours, theirs in zip(numbers(folders[recipe]), numbers(whole), strict=True):
         shared = {name: n for name, n in ours.items() if not name.startswith(OF_DETACHED_RUNS)}
-        assert shared == {name: whole[name] for name in shared}
+        assert shared == {name: theirs[name] for name in shared}
 
 
 def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -> None:
-    again = KILLED_IN - 20
     *_, ledger = faults(folders["ppo"])
     assert ledger == {
-        **{"kind": "ledger", "begun": STEPS + again, "kept": STEPS},
-        **{"made_again": again, "not_finished": 0},
-    }
+        **{"kind": "ledger", "begun": STEPS + 1, "kept": STEPS},
+        **{"made_again": 1, "not_finished": 0},
+    }, "the rollout alone was lost"
     (line,) = faults_in_words(folders["ppo"])
-    assert f"1 x kill_worker; steps: 33 begun = 30 kept + {again} made again" in line
+    assert "1 x kill_worker; steps: 31 begun = 30 kept + 1 made again" in line
 
 
 def test_a_maker_that_is_killed_costs_samples_and_no_step(folders: dict[str, Path]) -> None:
@@ -97,6 +109,19 @@ def test_a_maker_that_is_killed_costs_samples_and_no_step(folders: dict[str, Pat
     (maker,) = ledger["makers"].values()
     assert maker["trained"] == STEPS * 4 * 2
     assert maker["made"] == maker["trained"] + sum(maker["dropped"].values())
+
+
+@pytest.mark.ray
+def test_on_ray_too_a_run_under_every_fault_ends_with_those_numbers(
+    tiny_dir: Path, tmp_path: Path, whole: Path, ray_session: None
+) -> None:
+    chances = [f"chaos.{kind}=0.2" for kind in ("kill_worker", "drop_bucket", "delay")]
+    more = (*SHARED, *chances, "chaos.delay_s=0.02", "chaos.seed=27", *OWN_PROCESS)
+    steps = ("trainer.total_training_steps=10", "trainer.save_freq=6", "trainer.backend=ray")
+    run(load_config(overrides(tiny_dir, tmp_path, *more, *steps)))
+    kinds = Counter(line["kind"] for line in faults(tmp_path))
+    assert kinds == {"kill_worker": 1, "drop_bucket": 3, "delay": 2, "ledger": 1}
+    assert numbers(tmp_path) == numbers(whole)[:10]
 
 
 def small(folder: Path, *more: str) -> Any:
@@ -117,6 +142,36 @@ class Recorder:
     def __getitem__(self, role: str) -> Any:
         remote = SimpleNamespace(remote=lambda call, seconds: self.delayed.append(seconds))
         return SimpleNamespace(execute_func_rank_zero=remote)
+
+
+class Spread(Recorder):
+    """Groups whose processes are on several machines, but for those of the role `actor`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.killed: list[tuple[str, int]] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["actor", "critic", "rollout"])
+
+    def __getitem__(self, role: str) -> Any:
+        transport = SimpleNamespace(
+            process_key=hash(role),
+            world_size=2,
+            can_kill=lambda rank: role != "actor",
+            place=lambda rank: f"pid 1 on node {rank}",
+            kill=lambda rank: self.killed.append((role, rank)),
+        )
+        return SimpleNamespace(transport=transport)
+
+
+def test_processes_of_all_machines_are_killed_but_the_drivers_own(tmp_path: Path) -> None:
+    chaos, groups = Chaos(small(tmp_path, "chaos.kill_worker=1", "trainer.backend=ray")), Spread()
+    chaos.begin_attempt(0)
+    for step in range(1, 41):
+        chaos.before_step(groups, step)
+    assert set(groups.killed) == {("critic", 0), ("critic", 1), ("rollout", 0), ("rollout", 1)}
+    assert {line["place"] for line in faults(tmp_path)} == {"pid 1 on node 0", "pid 1 on node 1"}
 
 
 def test_a_step_that_is_made_again_is_spared_the_faults_that_it_had(tmp_path: Path) -> None:
@@ -160,9 +215,9 @@ def test_a_step_that_is_lost_or_doubled_is_told(
         chaos.close()
 
 
-def test_a_run_without_chaos_writes_nothing_of_it(folders: dict[str, Path]) -> None:
-    assert not (folders["whole"] / "chaos.jsonl").exists()
-    assert faults_in_words(folders["whole"]) == []
+def test_a_run_without_chaos_writes_nothing_of_it(whole: Path) -> None:
+    assert not (whole / "chaos.jsonl").exists()
+    assert faults_in_words(whole) == []
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def test_a_killed_worker_is_replaced_and_the_step_made_again_to_the_same_numbers
         run(config(tmp_path / "killed", ChildConfig), Killer)
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     assert "Restart 1 of 3 (trainer.max_restarts)" in caplog.text
-    assert "from global_step_2" in caplog.text
+    assert "group student (student_pool) is back after" in caplog.text
+    assert "the run goes on after step 2." in caplog.text
     assert Killer.kills == 0
 
 
@@ -88,6 +89,17 @@ def test_a_step_that_fails_three_times_ends_the_run_by_its_name(tmp_path: Path) 
         run(config(tmp_path), Poisoned)
     assert "step 3 has failed 3 times: it is not tried again." in failed.value.__notes__
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_the_wait_grows_only_while_the_run_gets_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(restarts.time, "sleep", waited.append)
+    made = restarts.Restarts(config(tmp_path, max_restarts=10))
+    for step in (4, 4, 3, 9, 12, 12):
+        made.wait_for_next(WorkerDiedError("gone"), step)
+    assert [round(seconds / restarts.FIRST_WAIT_S) for seconds in waited] == [1, 2, 4, 1, 1, 2]
 
 
 def test_no_restart_is_made_where_none_is_asked_for(

@@ -25,6 +25,9 @@ class FakeTransport(Transport):
         self.hosts = [WorkerHost(recipes, facts, {}) for facts in self.facts]
         self.started = [host.start(None) for host in self.hosts]
 
+    def construct_again(self):
+        self.started = [host.construct_again() for host in self.hosts]
+
     def submit(self, rank, call, parts):
         isolated = copy.deepcopy(call)
         payload, header = self.hosts[rank].call(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_like.files import json_line, write_whole
+from verl_like.files import json_lines, write_whole
 
 Row = dict[str, Any]
 
@@ -18,8 +18,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     if path.suffix == ".parquet":
         write_whole(path, _parquet(rows))
     else:
-        lines = [json_line(row) for row in rows]
-        write_whole(path, "".join(lines))
+        write_whole(path, json_lines(rows))
 
 
 def read_rows(path: Path) -> list[Row]:

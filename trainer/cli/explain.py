@@ -7,6 +7,7 @@ effect from `trainer.config.unused_keys`. Nothing is started.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections import Counter
@@ -119,9 +120,10 @@ def watch_lines(config: PPOConfig) -> list[str]:
 
 def change_lines(config: PPOConfig) -> list[str]:
     """Key, value, default and meaning of every key that is not at its default."""
-    default, docs = type(config)(), field_docs(type(config))
+    schema: type = type(config)
+    default, docs = schema(), field_docs(schema)
     lines = []
-    for key in (key.name for key in leaf_keys(type(config))):
+    for key in (key.name for key in leaf_keys(schema)):
         if key in SHOWN_AS_PLACEMENT:
             continue
         value, usual = (
@@ -143,6 +145,7 @@ def _show(value: Any) -> str:
     )
 
 
+@functools.cache
 def field_docs(schema: type = PPOConfig, prefix: str = "") -> dict[str, str]:
     """Dotted key -> the docstring under its field."""
     docs: dict[str, str] = {}

@@ -27,15 +27,13 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import flat_settings, overrides_of
 from trainer.config.shares import share
-from trainer.config.tree import compose_tree_of, parse
+from trainer.config.tree import compose_tree_of, into_schema, parse
 from trainer.config.unused_keys import check_unused
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.environment import is_under_torchrun
 
 C = TypeVar("C", bound=RunConfig)
 _registered: dict[str, Recipe[Any]] = {}
-_schema_nodes: dict[type, DictConfig] = {}
-"""Schema -> what OmegaConf makes of it, once; `merge` copies it."""
 
 
 def _share(name: str, pool: str, preset_pools: Sequence[str], *, _root_: DictConfig) -> list[int]:
@@ -89,16 +87,18 @@ def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[C])
     if isinstance(overrides, Mapping):
         overrides = overrides_of(flat_settings(recipe.schema, overrides))
     overrides = prepare_overrides(overrides, recipe)
-    return from_composed(compose_tree(overrides, recipe), overrides, recipe)
+    return _checked(compose_tree(overrides, recipe), overrides, recipe)
 
 
 def compose_tree(overrides: Sequence[str], recipe: Recipe[Any]) -> DictConfig:
-    """Hydra's tree of prepared overrides, not yet checked."""
+    """The tree of prepared overrides in the recipe's schema, not yet checked."""
     register(recipe)
     try:
         return compose_tree_of(recipe, overrides)
     except HydraException as err:
         raise ConfigError(in_words(err, recipe)) from err
+    except OmegaConfBaseException as err:
+        raise ConfigError(str(err)) from err
 
 
 def in_words(err: HydraException, recipe: Recipe[Any], own: OwnFiles | None = None) -> str:
@@ -285,12 +285,20 @@ def _keys_in(key: str, value: Any) -> list[str]:
 
 def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe[C]) -> C:
     """Hydra's tree merged back into the schema, resolved, settled and checked."""
+    try:
+        tree = into_schema(recipe, composed)
+    except OmegaConfBaseException as err:
+        raise ConfigError(str(err)) from err
+    return _checked(tree, overrides, recipe)
+
+
+def _checked(tree: DictConfig, overrides: Sequence[str], recipe: Recipe[C]) -> C:
+    """A tree of the recipe's schema, which is changed, resolved, settled and checked."""
     recipe.load_registries()
     keys = override_keys(overrides)
     try:
-        merged = OmegaConf.merge(_schema_node(recipe.schema), composed)
-        settle_names(merged, keys)
-        config = OmegaConf.to_object(merged)
+        settle_names(tree, keys)
+        config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as err:
         raise _our_own(err) or ConfigError(str(err)) from err
     assert isinstance(config, recipe.schema), f"the schema gave a {type(config).__name__}"
@@ -307,12 +315,6 @@ def from_composed(composed: DictConfig, overrides: Sequence[str], recipe: Recipe
     for notice in notices + check_unused(config, keys, recipe.only_noticed):
         logging.getLogger(__name__).warning(notice)
     return config
-
-
-def _schema_node(schema: type) -> DictConfig:
-    if schema not in _schema_nodes:
-        _schema_nodes[schema] = OmegaConf.structured(schema)
-    return _schema_nodes[schema]
 
 
 def _our_own(err: BaseException) -> ConfigError | None:

@@ -135,7 +135,7 @@ class TrainerConfig:
     )
     """Steps go on while a large checkpoint is written, from a copy of it in host memory."""
     max_restarts: int = key(3, at_least=0, may_change_on_resume=True)
-    """Times that a run goes on by itself from its last checkpoint, after the loss of a worker."""
+    """Times that a run goes on by itself after the loss of a worker, with what is left of it."""
     resume_mode: str = key(
         "auto", choices=("auto", "disable", "resume_path"), may_change_on_resume=True
     )

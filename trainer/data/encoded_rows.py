@@ -1,15 +1,17 @@
 """Rows of files as tokens; a bad one stops the run, or is left out.
 
-`trainer.data.lm_rows` and `trainer.data.pairs` say what tokens are made of a row.
+`trainer.data.lm_rows`, `pairs` and `labelled` say by a `RowKind` what tokens are made of a row.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from trainer.data.files import Row, rows_of_files, why_no_row
+from trainer.data.cache import what_tokens_depend_on
+from trainer.data.files import names_of, rows_of_files, why_no_row
+from trainer.data.row_table import RowKind, cached_rows
 from verl_like.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -18,31 +20,51 @@ WAY_OUT = " Mend it, or leave such rows out with data.on_bad_row=skip."
 
 
 def encode_rows(
-    key: str, files: Any, encode: Callable[[Row], T], on_bad_row: str | None
+    key: str, files: Any, kind: RowKind[T], tokenizer: Any, on_bad_row: str | None
 ) -> tuple[list[T], int]:
-    """What `encode` makes of the rows in order, and how many were skipped.
+    """What `kind` makes of the rows in order, and how many were skipped.
 
-    `key` is the configuration's that names the files. A ValueError of `encode` says what is wrong
-    with a row: with `on_bad_row` skip the row is left out, otherwise it stops the run. None is that
-    of a recipe without the key `data.on_bad_row`.
+    `key` is the configuration's that names the files; large ones are read and tokenized once.
+    With `on_bad_row` skip a bad row is left out, otherwise it stops the run. None is that of a
+    recipe without the key `data.on_bad_row`.
     """
-    names = [files] if isinstance(files, str) else list(files)
-    found: list[T] = []
-    num_bad = 0
+    names = names_of(files)
+
+    def read() -> Iterator[T | None]:
+        return _encoded(key, names, kind, tokenizer, on_bad_row)
+
+    depends_on = what_tokens_depend_on(names, tokenizer)
+    if depends_on is not None:
+        depends_on |= {"rows": kind.name, "on_bad_row": on_bad_row}
+        depends_on |= {"eos_token_id": tokenizer.eos_token_id}
+        found = cached_rows(kind, depends_on, read)
+        if found is not None:
+            return found
+
+    encoded = list(read())
+    rows = [row for row in encoded if row is not None]
+    return rows, len(encoded) - len(rows)
+
+
+def _encoded(
+    key: str, names: Sequence[str], kind: RowKind[T], tokenizer: Any, on_bad_row: str | None
+) -> Iterator[T | None]:
+    """One by one; None for a row that is skipped."""
+    was_one_skipped = False
     for where, row in rows_of_files(names, key):
         try:
             if problem_of_row := why_no_row(row):
                 raise ValueError(problem_of_row)
-            found.append(encode(row))
+            encoded: T | None = kind.encode(row, tokenizer)
         except ValueError as problem:
             if on_bad_row != "skip":
                 raise ConfigError(
                     f"{where}: {problem}.{WAY_OUT if on_bad_row else ''}"
                 ) from problem
-            num_bad += 1
-            if num_bad == 1:
+            if not was_one_skipped:
                 logger.warning("%s: %s; it and others like it are skipped.", where, problem)
-    return found, num_bad
+            was_one_skipped, encoded = True, None
+        yield encoded
 
 
 def how_many(key: str, kind: str, num_rows: int, num_bad: int) -> str:

@@ -58,8 +58,7 @@ def good_rows(
     ValueError of it says what else is wrong. A bad row stops the run or, with
     data.on_bad_row=skip, is left out.
     """
-    files = getattr(config, setting)
-    names = [files] if isinstance(files, str) else list(files)
+    names = names_of(getattr(config, setting))
     was_one_skipped = False
     for where, row in _rows_of(config, names, setting, tokenizer, needs_rules):
         if not needs_rules and isinstance(row, dict):
@@ -159,10 +158,7 @@ def rows_of_files(
 def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for name in files:
         for path in hub_files(name, key) if is_hub_name(name) else [Path(name)]:
-            if not path.is_file():
-                raise ConfigError(
-                    f"{key}: there is no file {path}; {path.parent} holds {listing(path.parent)}."
-                )
+            _check_file(path, key)
             check = partial(_check, path, columns)
             if path.suffix == ".parquet":
                 yield from parquet_rows(path, check)
@@ -170,6 +166,30 @@ def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterato
                 yield from csv_rows(path, check)
             else:
                 yield from json_rows(path)
+
+
+def names_of(files: str | Sequence[str] | None) -> list[str]:
+    """One name, several, or none."""
+    if not files:
+        return []
+    return [files] if isinstance(files, str) else list(files)
+
+
+def check_files(config: DataConfig) -> None:
+    """Refuse names of files that are not there, before anything is read."""
+    if config.custom_cls.path:
+        return  # what its names stand for is the class's own affair
+    for setting in ("train_files", "val_files"):
+        for name in names_of(getattr(config, setting)):
+            if not is_hub_name(name):
+                _check_file(Path(name), f"data.{setting}")
+
+
+def _check_file(path: Path, key: str) -> None:
+    if not path.is_file():
+        raise ConfigError(
+            f"{key}: there is no file {path}; {path.parent} holds {listing(path.parent)}."
+        )
 
 
 def _custom_rows(

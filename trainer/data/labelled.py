@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from trainer.data.encoded_rows import encode_rows, how_many
 from trainer.data.files import Row
 from trainer.data.lm_rows import LMRow, filled_columns, lm_batch
 from trainer.data.pairs import encode_pair, encode_reply
+from trainer.data.row_table import RowKind
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.columns import write_columns
@@ -55,8 +55,7 @@ def read_labelled(
     Rows of more than `max_length` tokens are cut at their end; one whose response is cut away is
     dropped. Both are counted in a line of the log.
     """
-    encode = partial(encode_labelled, tokenizer=tokenizer)
-    rows, num_bad = encode_rows(key, files, encode, on_bad_row)
+    rows, num_bad = encode_rows(key, files, LABELLED_ROWS, tokenizer, on_bad_row)
     found: list[tuple[LMRow, bool]] = []
     num_read = num_cut = num_dropped = 0
     for row in rows:
@@ -96,6 +95,19 @@ def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
             f"is {filled_columns(row)}"
         )
     return [(encode_reply(row["prompt"], row[columns[0]], tokenizer), _label(row))]
+
+
+LABELLED_ROWS: RowKind[list[tuple[LMRow, bool]]] = RowKind(
+    "labelled responses",
+    encode_labelled,
+    to_parts=lambda row: (
+        [(response.ids, response.in_loss) for response, _ in row],
+        [float(label) for _, label in row],
+    ),
+    of_parts=lambda parts: [
+        (LMRow(*side), bool(label)) for side, label in zip(*parts, strict=True)
+    ],
+)
 
 
 def _label(row: Row) -> bool:

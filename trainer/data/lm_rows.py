@@ -19,7 +19,6 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from trainer.data.prompt_tokens import (
     refuse_empty_messages,
 )
 from trainer.data.prompts import as_objects
+from trainer.data.row_table import RowKind
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
@@ -67,8 +67,7 @@ def read_lm_rows(
     Rows of more than `max_length` tokens are cut at their end; one that has no token of the loss
     left is dropped. Both are counted in a line of the log.
     """
-    encode = partial(encode_lm_row, tokenizer=tokenizer)
-    found, num_bad = encode_rows(key, files, encode, on_bad_row)
+    found, num_bad = encode_rows(key, files, LM_ROWS, tokenizer, on_bad_row)
     rows: list[LMRow] = []
     num_cut = num_dropped = 0
     for encoded in found:
@@ -106,6 +105,14 @@ def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
         "it has neither 'messages', nor 'prompt' and 'response', nor 'text'; there is "
         f"{filled_columns(row)}"
     )
+
+
+LM_ROWS = RowKind(
+    "language model",
+    encode_lm_row,
+    to_parts=lambda row: ([(row.ids, row.in_loss)], []),
+    of_parts=lambda parts: LMRow(*parts[0][0]),
+)
 
 
 def filled_columns(row: Row) -> str:
@@ -239,13 +246,14 @@ def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, Tensor]:
     Every token but the first of a row is a response; the mask says which are in the loss.
     """
     width = max(len(row.ids) for row in rows)
-    ids = torch.full((len(rows), width), pad_token_id)
-    mask, in_loss = torch.zeros_like(ids), torch.zeros_like(ids)
+    padded = np.full((len(rows), width), pad_token_id, dtype=np.int64)
+    filled, trained = np.zeros_like(padded), np.zeros_like(padded)
     for slot, row in enumerate(rows):
         length = len(row.ids)
-        ids[slot, :length] = torch.from_numpy(row.ids)
-        mask[slot, :length] = 1
-        in_loss[slot, :length] = torch.from_numpy(row.in_loss)
+        padded[slot, :length] = row.ids
+        filled[slot, :length] = 1
+        trained[slot, :length] = row.in_loss
+    ids, mask, in_loss = map(torch.from_numpy, (padded, filled, trained))
     return {
         "input_ids": ids,
         "attention_mask": mask,

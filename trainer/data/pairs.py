@@ -17,7 +17,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from trainer.data.files import Row
 from trainer.data.lm_rows import LMRow, encode_lm_row, filled_columns, lm_columns
 from trainer.data.prompt_tokens import encode_prompt
 from trainer.data.prompts import as_objects
+from trainer.data.row_table import RowKind
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
@@ -52,8 +52,7 @@ def read_pairs(
     Sides of more than `max_length` tokens are cut at their end; a pair whose response is cut away
     on either side, or which then is equal, is dropped. Both are counted in a line of the log.
     """
-    encode = partial(encode_pair, tokenizer=tokenizer)
-    found, num_bad = encode_rows(key, files, encode, on_bad_row)
+    found, num_bad = encode_rows(key, files, PAIR_ROWS, tokenizer, on_bad_row)
     rows: list[PairRow] = []
     num_cut = num_dropped = 0
     for pair in found:
@@ -95,6 +94,17 @@ def encode_pair(row: Row, tokenizer: Any) -> PairRow:
     if not _differ(pair):
         raise ValueError("'chosen' and 'rejected' are equal once they are tokens")
     return pair
+
+
+PAIR_ROWS = RowKind(
+    "pairs",
+    encode_pair,
+    to_parts=lambda pair: (
+        [(side.ids, side.in_loss) for side in (pair.chosen, pair.rejected)],
+        [pair.margin],
+    ),
+    of_parts=lambda parts: PairRow(LMRow(*parts[0][0]), LMRow(*parts[0][1]), parts[1][0]),
+)
 
 
 def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:

@@ -1,8 +1,8 @@
 """Tokenized prompts by row number: in memory, or those of large files in a cache on disk.
 
-`trainer.data.prompts.PromptSet` calls `read_prompts`. Files of `CACHED_FROM_BYTES` and more are
-read and tokenized once; later runs map the result into memory, which does not grow with the files.
-An entry of the cache is a folder, whose name is a hash of all that its content depends on:
+`trainer.data.prompts.PromptSet` calls `read_prompts`. Large files are read and tokenized once;
+later runs map the result into memory, which does not grow with the files. An entry of the cache
+(`trainer.data.cache`):
 
     rows.arrow     the rows as JSON, and their tokens, `ROWS_PER_BLOCK` to a block
     lengths.int32  how many tokens every prompt has
@@ -12,15 +12,11 @@ An entry of the cache is a folder, whose name is a hash of all that its content 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import shutil
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,17 +24,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data import cache
+from trainer.data.cache import NotPlainError, cached, what_tokens_depend_on
 from trainer.data.config import DataConfig
-from trainer.data.files import Row, are_first_rows_enough, good_rows, is_plain, other_columns
+from trainer.data.files import Row, good_rows, is_plain, other_columns
 from trainer.data.prompt_tokens import encode_prompt
 from verl_like.files import write_whole
 
 logger = logging.getLogger(__name__)
-CACHED_FROM_BYTES = 64 * 2**20
-ROWS_PER_BLOCK = 1000
-FORGOTTEN_AFTER_S = 30 * 24 * 3600.0
-"""An entry that no run has opened for so long is removed."""
-FORMAT = 1
 Encoded = tuple[Row, NDArray[np.int64]]
 """A row, and the tokens of its prompt."""
 CheckLength = Callable[[str, int], None]
@@ -143,21 +136,20 @@ class CachedPrompts:
         return list(self._columns)
 
     def remembered(self, what: str, compute: Callable[[], str]) -> str:
-        """Computed once; later runs read it."""
+        """Computed once, and read by later runs; where the entry is gone, by every run."""
         path = self._folder / f"{hashlib.sha256(what.encode()).hexdigest()}.txt"
-        if path.is_file():
+        with suppress(OSError):
             return path.read_text(encoding="utf-8")
         text = compute()
-        write_whole(path, text)
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            logger.warning("%s is not kept for later runs: %s", path, error)
         return text
 
     def _cell(self, column: str, number: int) -> Any:
-        block, place = divmod(int(number), ROWS_PER_BLOCK)
+        block, place = divmod(int(number), cache.ROWS_PER_BLOCK)
         return self._blocks.get_batch(block).column(column)[place]
-
-
-class NotPlainError(Exception):
-    """A row has a value that JSON has no form for."""
 
 
 def read_prompts(
@@ -175,117 +167,29 @@ def read_prompts(
         for row in good_rows(config, setting, tokenizer, needs_rules, encode):
             yield None if row is None else (row, tokens[0])
 
-    depends_on = _what_it_depends_on(config, setting, tokenizer, needs_rules)
-    cached = depends_on and cached_prompts(depends_on, read, config.prompt_key)
-    if not cached:
-        return PromptsInMemory(read(), config.prompt_key)
-    if len(cached.lengths):
-        longest = int(np.argmax(cached.lengths))
-        check(f"data.{setting}, row {longest}", int(cached.lengths[longest]))
-    return cached
-
-
-def _what_it_depends_on(
-    config: DataConfig, setting: str, tokenizer: Any, needs_rules: bool
-) -> dict[str, Any] | None:
-    """What an entry of the cache depends on; None where there is to be none."""
     names = getattr(config, setting)
-    paths = [Path(name) for name in ([names] if isinstance(names, str) else names)]
-    is_small = sum(path.stat().st_size for path in paths if path.is_file()) < CACHED_FROM_BYTES
-    facts = facts_of_tokenizer(tokenizer)
-    if is_small or facts is None or config.custom_cls.path or are_first_rows_enough():
-        return None
-    if not all(path.is_file() for path in paths):  # of the hub; or missing, which reading says
-        return None
-    return {
-        "format": FORMAT,
-        "files": facts_of_files(paths),
-        "tokenizer": facts,
-        "prompt_key": config.prompt_key,
-        "needs_rules": needs_rules,
-        "on_bad_row": config.on_bad_row,
-    }
+    paths = [names] if isinstance(names, str) else names
+    depends_on = None if config.custom_cls.path else what_tokens_depend_on(paths, tokenizer)
+    found = None
+    if depends_on is not None:
+        depends_on |= {"prompt_key": config.prompt_key, "needs_rules": needs_rules}
+        depends_on |= {"on_bad_row": config.on_bad_row}
+        found = cached_prompts(depends_on, read, config.prompt_key)
+    if found is None:
+        return PromptsInMemory(read(), config.prompt_key)
+    if len(found.lengths):
+        longest = int(np.argmax(found.lengths))
+        check(f"data.{setting}, row {longest}", int(found.lengths[longest]))
+    return found
 
 
 def cached_prompts(
     depends_on: dict[str, Any], read: Callable[[], Iterator[Encoded | None]], prompt_key: str
 ) -> CachedPrompts | None:
-    """The entry for all that it `depends_on`, made where there is none.
-
-    `read` gives the rows, None for a bad one. None: rows like these cannot be kept as JSON, or
-    there is no place for a cache.
-    """
-    key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
-    cache = cache_folder()
-    entry = cache / key
-    if (found := _opened(entry)) is not None:
-        return found
-    try:
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _forget_old(cache)
-        made = Path(tempfile.mkdtemp(dir=cache, prefix="being_made_"))
-        try:
-            _write(made, read(), prompt_key)
-            shutil.rmtree(entry, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another run was first
-                made.rename(entry)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-    except NotPlainError as error:
-        logger.info("prompts are tokenized at every start: %s", error)
-        return None
-    except OSError as error:
-        logger.warning("prompts are tokenized at every start: no cache in %s (%s)", cache, error)
-        return None
-    return _opened(entry)
-
-
-def cache_folder() -> Path:
-    """Where entries are: `$XDG_CACHE_HOME/verl_like/prompts`, as a rule in ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "verl_like" / "prompts"
-
-
-def facts_of_files(paths: Iterable[Path]) -> list[list[Any]]:
-    """What tells a file from one with other content: path, size, time of the last change."""
-    found = [(path.resolve(), path.stat()) for path in paths]
-    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in found]
-
-
-def facts_of_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
-    """What its tokens depend on; None of one that cannot say."""
-    import transformers
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    return {
-        "class": type(tokenizer).__qualname__,
-        "version": transformers.__version__,
-        "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest(),
-        "chat_template": tokenizer.chat_template,
-    }
-
-
-def _opened(entry: Path) -> CachedPrompts | None:
-    import pyarrow as pa
-
-    if not entry.is_dir():
-        return None
-    try:
-        found = CachedPrompts(entry)
-        os.utime(entry)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowInvalid) as error:
-        logger.warning("%s is damaged and made again (%s)", entry, error)
-        return None
-    return found
-
-
-def _forget_old(cache: Path) -> None:
-    for entry in cache.iterdir():
-        with contextlib.suppress(OSError):  # another run removes it, too
-            if time.time() - entry.stat().st_mtime > FORGOTTEN_AFTER_S:
-                shutil.rmtree(entry)
+    """The entry for all that it `depends_on`; `read` gives the rows, None for a bad one."""
+    return cached(
+        "prompts", depends_on, lambda folder: _write(folder, read(), prompt_key), CachedPrompts
+    )
 
 
 def _write(folder: Path, encoded: Iterator[Encoded | None], prompt_key: str) -> None:
@@ -296,7 +200,7 @@ def _write(folder: Path, encoded: Iterator[Encoded | None], prompt_key: str) -> 
     counted = _Counted(prompt_key)
     good = counted.good(encoded)
     with pa.OSFile(str(folder / "rows.arrow"), "wb") as file, pa.ipc.new_file(file, schema) as out:
-        while block := list(islice(good, ROWS_PER_BLOCK)):
+        while block := list(islice(good, cache.ROWS_PER_BLOCK)):
             counted.add(block)
             texts = pa.array([json.dumps(row) for row, _ in block])
             tokens = pa.array([tokens for _, tokens in block], schema.field("tokens").type)

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.step import PPOTrainer
+from trainer.recovery import ReplaceableRoles
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
@@ -247,6 +249,10 @@ class DetachedTrainer(PPOTrainer):
         """The samples that are queued, if a resume shall find them."""
         if self.config.detached.on_resume == "restore":
             self.source.write_samples(folder / SAMPLES)
+
+    def replaceable_roles(self) -> ReplaceableRoles:
+        """None: makers are looked after by `detached.on_maker_loss`, beside the steps."""
+        return replace(super().replaceable_roles(), roles=frozenset())
 
     def init_models(self) -> None:
         """As PPO does; from then on a trainer that is lost is noticed."""

@@ -6,7 +6,9 @@ All of it is found out before the pools are planned.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from trainer.config.schema import PoolResources, RunConfig
@@ -48,19 +50,46 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
 def _join_cluster(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
     from verl_like.backends import ray as ray_backend
 
-    trainer, settings = config.trainer, config.ray
-    joins = settings.address or os.environ.get("RAY_ADDRESS")
+    _connect(config, worker_code)
+    device, slots = _device_of_nodes(config), config.trainer.n_gpus_per_node
+    nodes = ray_backend.cluster_nodes(slots, use_gpu=device != "cpu")
+    if device == "cuda" and not any(node.kind == "GPU" for node in nodes):
+        raise _no_gpu(config, f"none of the {len(nodes)} node(s) of the cluster has one")
+    return nodes
+
+
+def _connect(config: RunConfig, worker_code: Sequence[str]) -> None:
+    from verl_like.backends import ray as ray_backend
+
+    settings = config.ray
     runtime_env = dict(settings.runtime_env)
-    if joins and (modules := modules_of_the_user(worker_code)):
+    if _joined_cluster(config) and (modules := modules_of_the_user(worker_code)):
         runtime_env["py_modules"] = [*runtime_env.get("py_modules", []), *modules]
     limits = Deadlines.of(config.watch)
     ray_backend.connect(settings.address, settings.namespace, runtime_env, limits)
 
-    device = _device_of_nodes(config)
-    nodes = ray_backend.cluster_nodes(trainer.n_gpus_per_node, use_gpu=device != "cpu")
-    if device == "cuda" and not any(node.kind == "GPU" for node in nodes):
-        raise _no_gpu(config, f"none of the {len(nodes)} node(s) of the cluster has one")
-    return nodes
+
+def _joined_cluster(config: RunConfig) -> str | None:
+    """The address of a cluster that others have started."""
+    return config.ray.address or os.environ.get("RAY_ADDRESS")
+
+
+def begin_cluster(config: RunConfig, at_end: ExitStack) -> None:
+    """Let a Ray cluster of the run's own start beside what the driver still has to do.
+
+    `find_nodes` waits for it. A start that fails is tried again there, which says why.
+    """
+    trainer = config.trainer
+    if trainer.backend != "ray" or trainer.dry_run or _joined_cluster(config):
+        return
+
+    def start() -> None:
+        with suppress(Exception):
+            _connect(config, ())
+
+    thread = threading.Thread(target=start, name="cluster", daemon=True)
+    thread.start()
+    at_end.callback(thread.join)  # whatever happens until then, it ends in order
 
 
 def require_shared_folder(config: RunConfig, nodes: Iterable[Node]) -> None:
@@ -75,8 +104,7 @@ def require_shared_folder(config: RunConfig, nodes: Iterable[Node]) -> None:
 
 def devices_in_words(config: RunConfig) -> str:
     """The devices of this machine; refused if they are not what the configuration asks for."""
-    trainer = config.trainer
-    joins = config.ray.address or os.environ.get("RAY_ADDRESS")
+    trainer, joins = config.trainer, _joined_cluster(config)
     if trainer.backend == "ray" and (joins or trainer.nnodes > 1):
         return f"devices: those of the Ray cluster {joins or 'here'}, not looked at"
     return f"devices: {trainer.n_gpus_per_node} of kind {_devices_here(config)} on this machine"

@@ -11,6 +11,7 @@ Roles are strings. One of your own needs `role_workers.<role>=<dotted path>` and
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.groups.nodes import find_nodes, needs_of_pools, require_shared_folder
 from trainer.groups.pool_starter import PoolStarter, side_by_side
 from verl_like.calls.group import WorkerGroup
-from verl_like.errors import ConfigError, PlacementError, nearest
+from verl_like.errors import ConfigError, PlacementError, WorkerError, nearest
 from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
@@ -60,6 +61,8 @@ class WorkerGroups:
         self._life, self._is_over = threading.Lock(), False
         self._fused: dict[str, WorkerGroup] = {}
         self._groups: dict[str, WorkerGroup] = {}
+        self._new_roles: set[str] = set()
+        self._replaceable: frozenset[str] = frozenset()
 
         code = list(config.role_workers.values() if worker_code is None else worker_code)
         self.placement = Placement.plan(
@@ -98,6 +101,7 @@ class WorkerGroups:
         # whoever calls one role after the other meets the actor before the rollout that decodes
         # with its module, whatever the order of the pools
         self._groups = {role: self._groups[role] for role in self._in_order(self._groups)}
+        self._new_roles.update(self._groups)
         self._watch_each_other()
 
     def restart(self, pool: str) -> None:
@@ -122,7 +126,68 @@ class WorkerGroups:
         if group is not before:
             group.transport.finished.extend(before.transport.take_finished())
             self._groups.update(group.spawn(self._roles(pool)))
+            self._new_roles.update(self._roles(pool))
             self._watch_each_other()
+            self.may_be_replaced(self._replaceable)
+
+    def construct_again(self, pool: str) -> None:
+        """Construct the roles of a pool anew, in the processes that it has: they hold nothing."""
+        self._fused[pool].transport.construct_again()
+        self._new_roles.update(self._roles(pool))
+
+    def take_new_roles(self) -> set[str]:
+        """The roles that were constructed since the last time, and have no model yet."""
+        taken, self._new_roles = self._new_roles, set()
+        return taken
+
+    def may_be_replaced(self, roles: frozenset[str]) -> None:
+        """While others work, the loss of a pool that has none but these roles can wait."""
+        self._replaceable = roles
+        for pools in self.pools_by_processes():
+            can = all(roles.issuperset(self._roles(pool)) for pool in pools)
+            self._fused[pools[0]].transport.is_replaceable = can
+
+    def roles_of_pools(self) -> dict[str, list[str]]:
+        """Pool -> its roles, in the order in which they are constructed."""
+        return {pool: self._roles(pool) for pool in self._fused}
+
+    def pools_by_processes(self) -> list[list[str]]:
+        """The pools, those together whose roles live in the same processes."""
+        found: dict[int, list[str]] = {}
+        for pool, group in self._fused.items():
+            found.setdefault(group.transport.process_key, []).append(pool)
+        return list(found.values())
+
+    def forget_changes(self) -> None:
+        """From now on `changed_roles` begins anew."""
+        for group in self._fused.values():
+            group.transport.changed_roles.clear()
+
+    def changed_roles(self) -> set[str]:
+        """Roles that had a call which may have changed their state (`@register(keeps_state=)`)."""
+        found = [group.transport.changed_roles for group in self._fused.values()]
+        return set().union(*found)
+
+    def lost_pools(self, seconds: float) -> dict[str, str]:
+        """Pools with a process that is gone, or does not answer in its turn in time; and why.
+
+        Afterwards the others have nothing under way.
+        """
+        for group in self._fused.values():
+            group.transport.companions = []  # each is asked for itself
+        until, lost, asked = time.monotonic() + seconds, {}, {}
+        for pool in self._fused:
+            try:
+                asked[pool] = self[self._roles(pool)[0]].answer_in_turn.remote()
+            except WorkerError as error:
+                lost[pool] = str(error)
+        for pool, answer in asked.items():
+            try:
+                answer.get(max(until - time.monotonic(), 1.0))
+            except WorkerError as error:
+                lost[pool] = str(error)
+        self._watch_each_other()
+        return {pool: lost[pool] for pool in self._fused if pool in lost}
 
     def _watch_each_other(self) -> None:
         """While one pool is waited for, the loss of another that the run needs is noticed.

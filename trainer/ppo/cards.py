@@ -6,6 +6,7 @@ wrong, and what then), then `Source: …`. Columns and keys come from the signat
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ def preset_text(group: str, preset: str) -> str:
     return (PPO.config_dir / group / f"{preset}.yaml").read_text(encoding="utf-8")
 
 
+@functools.cache
 def preset_leaves(group: str, preset: str) -> dict[str, Any]:
     """The dotted keys that a preset sets, with their values, in the order of its lines."""
     tree = OmegaConf.to_container(OmegaConf.create(preset_text(group, preset)))

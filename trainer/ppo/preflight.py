@@ -21,7 +21,7 @@ from workers.rollout.vllm.setup import check_version
 
 
 def preflight(config: PPOConfig) -> None:
-    """Refuse models that are not there or too short, and pools that cannot hold their roles."""
+    """Refuse models that are not there or too short, engines and offloads that are not there."""
     check_model(config, "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
     if "critic" in config.role_mapping:
         check_model(config, "critic.model.path", config.critic.model.path)
@@ -36,6 +36,10 @@ def preflight(config: PPOConfig) -> None:
     check_reward_models(config)
     check_rollout(config)
     _check_offload(config)
+
+
+def plan_memory(config: PPOConfig) -> None:
+    """Passes as large as the devices have room for; roles that do not fit are refused."""
     device_type = device_type_of(config.trainer)
     device_bytes = memory_of_this_gpu(device_type)
     fit_passes(config, device_type, device_bytes)

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
+from trainer.data.files import check_files
 from trainer.data.lm_rows import LMRow
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.data.row_loader import RowLoader
+from trainer.groups.nodes import begin_cluster
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics
 from trainer.ppo.compute_advantage import check_columns
@@ -27,7 +29,7 @@ from trainer.ppo.metrics import (
     compute_timing_metrics,
 )
 from trainer.ppo.named_rewards import check_named_rewards
-from trainer.ppo.preflight import preflight
+from trainer.ppo.preflight import plan_memory, preflight
 from trainer.ppo.ptx import make_ptx_loader
 from trainer.ppo.reward_trial import try_rewards
 from trainer.ppo.running_norm import RunningNorm
@@ -97,8 +99,13 @@ class PPORun(SamplingTrainer):
 
     @classmethod
     def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """Tokenizer, prompts, rewards and PTX rows, once models and pools have been looked at."""
+        """Tokenizer, prompts, rewards and PTX rows, once models and files have been looked at.
+
+        The cluster starts meanwhile: to import transformers takes as long.
+        """
         preflight(config)
+        check_files(config.data)
+        begin_cluster(config, at_end)
         # workers inherit it: one bar a weight file and rank would come on top of our own
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -106,7 +113,9 @@ class PPORun(SamplingTrainer):
         loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
         rewards = make_rewards(config, tokenizer, loader.data_sources, loader.columns)
         at_end.enter_context(closing(rewards))
-        return tokenizer, loader, rewards, make_ptx_loader(config, tokenizer)
+        ptx = make_ptx_loader(config, tokenizer)
+        plan_memory(config)
+        return tokenizer, loader, rewards, ptx
 
     @classmethod
     def look_at(cls, config: PPOConfig, *inputs: Any) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.files import json_line, write_whole
+from verl_like.files import json_lines, write_whole
 from workers.columns import read_columns
 from workers.rewards.decoding import decode_rows
 from workers.rewards.manager import decode_responses
@@ -40,14 +40,12 @@ def concat_rows(parts: Sequence[DataProto]) -> DataProto:
 
 def write_samples(folder: Path, step: int, batch: DataProto, tokenizer: Any) -> None:
     """`<folder>/<step>.jsonl`: a line a sample, with verl's names and what the rule returned."""
-    fields = _fields(batch, tokenizer)
-    lines = []
-    for values in zip(*fields.values(), strict=True):
-        row = {"step": step, **dict(zip(fields, values, strict=True))}
-        lines.append(json_line(row, _plain))
+    fields = {"step": [step] * len(batch), **_fields(batch, tokenizer)}
+    rows = (dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True))
+    lines = json_lines(rows, _plain)
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"{step}.jsonl", "".join(lines), to_disk=False)
+    write_whole(folder / f"{step}.jsonl", lines, to_disk=False)
 
 
 def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:

@@ -12,7 +12,9 @@ from typing import Any
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics, Trainer
 from trainer.ppo.call_results import join_results
+from trainer.ppo.replaceable import replaceable_roles
 from trainer.ppo.samples import write_samples
+from trainer.recovery import ReplaceableRoles
 from verl_like.batch.protocol import DataProto
 from workers.columns import PARTIAL_RESPONSE, has_column, select_reads
 from workers.config import model_rewards
@@ -73,6 +75,10 @@ class SamplingTrainer(Trainer):
     def needed(self, batch: DataProto, role: str, method: str) -> DataProto:
         """The columns that the role's class says the method reads; all, if it says nothing."""
         return select_reads(batch, self.groups[role].roles[role], method)
+
+    def replaceable_roles(self) -> ReplaceableRoles:
+        """Rollout, reward models, and other readers of what does not move."""
+        return replaceable_roles(self.config, self.groups)
 
     def write_samples(self, name: str, batch: DataProto) -> None:
         """The samples of this step as text, in a folder of that name."""

@@ -40,6 +40,7 @@ from trainer.ppo.update_samples import samples_of_update
 from trainer.ppo.validation import name_metrics, sample_all
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
+from verl_like.errors import WorkerDiedError
 from workers.columns import has_column, read_columns, write_columns
 from workers.config.conditions import teacher_is_alone
 from workers.weights.sync import sync_weights
@@ -207,6 +208,14 @@ class PPOTrainer(PPORun):
     def sync(self) -> Metrics:
         """The rollout gets the actor's weights as a new version, verified."""
         self.weight_version += 1
+        try:
+            return self.send_weights()
+        except WorkerDiedError as error:
+            self.replace_lost(error)
+            return self.send_weights()
+
+    def send_weights(self) -> Metrics:
+        """One sync, of the version that is said."""
         bucket_mb = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
         return sync_weights(
             self.groups["actor"], self.groups["rollout"], self.weight_version, bucket_mb

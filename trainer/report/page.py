@@ -6,10 +6,11 @@ failed as well.
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.report import detached_figures
 from trainer.report import figures as report_figures
@@ -17,6 +18,9 @@ from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import FAILURE_FILE, STOPPED, RunData, phase_shares, read_run
 from trainer.report.summary import summary
 from verl_like.masking import mask_text
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 REPORT_FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -61,18 +65,23 @@ def write_report(folder: str | Path) -> Path:
 
 
 def _write(data: RunData) -> Path:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined
-    )
-    page = environment.get_template(TEMPLATE.name).render(_content(data))
+    page = _template().render(_content(data))
     path = data.folder / REPORT_FILE
     partial = path.with_name(path.name + ".part")
     # a lone surrogate of a sample has no UTF-8: it is shown by its number
     partial.write_text(page, encoding="utf-8", errors="backslashreplace")
     partial.replace(path)
     return path
+
+
+@functools.cache
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template(TEMPLATE.name)
 
 
 def _content(data: RunData) -> dict[str, Any]:

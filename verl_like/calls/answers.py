@@ -70,6 +70,13 @@ def wait_for_calls(
     return [calls.headers[p.rank] for p in pending]
 
 
+def wait_for_start(transport: Transport, headers: Sequence[object]) -> list[Header]:
+    """What every rank says when its roles are constructed, of these references in rank order."""
+    name = transport.facts[0].name
+    calls = [Pending(rank, header, header, name) for rank, header in enumerate(headers)]
+    return wait_for_calls(transport, f"start of {name}", calls, setting="start_s")
+
+
 class _OpenCalls:
     """The calls of one wait that are not answered, and what the others answered."""
 

@@ -125,6 +125,7 @@ class Registration:
     materialize_futures: bool = True
     readonly: bool = False
     past_queue: bool = False
+    keeps_state: bool = False
 
 
 def _per_worker(fn: Callable[[CallTarget, Any, str], list[Any]]) -> Callable[..., Any]:
@@ -321,6 +322,7 @@ def register(
     materialize_futures: bool = True,
     readonly: bool = False,
     past_queue: bool = False,
+    keeps_state: bool = False,
 ) -> Callable[[F], F]:
     """Mark a worker's method as callable through its group; an `async def` runs to its end.
 
@@ -336,6 +338,8 @@ def register(
         past_queue: the method runs at once, in a thread of its own, beside the call that is running
             and before those that wait: to stop a generation, say. It takes small values only, and
             must mind the other thread.
+        keeps_state: the method promises to leave the role as it was, random state included: made
+            again, the call gives the same. A step of such calls alone can be made again in place.
     """
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
     mode_of(mode, "@register")
@@ -346,7 +350,8 @@ def register(
 
     def mark(method: F) -> F:
         execute = execute_mode or Execute.ALL
-        mark_of = Registration(mode, execute, blocking, materialize_futures, readonly, past_queue)
+        promises = readonly, past_queue, keeps_state
+        mark_of = Registration(mode, execute, blocking, materialize_futures, *promises)
         setattr(method, ATTRIBUTE, mark_of)
         return method
 

@@ -45,15 +45,20 @@ class Transport(ABC):
     """Headers of the last finished calls, oldest first, for `take_finished`."""
     abandoned: deque[tuple[str, list[Any]]]
     """Name and header references of every call whose future nobody read."""
+    changed_roles: set[str]
+    """Roles that had a call which may have changed their state, since this was cleared."""
 
     def __init__(self, facts: Sequence[ProcessFacts], deadlines: Deadlines) -> None:
         """Nothing is started yet."""
         self.facts, self.deadlines, self.world_size = list(facts), deadlines, len(facts)
         self.process_key = id(self)
         self.started, self.finished, self.abandoned = [], deque(maxlen=FINISHED_KEPT), deque()
-        self.call_times = CallTimes()
+        self.call_times, self.changed_roles = CallTimes(), set()
         self.companions: Sequence[Transport] = ()
         """Those of other pools without which a run cannot go on."""
+        self.is_replaceable = False
+        """Whether others may finish what they are doing when this one is lost."""
+        self._is_said_lost = False
         self._stopped = StoppedProcesses()
 
     @abstractmethod
@@ -110,6 +115,10 @@ class Transport(ABC):
         """End the processes. Safe to call twice."""
 
     @abstractmethod
+    def construct_again(self) -> None:
+        """Construct every rank's roles anew, in the processes that there are; waits for it."""
+
+    @abstractmethod
     def place(self, rank: int) -> str:
         """Process and machine of a rank, in words."""
 
@@ -130,6 +139,14 @@ class Transport(ABC):
         """The process of a rank, where that is another one on this machine."""
         return None
 
+    def can_kill(self, rank: int) -> bool:
+        """Whether a rank has a process that is not the driver's own, on whatever machine."""
+        return False
+
+    def kill(self, rank: int) -> None:
+        """End the process of such a rank by SIGKILL, for a fault on purpose."""
+        raise NotImplementedError(f"the processes of {self.kind} are not killed")
+
     def gone(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those that are lost, and those whose process has been stopped for a while."""
         ranks = list(ranks)
@@ -142,10 +159,18 @@ class Transport(ABC):
         return found
 
     def check_companions(self, what: str) -> None:
-        """Raise if a rank of another pool is gone, while `what` is waited for."""
+        """Raise if a rank of another pool is gone, while `what` is waited for.
+
+        Of a pool that can be replaced it is only said, once: whoever calls it next will see.
+        """
         for other in self.companions:
             for rank, why in other.gone(range(other.world_size)).items():
-                raise WorkerDiedError(f"{other.describe(rank)}, idle during {what}: {why}")
+                words = f"{other.describe(rank)}, idle during {what}: {why}"
+                if not other.is_replaceable:
+                    raise WorkerDiedError(words)
+                if not other._is_said_lost:
+                    logger.warning("%s It is replaced when it is needed next.", words)
+                other._is_said_lost = True
 
     def hold(self, reference: Any) -> Any:
         """A part that reaches the worker unresolved, as a `Held`."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import faulthandler
+import gc
 import os
 import pickle
 import threading
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from types import CoroutineType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -79,6 +81,7 @@ class WorkerHost:
         self._states: dict[str, RoleState] = {}
         self._workers: dict[str, Worker] = {} if workers is None else workers
         self._store: TCPStore | None = None
+        self._master: tuple[str, int] | None = None
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._making_loop = threading.Lock()  # two calls past the queue may want it at once
@@ -102,7 +105,15 @@ class WorkerHost:
     def start(self, master: tuple[str, int] | WorkerError | None) -> Header:
         """Construct every role, in the order given; the header carries the first error, if any."""
         start = Call(self.facts.name, "__init__")
-        return self._timed(lambda *_: self._construct(master), start, ())[1]
+        return self._timed(lambda *_: self._begin(master), start, ())[1]
+
+    def construct_again(self) -> Header:
+        """Construct every role anew, with the random state that it began with.
+
+        The process stays, and so does its process group; what the roles held is freed before.
+        """
+        again = Call(self.facts.name, "__init__")
+        return self._timed(lambda *_: self._construct_again(), again, ())[1]
 
     def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
         """Run one method. Never raises what the method raises: the header carries it.
@@ -129,17 +140,35 @@ class WorkerHost:
             self._loop.close()
             self._loop = None
 
-    def _construct(self, master: tuple[str, int] | WorkerError | None) -> Outcome:
+    def _begin(self, master: tuple[str, int] | WorkerError | None) -> Outcome:
         if isinstance(master, WorkerError):
             raise master
+        self._master = master
         if not self._in_callers_thread:
             self._own_the_process(master)
-        recipes = self._recipes
-        if isinstance(recipes, bytes):
-            recipes = pickle.loads(recipes)
+        return self._construct()
+
+    def _construct_again(self) -> Outcome:
+        if self._turn is not None and not self._in_callers_thread:
+            self._turn.__exit__()
+        self._turn = None
+        for role, state in self._states.items():
+            state.close()
+            self._workers.pop(role, None)
+        self._states.clear()
+
+        gc.collect()  # workers and their engines refer to each other
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return self._construct()
+
+    def _construct(self) -> Outcome:
+        # a worker may write into its arguments, and they may be needed again
+        given = self._recipes
+        recipes = pickle.loads(given) if isinstance(given, bytes) else copy.deepcopy(given)
         for role, (cls, args, kwargs) in recipes.items():
             self._states[role] = state = RoleState(role, self.facts)
-            facts = replace(self.facts, role=role, master=master)
+            facts = replace(self.facts, role=role, master=self._master)
             with construction(facts, self._workers), self._turn_of(state):
                 self._workers[role] = state.worker = cls(*args, **kwargs)
         return Outcome()

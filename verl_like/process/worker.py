@@ -268,6 +268,10 @@ class Worker:
     def ping(self) -> None:
         """Answer, beside whatever is being computed: the process is there."""
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, keeps_state=True)
+    def answer_in_turn(self) -> None:
+        """Answer once everything that was asked before is done."""
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
         """Write what a resume needs of this role into the folder `path`.

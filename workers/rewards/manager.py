@@ -204,8 +204,10 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
         "num_tokens": read_columns(batch, "response_mask")["response_mask"].sum(-1).tolist(),
     }
     others = columns.get("row_columns", [{}] * len(batch))
+    values = zip(*fields.values(), strict=True)
     return [
-        {**others[row], **{name: column[row] for name, column in fields.items()}} for row in rows
+        {**other, **dict(zip(fields, row, strict=True))}
+        for other, row in zip(others, values, strict=True)
     ]
 
 

@@ -84,7 +84,7 @@ class ActorWorker(Checkpointed, WeightPublisher, Worker):
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True, keeps_state=True)
     def compute_log_prob(self, data: DataProto) -> tuple[DataProto, Metrics]:
         """`old_log_probs` and `entropys` of the responses under the policy as it is now.
 

@@ -65,7 +65,7 @@ class CriticWorker(Checkpointed, WeightPublisher, Worker):
         # a frozen copy holds the type that passes compute in
         self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True, keeps_state=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """`values`: entry j is read at the position before response token j.
 

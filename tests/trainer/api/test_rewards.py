@@ -19,14 +19,17 @@ from workers.rewards.scorer import Scorer
 SAMPLE = {"solution_str": "aab", "raw_prompt": "say a", "letter": "a"}
 
 
-class Bonus:
-    """A reward that is an object."""
+def object_with(bonus: Any) -> Any:
+    """A reward that is an object, of a class that its process has by value: no file is imported."""
 
-    def __init__(self, bonus: float) -> None:
-        self.bonus = bonus
+    class Bonus:
+        def __init__(self) -> None:
+            self.bonus = bonus
 
-    def __call__(self, response: str) -> float:
-        return len(response) + self.bonus
+        def __call__(self, response: str) -> float:
+            return len(response) + self.bonus
+
+    return Bonus()
 
 
 def test_closures_lambdas_and_objects_score_in_another_process(tmp_path: Path) -> None:
@@ -40,7 +43,7 @@ def test_closures_lambdas_and_objects_score_in_another_process(tmp_path: Path) -
             weights[own] * len(response) for own, response in zip(letter, responses, strict=True)
         ]
 
-    given = [of_a_session, lambda prompt, **row: len(prompt), Bonus(0.5), of_a_batch]
+    given = [of_a_session, lambda prompt, **row: len(prompt), object_with(0.5), of_a_batch]
     items = reward_list(given, tmp_path, ["letter"])
     assert [item["name"] for item in items] == ["of_a_session", "reward", "Bonus", "of_a_batch"]
 
@@ -77,25 +80,22 @@ def test_settings_stand_beside_a_function_and_other_kinds_stay(tmp_path: Path) -
     assert [first["name"], third["name"]] == ["reward", "reward_2"]
 
 
-class Judge(torch.nn.Module):
-    """A module that reads a response; its weight is a part of the score."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, response: str) -> torch.Tensor:
-        return self.scale * len(response)
-
-
-class OfTensors(Judge):
+class OfTensors(torch.nn.Module):
     """One that reads tensors, which nobody gives."""
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return input_ids.sum()
 
 
 def test_a_module_that_reads_a_response_is_a_function(tmp_path: Path) -> None:
+    class Judge(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, response: str) -> torch.Tensor:
+            return self.scale * len(response)
+
     (item,) = reward_list([Judge()], tmp_path, ["letter"])
     assert item["name"] == "Judge"
     scorer = Scorer(FunctionSpec(item["path"], item["function"], columns=["letter"]), 120.0)
@@ -131,7 +131,7 @@ def test_a_reward_model_in_memory_becomes_a_role_s_folder(tmp_path: Path) -> Non
         (OfTensors(), "'input_ids'.*called by keyword with prompt, response"),
         (lambda response, topic: 0.0, r"'topic'.*the rows' columns letter"),
         ("mine.py", "a reward is a str: give a function, or a dict"),
-        ({"function": Bonus(threading.Lock())}, "cannot be sent to its process.*pickle"),
+        ({"function": object_with(threading.Lock())}, "cannot be sent to its process.*pickle"),
     ],
 )
 def test_a_reward_that_cannot_work_is_refused_at_once(

@@ -12,7 +12,7 @@ import ast
 import dataclasses
 import typing
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 Classes = frozenset[type]
 Names = dict[str, Classes]
@@ -215,9 +215,9 @@ def strings_in(node: ast.AST) -> list[str]:
     return [value for value in constants if isinstance(value, str)]
 
 
-def reads(root: type, sources: Iterable[str]) -> set[tuple[type, str]]:
-    """(dataclass, field) for every field under `root` that the sources read."""
-    walker, modules = Reads(Tree(root)), [ast.parse(source) for source in sources]
+def reads(root: type, modules: Sequence[ast.Module]) -> set[tuple[type, str]]:
+    """(dataclass, field) for every field under `root` that the modules read."""
+    walker = Reads(Tree(root))
     for _ in range(2):
         walker.found.clear()
         for module in modules:
@@ -225,9 +225,9 @@ def reads(root: type, sources: Iterable[str]) -> set[tuple[type, str]]:
     return walker.found
 
 
-def keys_that_nothing_reads(root: type, sources: Iterable[str]) -> list[str]:
-    """Dotted keys, sections among them, whose field no source reads."""
-    tree, found = Tree(root), reads(root, sources)
+def keys_that_nothing_reads(root: type, modules: Sequence[ast.Module]) -> list[str]:
+    """Dotted keys, sections among them, whose field no module reads."""
+    tree, found = Tree(root), reads(root, modules)
 
     def is_read(cls: type, name: str) -> bool:
         kin = {kind for kind, field in found if field == name}

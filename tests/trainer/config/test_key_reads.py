@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
+from tests.import_graph import PACKAGES, parsed, sources
 from tests.trainer.config.key_reads import keys_that_nothing_reads
 from trainer.ppo.config import PPOConfig
 from trainer.reward_model.config import RewardModelRunConfig
 
-ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("verl_like", "workers", "trainer")
 CHECKS = ("checks.py", "unused_keys.py")
 
 
@@ -39,28 +38,33 @@ def use(config: Root):
 
 @pytest.mark.parametrize("schema", [PPOConfig, RewardModelRunConfig])
 def test_every_key_is_read_somewhere(schema: type) -> None:
-    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    sources = [path.read_text(encoding="utf-8") for path in paths if path.name not in CHECKS]
-    assert keys_that_nothing_reads(schema, sources) == []
+    paths = [path for package in PACKAGES for path in sources(package)]
+    modules = [parsed(path) for path in paths if path.name not in CHECKS]
+    assert keys_that_nothing_reads(schema, modules) == []
+
+
+def unread(*texts: str) -> list[str]:
+    """The keys of `Root` that none of these modules reads."""
+    return keys_that_nothing_reads(Root, [ast.parse(text) for text in texts])
 
 
 def test_a_field_is_read_through_a_name_that_holds_its_section() -> None:
-    assert keys_that_nothing_reads(Root, [READS_ALL]) == []
+    assert unread(READS_ALL) == []
 
 
 def test_a_key_is_not_read_where_another_thing_has_an_attribute_of_its_name() -> None:
     source = READS_ALL.replace("section.seed", "torch.seed() + self.seed + known['seed']")
-    assert keys_that_nothing_reads(Root, [source]) == ["first.seed", "second.seed"]
+    assert unread(source) == ["first.seed", "second.seed"]
 
 
 def test_a_section_that_nothing_reaches_is_not_read() -> None:
     source = READS_ALL.replace(", config.second", "")
-    assert keys_that_nothing_reads(Root, [source]) == ["second"]
+    assert unread(source) == ["second"]
 
 
 def test_a_key_that_is_only_written_is_not_read() -> None:
     source = READS_ALL.replace("config.other,", "config.other = 1;")
-    assert keys_that_nothing_reads(Root, [source]) == ["other"]
+    assert unread(source) == ["other"]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_a_key_that_is_only_written_is_not_read() -> None:
 )
 def test_a_field_is_read_by_other_means(read: str) -> None:
     source = READS_ALL.replace("section.size + section.seed", read)
-    assert keys_that_nothing_reads(Root, [source]) == []
+    assert unread(source) == []
 
 
 def test_a_field_is_read_through_a_protocol_that_its_section_has() -> None:
@@ -86,7 +90,7 @@ def measure(one: Sized):
     return one.size
 """
     reads_the_seed_alone = READS_ALL.replace("section.size + ", "")
-    assert keys_that_nothing_reads(Root, [reads_the_seed_alone, source]) == []
+    assert unread(reads_the_seed_alone, source) == []
     strange = source.replace("    size: int", "    size: int\n    weight: int")
     expected = ["first.size", "second.size"]
-    assert keys_that_nothing_reads(Root, [reads_the_seed_alone, strange]) == expected
+    assert unread(reads_the_seed_alone, strange) == expected

@@ -56,6 +56,14 @@ def test_values_are_put_into_a_copy_without_asking_hydra(monkeypatch: pytest.Mon
     assert OmegaConf.to_yaml(compose_tree([], PPO)) == before
 
 
+def test_every_tree_is_of_the_schema_where_a_value_left_open_is_its_default() -> None:
+    register(PPO)
+    for overrides in ([], ["data.train_batch_size=???"], ["trainer.seed=3", "hydra.verbose=true"]):
+        ours = compose_tree(overrides, PPO)
+        assert OmegaConf.get_type(ours) is PPO.schema
+        assert ours.data.train_batch_size == PPO.schema().data.train_batch_size
+
+
 @pytest.mark.parametrize("override", ["data.train_batch_size=many", "data.tran_files=x"])
 def test_a_value_that_does_not_fit_is_refused_in_hydras_words(override: str) -> None:
     register(PPO)

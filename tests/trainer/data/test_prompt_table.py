@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from trainer.data import prompt_table
+from trainer.data import cache, prompt_table
+from trainer.data.cache import cache_folder, facts_of_files
 from trainer.data.config import DataConfig
 from trainer.data.prompt_table import (
     CachedPrompts,
     Encoded,
     PromptsInMemory,
-    cache_folder,
     cached_prompts,
-    facts_of_files,
 )
 from trainer.data.prompts import PromptSet, load_tokenizer
 from verl_like.errors import ConfigError
@@ -31,7 +33,7 @@ Row = dict[str, Any]
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(prompt_table, "ROWS_PER_BLOCK", 3)
+    monkeypatch.setattr(cache, "ROWS_PER_BLOCK", 3)
 
 
 def letters(row: Row) -> Encoded:
@@ -100,7 +102,7 @@ def test_what_an_entry_depends_on_makes_another_one(tmp_path: Path) -> None:
 def test_a_damaged_entry_is_made_again(name: str, caplog: pytest.LogCaptureFixture) -> None:
     files = Files(make_rows())
     cached_prompts({}, files, "prompt")
-    (entry,) = cache_folder().iterdir()
+    (entry,) = cache_folder("prompts").iterdir()
     whole = (entry / name).read_bytes()
     (entry / name).write_bytes(whole[: len(whole) // 2])
     cached = cached_prompts({}, files, "prompt")
@@ -112,7 +114,7 @@ def test_a_damaged_entry_is_made_again(name: str, caplog: pytest.LogCaptureFixtu
 
 def test_values_without_a_form_in_json_are_not_cached() -> None:
     assert cached_prompts({}, Files([{"prompt": "a", "image": b""}] * 3), "prompt") is None
-    assert list(cache_folder().iterdir()) == []
+    assert list(cache_folder("prompts").iterdir()) == []
 
 
 def test_an_error_of_a_row_leaves_nothing_behind() -> None:
@@ -122,7 +124,7 @@ def test_an_error_of_a_row_leaves_nothing_behind() -> None:
 
     with pytest.raises(ValueError, match="row 8 is bad"):
         cached_prompts({}, read, "prompt")
-    assert list(cache_folder().iterdir()) == []
+    assert list(cache_folder("prompts").iterdir()) == []
 
 
 def test_without_a_place_for_a_cache_there_is_none(
@@ -135,17 +137,32 @@ def test_without_a_place_for_a_cache_there_is_none(
 
 def test_an_entry_that_nobody_opens_is_forgotten() -> None:
     cached_prompts({"run": 1}, Files(make_rows()), "prompt")
-    (old,) = cache_folder().iterdir()
+    (old,) = cache_folder("prompts").iterdir()
     os.utime(old, (0, 0))
     cached_prompts({"run": 2}, Files(make_rows()), "prompt")
     assert not old.exists()
     assert isinstance(cached_prompts({"run": 2}, Files([]), "prompt"), CachedPrompts)
 
 
+@pytest.mark.parametrize("lost", ["removed", "unwritable"])
+def test_what_cannot_be_kept_any_more_is_computed(
+    lost: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cached = cached_prompts({}, Files(make_rows()), "prompt")
+    if lost == "removed":
+        shutil.rmtree(cache_folder("prompts"))
+    else:
+        refuse = OSError(errno.EROFS, "Read-only file system")
+        monkeypatch.setattr(prompt_table, "write_whole", Mock(side_effect=refuse))
+    assert [cached.remembered("digest", lambda: "1") for _ in range(2)] == ["1", "1"]
+    assert "is not kept for later runs" in caplog.text
+    assert cached.row(4) == make_rows()[4]
+
+
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file counts as a large one."""
-    monkeypatch.setattr(prompt_table, "CACHED_FROM_BYTES", 0)
+    monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 0)
 
 
 def as_large_files(tmp_path: Path, tokenizer: Any, **settings: Any) -> list[PromptSet]:
@@ -164,7 +181,7 @@ def test_prompts_of_a_cache_are_those_in_memory(
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     settings["max_prompt_length"] = 7
     memory, _ = as_large_files(tmp_path, tokenizer, **settings)
-    monkeypatch.setattr(prompt_table, "CACHED_FROM_BYTES", 0)
+    monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 0)
     for cached in as_large_files(tmp_path, tokenizer, **settings):
         assert isinstance(cached._table, CachedPrompts)
         assert (cached.story, cached.digest) == (memory.story, memory.digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -106,6 +107,45 @@ def test_a_rank_that_dies_does_not_wait_for_the_others_to_end(groups: WorkerGrou
 def pids_of_transport(groups: WorkerGroups, role: str) -> list[int]:
     """Without a call: the processes are busy."""
     return [header.pid for header in groups[role].transport.started]
+
+
+def test_pools_that_are_lost_or_do_not_answer_in_their_turn_are_named(
+    groups: WorkerGroups,
+) -> None:
+    os.kill(pids(groups, "rollout")[0], signal.SIGKILL)
+    asleep, asked_at = groups["rollout_1"].sleep.remote(60.0), time.monotonic()
+    lost = groups.lost_pools(2.0)
+    assert list(lost) == ["maker_0_pool", "maker_1_pool"]
+    assert "did not finish within" in lost["maker_1_pool"]
+    assert time.monotonic() - asked_at < 30
+    for pool in lost:
+        groups.restart(pool)
+    with pytest.raises(WorkerDiedError):
+        asleep.get()
+    assert groups.lost_pools(10.0) == {}
+
+
+def test_roles_are_constructed_anew_in_their_processes(groups: WorkerGroups) -> None:
+    group, before = groups["rollout_1"], pids(groups, "rollout_1")
+    groups.construct_again("maker_1_pool")
+    first = [group.execute_func_rank_zero(random.random) for _ in range(2)]
+    assert group.sum_of_ranks() == [1.0, 1.0]
+
+    groups.take_new_roles()
+    groups.construct_again("maker_1_pool")
+    assert groups.take_new_roles() == {"rollout_1"}
+    again = [group.execute_func_rank_zero(random.random) for _ in range(2)]
+    assert again == first, "the role's random state is that of its beginning"
+    assert group.sum_of_ranks() == [1.0, 1.0], "their process group is still open"
+    assert pids(groups, "rollout_1") == before
+
+
+def test_roles_whose_state_a_call_may_have_changed_are_known(groups: WorkerGroups) -> None:
+    groups.forget_changes()
+    groups["rollout"].answer_in_turn()
+    assert groups.changed_roles() == set()
+    groups["actor"].who()
+    assert groups.changed_roles() == {"actor"}
 
 
 def test_what_has_no_process_of_its_own_is_not_restarted(tmp_path: Path) -> None:

@@ -17,7 +17,10 @@ from verl_like.errors import WorkerDiedError
 
 @pytest.mark.parametrize("backend", ["child", pytest.param("ray", marks=pytest.mark.ray)])
 def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
-    backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     alone: dict[str, Any] = {"own_processes": True}
     if backend == "ray":
@@ -29,11 +32,18 @@ def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
         pid = idle.transport.pid_here(0)
         monkeypatch.setattr(stopped, "STOPPED_S", 0.5)
         os.kill(pid, signal.SIGSTOP)
+        idle.transport.is_replaceable = True
+        assert busy.sleeps(2.5).get() == [0], "whoever calls it next will see"
+        assert caplog.text.count("It is replaced when it is needed next.") == 1
+
+        idle.transport.is_replaceable = False
         began, slow = time.monotonic(), busy.sleeps(60)
         with pytest.raises(WorkerDiedError, match="idle during faulty.sleeps: .*kill -CONT"):
             slow.get()
 
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGCONT)
+        assert idle.transport.can_kill(0)
+        idle.transport.kill(0)
         while not idle.transport.lost([0]):
             time.sleep(0.01)
         again = busy.sleeps(60)

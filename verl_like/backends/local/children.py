@@ -24,7 +24,7 @@ import cloudpickle
 from verl_like.backends.local.child import receive, send
 from verl_like.backends.local.references import Done, regroup_here, resolve
 from verl_like.calls import stacks
-from verl_like.calls.answers import wait_for_calls
+from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Call, Pending
 from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
@@ -185,9 +185,7 @@ class ChildTransport(Transport):
                 child.request("host", pickled, fact)
             master = self.children[0].request("open_store", "127.0.0.1", master_port)[0]
             starting = [child.request("start", master)[0] for child in self.children]
-            name = facts[0].name
-            calls = [Pending(rank, header, header, name) for rank, header in enumerate(starting)]
-            self.started = wait_for_calls(self, f"start of {name}", calls, setting="start_s")
+            self.started = wait_for_start(self, starting)
         except BaseException:
             self.shutdown()
             raise
@@ -197,6 +195,11 @@ class ChildTransport(Transport):
         method = "past_queue" if call.past_queue else "call"
         payload, header = self.children[rank].request(method, call, list(parts), num_answers=2)
         return Pending(rank, payload, header, call.role)
+
+    def construct_again(self) -> None:
+        """Asked of every child in its turn."""
+        asked = [child.request("construct_again")[0] for child in self.children]
+        self.started = wait_for_start(self, asked)
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         """Those that are answered or failed."""
@@ -235,6 +238,14 @@ class ChildTransport(Transport):
     def pid_here(self, rank: int) -> int:
         """The child's."""
         return self.children[rank].process.pid
+
+    def can_kill(self, rank: int) -> bool:
+        """Every rank's."""
+        return True
+
+    def kill(self, rank: int) -> None:
+        """Kill the child."""
+        self.children[rank].process.kill()
 
     def place(self, rank: int) -> str:
         """The child's process id."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_like.backends.local.references import Done, regroup_here
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.answers import wait_for_calls
+from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Call, Pending
 from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
@@ -48,12 +48,10 @@ class InlineTransport(Transport):
         """
         super().__init__([facts], deadlines)
         self.process_key = id(neighbours)
-        self.host = WorkerHost(copy.deepcopy(recipes), facts, neighbours)
+        self.host = WorkerHost(recipes, facts, neighbours)
         with _one_call:
-            header = Done(self.host.start(None))
-        self.started = wait_for_calls(
-            self, f"start of {facts.name}", [Pending(0, header, header, facts.name)]
-        )
+            header = self.host.start(None)
+        self.started = wait_for_start(self, [Done(header)])
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Runs the call now."""
@@ -64,6 +62,12 @@ class InlineTransport(Transport):
         is_batch = isinstance(payload, DataProto)
         own = payload.writable_copy() if is_batch else copy.deepcopy(payload)
         return Pending(rank, Done(own), Done(header), call.role)
+
+    def construct_again(self) -> None:
+        """At once."""
+        with _one_call:
+            header = self.host.construct_again()
+        self.started = wait_for_start(self, [Done(header)])
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         """Everything is there."""

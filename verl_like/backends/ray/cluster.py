@@ -23,6 +23,8 @@ from verl_like.errors import WaitTimeoutError
 from verl_like.placement.pools import Node
 from verl_like.process.environment import ONE_THREAD, environment
 
+_connecting = threading.Lock()
+
 
 def connect(
     address: str | None = None,
@@ -33,12 +35,23 @@ def connect(
 ) -> None:
     """Join a Ray cluster (`address`, or RAY_ADDRESS), or start one here.
 
-    A process that is connected already stays so. Workers get one thread each, unless the user's
+    A process that is connected already stays so; a thread that is connecting it is waited for.
+    Workers get one thread each, unless the user's
     environment or `runtime_env` says otherwise. A cluster that is started is the user's alone
     (`private_session`).
     """
-    if ray.is_initialized():
-        return
+    with _connecting:
+        if not ray.is_initialized():
+            _connect(address, namespace, runtime_env, deadlines, options)
+
+
+def _connect(
+    address: str | None,
+    namespace: str | None,
+    runtime_env: dict[str, Any] | None,
+    deadlines: Deadlines | None,
+    options: dict[str, Any],
+) -> None:
     env = dict(runtime_env or {})
     unset = {name: value for name, value in ONE_THREAD.items() if name not in os.environ}
     address = address or os.environ.get("RAY_ADDRESS")

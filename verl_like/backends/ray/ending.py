@@ -46,14 +46,18 @@ def end_in_time_at_exit() -> None:
     atexit.register(_leave)
 
 
-def leave_if_broken() -> None:
-    """Leave a cluster whose head or nodes do not answer: the next connection finds another."""
+def leave_if_broken() -> bool:
+    """Leave a cluster whose head or nodes do not answer: the next connection finds another.
+
+    Gives whether there is none to go on in.
+    """
     nodes: list[dict[str, Any]] = []
     if ray.is_initialized() and not (
         within(RELEASE_S, lambda: nodes.extend(ray.nodes()), "asking the cluster for its nodes")
         and any(node["Alive"] for node in nodes)
     ):
         _leave()
+    return not ray.is_initialized()
 
 
 def _leave() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class RayHost:
         handlers = {
             side_channel.STACKS: lambda _: self._host.stacks().encode(),
             side_channel.CALL: self._call_past_queue,
+            side_channel.KILL: _kill_this_process,
         }
         # on one machine nobody comes from elsewhere
         one_node = self._host.facts.one_node
@@ -77,6 +79,10 @@ class RayHost:
     def start(self, master: tuple[str, int] | WorkerError) -> bytes:
         """Construct the roles."""
         return self._host.start(master).packed()
+
+    def construct_again(self) -> bytes:
+        """Construct the roles anew."""
+        return self._host.construct_again().packed()
 
     def roles_there(self) -> bytes:
         """The header of a call that does nothing: another driver learns the meshes from it."""
@@ -101,6 +107,11 @@ class RayHost:
         payload, header = self._host.call(pickle.loads(request), ())
         reply: bytes = cloudpickle.dumps(answer_of(payload, header))
         return reply
+
+
+def _kill_this_process(_: bytes) -> bytes:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return b""
 
 
 HostActor = ray.remote(RayHost)

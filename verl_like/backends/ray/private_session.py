@@ -28,6 +28,8 @@ from verl_like.process.private_folder import private_folder
 TOKEN_PLACES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 WITHOUT_METRICS = {
     "RAY_enable_metrics_collection": "0",
+    # what every call did, for the dashboard's page of tasks: each process sends it every second
+    "RAY_task_events_report_interval_ms": "0",
     # Ray has no switch for these two; a port that cannot be opened it only notes in its own log
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",

@@ -1,6 +1,6 @@
 """The side channel of a worker process: a socket on which requests pass its queue of calls.
 
-    endpoint = serve(address, {STACKS: answer_stacks, CALL: answer_call})    # in the worker
+    endpoint = serve(address, {STACKS: answer_stacks, CALL: answer_call, ...})  # in the worker
     reply = read_reply(send_request(endpoint, CALL, body, seconds))          # on the driver
 
 Every connection carries one request and its reply, both of them bytes. It begins with the server's
@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from verl_like.errors import WorkerError, cannot_travel
 
 logger = logging.getLogger(__name__)
-STACKS, CALL = b"S", b"C"
-"""The kinds of request: the process's Python stacks; a call that runs at once."""
+STACKS, CALL, KILL = b"S", b"C", b"K"
+"""The kinds of request: the process's Python stacks; a call that runs at once; to end by SIGKILL.
+"""
 REQUEST_S = 5.0
 """How long a client may take to send its key, and then its request."""
 MAX_WITHOUT_KEY = 64

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -33,7 +34,7 @@ from verl_like.backends.ray.ending import RELEASE_S, within
 from verl_like.backends.ray.host import Location
 from verl_like.backends.ray.probes import ClusterProbe
 from verl_like.calls import stacks
-from verl_like.calls.answers import wait_for_calls
+from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Answer, Call, Header, Held, Pending, payload_of
 from verl_like.calls.pieces import regroup_pieces
 from verl_like.calls.transport import Transport
@@ -68,10 +69,7 @@ class RayTransport(Transport):
         self._nodes: dict[int, str] = {}
         try:
             self._locations = [actor.location.remote() for actor in self.actors]
-            asked = start(self.actors)
-            name = facts[0].name
-            calls = [Pending(rank, header, header, name) for rank, header in enumerate(asked)]
-            self.started = wait_for_calls(self, f"start of {name}", calls, setting="start_s")
+            self.started = wait_for_start(self, start(self.actors))
             locations: list[Location] = ray.get(self._locations)
             self._endpoints = [location.endpoint for location in locations]
             self._nodes = {rank: location.node for rank, location in enumerate(locations)}
@@ -80,6 +78,11 @@ class RayTransport(Transport):
         except BaseException:
             self.shutdown()
             raise
+
+    def construct_again(self) -> None:
+        """A task of every actor."""
+        asked = [actor.construct_again.remote() for actor in self.actors]
+        self.started = wait_for_start(self, asked)
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """One task of the actor, whose name is for the dashboard only."""
@@ -234,6 +237,18 @@ class RayTransport(Transport):
         if self._nodes.get(rank) != self._here:
             return None
         return self.started[rank].pid
+
+    def can_kill(self, rank: int) -> bool:
+        """Whoever has a side channel."""
+        return rank in self._nodes
+
+    def kill(self, rank: int) -> None:
+        """Asked over the side channel, from which the worker's end comes as an answer."""
+        endpoint = self._endpoints[rank]
+        with suppress(OSError):
+            side_channel.read_reply(
+                side_channel.send_request(endpoint, side_channel.KILL, b"", CONNECT_S)
+            )
 
     def shutdown(self) -> None:
         """Kill the actors; a cluster that does not answer is left alone."""

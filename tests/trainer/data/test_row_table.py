@@ -1,0 +1,160 @@
+"""Rows of large files for SFT, reward models and preferences are tokenized once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data import cache, encoded_rows
+from trainer.data.cache import cache_folder
+from trainer.data.files import first_rows
+from trainer.data.labelled import read_labelled
+from trainer.data.lm_rows import lm_batch, read_lm_rows
+from trainer.data.pairs import read_pairs
+from trainer.data.prompts import load_tokenizer
+from trainer.data.row_digest import digest_of_rows
+
+Row = dict[str, Any]
+LM = [{"text": "a" * (number + 1)} for number in range(7)] + [{"prompt": "b", "response": "cd"}]
+PAIRS = [
+    {"prompt": "ab", "chosen": "c" * (n + 2), "rejected": "d", "margin": n / 3} for n in range(8)
+]
+LABELLED = [{"prompt": f"{n}", "completion": "ab" * n, "label": n % 2} for n in range(1, 7)]
+KINDS: dict[str, tuple[Callable[..., list[Any]], list[Row]]] = {
+    "lm": (read_lm_rows, LM),
+    "pairs": (read_pairs, PAIRS),
+    "labelled": (partial(read_labelled, seed=1), LABELLED + PAIRS),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir: Path) -> Any:
+    return load_tokenizer(str(tiny_dir / "model"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file counts as a large one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "ROWS_PER_BLOCK", 3)
+    monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 0)
+
+
+@pytest.fixture
+def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The files' rows that were read, so far."""
+    count, read = [0], encoded_rows.rows_of_files
+
+    def rows_of_files(*arguments: Any) -> Iterator[Any]:
+        for row in read(*arguments):
+            count[0] += 1
+            yield row
+
+    monkeypatch.setattr(encoded_rows, "rows_of_files", rows_of_files)
+    return count
+
+
+def write(folder: Path, rows: list[Row]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_start_reads_the_rows_that_the_first_has_made(
+    kind: str, tokenizer: Any, tmp_path: Path, num_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_rows, rows = KINDS[kind]
+    files = write(tmp_path, [*rows[:4], {"nothing": 1}, *rows[4:]])
+    read = partial(read_rows, "data.train_files", files, tokenizer, 8, on_bad_row="skip")
+    first, second = read(), read()
+    assert num_read == [len(rows) + 1]
+    monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 2**30)
+    in_memory = read()
+    assert num_read == [2 * (len(rows) + 1)]
+    assert len(first) > 6
+    assert digest_of_rows(first) == digest_of_rows(second) == digest_of_rows(in_memory)
+
+
+def test_the_number_of_rows_that_were_skipped_is_kept(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = write(tmp_path, [*LM, {"text": ""}])
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            read_lm_rows("data.train_files", files, tokenizer, 8, on_bad_row="skip")
+    assert caplog.text.count("holds 9 rows, 1 bad ones skipped") == 2
+
+
+def test_rows_of_the_cache_are_made_a_batch(tokenizer: Any, tmp_path: Path) -> None:
+    files = write(tmp_path, LM)
+    for _ in range(2):
+        rows = read_lm_rows("data.train_files", files, tokenizer, 8)
+    assert not rows[0].ids.flags.owndata
+    batch = lm_batch(rows[:2], ["0", "1"], pad_token_id=0).batch
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
+    assert batch["input_ids"][1].tolist() == rows[1].ids.tolist()
+
+
+def test_other_files_settings_and_tokens_make_other_entries(
+    tiny_dir: Path, tmp_path: Path, num_read: list[int]
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    files = write(tmp_path, LM)
+
+    def read(**settings: Any) -> list[Any]:
+        return read_lm_rows("data.train_files", files, tokenizer, 8, **settings)
+
+    ended = read()[0].ids.tolist()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    assert read()[0].ids.tolist() == [*ended[:-1], 5]
+    tokenizer.chat_template = "{{ messages }}"
+    read()
+    read(on_bad_row="skip")
+    os.utime(files, (0, 0))
+    read()
+    assert num_read == [5 * len(LM)]
+    read(loss_on_all=True)
+    assert num_read == [5 * len(LM)], "what is done with the tokens afterwards is not kept"
+
+
+def test_pairs_are_not_taken_for_responses_with_a_label(tokenizer: Any, tmp_path: Path) -> None:
+    files = write(tmp_path, PAIRS)
+    read_pairs("data.train_files", files, tokenizer, 16)
+    assert len(read_labelled("data.train_files", files, tokenizer, 16, seed=1)) == 2 * len(PAIRS)
+
+
+def test_a_damaged_entry_is_made_again(
+    tokenizer: Any, tmp_path: Path, num_read: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    files = write(tmp_path, LM)
+    read = partial(read_lm_rows, "data.train_files", files, tokenizer, 8)
+    whole = digest_of_rows(read())
+    (entry,) = cache_folder("rows").iterdir()
+    (entry / "rows.arrow").write_bytes((entry / "rows.arrow").read_bytes()[:900])
+    assert digest_of_rows(read()) == whole
+    assert num_read == [2 * len(LM)]
+    assert "is damaged and made again" in caplog.text
+
+
+def test_without_a_place_for_a_cache_rows_are_read_at_every_start(
+    tokenizer: Any, tmp_path: Path, num_read: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    files = write(tmp_path, LM)
+    assert len(read_lm_rows("data.train_files", files, tokenizer, 8)) == len(LM)
+    assert "rows are tokenized at every start: no cache in" in caplog.text
+
+
+def test_a_dry_run_keeps_nothing(tokenizer: Any, tmp_path: Path) -> None:
+    files = write(tmp_path, LM)
+    with first_rows(2):
+        assert len(read_lm_rows("data.train_files", files, tokenizer, 8)) == 2
+    assert not cache_folder("rows").exists()

@@ -1,0 +1,51 @@
+"""Which roles of a PPO run can be replaced in the middle of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import overrides
+from trainer import load_config
+from trainer.groups.worker_groups import ROLE_WORKERS
+from trainer.ppo.replaceable import replaceable_roles
+from verl_like.registry import load_object
+from workers.roles.rollout import RolloutWorker
+
+
+class OwnRollout(RolloutWorker):
+    """Of a user: what it keeps is not known."""
+
+
+def groups(**own: type) -> Any:
+    """In the place of a run's groups: of every built-in role its class."""
+    classes = {role: load_object(path, role) for role, path in ROLE_WORKERS.items()} | own
+    return {role: SimpleNamespace(roles={role: cls}) for role, cls in classes.items()}
+
+
+@pytest.mark.parametrize(
+    ("more", "own", "replaced"),
+    [
+        ((), {}, {"rollout", "ref", "teacher", "reward_model"}),
+        (("actor_rollout_ref.ref.update_every=2",), {}, {"rollout", "teacher", "reward_model"}),
+        ((), {"rollout": OwnRollout}, {"ref", "teacher", "reward_model"}),
+    ],
+)
+def test_what_has_no_state_of_its_own_is_replaced(
+    tiny_dir: Path, tmp_path: Path, more: tuple[str, ...], own: dict[str, type], replaced: set[str]
+) -> None:
+    config = load_config(overrides(tiny_dir, tmp_path, *more))
+    found = replaceable_roles(config, groups(**own))
+    assert found.roles == replaced
+    assert found.with_processes == set()
+
+
+def test_an_engine_with_processes_of_its_own_goes_with_its_worker(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    config = load_config(overrides(tiny_dir, tmp_path))
+    config.actor_rollout_ref.rollout.name = "vllm"
+    assert replaceable_roles(config, groups()).with_processes == {"rollout"}

@@ -1,0 +1,155 @@
+"""The loss of a worker ends its own group alone, and the run goes on to undisturbed numbers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.integration.runs import numbers, overrides
+from trainer import load_config, restarts, run
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import PPO
+from trainer.ppo.step import PPOTrainer
+
+POOLS = (
+    "resource_pool_spec={train_pool: [1], rollout_pool: [1], ref_pool: [1]}",
+    "role_mapping={actor: train_pool, critic: train_pool, rollout: rollout_pool, ref: ref_pool}",
+    *("trainer.n_gpus_per_node=3", "trainer.device=cpu"),
+)
+SHORT = ("data.train_batch_size=4", "data.max_response_length=4", "trainer.total_training_steps=3")
+ROLES = ("actor", "critic", "rollout", "ref")
+
+
+@dataclass(kw_only=True)
+class ChildConfig(PPOConfig):
+    """Rollout and trained roles have processes of their own, as on Ray; the reference has none."""
+
+    @property
+    def child_pools(self) -> frozenset[str]:
+        return frozenset({"rollout_pool", "train_pool"})
+
+
+CHILD = replace(PPO, schema=ChildConfig)
+
+
+class Killing(PPOTrainer):
+    """Kills the process of a role, by the step and its stage."""
+
+    kills: ClassVar[dict[tuple[int, str], str]] = {}
+    pids: ClassVar[list[dict[str, int]]] = []
+    """Of every role, when a step begins."""
+
+    def on_step_begin(self) -> None:
+        self.pids.append({role: pid_of(self, role) for role in ROLES})
+        self.kill("begin")
+
+    def score(self, batch: Any) -> Any:
+        self.kill("score")
+        return super().score(batch)
+
+    def update(self, batch: Any) -> Any:
+        self.kill("update")
+        return super().update(batch)
+
+    def kill(self, stage: str) -> None:
+        role = self.kills.pop((self.global_step, stage), None)
+        if role is not None:
+            os.kill(pid_of(self, role), signal.SIGKILL)
+
+
+def pid_of(trainer: Any, role: str) -> int:
+    return int(trainer.groups[role].transport.started[0].pid)
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What is left of a run whose workers were killed."""
+
+    folder: Path
+    pids: list[dict[str, int]]
+    log: str
+
+
+def killed(
+    tiny: Path, folder: Path, recipe: Any, kills: dict[tuple[int, str], str], *more: str
+) -> Killed:
+    """A run with these kills; its warnings come from the loggers of `trainer`."""
+    messages = logging.StreamHandler((folder / "log").open("w"))
+    logging.getLogger("trainer").addHandler(messages)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+            patch.setattr(Killing, "kills", dict(kills))
+            patch.setattr(Killing, "pids", [])
+            settings = (*POOLS, *SHORT, "trainer.save_freq=2", *more)
+            run(load_config(overrides(tiny, folder, *settings), recipe), Killing)
+            assert not Killing.kills, "all of them came about"
+            return Killed(folder, Killing.pids, (folder / "log").read_text())
+    finally:
+        logging.getLogger("trainer").removeHandler(messages)
+        messages.stream.close()
+
+
+def differing(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    return [role for role in ROLES if before[role] != after[role]]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of an undisturbed run, all in one process."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(load_config(overrides(tiny_dir, folder, "trainer.backend=local", *POOLS, *SHORT)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def disturbed(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    """The rollout is lost twice: when it is idle, and when it is called; then the actor is."""
+    kills = {(1, "update"): "rollout", (2, "begin"): "rollout", (3, "score"): "actor"}
+    folder = tmp_path_factory.mktemp("killed")
+    return killed(tiny_dir, folder, CHILD, kills, "trainer.backend=local")
+
+
+def test_numbers_are_those_of_an_undisturbed_run(disturbed: Killed, whole: Path) -> None:
+    assert numbers(disturbed.folder) == numbers(whole)
+
+
+def test_a_rollout_that_is_lost_during_the_update_is_replaced_and_the_step_goes_on(
+    disturbed: Killed,
+) -> None:
+    first, second, *_ = disturbed.pids
+    assert differing(first, second) == ["rollout"]
+    assert re.search(r"\(rollout_pool\) is back after \d+\.\d s; step 1 goes on", disturbed.log)
+
+
+def test_a_lost_rollout_is_started_anew_and_its_step_alone_made_again(disturbed: Killed) -> None:
+    _, lost, again, *_ = disturbed.pids
+    assert differing(lost, again) == ["rollout"]
+    assert "the run goes on after step 1." in disturbed.log
+
+
+def test_a_lost_actor_takes_all_back_and_the_other_processes_stay(disturbed: Killed) -> None:
+    assert len(disturbed.pids) == 5, "steps 1, 2, 2, 3, 3"
+    assert differing(*disturbed.pids[3:]) == ["actor", "critic"]
+    back = r"group actor\+critic \(train_pool\) is back after .*; the run goes on after step 2\."
+    assert re.search(back, disturbed.log)
+
+
+@pytest.mark.ray
+def test_on_ray_the_same_holds(
+    tiny_dir: Path, whole: Path, tmp_path: Path, ray_session: None
+) -> None:
+    kills = {(2, "score"): "ref", (2, "update"): "rollout", (3, "begin"): "actor"}
+    found = killed(tiny_dir, tmp_path, PPO, kills, "trainer.backend=ray", "cpus_per_process=0.5")
+    assert numbers(tmp_path) == numbers(whole)
+    _, lost, again, failed, last = found.pids
+    assert differing(lost, again) == ["ref"]
+    assert differing(again, failed) == ["rollout"]
+    assert differing(failed, last) == ["actor", "critic"]

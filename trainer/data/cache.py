@@ -1,0 +1,134 @@
+"""What is made of large files once, in entries on disk that later runs map into memory.
+
+    table = cached("prompts", depends_on, write, CachedPrompts)
+
+`trainer.data.prompt_table` keeps prompts so, `trainer.data.row_table` the rows of other recipes.
+An entry is a folder, whose name is a hash of all that its content depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.data.files import are_first_rows_enough
+
+logger = logging.getLogger(__name__)
+CACHED_FROM_BYTES = 64 * 2**20
+"""Files that are smaller together are read at every start."""
+ROWS_PER_BLOCK = 1000
+"""Of the files in an entry: no more rows than these are in memory while they are written."""
+FORGOTTEN_AFTER_S = 30 * 24 * 3600.0
+"""An entry that no run has opened for so long is removed."""
+FORMAT = 1
+T = TypeVar("T")
+
+
+class NotPlainError(Exception):
+    """A row has a value that an entry has no form for."""
+
+
+def what_tokens_depend_on(names: Sequence[str], tokenizer: Any) -> dict[str, Any] | None:
+    """Files and tokenizer, for `cached`; None where there is to be no entry."""
+    paths = [Path(name) for name in names]
+    if are_first_rows_enough() or not all(path.is_file() for path in paths):
+        return None  # of the hub; or missing, which reading says
+    is_small = sum(path.stat().st_size for path in paths) < CACHED_FROM_BYTES
+    facts = None if is_small else facts_of_tokenizer(tokenizer)
+    if facts is None:
+        return None
+    return {"format": FORMAT, "files": facts_of_files(paths), "tokenizer": facts}
+
+
+def cached(
+    what: str,
+    depends_on: dict[str, Any],
+    write: Callable[[Path], None],
+    open_entry: Callable[[Path], T],
+) -> T | None:
+    """The entry for all that it `depends_on`, made by `write` where there is none.
+
+    `open_entry` raises where a folder is no whole entry. None: rows like these cannot be kept, or
+    there is no place for a cache.
+    """
+    key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+    cache = cache_folder(what)
+    entry = cache / key
+    if (found := _opened(entry, open_entry)) is not None:
+        return found
+    try:
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _forget_old(cache)
+        made = Path(tempfile.mkdtemp(dir=cache, prefix="being_made_"))
+        try:
+            write(made)
+            shutil.rmtree(entry, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run was first
+                made.rename(entry)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except NotPlainError as error:
+        logger.info("%s are tokenized at every start: %s", what, error)
+        return None
+    except OSError as error:
+        logger.warning("%s are tokenized at every start: no cache in %s (%s)", what, cache, error)
+        return None
+    return _opened(entry, open_entry)
+
+
+def cache_folder(what: str) -> Path:
+    """Where such entries are: `$XDG_CACHE_HOME/verl_like/<what>`, as a rule in ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "verl_like" / what
+
+
+def facts_of_files(paths: Iterable[Path]) -> list[list[Any]]:
+    """What tells a file from one with other content: path, size, time of the last change."""
+    found = [(path.resolve(), path.stat()) for path in paths]
+    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in found]
+
+
+def facts_of_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
+    """What its tokens depend on; None of one that cannot say."""
+    import transformers
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    return {
+        "class": type(tokenizer).__qualname__,
+        "version": transformers.__version__,
+        "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest(),
+        "chat_template": tokenizer.chat_template,
+    }
+
+
+def _opened(entry: Path, open_entry: Callable[[Path], T]) -> T | None:
+    import pyarrow as pa
+
+    if not entry.is_dir():
+        return None
+    try:
+        found = open_entry(entry)
+        with contextlib.suppress(OSError):  # of another user, who keeps it
+            os.utime(entry)
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowInvalid) as error:
+        logger.warning("%s is damaged and made again (%s)", entry, error)
+        return None
+    return found
+
+
+def _forget_old(cache: Path) -> None:
+    for entry in cache.iterdir():
+        with contextlib.suppress(OSError):  # another run removes it, too
+            if time.time() - entry.stat().st_mtime > FORGOTTEN_AFTER_S:
+                shutil.rmtree(entry)

@@ -1,0 +1,32 @@
+"""The roles of a PPO run that can be replaced when their process is lost: `trainer.recovery`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.recovery import ReplaceableRoles
+from workers.roles.reference import ReferenceWorker
+from workers.roles.reward_model import RewardModelWorker
+from workers.roles.rollout import RolloutWorker
+from workers.roles.teacher import TeacherWorker
+
+FROZEN = (ReferenceWorker, RewardModelWorker, TeacherWorker)
+"""Their weights are in a model folder."""
+EASILY_ENDED = ("native", "hf")
+"""Rollout engines that leave nothing behind when they are dropped."""
+
+
+def replaceable_roles(config: Any, groups: WorkerGroups) -> ReplaceableRoles:
+    """Rollouts, and what reads with weights that do not move; a class of the user's own is not."""
+    found, with_processes = set(), set()
+    for role in groups:
+        cls = groups[role].roles[role]
+        if cls in (RolloutWorker, *FROZEN):
+            found.add(role)
+        if issubclass(cls, RolloutWorker):
+            if config.actor_rollout_ref.rollout.name not in EASILY_ENDED:
+                with_processes.add(role)
+    if "ref" in found and config.actor_rollout_ref.ref.update_every is not None:
+        found.remove("ref")  # it follows the actor from afar, and no other has its weights
+    return ReplaceableRoles(frozenset(found), frozenset(with_processes))

@@ -1,0 +1,137 @@
+"""What a run keeps when it loses a worker: the processes that live, and the step where it can.
+
+`trainer.launch` calls `bring_back` after an attempt that failed, and the next attempt goes on with
+what it gives. Lost pools are started anew on their places. Then there are two ways:
+
+    the lost roles can be replaced,         the step is made again from its beginning, which the
+    and no other has moved in this step     driver has in memory; no other role is touched
+    else                                    every role goes back to the last checkpoint: those that
+                                            live are constructed anew in their own processes
+
+Where neither can be, every group is started anew, as if the command had been given again. A group
+that is lost when others have moved, and is needed next, is replaced by `replace_within_step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.restarts import Restarts
+from trainer.run_folder.step_start import StepStart
+from verl_like.errors import PlacementError, WorkerDiedError, WorkerError
+
+TURN_S = 60.0
+"""So long the other processes may go on with what they are doing; then they count as lost, too."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReplaceableRoles:
+    """What a recipe says of its roles; by default none can be replaced."""
+
+    roles: frozenset[str] = frozenset()
+    """Their state is in a model folder, or the actor's weights: started anew, they go on."""
+    with_processes: frozenset[str] = frozenset()
+    """They leave something behind in their processes, which cannot be had a second time there."""
+
+
+@dataclass(frozen=True)
+class BroughtBack:
+    """The groups are whole again, and the next attempt goes on with them."""
+
+    pools: dict[str, list[str]]
+    """Lost pools, with their roles."""
+    step_start: StepStart | None
+    """What the attempt goes on from; None: from the last checkpoint, or from the first step."""
+    since: float
+    """When the failure was noticed, as `time.monotonic` has it."""
+
+    def log(self, step: int) -> None:
+        """Say what is back and how long that took, once every role has its state after `step`."""
+        _log_back(self.pools, self.since, f"the run goes on after step {step}")
+
+
+def bring_back(
+    groups: WorkerGroups,
+    replaceable: ReplaceableRoles,
+    step_start: StepStart | None,
+    since: float,
+) -> BroughtBack | None:
+    """Start what is lost anew, and have the rest ready to go on; None: no group can be kept.
+
+    `step_start` is of the step that failed, where it had begun.
+    """
+    lost = groups.lost_pools(TURN_S)
+    roles_of = groups.roles_of_pools()
+    if not lost or len(lost) == len(roles_of):
+        return None
+    for pool, why in lost.items():
+        logger.warning("pool %s is started anew, the others stay: %s", pool, why)
+
+    moved = groups.changed_roles() - replaceable.roles
+    are_replaceable = all(replaceable.roles.issuperset(roles_of[pool]) for pool in lost)
+    if moved or not are_replaceable:
+        step_start = None
+    try:
+        for pool in lost:
+            groups.restart(pool)
+        if step_start is None:
+            _make_empty(groups, replaceable, set(lost))
+    except (WorkerError, PlacementError) as error:
+        logger.warning("the lost group cannot be brought back, so all are started anew: %s", error)
+        return None
+    return BroughtBack({pool: roles_of[pool] for pool in lost}, step_start, since)
+
+
+def replace_within_step(
+    groups: WorkerGroups,
+    roles: frozenset[str],
+    restarts: Restarts,
+    error: WorkerDiedError,
+    step: int,
+) -> None:
+    """Start lost groups of these `roles` anew, while the others keep what the step has made so far.
+
+    Where another role is lost, or none, the error is raised. The new ones have no models yet.
+    """
+    since, roles_of = time.monotonic(), groups.roles_of_pools()
+    lost = {pool: roles_of[pool] for pool in groups.lost_pools(TURN_S)}
+    if not lost or not all(roles.issuperset(its_roles) for its_roles in lost.values()):
+        raise error
+    restarts.wait_for_next(error, step)
+    try:
+        for pool in lost:
+            groups.restart(pool)
+    except PlacementError as problem:
+        error.add_note(str(problem))
+        raise error from None
+    _log_back(lost, since, f"step {step} goes on")
+
+
+def _log_back(pools: dict[str, list[str]], since: float, then: str) -> None:
+    seconds = time.monotonic() - since
+    for pool, roles in pools.items():
+        names = "+".join(roles)
+        logger.warning("group %s (%s) is back after %.1f s; %s.", names, pool, seconds, then)
+
+
+def _make_empty(groups: WorkerGroups, replaceable: ReplaceableRoles, lost: set[str]) -> None:
+    """Have the pools that live as at the start of the run, for a checkpoint to be loaded.
+
+    Roles that hold nothing of their own stay as they are, unless another in their processes does.
+    """
+    roles_of = groups.roles_of_pools()
+    for pools in groups.pools_by_processes():
+        roles = {role for pool in pools for role in roles_of[pool]}
+        if replaceable.roles >= roles:
+            continue
+        for pool in pools:
+            if pool in lost:
+                continue
+            if replaceable.with_processes & set(roles_of[pool]):
+                groups.restart(pool)
+            else:
+                groups.construct_again(pool)
