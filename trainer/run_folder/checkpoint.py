@@ -39,13 +39,7 @@ from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
 from trainer.run_folder.background_commit import BackgroundCommit
 from trainer.run_folder.inputs import digests_of_inputs
-from trainer.run_folder.marker import (
-    committed,
-    named,
-    read_marker,
-    refuse_damaged,
-    write_marker,
-)
+from trainer.run_folder.marker import committed, named, read_marker, refuse_damaged, write_marker
 from trainer.run_folder.retention import drop_old
 from trainer.run_folder.starts import installed_versions
 from trainer.run_folder.step_start import StepStart
