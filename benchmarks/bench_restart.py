@@ -1,0 +1,139 @@
+"""What the loss of one worker costs a PPO run on the tiny model, by the role that is lost.
+
+    python benchmarks/bench_restart.py [--backend local,ray] [--roles rollout,ref,critic,actor]
+
+Every role has a process of its own. As steps begin, one role after the other is killed by SIGKILL,
+and a line of JSON says, in seconds from the kill: when the run has noticed (`detected`), when the
+group is back with its state (`back`), and when the next step is finished (`next_step`). `cpu` are
+the CPU seconds of driver and new process from the kill to there; other work on the machine
+stretches these least. The pause before a restart (2 s at the first) is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trainer import load_config, restarts, run
+from trainer.cli.make_tiny import make
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import PPO
+from trainer.ppo.step import PPOTrainer
+
+ROLES = ("rollout", "ref", "critic", "actor")
+TICKS = os.sysconf("SC_CLK_TCK")
+FIRST_KILL = 2
+"""The step; the one before has brought every process to its usual speed."""
+
+
+@dataclass(kw_only=True)
+class ChildConfig(PPOConfig):
+    """On the local backend, too, every role has a process of its own."""
+
+    @property
+    def child_pools(self) -> frozenset[str]:
+        """All of them."""
+        return frozenset(self.resource_pool_spec)
+
+
+class Clock(logging.Handler):
+    """Reads from the log when a loss was noticed, and when the group was back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the moment of a message that counts."""
+        for name, words in (("detected", " failed: "), ("back", " is back after ")):
+            if words in record.getMessage():
+                self.at.setdefault(name, record.created)
+
+
+class Killed(PPOTrainer):
+    """Kills a role as every step from `FIRST_KILL` on begins, and notes what followed."""
+
+    left: ClassVar[list[str]] = []
+    """Roles that are not killed yet."""
+    clock_of_log: ClassVar[Clock] = Clock()
+    under_way: ClassVar[tuple[str, float, float] | None] = None
+    """The role that was killed last, when, and the driver's CPU seconds by then."""
+
+    def on_step_begin(self) -> None:
+        """Kill the next role, once the one before has been replaced."""
+        if Killed.under_way is None and self.left and self.global_step >= FIRST_KILL:
+            role = self.left.pop(0)
+            self.clock_of_log.at.clear()
+            Killed.under_way = role, time.time(), time.process_time()
+            os.kill(self._pid(role), signal.SIGKILL)
+
+    def on_step_end(self, metrics: Any) -> None:
+        """Print what the last kill has cost."""
+        if Killed.under_way is None:
+            return
+        role, killed_at, cpu = Killed.under_way
+        Killed.under_way = None
+        moments = self.clock_of_log.at | {"next_step": time.time()}
+        seconds = {name: round(at - killed_at, 2) for name, at in moments.items()}
+        cpu = time.process_time() - cpu + cpu_of(self._pid(role))
+        backend = self.config.trainer.backend
+        print(json.dumps({"backend": backend, "lost": role, **seconds, "cpu": round(cpu, 2)}))
+
+    def _pid(self, role: str) -> int:
+        return int(self.groups[role].transport.started[0].pid)
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process of this machine so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def measure(backend: str, roles: list[str], tiny: Path, folder: Path) -> None:
+    """One run in which each of these roles is killed once."""
+    Killed.left = list(roles)
+    settings = [
+        f"actor_rollout_ref.model.path={tiny}/model",
+        f"data.train_files={tiny}/train.parquet",
+        f"trainer.default_local_dir={folder}",
+        f"trainer.backend={backend}",
+        f"resource_pool_spec={{{', '.join(f'{role}_pool: [1]' for role in ROLES)}}}",
+        f"role_mapping={{{', '.join(f'{role}: {role}_pool' for role in ROLES)}}}",
+        *("trainer.n_gpus_per_node=4", "trainer.device=cpu", "trainer.logger=[]"),
+        *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
+        *("data.max_prompt_length=16", "data.max_response_length=8"),
+        *("algorithm.use_kl_in_reward=true", "trainer.save_freq=1"),
+        f"trainer.total_training_steps={FIRST_KILL + len(roles)}",
+        f"trainer.max_restarts={len(roles)}",
+    ]
+    if backend == "ray":
+        settings.append("cpus_per_process=0.25")
+    run(load_config(settings, replace(PPO, schema=ChildConfig)), Killed)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--backend", default="local,ray")
+    parser.add_argument("--roles", default=",".join(ROLES))
+    asked = parser.parse_args()
+
+    restarts.FIRST_WAIT_S = 0.0
+    logging.basicConfig()
+    logging.getLogger("trainer").addHandler(Killed.clock_of_log)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = make(Path(folder, "tiny"))
+        for backend in asked.backend.split(","):
+            measure(backend, asked.roles.split(","), tiny, Path(folder, backend))
+
+
+if __name__ == "__main__":
+    main()
