@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from verl_like.calls.call_times import CallTimes
 from verl_like.calls.messages import Call, Header, Held, Pending, payload_of
+from verl_like.calls.progress import Progress
 from verl_like.calls.stopped import StoppedProcesses
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError
@@ -54,6 +55,8 @@ class Transport(ABC):
         self.call_times = CallTimes()
         self.companions: Sequence[Transport] = ()
         """Those of other pools without which a run cannot go on."""
+        self.other_pools: Sequence[Transport] = ()
+        """All others of the run: a call here may be waiting for a process there."""
         self._stopped = StoppedProcesses()
 
     @abstractmethod
@@ -95,6 +98,10 @@ class Transport(ABC):
     @abstractmethod
     def stacks(self, seconds: float) -> dict[int, str]:
         """The Python stacks of every process that answers in that time, past the queue of calls."""
+
+    def progress(self, seconds: float) -> dict[int, Progress]:
+        """What every process is doing that answers in that time, past the queue of calls."""
+        return {}
 
     @abstractmethod
     def regroup(
