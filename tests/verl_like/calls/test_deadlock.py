@@ -106,29 +106,36 @@ def test_a_rank_that_does_not_answer_counts_as_moving() -> None:
     assert judged(own, meanwhile=lambda: own.found.pop(1)) == []
 
 
-@pytest.mark.parametrize("backend", ["child", pytest.param("ray", marks=pytest.mark.ray)])
-def test_deadlocks_of_real_processes_end_and_sleep_does_not(
-    backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+def test_sleep_is_no_deadlock_and_a_collective_that_a_rank_has_left_is(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if backend == "ray":
-        request.getfixturevalue("ray_session")
     monkeypatch.setattr(deadlock, "LOOK_EVERY_S", 0.3)
     roles = {"faulty": (Faulty, ()), "adder": (Adder, ())}
-    with start(backend, roles, [2], deadlines=QUICK) as fused:
-        fused.spawn(roles)["adder"].allreduce()
-        faulty = fused.spawn(roles)["faulty"]
-        assert faulty.sleeps(4.0).get() == [0, 1]
+    with start("child", roles, [2], deadlines=QUICK) as fused:
+        groups = fused.spawn(roles)
+        groups["adder"].allreduce()
+        assert groups["faulty"].sleeps(2.0).get() == [0, 1]
         began = time.monotonic()
         with pytest.raises(WaitTimeoutError, match="rank 0 in barrier .* rank 1 never entered"):
-            faulty.leaves_the_others().get()
+            groups["faulty"].leaves_the_others().get()
         assert time.monotonic() - began < 20
 
-    with start(backend, roles, [2], deadlines=QUICK) as fused:
+
+@pytest.mark.parametrize("backend", ["child", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_worker_at_a_lock_that_nobody_gives_is_named_with_its_stack(
+    backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    alone: dict[str, Any] = {"own_processes": True}
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+        alone = {}
+    monkeypatch.setattr(deadlock, "LOOK_EVERY_S", 0.3)
+    with start(backend, {"faulty": (Faulty, ())}, [1], deadlines=QUICK, **alone) as group:
         began = time.monotonic()
         with pytest.raises(
             WaitTimeoutError, match=r"(?s)stood still for 0.6 s.*lock.acquire.*watch.deadlock_s"
         ):
-            fused.spawn(roles)["faulty"].waits_for_itself().get()
+            group.waits_for_itself().get()
         assert time.monotonic() - began < 20
 
 

@@ -133,7 +133,8 @@ def test_weights_that_vllm_holds_otherwise_than_sent_are_refused_by_name(
 
     def finalize_and_flip(module: nn.Module, *args: object) -> None:
         finalize(module, *args)
-        byte_view(dict(module.named_parameters())["model.norm.weight"].data)[5] ^= 1
+        norm = dict(module.named_parameters())["model.norm.weight"]
+        byte_view(norm.data).numpy()[5] ^= 1  # as broken memory would, not as vLLM writes
 
     with monkeypatch.context() as damaging:
         damaging.setattr(reload, "finalize_layerwise_reload", finalize_and_flip)
