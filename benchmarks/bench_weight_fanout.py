@@ -89,6 +89,8 @@ class Trainer(WeightPublisher, Worker):
 class Rollout:
     """Takes the place of a rollout engine."""
 
+    hash_s = 0.0
+
     def __init__(self, size: str) -> None:
         self.module, self.version = layers(size), -1
 

@@ -62,6 +62,8 @@ class Trainer:
 class Engine:
     """Takes the place of a rollout engine."""
 
+    hash_s = 0.0
+
     def __init__(self) -> None:
         self.module = Weights()
 

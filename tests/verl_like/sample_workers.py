@@ -337,6 +337,19 @@ class Faulty(Worker):
         time.sleep(60)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def leaves_the_others(self) -> None:
+        """The last rank never comes to the barrier."""
+        self.open_process_group()
+        if self.rank < self.world_size - 1:
+            dist.barrier()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def waits_for_itself(self) -> None:
+        lock = threading.Lock()
+        with lock:
+            lock.acquire()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def holds_the_interpreter(self, seconds: int) -> None:
         ctypes.PyDLL(None).sleep(seconds)  # native code that does not give the lock back
 

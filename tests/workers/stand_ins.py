@@ -53,6 +53,8 @@ class PlainTrainer:
 class PlainEngine:
     """Stands for a rollout engine that has the weights for itself."""
 
+    hash_s = 0.0
+
     def __init__(self, seed: int) -> None:
         self.module, self.version = TiedModel(seed), None
 

@@ -20,6 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.groups.nodes import find_nodes, needs_of_pools, require_shared_folder
 from trainer.groups.pool_starter import PoolStarter, side_by_side
 from verl_like.calls.group import WorkerGroup
+from verl_like.calls.transport import Transport
 from verl_like.errors import ConfigError, PlacementError, WorkerError, nearest
 from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.process.worker import Worker
@@ -194,12 +195,16 @@ class WorkerGroups:
 
         Pools that work beside the driver are not among these: the recipe looks after them.
         """
-        needed = {}
+        needed: dict[int, Transport] = {}
+        beside: dict[int, Transport] = {}
         for name, group in self._fused.items():
-            if name not in self.config.child_pools:
-                needed[group.transport.process_key] = group.transport
-        for key, transport in needed.items():
-            transport.companions = [other for each, other in needed.items() if each != key]
+            pools = beside if name in self.config.child_pools else needed
+            pools[group.transport.process_key] = group.transport
+        for key, transport in (needed | beside).items():
+            others = {each: other for each, other in (needed | beside).items() if each != key}
+            transport.other_pools = list(others.values())
+            if key in needed:
+                transport.companions = [other for each, other in others.items() if each in needed]
 
     def _roles(self, pool: str) -> list[str]:
         """The roles of a pool in the order in which they are constructed."""

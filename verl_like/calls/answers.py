@@ -1,7 +1,7 @@
 """Waiting for the answers of a group call: who has answered, who failed, who is late.
 
-Past the deadline the error shows the workers' own Python stacks and the likely cause
-(`verl_like.calls.stacks`).
+Past the deadline, and in a deadlock before it (`verl_like.calls.deadlock`), the error shows the
+workers' own Python stacks and the likely cause (`verl_like.calls.stacks`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from verl_like.calls.deadlock import DeadlockWatch
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.stacks import likely_cause
 from verl_like.calls.transport import Transport
@@ -42,7 +43,7 @@ def wait_for_calls(
     if timeout is None and setting == "call_s":
         limit = transport.call_times.limit_s(name, rows, limits)
         setting = setting if limit == limits.call_s else "late_s"
-    patience = Patience(name, limit, limits.warn_s, since)
+    patience, deadlocks = Patience(name, limit, limits.warn_s, since), DeadlockWatch(transport)
     calls = _OpenCalls(transport, name, pending)
     failed_at: float | None = None
     while True:
@@ -58,8 +59,14 @@ def wait_for_calls(
             if patience.age_s - failed_at >= grace_s:
                 break
         elif patience.over():
+            what = f"{calls.late()} did not finish within {limit:.1f} s"
             way_out = f"raise watch.{setting}" if timeout is None else "give more time"
-            raise WaitTimeoutError(_diagnosis(transport, patience, calls, way_out))
+            raise WaitTimeoutError(_diagnosis(transport, what, calls, way_out))
+        elif deadlocks.stuck([p.rank for p in calls.open.values()]):
+            what = f"{calls.late()} stood still for {limits.deadlock_s:g} s, and nobody that could "
+            raise WaitTimeoutError(
+                _diagnosis(transport, f"{what}end it moves", calls, "raise watch.deadlock_s")
+            )
         patience.warn_if_old(calls.late())
     transport.finished.extend(calls.headers.values())
     if calls.failures:
@@ -140,10 +147,10 @@ def _with_others(failures: list[BaseException]) -> BaseException:
     return first
 
 
-def _diagnosis(transport: Transport, patience: Patience, calls: _OpenCalls, way_out: str) -> str:
+def _diagnosis(transport: Transport, what: str, calls: _OpenCalls, way_out: str) -> str:
     stacks = transport.stacks(5.0)
     lines = [
-        f"{patience.what}: {calls.late()} did not finish within {patience.limit_s:.1f} s.",
+        f"{calls.name}: {what}.",
         likely_cause(stacks, [p.rank for p in calls.open.values()]),
     ]
     for rank in range(transport.world_size):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from verl_like.calls.call_times import CallTimes
 from verl_like.calls.messages import Call, Header, Held, Pending, payload_of
+from verl_like.calls.progress import Progress
 from verl_like.calls.stopped import StoppedProcesses
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError
@@ -59,6 +60,8 @@ class Transport(ABC):
         self.is_replaceable = False
         """Whether others may finish what they are doing when this one is lost."""
         self._is_said_lost = False
+        self.other_pools: Sequence[Transport] = ()
+        """All others of the run: a call here may be waiting for a process there."""
         self._stopped = StoppedProcesses()
 
     @abstractmethod
@@ -100,6 +103,10 @@ class Transport(ABC):
     @abstractmethod
     def stacks(self, seconds: float) -> dict[int, str]:
         """The Python stacks of every process that answers in that time, past the queue of calls."""
+
+    def progress(self, seconds: float) -> dict[int, Progress]:
+        """What every process is doing that answers in that time, past the queue of calls."""
+        return {}
 
     @abstractmethod
     def regroup(

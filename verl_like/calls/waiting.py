@@ -33,6 +33,8 @@ class Deadlines:
     late_s: float = 60.0
     """A call of a method that has been made before is late at ten times its median, not before
     this."""
+    deadlock_s: float = 15.0
+    """A call has failed whose ranks have stood still for so long, waiting for each other."""
     warn_s: float = 60.0
     """The age at which a wait is logged for the first time, then at twice that age, and so on."""
     grace_s: float = 8.0

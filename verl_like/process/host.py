@@ -32,6 +32,7 @@ from verl_like.calls import stacks
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.calls.metrics import Metrics, split_result
+from verl_like.calls.progress import Progress, progress_of_call
 from verl_like.calls.unpack import UpstreamError, fill, piece_of
 from verl_like.errors import WorkerError
 from verl_like.process.environment import (
@@ -79,6 +80,7 @@ class WorkerHost:
         self._one_call = threading.RLock()
         self._recipes = roles
         self._states: dict[str, RoleState] = {}
+        self._num_calls = 0
         self._workers: dict[str, Worker] = {} if workers is None else workers
         self._store: TCPStore | None = None
         self._master: tuple[str, int] | None = None
@@ -126,6 +128,10 @@ class WorkerHost:
     def stacks(self) -> str:
         """The Python stacks of this process's threads but the one that asks, newest frame last."""
         return stacks.here(self._loop, WorkerHost._timed.__code__)
+
+    def progress(self) -> Progress:
+        """Whether this process's call makes progress; asked in another thread than the call's."""
+        return progress_of_call(self._num_calls, WorkerHost._timed.__code__, self._loop)
 
     def close(self) -> None:
         """Give back what outlives a call: log files and the loop thread.
@@ -264,6 +270,7 @@ class WorkerHost:
         call: Call,
         parts: Sequence[Any],
     ) -> tuple[Any, Header]:
+        self._num_calls += 1
         start, cpu = time.time(), time.process_time()
         outcome, error = Outcome(), None
         try:

@@ -33,6 +33,14 @@ class ArrivedWeights:
         """
         return digest_of((name, weight.shape, self._of(name, weight)) for name, weight in weights)
 
+    def damaged(self, weights: NamedTensors) -> list[str]:
+        """Names of the int8 weights that are not what was made of their tensors."""
+        names = []
+        for name, weight in weights:
+            if isinstance(weight, Int8Weight) and self._hashes[name][1] != _held_hashes(weight):
+                names.append(name)
+        return names
+
     def _of(self, name: str, weight: Tensor) -> int:
         if isinstance(weight, Int8Weight):
             arrived, made = self._hashes.get(name, (0, []))

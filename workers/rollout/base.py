@@ -14,7 +14,8 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.control import GenerationControl
-from workers.weights.checksum import Fingerprint, checksum_of
+from workers.weights.checksum import CopyCheck, Fingerprint, checksum_of
+from workers.weights.sink import refuse_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +152,8 @@ class RolloutEngine(ABC):
     can_take_weights_in_flight: bool = False
     """Whether a generation goes on with weights that are loaded while it stands still."""
     num_bytes: int = 0
+    hash_s: float = 0.0
+    """What it cost to compare the weights of the last load with what the engine holds."""
     vocab_size: int
 
     def __init__(
@@ -161,6 +164,7 @@ class RolloutEngine(ABC):
         self.decode = decode
         self.control = GenerationControl()
         self._fingerprint = Fingerprint()
+        self._came = CopyCheck()
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
         """One output per request, in the order of the requests.
@@ -195,7 +199,7 @@ class RolloutEngine(ABC):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite every weight; names and shapes must be exactly the module's.
 
-        Leaves the engine stale.
+        What the engine then holds is read back and compared. Leaves the engine stale.
         """
         if self.control.in_flight and not self.control.is_paused:
             raise WeightSyncError(
@@ -205,7 +209,11 @@ class RolloutEngine(ABC):
         self.version = None
         self.wake_up()
         self._fingerprint = Fingerprint()
-        self._load(self._fingerprint.watch(tensors))
+        self._came = CopyCheck()
+        self._load(self._came.watch(self._fingerprint.watch(tensors)))
+        damaged = self._damaged()
+        self.hash_s = self._came.seconds
+        refuse_problems("engine", **{"held otherwise than they were sent": damaged})
 
     def commit(self, version: int) -> None:
         """Declare the loaded weights verified: from here on samples are those of `version`."""
@@ -240,10 +248,6 @@ class RolloutEngine(ABC):
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """The weights as they are in the engine, under Hugging Face's names."""
 
-    def exact_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Those of `named_weights` that are held bit for bit as they came."""
-        return self.named_weights()
-
     @abstractmethod
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Output]:
         """`generate` on checked requests; asks `asked_to_stop()` between steps.
@@ -262,6 +266,11 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _allocate(self) -> None:
         """Make room for them again."""
+
+    def _damaged(self) -> list[str]:
+        """Names of the weights of this load that the engine does not hold as they came."""
+        held = self.named_weights()
+        return self._came.damaged((name, weight) for name, weight in held if name in self._came)
 
     def _check_ready(self) -> None:
         if self.version is None or self.asleep:

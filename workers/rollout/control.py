@@ -19,6 +19,7 @@ from contextlib import contextmanager
 
 from verl_like.errors import RolloutError
 
+AWAKE_EVERY_S = 1.0
 STEP_TIMEOUT_S = 60.0
 """How long a step may take before whoever asked for a pause is told so."""
 
@@ -128,7 +129,9 @@ class GenerationControl:
         if self._must_wait():
             self._waiting = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._must_wait())
+            while self._must_wait():
+                # it wakes up now and then: this wait is meant, and no deadlock
+                self._changed.wait(AWAKE_EVERY_S)
             self._waiting = False
 
     def _stands_still(self) -> bool:

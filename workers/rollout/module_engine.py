@@ -39,15 +39,16 @@ class ModuleEngine(RolloutEngine):
             self.arrived.note(name, tensor, sink.targets.get(name))
         sink.verify("engine")
 
+    def _damaged(self) -> list[str]:
+        """An int8 weight must still be what was made of its tensor, any other what came."""
+        state = self.module.state_dict(keep_vars=True)
+        came = [(name, weight) for name, weight in state.items() if name in self._came]
+        as_sent = [(name, weight) for name, weight in came if not isinstance(weight, Int8Weight)]
+        return self.arrived.damaged(came) + self._came.damaged(as_sent)
+
     def weights_checksum(self) -> str:
         """Hash of the full weights, comparable with the trainer's; of int8 ones as they arrived."""
         return self.arrived.checksum(self.named_weights())
-
-    def exact_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Without int8 ones, for which `arrived` answers."""
-        for name, weight in self.named_weights():
-            if not isinstance(weight, Int8Weight):
-                yield name, weight
 
     def _free(self) -> None:
         """Drop every parameter's memory."""

@@ -30,6 +30,9 @@ class FollowingEngine(TrainEngine):
     beside them in float32. Buffers are the policy's.
     """
 
+    hash_s = 0.0
+    """Nothing is hashed here: what is averaged is no copy of what came."""
+
     def __init__(self, *args: Any, decay: float, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.decay = decay

@@ -1,7 +1,7 @@
 """Hashes of full (unsharded) weights.
 
 checksum_of(named_tensors)    every byte: two roles hold the same weights
-CopyCheck                     what a copy in one process holds is what was copied
+CopyCheck                     what an engine holds is what was written into it
 Fingerprint                   64 values of every tensor: which weights made a sample
 Hashing                       hashes of single tensors on their way, with the time they cost
 """
@@ -74,31 +74,34 @@ def digest_of(hashes: Iterable[tuple[str, Iterable[int], int]]) -> str:
 
 
 class CopyCheck:
-    """Whether weights that were copied within a process are held as they came, bit for bit.
+    """Whether weights that were written into an engine are held as they came, bit for bit.
 
-    `watch` sees them go into an engine; `damaged` reads what the engine then holds. Both hash where
-    the weights are: nothing leaves a GPU.
+    `watch` sees them go in; `damaged` reads what the engine then holds. Weights that come and stay
+    on a GPU are hashed there.
     """
 
     def __init__(self) -> None:
         """`seconds` are those that hashes have cost so far."""
         self.seconds = 0.0
-        self._hashes: dict[str, tuple[torch.dtype, int]] = {}
+        self._came: dict[str, tuple[torch.dtype, torch.device, int]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a weight of this name came."""
+        return name in self._came
 
     def watch(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """The same tensors, hashed as they pass."""
         for name, tensor in tensors:
-            self._hashes[name] = tensor.dtype, self._hash(tensor)
+            self._came[name] = tensor.dtype, tensor.device, self._hash(tensor)
             yield name, tensor
 
     def damaged(self, held: NamedTensors) -> list[str]:
         """Names of the weights that are not as they came; another dtype must have kept all bits."""
         names = []
         for name, weight in held:
-            if name in self._hashes:
-                dtype, value = self._hashes[name]
-                if self._hash(weight.detach().to(dtype)) != value:
-                    names.append(name)
+            dtype, device, value = self._came[name]
+            if self._hash(weight.detach().to(device, dtype)) != value:
+                names.append(name)
         return names
 
     def _hash(self, tensor: Tensor) -> int:

@@ -133,6 +133,8 @@ class _SendingEngine(Protocol):
 
 
 class _ReceivingEngine(Protocol):
+    hash_s: float
+
     def load_weights(self, tensors: NamedTensors) -> None: ...
 
     def commit(self, version: int) -> None: ...
@@ -276,7 +278,7 @@ class WeightReceiver:
                 dist.all_reduce(votes)
             if int(votes) == 0:
                 self.engine.commit(version)
-        return SyncReport(error)
+        return SyncReport(error, hash_s=self.engine.hash_s)
 
     def kept_copy(self) -> KeptWeights:
         """Where weights wait for their engine."""
@@ -311,7 +313,8 @@ class WeightReceiver:
             return SyncReport(f"rollout rank {self.rank}: {words}", voted=False)
 
         error = f"rollout rank {self.rank}: {' '.join(problems)}" if problems else None
-        return SyncReport(error, channel.num_bytes, channel.hashing.seconds)
+        hash_s = channel.hashing.seconds + self.engine.hash_s
+        return SyncReport(error, channel.num_bytes, hash_s)
 
     def _keep(self, channel: Channel) -> list[str]:
         """Keep what arrives; what is wrong with it, in words."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,10 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers.stand_ins import Group, checksums, refused, train, versions
+from tests.workers.rollout_engines import beside, wait_until
+from tests.workers.stand_ins import Group, Receiver, checksums, refused, train, versions
+from verl_like.calls import progress
+from verl_like.calls.progress import AT_LOCK, progress_of_call
 from workers.weights import channel as weight_channel
 from workers.weights.checksum import Hashing, hash_of
-from workers.weights.sync import sync_weights
+from workers.weights.sync import WeightReceiver, sync_weights
 
 
 def test_a_flipped_bit_is_caught_and_no_version_flips(
@@ -31,6 +36,29 @@ def test_a_flipped_bit_is_caught_and_no_version_flips(
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
     cards_of(monkeypatch, iter(["a/0", "a/1", "b/0"] * 2))
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
+
+
+def test_a_receiver_whose_sender_does_not_come_is_seen_to_stand_still(
+    actor: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, go_on = weight_channel.Channel.send, threading.Event()
+
+    def send_late(channel: Any, *arguments: Any) -> None:
+        assert go_on.wait(30)
+        send(channel, *arguments)
+
+    monkeypatch.setattr(weight_channel.Channel, "send", send_late)
+    receives = WeightReceiver._receive.__code__
+    with beside(lambda: sync_weights(actor, Group([Receiver()]), 1)) as synced:
+        time.sleep(0.3)
+        others = [thread.name for thread in threading.enumerate()]
+        monkeypatch.setattr(progress, "OWN_THREADS", others)
+        wait_until(lambda: progress_of_call(1, receives, None).waits == AT_LOCK)
+        before = progress_of_call(1, receives, None).wakeups
+        time.sleep(0.3)
+        assert progress_of_call(1, receives, None).wakeups == before
+        go_on.set()
+    assert synced[0]["training/weight_version"] == 1.0
 
 
 def cards_of(monkeypatch: pytest.MonkeyPatch, cards: Any) -> list[int]:

@@ -162,7 +162,8 @@ def test_beside_its_actor_a_rollout_shares_the_module_or_gathers_a_copy(
 ) -> None:
     results = run(world, colocated, str(tiny_dir))
     assert [whole for whole, _ in results] == [([None, None], True, True, 1, world == 1)] * world
-    damaged = [f"rollout rank {rank}: copy: 1 damaged: lm_head.weight." for rank in range(world)]
+    words = "engine: 1 held otherwise than they were sent: lm_head.weight."
+    damaged = [f"rollout rank {rank}: {words}" for rank in range(world)]
     assert [error for _, error in results] == ([None] if world == 1 else damaged)
 
 

@@ -1,8 +1,8 @@
 """The program of a child process of the local backend, and the messages on its pipe.
 
 A reader thread takes messages off the pipe: calls go to the main thread's queue; a request for
-stacks, and a call that goes past the queue, are answered at once. When the driver is gone the pipe
-closes and the process ends, in the middle of a call too.
+stacks or progress, and a call that goes past the queue, are answered at once. When the driver is
+gone the pipe closes and the process ends, in the middle of a call too.
 """
 
 from __future__ import annotations
@@ -75,9 +75,11 @@ class _Program:
                 number, method, load = receive(self._connection)
                 if method == "stacks":
                     self._send(number, "answer", self._host.stacks() if self._host else "starting")
-                elif method == "past_queue":
-                    call = number, "call", load
-                    threading.Thread(target=self._answer, args=call, daemon=True).start()
+                elif method in ("progress", "past_queue"):
+                    call = number, "call" if method == "past_queue" else method, load
+                    threading.Thread(
+                        target=self._answer, args=call, name="request", daemon=True
+                    ).start()
                 else:
                     self._calls.put((number, method, load))
         except (EOFError, OSError):

@@ -26,6 +26,7 @@ from verl_like.backends.local.references import Done, regroup_here, resolve
 from verl_like.calls import stacks
 from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Call, Pending
+from verl_like.calls.progress import Progress
 from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError
@@ -89,7 +90,7 @@ class _Child:
             self.answers[number] = futures
         if self.dead is not None:
             self._fail_all(self.dead)
-        if method in ("stacks", "past_queue"):
+        if method in ("stacks", "progress", "past_queue"):
             threading.Thread(
                 target=self._send_one, args=(number, method, args), daemon=True
             ).start()
@@ -223,6 +224,16 @@ class ChildTransport(Transport):
             path = self.facts[rank].log_path()
             if rank not in found and path and (text := stacks.by_signal(child.process.pid, path)):
                 found[rank] = text
+        return found
+
+    def progress(self, seconds: float) -> dict[int, Progress]:
+        """Asked of every child past its queue."""
+        asked = {rank: child.request("progress")[0] for rank, child in enumerate(self.children)}
+        wait_futures(asked.values(), seconds)
+        found: dict[int, Progress] = {}
+        for rank, answer in asked.items():
+            if answer.done() and answer.exception() is None:
+                found[rank] = answer.result()
         return found
 
     def regroup(

@@ -17,6 +17,7 @@ from verl_like.backends.local.references import Done, regroup_here
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Call, Pending
+from verl_like.calls.progress import Progress
 from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
 from verl_like.process.facts import ProcessFacts
@@ -80,6 +81,10 @@ class InlineTransport(Transport):
     def stacks(self, seconds: float) -> dict[int, str]:
         """The caller's own stack is where it waits."""
         return {0: self.host.stacks()}
+
+    def progress(self, seconds: float) -> dict[int, Progress]:
+        """Of a call that another thread of the driver makes."""
+        return {0: self.host.progress()}
 
     def regroup(
         self, pending: Sequence[Pending], num_pieces: int, even: bool = True

@@ -60,6 +60,7 @@ class RayHost:
     def _open_side_channel(self) -> Location:
         handlers = {
             side_channel.STACKS: lambda _: self._host.stacks().encode(),
+            side_channel.PROGRESS: lambda _: self._host.progress().packed(),
             side_channel.CALL: self._call_past_queue,
             side_channel.KILL: _kill_this_process,
         }

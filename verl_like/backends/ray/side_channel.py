@@ -21,12 +21,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from verl_like.calls.progress import Progress
 from verl_like.errors import WorkerError, cannot_travel
 
 logger = logging.getLogger(__name__)
-STACKS, CALL, KILL = b"S", b"C", b"K"
-"""The kinds of request: the process's Python stacks; a call that runs at once; to end by SIGKILL.
-"""
+STACKS, PROGRESS, CALL, KILL = b"S", b"P", b"C", b"K"
+"""The kinds of request: the process's Python stacks; whether its call makes progress; a call that
+runs at once; to end by SIGKILL."""
 REQUEST_S = 5.0
 """How long a client may take to send its key, and then its request."""
 MAX_WITHOUT_KEY = 64
@@ -81,6 +82,13 @@ def ask_stacks(endpoint: Endpoint, seconds: float) -> str | None:
     """The stacks of a process; None if it does not answer in that time."""
     with contextlib.suppress(OSError):
         return read_reply(send_request(endpoint, STACKS, b"", seconds)).decode()
+    return None
+
+
+def ask_progress(endpoint: Endpoint, seconds: float) -> Progress | None:
+    """What a process is doing; None if it does not answer in that time."""
+    with contextlib.suppress(OSError, WorkerError):
+        return Progress.read(read_reply(send_request(endpoint, PROGRESS, b"", seconds)))
     return None
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 import cloudpickle
@@ -37,6 +38,7 @@ from verl_like.calls import stacks
 from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Answer, Call, Header, Held, Pending, payload_of
 from verl_like.calls.pieces import regroup_pieces
+from verl_like.calls.progress import Progress
 from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
@@ -202,6 +204,14 @@ class RayTransport(Transport):
             texts = asking.map(ask, locations, locations.values())
             answered = dict(zip(locations, texts, strict=True))
         return {rank: text for rank, text in answered.items() if text is not None}
+
+    def progress(self, seconds: float) -> dict[int, Progress]:
+        """Asked over the side channels of processes whose roles are there."""
+        if len(self._nodes) < self.world_size:
+            return {}
+        with ThreadPoolExecutor(self.world_size) as asking:
+            answers = asking.map(side_channel.ask_progress, self._endpoints, repeat(seconds))
+            return {rank: found for rank, found in enumerate(answers) if found is not None}
 
     def regroup(
         self, pending: Sequence[Pending], num_pieces: int, even: bool = True

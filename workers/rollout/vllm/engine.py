@@ -10,6 +10,7 @@ its own. On GPUs it takes the `vllm` extra.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,10 +24,13 @@ from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine, SamplingParams
 from workers.rollout.responses import ends_with_stop_string, output_of
 from workers.rollout.vllm.handover import Handover
+from workers.rollout.vllm.read_back import UNQUANTIZED
 from workers.rollout.vllm.setup import check_version, expected_weights, process_environment
 
 EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
-UNQUANTIZED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+NAMED_UNREAD = 6
+"""Tensors that are named, of those that cannot be read back."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,17 @@ class VllmEngine(RolloutEngine):
 
         methods = self._everywhere("install_sampler")[0]
         quantization = settings.options.get("quantization")
-        if quantization and set(methods) <= UNQUANTIZED:
+        if quantization and set(methods) <= set(UNQUANTIZED):
             raise ConfigError(
                 f"rollout: vLLM ignored quantization={quantization!r} on {settings.device_type}: "
                 f"every layer is {', '.join(methods)}. Leave it out, or use a checkpoint and "
                 "device that support it."
             )
         self.rank_checksums: list[str] = []
+        self.unread: list[str] | None = None
+        """Weights of the last load that could not be read back: they were compared as they
+        arrived, not as vLLM holds them."""
+        self._found_damaged: list[str] = []
 
     def _start(self) -> Any:
         from vllm import LLM
@@ -145,10 +153,31 @@ class VllmEngine(RolloutEngine):
                 self.drop_prefixes()
 
         self.rank_checksums = handover.verify(arrivals)
+        self._found_damaged = handover.damaged(arrivals)
+        self._say_what_is_unread(handover.unread(arrivals), len(handover.num_elements))
         if len(set(self.rank_checksums)) != 1:
             raise WeightSyncError(
                 f"engine: vLLM's ranks received different weights: {self.rank_checksums}."
             )
+
+    def _damaged(self) -> list[str]:
+        """As vLLM's processes have read them."""
+        return self._found_damaged
+
+    def _say_what_is_unread(self, names: list[str], num_sent: int) -> None:
+        """Log them where they are others than those of the load before."""
+        if names and names != self.unread:
+            logger.warning(
+                "rollout: of %d tensors vLLM holds %d as they were sent (read back after the "
+                "load). %d are packed, quantised or computed anew for its kernels, so they were "
+                "compared as they arrived only: %s%s",
+                num_sent,
+                num_sent - len(names),
+                len(names),
+                ", ".join(names[:NAMED_UNREAD]),
+                ", ..." if len(names) > NAMED_UNREAD else "",
+            )
+        self.unread = names
 
     def drop_prefixes(self, of_running: bool = False) -> None:
         """Forget cached keys and values, `of_running` requests too: vLLM computes them again."""

@@ -7,15 +7,18 @@
 The trainer names weights as its module does, and so does the checksum that it compares. vLLM takes
 what checkpoints hold, where the experts of a layer are tensors of their own. What is cut on the way
 is hashed before and after, so that the checksum is of what has arrived, under the trainer's names.
+What vLLM's model then holds of it is read back (`workers.rollout.vllm.read_back`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from workers.rollout.vllm.read_back import Held
 from workers.rollout.vllm.setup import ExpectedWeights
 from workers.weights.checksum import byte_view, digest_of, hash_of
 from workers.weights.sink import refuse_problems
@@ -31,6 +34,8 @@ class Arrivals:
     hashes: dict[str, Hash]
     unplaced: dict[str, str] = field(default_factory=dict)
     """Name -> vLLM's words."""
+    held: Held = Held()
+    """What its model holds after the load."""
 
 
 class Handover:
@@ -43,6 +48,8 @@ class Handover:
         """Weights of the module that a checkpoint has in other pieces."""
         self.sent: dict[str, Hash] = {}
         """These pieces."""
+        self.num_elements: dict[str, int] = {}
+        """Of everything that was handed over."""
 
     def pieces(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors that fit, as a checkpoint has them."""
@@ -50,6 +57,7 @@ class Handover:
         for name, tensor in self.checkpoint.stored(self._watch(tensors)):
             if name not in kept:
                 self.sent[name] = hash_in_float32(tensor)
+            self.num_elements[name] = tensor.numel()
             yield name, tensor
 
     def _watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -79,6 +87,17 @@ class Handover:
             },
         )
         return [self._checksum(rank.hashes) for rank in arrivals]
+
+    def damaged(self, arrivals: list[Arrivals]) -> list[str]:
+        """Names of what a rank holds otherwise than it was handed over."""
+        return sorted({name for rank in arrivals for name in rank.held.damaged})
+
+    def unread(self, arrivals: list[Arrivals]) -> list[str]:
+        """Names of what the ranks do not hold, all together, as whole and unpacked bytes."""
+        found = Counter[str]({name: self.num_elements[name] for name in self.damaged(arrivals)})
+        for rank in arrivals:
+            found.update(rank.held.num_elements)
+        return [name for name, count in self.num_elements.items() if found[name] < count]
 
     def _checksum(self, hashes: dict[str, Hash]) -> str:
         whole = {name: found for name, found in hashes.items() if name not in self.sent}

@@ -10,6 +10,7 @@ which is ten times slower, and log-probs after truncation.)
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms
 from workers.rollout.vllm.handover import Arrivals, hash_in_float32
+from workers.rollout.vllm.read_back import WrittenPieces
 
 
 class Sampler(nn.Module):
@@ -69,6 +71,7 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     _arrivals: Arrivals
+    _written: WrittenPieces
 
     def install_sampler(self) -> list[str]:
         """Replace the sampler; returns the classes of the layers' methods: which quantization."""
@@ -97,7 +100,7 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._arrivals = Arrivals({})
+        self._arrivals, self._written = Arrivals({}), WrittenPieces()
         _forget_expert_kernels(self.model_runner.model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.model)
@@ -107,6 +110,7 @@ class WorkerExtension:
         for name, tensor in tensors:
             own = tensor.detach().clone()  # held back by the loader until its layer is complete
             self._arrivals.hashes[name] = hash_in_float32(own)
+            self._written.expect(name, own)
             why_not = self._load_tensor(name, own)
             if why_not is not None:
                 self._arrivals.unplaced[name] = why_not
@@ -115,7 +119,7 @@ class WorkerExtension:
         """Why vLLM's model has no place for it, in its words; None where it took it."""
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+        with set_current_vllm_config(self.vllm_config), torch.no_grad(), self._written:
             try:
                 filled = self.model_runner.model.load_weights([(name, tensor)])
             except (KeyError, ValueError) as error:
@@ -129,13 +133,15 @@ class WorkerExtension:
         self.load_tensors(load_file(Path(path)).items())
 
     def finish_load(self) -> Arrivals:
-        """Back to the kernels' layout; returns what this rank was given."""
+        """Back to the kernels' layout; returns what this rank was given, and what it then holds."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        model = self.model_runner.model
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            finalize_layerwise_reload(self.model_runner.model, self.model_runner.model_config)
-        return self._arrivals
+            with self._written:
+                finalize_layerwise_reload(model, self.model_runner.model_config)
+            return replace(self._arrivals, held=self._written.read_back(model))
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:

@@ -1,0 +1,145 @@
+"""Ranks that wait for each other are named; whoever works, or waits for one that does, is not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.verl_like.groups import start
+from tests.verl_like.sample_workers import Adder, Faulty
+from verl_like.calls import deadlock
+from verl_like.calls.deadlock import DeadlockWatch
+from verl_like.calls.progress import AT_LOCK, ELSEWHERE, IDLE, IN_COLLECTIVE, Progress
+from verl_like.calls.waiting import Deadlines
+from verl_like.errors import ConfigError, WaitTimeoutError
+
+QUICK = Deadlines(deadlock_s=0.6, grace_s=2)
+BARRIER = Progress(1, IN_COLLECTIVE, "a.py:1", "0x1:7")
+REDUCE = Progress(1, IN_COLLECTIVE, "a.py:2", "0x2:9")
+LOCK = Progress(1, AT_LOCK, "b.py:1", "0x3:4")
+WORKS = Progress(1, ELSEWHERE, "c.py:1")
+NONE = Progress(1, IDLE)
+
+
+def pool(*says: Progress) -> Any:
+    """A pool whose ranks say this whenever they are asked."""
+    found = dict(enumerate(says))
+    return SimpleNamespace(
+        world_size=len(says), progress=lambda seconds: found, other_pools=[], found=found
+    )
+
+
+def judged(
+    own: Any, *others: Any, unanswered: Any = (0,), meanwhile: Any = lambda: None
+) -> list[int]:
+    """What is said after looks at 0 and 20 s, for a limit of 15 s."""
+    now = [0.0]
+    own.other_pools = others
+    watch = DeadlockWatch(own, clock=lambda: now[0])
+    watch.look()
+    assert watch.judge(unanswered, 15.0) == [], "one look says nothing"
+    meanwhile()
+    now[0] = 20.0
+    watch.look()
+    return watch.judge(unanswered, 15.0)
+
+
+@pytest.mark.parametrize(
+    ("says", "unanswered", "stuck"),
+    [
+        ((BARRIER, NONE), [0], [0]),
+        ((BARRIER, REDUCE), [0, 1], [0, 1]),
+        ((BARRIER, BARRIER, NONE), [0, 1], [0, 1]),
+        ((BARRIER, WORKS), [0, 1], []),
+        ((BARRIER, BARRIER), [0, 1], []),
+    ],
+    ids=["left by one", "in two collectives", "left by the last", "one works", "slow network"],
+)
+def test_ranks_of_one_pool_in_collectives_that_nobody_ends_are_named_whatever_others_do(
+    says: Any, unanswered: list[int], stuck: list[int]
+) -> None:
+    assert judged(pool(*says), pool(WORKS), unanswered=unanswered) == stuck
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "stuck"),
+    [
+        ((LOCK,), (NONE,), [0]),
+        ((LOCK,), (LOCK,), [0]),
+        ((LOCK,), (WORKS,), []),
+        ((BARRIER, LOCK), (WORKS,), []),
+        ((BARRIER, LOCK), (NONE,), [0]),
+        ((WORKS,), (NONE,), []),
+    ],
+)
+def test_what_may_be_a_wait_for_another_pool_is_a_deadlock_only_where_nobody_moves(
+    own: Any, other: Any, stuck: list[int]
+) -> None:
+    assert judged(pool(*own), pool(*other)) == stuck
+
+
+def test_a_rank_whose_call_has_yet_to_begin_may_still_come() -> None:
+    assert judged(pool(BARRIER, NONE), pool(WORKS), unanswered=[0, 1]) == []
+    assert judged(pool(BARRIER, NONE), pool(NONE), unanswered=[0, 1]) == [0]
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        {"wakeups": "0x3:5"},
+        {"cpu_s": 1.0},
+        {"stack": "b.py:2"},
+        {"num_calls": 2},
+    ],
+)
+def test_a_rank_that_has_moved_between_two_looks_is_left_alone(moved: dict[str, Any]) -> None:
+    own = pool(LOCK)
+    assert judged(own, meanwhile=lambda: own.found.update({0: replace(LOCK, **moved)})) == []
+
+
+def test_a_rank_that_does_not_answer_counts_as_moving() -> None:
+    own = pool(LOCK, NONE)
+    assert judged(own, meanwhile=lambda: own.found.pop(1)) == []
+
+
+def test_sleep_is_no_deadlock_and_a_collective_that_a_rank_has_left_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deadlock, "LOOK_EVERY_S", 0.3)
+    roles = {"faulty": (Faulty, ()), "adder": (Adder, ())}
+    with start("child", roles, [2], deadlines=QUICK) as fused:
+        groups = fused.spawn(roles)
+        groups["adder"].allreduce()
+        assert groups["faulty"].sleeps(2.0).get() == [0, 1]
+        began = time.monotonic()
+        with pytest.raises(WaitTimeoutError, match="rank 0 in barrier .* rank 1 never entered"):
+            groups["faulty"].leaves_the_others().get()
+        assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("backend", ["child", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_worker_at_a_lock_that_nobody_gives_is_named_with_its_stack(
+    backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    alone: dict[str, Any] = {"own_processes": True}
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+        alone = {}
+    monkeypatch.setattr(deadlock, "LOOK_EVERY_S", 0.3)
+    with start(backend, {"faulty": (Faulty, ())}, [1], deadlines=QUICK, **alone) as group:
+        began = time.monotonic()
+        with pytest.raises(
+            WaitTimeoutError, match=r"(?s)stood still for 0.6 s.*lock.acquire.*watch.deadlock_s"
+        ):
+            group.waits_for_itself().get()
+        assert time.monotonic() - began < 20
+
+
+def test_the_deadline_is_a_setting() -> None:
+    assert Deadlines.of({"deadlock_s": 40.0}).deadlock_s == 40.0
+    with pytest.raises(ConfigError, match="above 0"):
+        Deadlines.of({"deadlock_s": 0.0})

@@ -1,0 +1,94 @@
+"""What a process says of its call: at a lock, in a collective, at work, or idle."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from verl_like.calls import progress
+from verl_like.calls.progress import AT_LOCK, ELSEWHERE, IDLE, Progress, progress_of_call
+
+
+def make_call(work: Callable[[], object]) -> None:
+    work()
+
+
+@contextmanager
+def calling(work: Callable[[], object], until: threading.Event) -> Iterator[None]:
+    """A call in a thread, as a worker makes it; `until` ends it."""
+    thread = threading.Thread(target=make_call, args=(work,))
+    thread.start()
+    time.sleep(0.2)
+    try:
+        yield
+    finally:
+        until.set()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def found(monkeypatch: pytest.MonkeyPatch) -> Progress:
+    """What a process with this call alone would say: the tests' own threads are left out."""
+    others = [thread.name for thread in threading.enumerate() if "make_call" not in thread.name]
+    monkeypatch.setattr(progress, "OWN_THREADS", (*progress.OWN_THREADS, *others))
+    return progress_of_call(3, make_call.__code__, None)
+
+
+def test_without_a_call_it_is_idle() -> None:
+    assert progress_of_call(3, make_call.__code__, None) == Progress(3, IDLE)
+
+
+def test_at_a_lock_it_says_the_same_until_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    with calling(end.wait, end):
+        first, second = found(monkeypatch), found(monkeypatch)
+    assert first.waits == AT_LOCK
+    assert first.wakeups
+    assert (first.stack, first.wakeups) == (second.stack, second.wakeups)
+
+
+def test_a_wait_that_wakes_up_now_and_then_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+
+    def polls() -> None:
+        while not end.wait(0.05):
+            pass
+
+    with calling(polls, end):
+        first = found(monkeypatch)
+        time.sleep(0.3)
+        assert found(monkeypatch).wakeups != first.wakeups
+
+
+@pytest.mark.parametrize("waits", ["sleeps", "computes", "has a thread that sleeps"])
+def test_whoever_works_or_may_be_waiting_for_somebody_outside_is_elsewhere(
+    waits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = threading.Event()
+
+    def sleeps() -> None:
+        while not end.is_set():
+            time.sleep(0.4)
+
+    def computes() -> None:
+        while not end.is_set():
+            sum(range(1000))
+
+    def has_a_thread() -> None:
+        helper = threading.Thread(target=sleeps, name="helper")
+        helper.start()
+        helper.join()
+
+    work = {"sleeps": sleeps, "computes": computes}.get(waits, has_a_thread)
+    monkeypatch.setattr(progress, "OWN_THREADS", ("MainThread", *progress.OWN_THREADS))
+    with calling(work, end):
+        assert progress_of_call(3, make_call.__code__, None).waits == ELSEWHERE
+
+
+def test_it_travels_as_text() -> None:
+    one = Progress(7, AT_LOCK, "a.py:1 b.py:2", "0x1:4+0", 1.5)
+    assert Progress.read(one.packed()) == one

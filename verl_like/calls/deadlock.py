@@ -1,0 +1,147 @@
+"""Calls that nobody will ever answer: ranks that wait for each other, found before a deadline.
+
+`verl_like.calls.answers` asks a `DeadlockWatch` while it waits. Every few seconds that asks all
+worker processes of the run what they are doing (`verl_like.calls.progress`), past their queues of
+calls. A rank stands still when it says the same for `watch.deadlock_s`. That is a deadlock
+
+  - in a collective of torch's, whose ranks are those of one pool: if all others of the pool stand
+    still in other collectives, or have no call that they could still begin;
+  - at a lock, or in a wait that may be for another pool: if nobody in the run moves.
+
+Whoever computes, sleeps or waits for a file or a server is left alone, and so is whoever waits for
+such a one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl_like.calls.progress import AT_LOCK, IDLE, IN_COLLECTIVE, Progress
+
+if TYPE_CHECKING:
+    from verl_like.calls.transport import Transport
+
+LOOK_EVERY_S = 5.0
+"""The first look is when a wait has this age."""
+ANSWER_S = 2.0
+"""How long a process has to say what it is doing."""
+BUSY_SHARE = 0.02
+"""A process that uses more of a core than this does not stand still."""
+
+
+@dataclass
+class _Seen:
+    """What a process says, and since when it has said nothing else."""
+
+    progress: Progress
+    since: float
+    last: float
+    cpu_s: float
+
+    def says_the_same(self, now: Progress, at: float) -> bool:
+        """Whether it has not moved since the last look."""
+        before = self.progress
+        if (now.num_calls, now.waits) != (before.num_calls, before.waits):
+            return False
+        if now.waits == IDLE:
+            return True
+        if (now.stack, now.wakeups) != (before.stack, before.wakeups):
+            return False
+        is_waiting = now.waits in (IN_COLLECTIVE, AT_LOCK)
+        return is_waiting and now.cpu_s - self.cpu_s <= BUSY_SHARE * (at - self.last)
+
+
+class Standstill:
+    """Since when the processes of a pool stand still, as far as somebody has looked."""
+
+    def __init__(self) -> None:
+        """Nobody has looked."""
+        self._seen: dict[int, _Seen] = {}
+
+    def take(self, found: dict[int, Progress], at: float) -> None:
+        """What those say that have answered; the others count as moving."""
+        before, self._seen = self._seen, {}
+        for rank, progress in found.items():
+            seen = before.get(rank)
+            since = seen.since if seen is not None and seen.says_the_same(progress, at) else at
+            self._seen[rank] = _Seen(progress, since, at, progress.cpu_s)
+
+    def still(self, rank: int, seconds: float) -> Progress | None:
+        """What a rank has been doing for so long without moving; None where it has moved."""
+        seen = self._seen.get(rank)
+        if seen is None or seen.last - seen.since < seconds:
+            return None
+        return seen.progress
+
+
+class DeadlockWatch:
+    """Beside one wait of the driver for the calls of a group."""
+
+    def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
+        """`transport` is that of the group that is waited for."""
+        self._transport, self._clock = transport, clock
+        self._pools: list[tuple[Transport, Standstill]] = []
+        """Made by the first look: most waits have none."""
+        self._next_look = clock() + LOOK_EVERY_S
+        self._looking: threading.Thread | None = None
+
+    def stuck(self, unanswered: Collection[int]) -> list[int]:
+        """Ranks without an answer that will never give one; looks when it is time to.
+
+        Looking has a thread of its own: a process that does not answer holds nobody up.
+        """
+        if self._looking is not None:
+            if self._looking.is_alive():
+                return []
+            self._looking = None
+            return self.judge(unanswered, self._transport.deadlines.deadlock_s)
+        if self._clock() >= self._next_look:
+            self._next_look = self._clock() + LOOK_EVERY_S
+            self._looking = threading.Thread(target=self.look, name="progress", daemon=True)
+            self._looking.start()
+        return []
+
+    def look(self) -> None:
+        """Ask every process once."""
+        if not self._pools:
+            pools = [self._transport, *self._transport.other_pools]
+            self._pools = [(pool, Standstill()) for pool in pools]
+        for pool, standstill in self._pools:
+            standstill.take(pool.progress(ANSWER_S), self._clock())
+
+    def judge(self, unanswered: Collection[int], seconds: float) -> list[int]:
+        """The ranks that wait in vain, by what all looks have found so far."""
+        own = self._pools[0][1]
+        states = {rank: own.still(rank, seconds) for rank in range(self._transport.world_size)}
+        waiting = {rank for rank, state in states.items() if state and state.waits != IDLE}
+        if not waiting.intersection(unanswered):
+            return []
+        if _is_left_alone(states, unanswered):
+            return sorted(waiting.intersection(unanswered))
+        if _is_one_collective([state for state in states.values() if state]):
+            return []
+        for pool, standstill in self._pools[1:]:
+            if None in (standstill.still(rank, seconds) for rank in range(pool.world_size)):
+                return []
+        return [] if None in states.values() else sorted(waiting.intersection(unanswered))
+
+
+def _is_left_alone(states: dict[int, Progress | None], unanswered: Collection[int]) -> bool:
+    """Whether the ranks of one pool wait in collectives for ranks that never come there."""
+    waiting: list[Progress] = []
+    for rank, state in states.items():
+        if state is not None and state.waits == IN_COLLECTIVE:
+            waiting.append(state)
+        elif state is None or state.waits != IDLE or rank in unanswered:
+            return False  # it moves, or waits for others, or its call has yet to begin
+    return len(waiting) < len(states) or not _is_one_collective(waiting)
+
+
+def _is_one_collective(states: Sequence[Progress]) -> bool:
+    """Whether all wait at one place in a collective: a slow network is no deadlock."""
+    places = {state.stack for state in states}
+    return len(places) == 1 and all(state.waits == IN_COLLECTIVE for state in states)

@@ -1,0 +1,136 @@
+"""Whether a worker process makes progress: what its driver asks while it waits for a call.
+
+A thread that waits for a lock or for other ranks sleeps in a futex of the kernel: it has the same
+stack, the same system call and the same count of wake-ups whenever somebody looks. A thread that
+computes, sleeps for a while, reads a file or talks to a server does not look so.
+`verl_like.calls.deadlock` compares what processes say in a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import linecache
+import os
+import platform
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+IDLE, IN_COLLECTIVE, AT_LOCK, ELSEWHERE = "idle", "collective", "lock", "elsewhere"
+OWN_THREADS = ("side channel", "request", "pipe", "coroutines")
+"""Threads of a worker process that serve its driver beside its calls."""
+FUTEX = {"x86_64": "202 ", "aarch64": "98 "}.get(platform.machine(), "unknown")
+"""How the kernel's line about a thread in this system call begins."""
+_COLLECTIVES = re.compile(r"/torch/distributed/(?!checkpoint|elastic|rendezvous|launcher|rpc)")
+_LOCKS = re.compile(r"/(threading|queue)\.py$")
+_LOCK_LINE = re.compile(r"\.(acquire|wait)\(|^with [\w.]+:")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a process is doing; one that stands still says the same again and again."""
+
+    num_calls: int
+    """How many calls it has begun."""
+    waits: str
+    """Where its call is: `IDLE` without one, `IN_COLLECTIVE`, `AT_LOCK`, or `ELSEWHERE`: it may be
+    working, or waiting for somebody outside of the run."""
+    stack: str = ""
+    """Files and lines of the call, the same on any rank that is there."""
+    wakeups: str = ""
+    """Of all threads that the call may be waiting for."""
+    cpu_s: float = 0.0
+    """Of the process and its children."""
+
+    def packed(self) -> bytes:
+        """As it travels."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def read(cls, content: bytes) -> Progress:
+        """The counterpart of `packed`."""
+        return cls(**json.loads(content))
+
+
+def progress_of_call(
+    num_calls: int, runs_calls: CodeType, loop: asyncio.AbstractEventLoop | None
+) -> Progress:
+    """That of this process, asked in a thread of its own.
+
+    Its call is in the thread that has the code `runs_calls` on its stack.
+    """
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    calling = [ident for ident, frame in frames.items() if _runs(frame, runs_calls)]
+    if not calling:
+        return Progress(num_calls, IDLE)
+    stack = " ".join(_places(frames[calling[0]]))
+    cpu_s = time.process_time() + _cpu_s_of_children()
+    if len(calling) > 1 or (loop is not None and asyncio.all_tasks(loop)):
+        return Progress(num_calls, ELSEWHERE, stack, cpu_s=cpu_s)
+
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    waits, wakeups = _where(frames[calling[0]]), []
+    for ident in calling if waits == IN_COLLECTIVE else frames:
+        thread = threads.get(ident)
+        if ident not in calling and thread is not None and thread.name in OWN_THREADS:
+            continue
+        asleep = None if thread is None else _asleep(thread.native_id)
+        if asleep is None:
+            return Progress(num_calls, ELSEWHERE, stack, cpu_s=cpu_s)
+        wakeups.append(asleep)
+    return Progress(num_calls, waits, stack, " ".join(wakeups), cpu_s)
+
+
+def _where(frame: FrameType) -> str:
+    """What the innermost function of a thread waits for, if it waits."""
+    file = frame.f_code.co_filename
+    if _COLLECTIVES.search(file):
+        return IN_COLLECTIVE
+    line = linecache.getline(file, frame.f_lineno or 0).strip()  # some code has no line
+    return AT_LOCK if _LOCKS.search(file) or _LOCK_LINE.search(line) else ELSEWHERE
+
+
+def _asleep(thread: int | None) -> str | None:
+    """The wait of a thread that sleeps in a futex, and how often it has woken up; else None."""
+    folder = Path(f"/proc/self/task/{thread}")
+    with suppress(OSError):  # it has ended, or the system does not say
+        call = (folder / "syscall").read_text(encoding="utf-8")
+        if call.startswith(FUTEX):
+            status = (folder / "status").read_text(encoding="utf-8")
+            counts = re.findall(r"ctxt_switches:\s*(\d+)", status)
+            return f"{call.split()[1]}:{'+'.join(counts)}"
+    return None
+
+
+def _places(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        yield f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+
+
+def _runs(frame: FrameType | None, code: CodeType) -> bool:
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _cpu_s_of_children() -> float:
+    """Of the processes that this one has started and that are there."""
+    ticks = 0
+    with suppress(OSError, IndexError):
+        for children in Path("/proc/self/task").glob("*/children"):
+            for pid in children.read_text(encoding="utf-8").split():
+                fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+                user, system = fields.split()[11:13]
+                ticks += int(user) + int(system)
+    return ticks / os.sysconf("SC_CLK_TCK")
