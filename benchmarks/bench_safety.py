@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -160,17 +160,22 @@ class Meter:
 
 
 def report(steps: list[tuple[str, float, float]]) -> None:
-    """Ratios of medians, and the median of the ratios within a round."""
+    """Ratios of lower quartiles, since neighbours only add; and the median of those in a round."""
     counted = steps[WARM_UP * len(MODES) :]
     of_mode = {mode: [s[1:] for s in counted if s[0] == mode] for mode in MODES}
-    print(f"{'':14}{'CPU ms':>8}{'wall ms':>9}   all on over it: CPU, of a round; wall")
     on = of_mode["all on"]
+    on_cpu, on_wall = map(lower_quartile, zip(*on, strict=True))
+    print(f"{'':14}{'CPU ms':>8}{'wall ms':>9}   all on over it: CPU, of a round; wall")
     for mode, figures in of_mode.items():
-        cpu, wall = (statistics.median(column) for column in zip(*figures, strict=True))
-        of_all = [statistics.median(column) for column in zip(*on, strict=True)]
+        cpu, wall = map(lower_quartile, zip(*figures, strict=True))
         paired = statistics.median(a[0] / b[0] for a, b in zip(on, figures, strict=True))
-        ratios = f"{of_all[0] / cpu:6.3f} {paired:6.3f} {of_all[1] / wall:6.3f}"
+        ratios = f"{on_cpu / cpu:6.3f} {paired:6.3f} {on_wall / wall:6.3f}"
         print(f"{mode:14}{1e3 * cpu:8.1f}{1e3 * wall:9.1f}   {ratios}")
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """A quarter of the values are below it."""
+    return statistics.quantiles(values, n=4)[0]
 
 
 def ms_of_lock(folder: Path) -> float:
