@@ -10,6 +10,7 @@ removed. The other end is told how the child ended, as JSON. Nothing here import
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -23,7 +24,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox, isolate_network
@@ -223,9 +223,8 @@ def _excess(sandbox: Sandbox) -> str | None:
 
 def _own_memory(pid: int) -> int:
     """Bytes that a process holds and shares with no file; 0 when it is gone."""
-    try:
-        words = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
-    except OSError:
+    words = _words(f"/proc/{pid}/statm")
+    if not words:
         return 0
     return (int(words[1]) - int(words[2])) * _PAGE
 
@@ -242,11 +241,19 @@ def descendants(pid: int) -> list[int]:
 
 
 def _children(pid: int) -> Iterator[int]:
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            yield from map(int, file.read_text(encoding="ascii").split())
-        except OSError:  # that thread is gone
-            continue
+    tasks = f"/proc/{pid}/task"
+    with contextlib.suppress(OSError):  # that process is gone
+        for thread in os.listdir(tasks):
+            yield from map(int, _words(f"{tasks}/{thread}/children"))
+
+
+def _words(path: str) -> list[bytes]:
+    """Those of a file in /proc, read at every look and so without `pathlib`; none if it is gone."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.readall().split()
+    except OSError:
+        return []
 
 
 def kill_descendants() -> None:

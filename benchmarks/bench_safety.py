@@ -1,0 +1,231 @@
+"""What a step pays for its safety: the sandbox of rewards, the hashes of weights, the watch.
+
+    python benchmarks/bench_safety.py [--rounds 60]
+
+makes PPO steps of the tiny model, driver, actor and rollout in processes of their own
+(`trainer.backend=local`). In each round every part is switched off in a step of its own, and all of
+them in another, in an order that is drawn. It prints CPU seconds of all processes and the wall of a
+step with everything on, over those of the steps with a part off. The lock of the run folder is
+taken once a run: its price is printed by itself.
+
+- sandbox off: the driver calls the reward function itself.
+- hashes off: weights travel, and nobody hashes them.
+- watch off: nobody looks whether a process that is waited for lives, or whether it is late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+PARTS = ("sandbox", "hashes", "watch")
+MODES: dict[str, tuple[str, ...]] = {
+    "all on": (),
+    **{f"{part} off": (part,) for part in PARTS},
+    "all off": PARTS,
+}
+WARM_UP = 2
+"""Rounds that do not count."""
+Restore = Callable[[], None]
+
+
+def swap(owner: Any, name: str, stub: Any) -> Restore:
+    """Put `stub` in the place of an attribute; what undoes it."""
+    original = vars(owner)[name]
+    setattr(owner, name, stub)
+    return lambda: setattr(owner, name, original)
+
+
+def without_sandbox() -> list[Restore]:
+    """In the driver: it calls the function."""
+    from verl_like.registry import load_from
+    from workers.rewards.call import Call
+    from workers.rewards.handle import RewardProcess
+    from workers.rewards.outcome import read_answer
+    from workers.rewards.process import Calls
+
+    calls: dict[int, Calls] = {}
+
+    def outcomes(self: RewardProcess, asked: Mapping[int, Any], end: float) -> Iterator[Any]:
+        spec = self._function
+        if id(self) not in calls:
+            function = load_from(spec.path, spec.name, "custom_reward_function")
+            call = Call.of(function, spec.kwargs, spec.columns)
+            calls[id(self)] = Calls(None, call, spec)  # type: ignore[arg-type]
+        for number, sample in list(asked.items()):
+            outcome = calls[id(self)]._score(sample)
+            yield read_answer([number, outcome], set(asked))
+
+    return [swap(RewardProcess, "outcomes", outcomes)]
+
+
+def without_hashes() -> list[Restore]:
+    """In a worker process: every hash of weights is a constant."""
+    from workers.weights import checksum
+    from workers.weights.checksum import CopyCheck, Fingerprint, Hashing
+
+    def of_copied(self: Hashing, target: Any, source: Any) -> int:
+        target.copy_(source)
+        return 0
+
+    undo = [
+        swap(Hashing, "of", lambda self, payload: 0),
+        swap(Hashing, "of_copied", of_copied),
+        swap(CopyCheck, "_hash", lambda self, tensor: 0),
+        swap(Fingerprint, "note", lambda self, name, tensor: None),
+    ]
+    constants = {"hash_of": lambda payload: 0, "digest_of": lambda hashes: "0" * 64}
+    for name, stub in constants.items():
+        original = getattr(checksum, name)
+        users = [m for m in list(sys.modules.values()) if vars(m).get(name) is original]
+        undo += [swap(module, name, stub) for module in users]
+    return undo
+
+
+def without_watch() -> list[Restore]:
+    """In the driver: an answer is waited for, and no more."""
+    from verl_like.calls.call_times import CallTimes
+    from verl_like.calls.transport import Transport
+
+    return [
+        swap(Transport, "gone", lambda self, ranks: {}),
+        swap(Transport, "check_companions", lambda self, what: None),
+        swap(CallTimes, "limit_s", lambda self, name, rows, limits: limits.call_s),
+    ]
+
+
+def switch(off: tuple[str, ...]) -> None:
+    """Switch off these parts in this process, and all others on."""
+    # in `sys`, which this function finds in every process: it comes to workers by value
+    undo: list[Restore] = vars(sys).setdefault("undo_of_bench_safety", [])
+    while undo:
+        undo.pop()()
+    offs = {"sandbox": without_sandbox, "hashes": without_hashes, "watch": without_watch}
+    for part in off:
+        undo.extend(offs[part]())
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process; 0 when it is gone."""
+    clock = (~pid << 3) | 2  # what Linux's clock_getcpuclockid makes of it
+    try:
+        return time.clock_gettime(clock)
+    except OSError:
+        return 0.0
+
+
+class Meter:
+    """A callback that switches parts off, and reads the clocks of every step."""
+
+    def __init__(self, rounds: int) -> None:
+        draw = Random(1)
+        orders = [draw.sample(list(MODES), len(MODES)) for _ in range(rounds + WARM_UP)]
+        self.modes = [mode for order in orders for mode in order]
+        self.steps: list[tuple[str, float, float]] = []
+        """(mode, CPU seconds, wall) of every step."""
+
+    def on_step_begin(self, trainer: Any) -> None:
+        """Switch, then read."""
+        off = MODES[self.modes[trainer.global_step - 1]]
+        switch(off)
+        for role in ("actor", "rollout"):
+            trainer.groups[role].execute_func_rank_zero(switch, off)
+        self._before = self._clocks(trainer)
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Read."""
+        mode = self.modes[trainer.global_step - 1]
+        after = self._clocks(trainer)
+        wall, main, rewards = (b - a for a, b in zip(self._before, after, strict=True))
+        cpu = main + (0.0 if "sandbox" in MODES[mode] else rewards)
+        self.steps.append((mode, cpu, wall))
+
+    def _clocks(self, trainer: Any) -> tuple[float, float, float]:
+        """Wall; CPU of driver and workers; of the processes of rewards."""
+        import psutil
+
+        workers = {trainer.groups[role].transport.pid_here(0) for role in ("actor", "rollout")}
+        others = {child.pid for child in psutil.Process().children(recursive=True)} - workers
+        main = time.process_time() + sum(map(cpu_of, workers))
+        return time.perf_counter(), main, sum(map(cpu_of, others))
+
+
+def report(steps: list[tuple[str, float, float]]) -> None:
+    """Ratios of lower quartiles, since neighbours only add; and the median of those in a round."""
+    counted = steps[WARM_UP * len(MODES) :]
+    of_mode = {mode: [s[1:] for s in counted if s[0] == mode] for mode in MODES}
+    on = of_mode["all on"]
+    on_cpu, on_wall = map(lower_quartile, zip(*on, strict=True))
+    print(f"{'':14}{'CPU ms':>8}{'wall ms':>9}   all on over it: CPU, of a round; wall")
+    for mode, figures in of_mode.items():
+        cpu, wall = map(lower_quartile, zip(*figures, strict=True))
+        paired = statistics.median(a[0] / b[0] for a, b in zip(on, figures, strict=True))
+        ratios = f"{on_cpu / cpu:6.3f} {paired:6.3f} {on_wall / wall:6.3f}"
+        print(f"{mode:14}{1e3 * cpu:8.1f}{1e3 * wall:9.1f}   {ratios}")
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """A quarter of the values are below it."""
+    return statistics.quantiles(values, n=4)[0]
+
+
+def ms_of_lock(folder: Path) -> float:
+    """Of taking the lock of a run folder, and giving it back."""
+    from trainer.run_folder.lock import FolderLock
+
+    began = time.perf_counter()
+    for _ in range(100):
+        with FolderLock(folder):
+            pass
+    return 1e3 * (time.perf_counter() - began) / 100
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    rounds = parser.parse_args().rounds
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    from trainer import load_config, run
+    from trainer.cli.make_tiny import make as make_tiny
+    from trainer.ppo.config import PPOConfig
+    from trainer.ppo.recipe import PPO
+
+    @dataclass(kw_only=True)
+    class ChildConfig(PPOConfig):
+        @property
+        def child_pools(self) -> frozenset[str]:
+            return frozenset({"actor_pool", "rollout_pool"})
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder)
+        make_tiny(made)
+        meter = Meter(rounds)
+        overrides = [
+            f"actor_rollout_ref.model.path={made}/model",
+            f"data.train_files={made}/train.parquet",
+            *("trainer.backend=local", "trainer.device=cpu", "placement=standalone"),
+            *("trainer.n_gpus_per_node=2", f"trainer.default_local_dir={made}/run"),
+            *("data.train_batch_size=8", "data.max_prompt_length=16", "data.max_response_length=8"),
+            *("actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=2"),
+            *("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"),
+            *(f"trainer.total_training_steps={len(meter.modes)}", "trainer.logger=[]"),
+        ]
+        recipe = replace(PPO, schema=ChildConfig)
+        run(load_config(overrides, recipe), callbacks=[meter])
+        report(meter.steps)
+        print(f"lock of the run folder, once a run: {ms_of_lock(made):.2f} ms")
+
+
+if __name__ == "__main__":
+    main()

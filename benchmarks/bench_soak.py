@@ -1,0 +1,188 @@
+"""A long run whose workers are killed again and again, beside one that nothing disturbs.
+
+    python benchmarks/bench_soak.py [--steps 1000] [--kill-every 100] [--folder FOLDER]
+
+makes both, the tiny model on two worker processes of the local backend, one after the other in a
+process of its own. The kills are those of `chaos.kill_worker`, of a seed that has one kill in
+`--kill-every` steps on the average. It prints whether all lines of `metrics.jsonl` are equal but
+for times, the memory of driver and workers, the kB of the run folder a step, and the restarts. A
+run in FOLDER that was broken off goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from bench_ppo import ENV, HERE
+
+SAVE_FREQ = 20
+LOOKED_AT = (0.2, 0.6, 1.0)
+"""The shares of a run after which memory and run folder are measured."""
+SHOWN = ("step", "critic/score/mean", "actor/pg_loss", "actor/grad_norm")
+"""Of the last lines of metrics.jsonl."""
+CHANGES = ("timing", "perf/")
+"""What the clock decides among the metrics begins with these."""
+
+
+class Gauge:
+    """A callback: the memory of a run's processes, and the size of its folder, at some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._at = {round(share * steps) for share in LOOKED_AT}
+        self.readings: dict[int, dict[str, float]] = {}
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """What is measured of a step that is made again is overwritten."""
+        import psutil
+
+        if trainer.global_step not in self._at:
+            return
+        driver = psutil.Process()
+        calls = trainer.groups["actor"].transport
+        workers = [psutil.Process(calls.pid_here(rank)) for rank in range(calls.world_size)]
+        checkpoints = set(trainer.folder.glob("global_step_*/**/*"))
+        kept = [f for f in trainer.folder.rglob("*") if f.is_file() and f not in checkpoints]
+        self.readings[trainer.global_step] = {
+            "driver MiB": driver.memory_info().rss / 2**20,
+            **{f"worker {n} MiB": w.memory_info().rss / 2**20 for n, w in enumerate(workers)},
+            "folder kB a step": sum(file.stat().st_size for file in kept)
+            / 1e3
+            / trainer.global_step,
+        }
+
+
+@contextmanager
+def timed_restarts() -> Iterator[list[float]]:
+    """The seconds from the failure of a step to the next one that is made, of every restart."""
+    from trainer.loop import Trainer
+    from trainer.restarts import Restarts
+
+    seconds: list[float] = []
+    failed: list[float] = []
+    wait, begin = Restarts.wait_for_next, Trainer.timed_step
+
+    def wait_for_next(self: Restarts, *arguments: Any) -> None:
+        failed.append(time.monotonic())
+        wait(self, *arguments)
+
+    def timed_step(self: Trainer) -> dict[str, float]:
+        metrics = begin(self)
+        if failed:
+            seconds.append(time.monotonic() - failed.pop())
+        return metrics
+
+    Restarts.wait_for_next, Trainer.timed_step = wait_for_next, timed_step  # type: ignore
+    try:
+        yield seconds
+    finally:
+        Restarts.wait_for_next, Trainer.timed_step = wait, begin  # type: ignore
+
+
+def seed_of(kills: int, steps: int, chance: float) -> int:
+    """The first seed of which `trainer.chaos` kills so often."""
+
+    def drawn(seed: int) -> int:
+        draws = (Random(f"{seed}/kill_worker/{step}") for step in range(1, steps + 1))
+        return sum(draw.random() < chance for draw in draws)
+
+    return next(seed for seed in count(1) if drawn(seed) == kills)
+
+
+def side(folder: Path, tiny: Path, steps: int, kill_every: int) -> dict[str, Any]:
+    """One run; with 0 for `kill_every`, an undisturbed one."""
+    from trainer import load_config, run
+
+    overrides = [
+        f"actor_rollout_ref.model.path={tiny}/model",
+        f"data.train_files={tiny}/train.parquet",
+        f"trainer.default_local_dir={folder}",
+        *("trainer.backend=local", "trainer.device=cpu", "trainer.n_gpus_per_node=2"),
+        *(f"trainer.total_training_steps={steps}", f"trainer.save_freq={SAVE_FREQ}"),
+        *("data.train_batch_size=2", "data.max_prompt_length=16", "data.max_response_length=8"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=4"),
+        *("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"),
+        *("actor_rollout_ref.actor.optim.lr=1e-3", "trainer.logger=[]"),
+    ]
+    if kill_every:
+        kills, chance = steps // kill_every, 1 / kill_every
+        seed = seed_of(kills, steps, chance)
+        overrides += [f"chaos.kill_worker={chance}", f"chaos.seed={seed}"]
+        overrides += [f"trainer.max_restarts={kills}"]
+
+    gauge, began = Gauge(steps), time.monotonic()
+    with timed_restarts() as restarts:
+        run(load_config(overrides), callbacks=[gauge])
+    seconds = time.monotonic() - began
+    return {"seconds": seconds, "restarts": restarts, "readings": gauge.readings}
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    """Those of `metrics.jsonl`, without what the clock decides."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(CHANGES)} for line in found]
+
+
+def report(folders: dict[str, Path], sides: dict[str, dict[str, Any]], steps: int) -> None:
+    """What both runs came to."""
+    for name, facts in sides.items():
+        print(f"{name}: {facts['seconds']:.0f} s")
+        for step, reading in facts["readings"].items():
+            print(f"  step {step}:", ", ".join(f"{k} {v:.1f}" for k, v in reading.items()))
+        if facts["restarts"]:
+            each = " ".join(f"{seconds:.1f}" for seconds in facts["restarts"])
+            print(
+                f"  {len(facts['restarts'])} restarts, from the failure to the next step: {each} s"
+            )
+    chaos = (folders["killed"] / "chaos.jsonl").read_text().splitlines()
+    print("faults and ledger:", *chaos, sep="\n  ")
+
+    whole, killed = (lines(folders[name]) for name in ("undisturbed", "killed"))
+    for name, last in (("undisturbed", whole[-1]), ("killed", killed[-1])):
+        print(f"last line, {name}:", {metric: last[metric] for metric in SHOWN})
+    apart = [line["step"] for line, other in zip(whole, killed, strict=False) if line != other]
+    same = not apart and len(whole) == len(killed) == steps
+    print(f"{len(whole)} and {len(killed)} lines of metrics.jsonl, equal: {same}", apart[:3] or "")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--kill-every", type=int, default=100)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--side", choices=["undisturbed", "killed"], help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.side:
+        every = asked.kill_every if asked.side == "killed" else 0
+        facts = side(asked.folder / asked.side, asked.folder / "tiny", asked.steps, every)
+        print(json.dumps(facts))
+        return
+
+    from trainer.cli.make_tiny import make as make_tiny
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = asked.folder or Path(made)
+        make_tiny(folder / "tiny")
+        sides = {}
+        for name in ("undisturbed", "killed"):
+            command = [sys.executable, __file__, "--side", name, "--folder", str(folder)]
+            command += ["--steps", str(asked.steps), "--kill-every", str(asked.kill_every)]
+            env = ENV | {"PYTHONPATH": str(HERE.parent)}
+            done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+            sides[name] = json.loads(done.stdout.splitlines()[-1])
+        report({name: folder / name for name in sides}, sides, asked.steps)
+
+
+if __name__ == "__main__":
+    main()
