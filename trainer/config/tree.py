@@ -8,7 +8,8 @@ Hydra as they are, and so does what cannot be put in: its error is Hydra's.
 
 from __future__ import annotations
 
-import copy
+import io
+import pickle
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -32,6 +33,46 @@ def parse(override: str) -> Override:
     return parsed
 
 
+class _KeptTree:
+    """A tree as bytes, of which a copy is made in a third of the time of `deepcopy`."""
+
+    def __init__(self, tree: DictConfig) -> None:
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump(tree)
+        self._content, self._classes = file.getvalue(), pickler.classes
+
+    def copy(self) -> DictConfig:
+        tree = _Unpickler(io.BytesIO(self._content), self._classes).load()
+        assert isinstance(tree, DictConfig), "what was kept is a tree"
+        return tree
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves classes out: that of a schema need not be one that can be imported."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.classes: list[type] = []
+
+    def persistent_id(self, thing: Any) -> int | None:
+        if not isinstance(thing, type):
+            return None
+        self.classes.append(thing)
+        return len(self.classes) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts the classes back."""
+
+    def __init__(self, file: io.BytesIO, classes: Sequence[type]) -> None:
+        super().__init__(file)
+        self._classes = classes
+
+    def persistent_load(self, number: int) -> type:
+        return self._classes[number]
+
+
 def compose_tree_of(recipe: Recipe[Any], overrides: Sequence[str]) -> DictConfig:
     """The tree of a registered recipe in its schema, not yet checked.
 
@@ -45,7 +86,7 @@ def compose_tree_of(recipe: Recipe[Any], overrides: Sequence[str]) -> DictConfig
     if all(map(_chooses, presets)) and all(map(_sets_a_value, values)):
         lines = tuple(override.input_line or "" for override in presets)
         try:
-            return _with_values(copy.deepcopy(_kept(recipe, lines, _stamps(recipe))), values)
+            return _with_values(_kept(recipe, lines, _stamps(recipe)).copy(), values)
         except OmegaConfBaseException:
             pass  # Hydra says which override it is
     return into_schema(recipe, _composed(recipe, overrides))
@@ -71,8 +112,8 @@ def _composed(recipe: Recipe[Any], overrides: Sequence[str]) -> DictConfig:
 
 
 @lru_cache(maxsize=64)
-def _kept(recipe: Recipe[Any], presets: tuple[str, ...], written: Stamps) -> DictConfig:
-    return into_schema(recipe, _composed(recipe, presets))
+def _kept(recipe: Recipe[Any], presets: tuple[str, ...], written: Stamps) -> _KeptTree:
+    return _KeptTree(into_schema(recipe, _composed(recipe, presets)))
 
 
 def _stamps(recipe: Recipe[Any]) -> Stamps:

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LARGEST_KEPT = 2**30
 """Bytes of the largest tensor whose memory is kept; larger ones are mapped anew."""
 MOST_KEPT = 2**31 - 1
 """Free bytes at the end of the heap that are kept."""
+LARGEST_OF_HEAP = 2**20
+"""Bytes of the largest piece of memory that comes from the heap where none is to be kept."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
+_kept = {"large": False}
+"""Whether this process keeps large memory."""
 
 
 def keep_freed_memory() -> bool:
@@ -30,4 +36,23 @@ def keep_freed_memory() -> bool:
         return False
 
     keeps_large = bool(mallopt(_MMAP_THRESHOLD, LARGEST_KEPT))
+    _kept["large"] = keeps_large
     return keeps_large and bool(mallopt(_TRIM_THRESHOLD, MOST_KEPT))
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Within, large memory goes back to the system as soon as it is freed, for what nobody fills.
+
+    On a heap that keeps it small things settle in the holes, so that every large piece lengthens
+    the heap: by all weights of a model that is only counted, until no memory is left to fork with.
+    """
+    if not _kept["large"]:
+        yield
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(_MMAP_THRESHOLD, LARGEST_OF_HEAP)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)

@@ -147,6 +147,7 @@ def _turn_dropout_off(hf_config: Any) -> None:
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Within, parameters are made without memory; buffers (rotary tables) are computed as ever."""
+    from workers.cpu.allocator import freed_at_once
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -155,6 +156,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     handle = register_module_parameter_registration_hook(to_meta)
     try:
-        yield
+        with freed_at_once():
+            yield
     finally:
         handle.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from tests.trainer.recipes.regression import REGRESSION
+from tests.trainer.recipes.regression import REGRESSION, RegressionConfig
 from trainer.config import tree
 from trainer.config.compose import compose_tree, prepare_overrides, register
 from trainer.ppo.recipe import PPO
@@ -72,6 +72,18 @@ def test_a_value_that_does_not_fit_is_refused_in_hydras_words(override: str) -> 
     with pytest.raises(HydraException) as ours:
         tree.compose_tree_of(PPO, [override])
     assert str(ours.value) == str(error.value)
+
+
+def test_a_schema_that_cannot_be_imported_is_kept_too() -> None:
+    @dataclass
+    class OfThisTest(RegressionConfig):
+        mine: int = 3
+
+    recipe = replace(REGRESSION, schema=OfThisTest)
+    for _ in range(2):
+        tree_of_mine = compose_tree(["trainer.seed=5"], recipe)
+        assert OmegaConf.get_type(tree_of_mine) is OfThisTest
+        assert (tree_of_mine.mine, tree_of_mine.trainer.seed) == (3, 5)
 
 
 def test_an_edited_yaml_is_read_again(tmp_path: Path) -> None:

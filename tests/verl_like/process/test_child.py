@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from verl_like.process.child import start_child
+from verl_like.process.child import ROOT, start_child
 
 
 def main(pipe, *arguments):
@@ -27,6 +28,29 @@ def test_a_program_gets_its_arguments_the_import_path_and_the_environment(monkey
     assert pipe.recv() == (("one", "two"), sys.path, "yes", program)
     pipe.send("end")
     assert process.wait(30) == 7
+
+
+SESSION = """
+print("the session begins", flush=True)
+from verl_like.process.child import start_child
+
+process, pipe = start_child("own_program")
+print(pipe.recv())
+process.wait()
+"""
+
+
+def test_a_script_without_a_guard_is_not_run_again_in_its_children(tmp_path: Path) -> None:
+    (tmp_path / "session.py").write_text(SESSION)
+    (tmp_path / "own_program.py").write_text("def main(pipe):\n    pipe.send('here')\n")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "session.py")],
+        env={**os.environ, "PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "the session begins\nhere\n"
 
 
 def test_a_child_that_ends_before_it_listens_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

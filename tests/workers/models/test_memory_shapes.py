@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,8 +16,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import tiny_config
 from workers.config import ModelConfig
+from workers.cpu.allocator import keep_freed_memory
 from workers.models import memory_shapes
-from workers.models.memory_shapes import ModelShapes, cached_widths, model_shapes
+from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model, model_shapes
 from workers.roles.actor import ActorWorker
 from workers.training import engine as engine_module
 from workers.training.engine import INPUTS
@@ -165,3 +167,22 @@ def test_shapes_are_counted_once_until_the_folder_describes_another_model(
     LlamaConfig(**DEEPSEEK_7B.to_dict() | {"num_hidden_layers": 2}).save_pretrained(tmp_path)
     assert shapes_of(tmp_path).num_layers == 2
     assert shapes_of(tmp_path, torch.bfloat16).compute_bytes == 2
+
+
+def test_counting_a_large_model_takes_no_address_space_where_freed_memory_is_kept(
+    tmp_path: Path,
+) -> None:
+    DEEPSEEK_7B.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    if not keep_freed_memory():
+        pytest.skip("this process's allocator is the user's choice, or not glibc's")
+    before = address_space()
+    module = meta_model(ModelConfig(path=str(tmp_path)), "token")
+    assert address_space() - before < 2 * 2**30, "as if there were weights"
+    del module
+
+
+def address_space() -> int:
+    """Bytes that this process has mapped, filled or not."""
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
