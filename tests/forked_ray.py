@@ -34,14 +34,6 @@ IMPORTED_BY_RAY = ("google.protobuf.descriptor_pb2", "jsonschema", "msgpack", "r
 @contextmanager
 def forked_ray_workers() -> Iterator[None]:
     """Clusters that are started within fork their workers."""
-    from ray._private.node import Node
-
-    start_raylet = Node.start_raylet
-
-    def start_with_forks(node: Any, *args: Any, **options: Any) -> None:
-        node._ray_params.worker_path = ray_worker.__file__
-        start_raylet(node, *args, **options)
-
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         address = f"{folder}/forks"
         with socket.socket(socket.AF_UNIX) as listening:
@@ -52,10 +44,24 @@ def forked_ray_workers() -> Iterator[None]:
             )
             server.start()
         patch.setenv(ray_worker.ADDRESS, address)
-        patch.setattr(Node, "start_raylet", start_with_forks)
+        ask_for_forks(patch)
         yield
         server.kill()
         server.join()
+
+
+def ask_for_forks(patch: pytest.MonkeyPatch) -> None:
+    """Clusters that this process starts fork their workers, if a test with a server runs it."""
+    from ray._private.node import Node
+
+    start_raylet = Node.start_raylet
+
+    def start_with_forks(node: Any, *args: Any, **options: Any) -> None:
+        node._ray_params.worker_path = ray_worker.__file__
+        start_raylet(node, *args, **options)
+
+    if ray_worker.ADDRESS in os.environ:
+        patch.setattr(Node, "start_raylet", start_with_forks)
 
 
 def serve(listening: socket.socket) -> None:
@@ -102,6 +108,7 @@ def run_worker(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path.insert(0, str(program.parent))
+    modules = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [str(program.parent), *filter(None, modules)]
     sys.argv = [str(program), *arguments]
     runpy.run_path(str(program), run_name="__main__")

@@ -23,7 +23,9 @@ PAGE = ROOT / "docs" / "cluster.md"
 
 
 @pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> dict[str, Any]:
+def two_nodes(
+    tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path, ray_session: None
+) -> dict[str, Any]:
     """What `two_nodes.py` found, in a process of its own: this one may be connected to another
     cluster.
     """
