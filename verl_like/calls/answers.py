@@ -63,10 +63,11 @@ def wait_for_calls(
             way_out = f"raise watch.{setting}" if timeout is None else "give more time"
             raise WaitTimeoutError(_diagnosis(transport, what, calls, way_out))
         elif deadlocks.stuck([p.rank for p in calls.open.values()]):
-            what = f"{calls.late()} stood still for {limits.deadlock_s:g} s, and nobody that could "
-            raise WaitTimeoutError(
-                _diagnosis(transport, f"{what}end it moves", calls, "raise watch.deadlock_s")
+            what = (
+                f"{calls.late()} stood still for {limits.deadlock_s:g} s, "
+                "and nobody that could end it moves"
             )
+            raise WaitTimeoutError(_diagnosis(transport, what, calls, "raise watch.deadlock_s"))
         patience.warn_if_old(calls.late())
     transport.finished.extend(calls.headers.values())
     if calls.failures:

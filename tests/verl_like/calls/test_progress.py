@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from verl_like.calls import progress
+from tests.verl_like.calls.threads_of_others import leave_out
 from verl_like.calls.progress import AT_LOCK, ELSEWHERE, IDLE, Progress, progress_of_call
 
 
@@ -34,7 +34,7 @@ def calling(work: Callable[[], object], until: threading.Event) -> Iterator[None
 def found(monkeypatch: pytest.MonkeyPatch) -> Progress:
     """What a process with this call alone would say: the tests' own threads are left out."""
     others = [thread.name for thread in threading.enumerate() if "make_call" not in thread.name]
-    monkeypatch.setattr(progress, "OWN_THREADS", (*progress.OWN_THREADS, *others))
+    leave_out(monkeypatch, *others)
     return progress_of_call(3, make_call.__code__, None)
 
 
@@ -84,7 +84,7 @@ def test_whoever_works_or_may_be_waiting_for_somebody_outside_is_elsewhere(
         helper.join()
 
     work = {"sleeps": sleeps, "computes": computes}.get(waits, has_a_thread)
-    monkeypatch.setattr(progress, "OWN_THREADS", ("MainThread", *progress.OWN_THREADS))
+    leave_out(monkeypatch, "MainThread")
     with calling(work, end):
         assert progress_of_call(3, make_call.__code__, None).waits == ELSEWHERE
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.verl_like.calls.threads_of_others import leave_out
 from tests.workers.rollout_engines import beside, wait_until
 from tests.workers.stand_ins import Group, Receiver, checksums, refused, train, versions
-from verl_like.calls import progress
 from verl_like.calls.progress import AT_LOCK, progress_of_call
 from workers.weights import channel as weight_channel
 from workers.weights.checksum import Hashing, hash_of
@@ -52,7 +52,7 @@ def test_a_receiver_whose_sender_does_not_come_is_seen_to_stand_still(
     with beside(lambda: sync_weights(actor, Group([Receiver()]), 1)) as synced:
         time.sleep(0.3)
         others = [thread.name for thread in threading.enumerate()]
-        monkeypatch.setattr(progress, "OWN_THREADS", others)
+        leave_out(monkeypatch, *others)
         wait_until(lambda: progress_of_call(1, receives, None).waits == AT_LOCK)
         before = progress_of_call(1, receives, None).wakeups
         time.sleep(0.3)
