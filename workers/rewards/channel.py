@@ -16,7 +16,7 @@ from typing import Any
 
 LONGEST_ANSWER = 2**22
 """Bytes of one answer beyond which it is none."""
-BURST_S = 0.002
+BURST_S = 0.0005
 """Answers mostly follow each other closely: after the first, those of so long are read at once."""
 _LENGTH = struct.Struct("!Q")
 
