@@ -82,7 +82,7 @@ def progress_of_call(
         thread = threads.get(ident)
         if ident not in calling and thread is not None and thread.name in OWN_THREADS:
             continue
-        asleep = None if thread is None else _asleep(thread.native_id)
+        asleep = None if thread is None else _asleep(_number_of(thread))
         if asleep is None:
             return Progress(num_calls, ELSEWHERE, stack, cpu_s=cpu_s)
         wakeups.append(asleep)
@@ -96,6 +96,11 @@ def _where(frame: FrameType) -> str:
         return IN_COLLECTIVE
     line = linecache.getline(file, frame.f_lineno or 0).strip()  # some code has no line
     return AT_LOCK if _LOCKS.search(file) or _LOCK_LINE.search(line) else ELSEWHERE
+
+
+def _number_of(thread: threading.Thread) -> int | None:
+    """The kernel's; a main thread that was forked still has that of its parent."""
+    return os.getpid() if thread is threading.main_thread() else thread.native_id
 
 
 def _asleep(thread: int | None) -> str | None:
