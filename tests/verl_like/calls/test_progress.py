@@ -58,10 +58,17 @@ def test_a_wait_that_wakes_up_now_and_then_says_so(monkeypatch: pytest.MonkeyPat
         while not end.wait(0.05):
             pass
 
+    def wakeups() -> str:
+        """Of a look at which it was asleep, as it mostly is."""
+        until = time.monotonic() + 20
+        while not (seen := found(monkeypatch).wakeups):
+            assert time.monotonic() < until
+        return seen
+
     with calling(polls, end):
-        first = found(monkeypatch)
+        first = wakeups()
         time.sleep(0.3)
-        assert found(monkeypatch).wakeups != first.wakeups
+        assert wakeups() != first
 
 
 @pytest.mark.parametrize("waits", ["sleeps", "computes", "has a thread that sleeps"])
