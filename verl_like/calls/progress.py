@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
+from verl_like.calls.stacks import is_inside
+
 IDLE, IN_COLLECTIVE, AT_LOCK, ELSEWHERE = "idle", "collective", "lock", "elsewhere"
 OWN_THREADS = ("side channel", "request", "pipe", "coroutines")
 """Threads of a worker process that serve its driver beside its calls."""
@@ -68,7 +70,7 @@ def progress_of_call(
     """
     frames = sys._current_frames()
     frames.pop(threading.get_ident(), None)
-    calling = [ident for ident, frame in frames.items() if _runs(frame, runs_calls)]
+    calling = [ident for ident, frame in frames.items() if is_inside(frame, runs_calls)]
     if not calling:
         return Progress(num_calls, IDLE)
     stack = " ".join(_places(frames[calling[0]]))
@@ -119,14 +121,6 @@ def _places(frame: FrameType | None) -> Iterator[str]:
     while frame is not None:
         yield f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-
-
-def _runs(frame: FrameType | None, code: CodeType) -> bool:
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _cpu_s_of_children() -> float:

@@ -40,7 +40,7 @@ def here(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
-        if ident != asking and _is_inside(frame, runs_calls):
+        if ident != asking and is_inside(frame, runs_calls):
             text = "".join(traceback.format_stack(frame))
             parts.append(f"thread {names.get(ident, ident)}:\n{text}")
     for task in asyncio.all_tasks(loop) if loop is not None else ():
@@ -50,7 +50,7 @@ def here(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType) -> str:
     return "\n".join(parts) or "idle: no call is running"
 
 
-def _is_inside(frame: FrameType | None, code: CodeType) -> bool:
+def is_inside(frame: FrameType | None, code: CodeType) -> bool:
     """Whether a function's code is on the stack that ends in this frame."""
     while frame is not None:
         if frame.f_code is code:
