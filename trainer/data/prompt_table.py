@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from trainer.data import cache
 from trainer.data.cache import NotPlainError, cached, what_tokens_depend_on
 from trainer.data.config import DataConfig
-from trainer.data.files import Row, good_rows, is_plain, other_columns
+from trainer.data.files import Row, good_rows, is_plain, names_of, other_columns
 from trainer.data.prompt_tokens import encode_prompt
 from verl_like.files import write_whole
 
@@ -168,7 +168,7 @@ def read_prompts(
             yield None if row is None else (row, tokens[0])
 
     names = getattr(config, setting)
-    paths = [names] if isinstance(names, str) else names
+    paths = names_of(names)
     depends_on = None if config.custom_cls.path else what_tokens_depend_on(paths, tokenizer)
     found = None
     if depends_on is not None:

@@ -63,13 +63,13 @@ def _connect(config: RunConfig, worker_code: Sequence[str]) -> None:
 
     settings = config.ray
     runtime_env = dict(settings.runtime_env)
-    if _joined_cluster(config) and (modules := modules_of_the_user(worker_code)):
+    if joined_cluster(config) and (modules := modules_of_the_user(worker_code)):
         runtime_env["py_modules"] = [*runtime_env.get("py_modules", []), *modules]
     limits = Deadlines.of(config.watch)
     ray_backend.connect(settings.address, settings.namespace, runtime_env, limits)
 
 
-def _joined_cluster(config: RunConfig) -> str | None:
+def joined_cluster(config: RunConfig) -> str | None:
     """The address of a cluster that others have started."""
     return config.ray.address or os.environ.get("RAY_ADDRESS")
 
@@ -80,7 +80,7 @@ def begin_cluster(config: RunConfig, at_end: ExitStack) -> None:
     `find_nodes` waits for it. A start that fails is tried again there, which says why.
     """
     trainer = config.trainer
-    if trainer.backend != "ray" or trainer.dry_run or _joined_cluster(config):
+    if trainer.backend != "ray" or trainer.dry_run or joined_cluster(config):
         return
 
     def start() -> None:
@@ -104,7 +104,7 @@ def require_shared_folder(config: RunConfig, nodes: Iterable[Node]) -> None:
 
 def devices_in_words(config: RunConfig) -> str:
     """The devices of this machine; refused if they are not what the configuration asks for."""
-    trainer, joins = config.trainer, _joined_cluster(config)
+    trainer, joins = config.trainer, joined_cluster(config)
     if trainer.backend == "ray" and (joins or trainer.nnodes > 1):
         return f"devices: those of the Ray cluster {joins or 'here'}, not looked at"
     return f"devices: {trainer.n_gpus_per_node} of kind {_devices_here(config)} on this machine"

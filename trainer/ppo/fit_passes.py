@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+from trainer.groups.nodes import joined_cluster
 from trainer.memory import GIB, pool_bytes
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import role_memories
@@ -58,8 +57,7 @@ def _share_of_this_machine(config: PPOConfig) -> int | None:
     None on a cluster, of whose machines the driver's says nothing.
     """
     total = memory_gb("MemTotal:")
-    joins = config.ray.address or os.environ.get("RAY_ADDRESS")
-    if total is None or (joins and config.trainer.backend == "ray"):
+    if total is None or (joined_cluster(config) and config.trainer.backend == "ray"):
         return None
     processes = sum(map(sum, config.resource_pool_spec.values()))
     return int(SHARE_OF_A_MACHINE * total * GIB / max(processes, 1))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from trainer.config.offload import check_offload, device_type_of
 from trainer.data.model_config import num_positions, read_model_config
+from trainer.groups.nodes import joined_cluster
 from trainer.memory import memory_of_this_gpu
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.fit_passes import fit_passes
@@ -93,6 +93,6 @@ def check_rollout(config: Any) -> None:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the "
             f"{ranks} processes of the rollout's pool {pool!r}; values that do: {divisors}."
         )
-    joins = config.ray.address or os.environ.get("RAY_ADDRESS")
+    joins = joined_cluster(config)
     if rollout.name == "vllm" and not joins:  # what is installed on other machines is not known
         check_version(device_type_of(config.trainer))
