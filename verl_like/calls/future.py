@@ -19,7 +19,7 @@ from typing import Any
 
 from verl_like.batch.split import join_pieces
 from verl_like.batch.tensordict_rows import rows_of, value_of
-from verl_like.calls.answers import wait_for_calls
+from verl_like.calls.answers import KnownAnswers, wait_for_calls
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.metrics import batch_alone
 from verl_like.calls.transport import Transport
@@ -42,12 +42,14 @@ class WorkerFuture:
         form: str,
         pieces: Sequence[Pending],
         rows: int = 0,
+        piece_numbers: Sequence[int] = (),
     ):
         """Made by `BoundMethod`; `collect` turns headers and payloads into the result.
 
         `form` says how `pieces`, the answers that count, make the result: a `batch`, a `list`, the
         `first` of them, or by a function of its `own`, which only `collect` knows. `rows` are those
-        of its batches, where they are known.
+        of its batches, where they are known; `piece_numbers` say by rank which of the `pieces` a
+        rank helps to make.
         """
         self.name = name
         self.transport = transport
@@ -57,7 +59,8 @@ class WorkerFuture:
         self._collect = collect
         self._headers: list[Header] | None = None
         self._outcome: tuple[Any, BaseException | None] | None = None
-        self._launched, self._rows = time.time(), rows
+        self._launched, self.rows = time.time(), rows
+        self.piece_numbers, self.known = list(piece_numbers), KnownAnswers()
 
     def get(self, timeout: float | None = None) -> Any:
         """The result; waits for it, at most `timeout` seconds.
@@ -84,7 +87,7 @@ class WorkerFuture:
     def _fetch(self, timeout: float | None) -> tuple[list[Header], list[Any]]:
         """Headers and payloads: at once if all is well and soon here, else by the watched wait."""
         if self._headers is not None:
-            return self._headers, [self._payload(pending) for pending in self.pending]
+            return self._headers, [self.fetch_payload(pending) for pending in self.pending]
         began = time.monotonic()
         soon = 1.0 if timeout is None else min(timeout, 1.0)
         here = self.transport.fetch_all(self.pending, soon)
@@ -93,12 +96,12 @@ class WorkerFuture:
             self._note_time(here[0])
             return here
         headers = self._wait(timeout, began)
-        return headers, [self._payload(pending) for pending in self.pending]
+        return headers, [self.fetch_payload(pending) for pending in self.pending]
 
     def _wait(self, timeout: float | None, since: float | None = None) -> list[Header]:
         """The watched wait for the headers."""
         call = self.transport, self.name, self.pending
-        headers = wait_for_calls(*call, timeout, since=since, rows=self._rows)
+        headers = wait_for_calls(*call, timeout, since=since, rows=self.rows, known=self.known)
         self._note_time(headers)
         return headers
 
@@ -106,9 +109,10 @@ class WorkerFuture:
         """How long the call took, its turn in the queue included; clocks of nodes may differ."""
         computed = max(header.end - header.start for header in headers)
         waited = max(header.end for header in headers) - self._launched
-        self.transport.call_times.add(self.name, max(computed, waited), self._rows)
+        self.transport.call_times.add(self.name, max(computed, waited), self.rows)
 
-    def _payload(self, pending: Pending) -> Any:
+    def fetch_payload(self, pending: Pending) -> Any:
+        """What one rank has returned, once it has answered."""
         try:
             return self.transport.fetch_payload(pending)
         except WorkerError as error:
