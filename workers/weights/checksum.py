@@ -29,6 +29,12 @@ def hash_of(payload: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(payload.numpy())
 
 
+def hash_of_weight(tensor: Tensor) -> int:
+    """`hash_of` the bytes of a CPU tensor of any type, in half the calls where it is float32."""
+    own = tensor.detach().contiguous()
+    return hash_of(own if own.dtype is torch.float32 else byte_view(own))
+
+
 class Hashing:
     """Takes hashes (`hash_of`) and the time that they cost."""
 
@@ -48,6 +54,10 @@ class Hashing:
 
     def of_copied(self, target: Tensor, source: Tensor) -> int:
         """Of CPU bytes that are being copied, at less than half the price."""
+        if len(source) <= self.CHUNK:
+            target.copy_(source)
+            return self.of(target)
+
         into, own, hasher = target.numpy(), source.numpy(), xxhash.xxh3_64()
         for start in range(0, len(own), self.CHUNK):
             chunk = own[start : start + self.CHUNK]
@@ -100,14 +110,18 @@ class CopyCheck:
         names = []
         for name, weight in held:
             dtype, device, value = self._came[name]
-            if self._hash(weight.detach().to(device, dtype)) != value:
+            if weight.dtype is not dtype or weight.device != device:
+                weight = weight.detach().to(device, dtype)
+            if self._hash(weight) != value:
                 names.append(name)
         return names
 
     def _hash(self, tensor: Tensor) -> int:
         began = time.perf_counter()
-        payload = byte_view(tensor.contiguous())
-        value = hash_of(payload) if payload.device.type == "cpu" else hash_on_device(payload)
+        if tensor.device.type == "cpu":
+            value = hash_of_weight(tensor)
+        else:
+            value = hash_on_device(byte_view(tensor.contiguous()))
         self.seconds += time.perf_counter() - began
         return value
 
@@ -137,8 +151,11 @@ class Fingerprint:
 
     def note(self, name: str, tensor: Tensor) -> None:
         """Take a full tensor in."""
-        flat = tensor.detach().reshape(-1)
-        values = flat[:: max(1, flat.numel() // 64)].float().cpu().numpy().tobytes()
+        flat, step = tensor.detach().reshape(-1), max(1, tensor.numel() // 64)
+        if flat.dtype is torch.float32 and flat.device.type == "cpu":
+            values = flat.numpy()[::step].tobytes()  # in a third of the calls
+        else:
+            values = flat[::step].float().cpu().numpy().tobytes()
         self._parts[name] = f"{name} {list(tensor.shape)} ".encode() + values
 
     def watch(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
