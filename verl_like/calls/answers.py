@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from verl_like.calls.deadlock import DeadlockWatch
 from verl_like.calls.messages import Header, Pending
@@ -97,6 +96,13 @@ def wait_for_start(transport: Transport, headers: Sequence[object]) -> list[Head
     return wait_for_calls(transport, f"start of {name}", calls, setting="start_s")
 
 
+def in_words(transport: Transport, calls: Sequence[Pending]) -> str:
+    """The ranks of these calls; of many the first ones, and how many more."""
+    first = [transport.describe(p.rank, p.role) for p in calls[:NAMED_LATE]]
+    more = len(calls) - len(first)
+    return ", ".join(first) + (f" and {more} more" if more else "")
+
+
 class _OpenCalls:
     """The calls of one wait that are not answered, and what the others answered."""
 
@@ -148,12 +154,8 @@ class _OpenCalls:
         return min(limit_s, AFTER_DEATH_S) if died else limit_s
 
     def late(self) -> str:
-        """Who has not answered; of many the first ones, and how many more."""
-        first = [
-            self.transport.describe(p.rank, p.role) for p in islice(self.open.values(), NAMED_LATE)
-        ]
-        more = len(self.open) - len(first)
-        return ", ".join(first) + (f" and {more} more" if more else "")
+        """Who has not answered."""
+        return in_words(self.transport, list(self.open.values()))
 
 
 def _with_others(failures: list[BaseException]) -> BaseException:

@@ -19,11 +19,11 @@ from typing import Any
 
 from verl_like.batch.split import join_pieces
 from verl_like.batch.tensordict_rows import rows_of, value_of
-from verl_like.calls.answers import KnownAnswers, wait_for_calls
+from verl_like.calls.answers import KnownAnswers, in_words, wait_for_calls
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.metrics import batch_alone
 from verl_like.calls.transport import Transport
-from verl_like.errors import BatchError, WaitTimeoutError, WorkerError
+from verl_like.errors import BatchError, WaitTimeoutError, WorkerDiedError, WorkerError
 
 logger = logging.getLogger(__name__)
 Outcome = tuple[Any, Exception | None]
@@ -141,6 +141,12 @@ class WorkerFuture:
         state = "here" if self._outcome else "on their way"
         return f"<{type(self).__name__} {self.name}: {len(self.pending)} pieces, {state}>"
 
+    def __str__(self) -> str:
+        """The call, and the ranks that have not answered."""
+        here = self.transport.wait([p.header for p in self.pending], 0.0)
+        late = [p for p in self.pending if p.header not in here]
+        return f"{self.name} of {in_words(self.transport, late)}" if late else self.name
+
 
 class DataProtoFuture(WorkerFuture):
     """The future of a `DataProto`; `get()` gives `(batch, metrics)` where the method returns both.
@@ -209,12 +215,12 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
 
     All are waited for (together `timeout` seconds), even when one fails; with `grace_s` no longer
     than that after it: calls of two groups that wait for each other. A failure is logged as soon as
-    it is there. In the end the first in order is raised; the other ones are in its attribute
-    `others` and in its notes.
+    it is there. In the end the first in order is raised, a death before others; the other ones are
+    in its attribute `others` and in its notes.
     """
     outcomes = _outcomes(futures, timeout, grace_s)
     errors = [error for _, error in outcomes if error is not None]
-    errors.sort(key=lambda error: isinstance(error, _GivenUpError))
+    errors.sort(key=_says_less)
     if not errors:
         return [value for value, _ in outcomes]
     first, *others = errors
@@ -222,6 +228,11 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
     for other in others:
         first.add_note(f"also failed: {type(other).__name__}: {other}")
     raise first
+
+
+def _says_less(error: Exception) -> int:
+    """By how much an error explains less than others: a death explains them."""
+    return 0 if isinstance(error, WorkerDiedError) else 1 + isinstance(error, _GivenUpError)
 
 
 def _outcomes(

@@ -102,8 +102,12 @@ class CopyCheck:
     def watch(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """The same tensors, hashed as they pass."""
         for name, tensor in tensors:
-            self._came[name] = tensor.dtype, tensor.device, self._hash(tensor)
+            self.note(name, tensor)
             yield name, tensor
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        """This is what the engine is to hold."""
+        self._came[name] = tensor.dtype, tensor.device, self._hash(tensor)
 
     def damaged(self, held: NamedTensors) -> list[str]:
         """Names of the weights that are not as they came; another dtype must have kept all bits."""
