@@ -12,11 +12,13 @@ on and give it back. What the process leaves when it is ended is written here.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from workers.training import write_copy
 from workers.training.host_buffer import HostBuffer
 from workers.training.write_copy import FAILED, WHOLE, Written, write_rest
 
+LOWEST_PRIORITY = 19
 PATIENCE_S = 5.0
 """A block takes some 20 ms of a core; without any for so long, no core has time to spare."""
 logger = logging.getLogger(__name__)
@@ -114,6 +117,7 @@ class CopyWriter:
             except OSError as error:
                 logger.warning("%s is written by the process that trains: %s", path, error)
                 return None
+            _compute_behind_others(self._process.pid)
             return self._process
 
     def _end_process(self) -> None:
@@ -124,6 +128,17 @@ class CopyWriter:
     def _refuse_if_dropped(self, path: Path) -> None:
         if self._is_dropped:
             raise CheckpointError(f"{path} was given up")
+
+
+def _compute_behind_others(pid: int) -> None:
+    """Let a process have what no other wants of the cores and, on Linux, of the disk.
+
+    Also its start, a hundredth of a second: so it does not say this itself.
+    """
+    with suppress(OSError):  # it has ended, or a container forbids it
+        os.setpriority(os.PRIO_PROCESS, pid, LOWEST_PRIORITY)
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Writes a copy in shared memory into a file, block after block, with its crc32.
 
-`training.file_copies` runs this file as a program of its own, without torch and behind everything
-that wants the cores:
+`training.copy_writer` runs this file as a program of its own, without torch:
 
     python -I -S write_copy.py <descriptor of the copy> <its bytes> <file>
 
@@ -87,13 +86,6 @@ def _pass_the_cache(descriptor: int, wanted: bool) -> bool:
     return after != before
 
 
-def _compute_behind_others() -> None:
-    """Let this process have what no other wants of the cores and, of Linux, of the disk."""
-    os.nice(19)
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-
-
 def _is_wanted() -> bool:
     """Whether somebody still holds our standard input, on which nothing is ever written."""
     return not select.select([0], [], [], 0)[0]
@@ -101,7 +93,6 @@ def _is_wanted() -> bool:
 
 def main(memory: str, num_bytes: str, path: str) -> None:
     """The program."""
-    _compute_behind_others()
     with mmap.mmap(int(memory), int(num_bytes), prot=mmap.PROT_READ) as contents:
         view = memoryview(contents)
         try:

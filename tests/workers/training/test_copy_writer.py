@@ -18,7 +18,7 @@ import torch
 from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint
 from workers.training import copy_writer, write_copy
-from workers.training.copy_writer import CopyWriter
+from workers.training.copy_writer import LOWEST_PRIORITY, CopyWriter
 from workers.training.host_buffer import HostBuffer
 
 LIMIT_S = 20.0
@@ -173,13 +173,15 @@ def test_the_process_ends_with_the_worker_that_it_writes_for(tmp_path: Path) -> 
     assert (tmp_path / "file").stat().st_size == block
 
 
-def test_the_process_computes_behind_all_others() -> None:
-    program = (
-        f"import os, runpy; runpy.run_path({write_copy.__file__!r})['_compute_behind_others'](); "
-        "print(os.sched_getscheduler(0), os.nice(0))"
-    )
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], stdout=-1, check=True)
-    assert done.stdout.split() == [str(os.SCHED_IDLE).encode(), b"19"]
+@pytest.mark.usefixtures("program")
+def test_the_process_computes_behind_all_others(buffer: HostBuffer, tmp_path: Path) -> None:
+    writer, before = CopyWriter(), children()
+    writing = halted(writer, buffer, tmp_path / "file")
+    (pid,) = children() - before
+    assert os.sched_getscheduler(pid) == os.SCHED_IDLE
+    assert os.getpriority(os.PRIO_PROCESS, pid) == LOWEST_PRIORITY
+    writer.hurry()
+    writing.result(LIMIT_S)
 
 
 def test_memory_goes_with_its_buffer() -> None:
