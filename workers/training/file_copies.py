@@ -4,16 +4,14 @@
     write_shards(tensors, folder, rank, num_ranks, copies.add)    # copies; the tensors may change
     files = copies.write()                                        # in another thread
 
-The copies lie as the file does, in blocks that the next checkpoint uses again, pinned where the
-tensors are on a GPU. Writing is two calls a block, neither of which holds the interpreter's lock.
+The copies lie as the files do, in shared memory that the next checkpoint uses again, page-locked
+where the tensors are on a GPU. A process of its own writes them (`training.copy_writer`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -23,10 +21,10 @@ from torch import Tensor
 from verl_like.errors import CheckpointError
 from verl_like.process.machine import free_memory_gb
 from workers.parallel.collectives import Ranks
+from workers.training.copy_writer import CopyWriter
+from workers.training.host_buffer import HostBuffer
 from workers.training.shards import WriteFile, bytes_of, pieces_to_write, write_file
 
-BLOCK_BYTES = 64 * 2**20
-"""The interpreter's lock changes hands twice a block: each time a step may wait for the writer."""
 LEAST_BYTES = 16 * 2**20
 """Below this a rank's file is written sooner than a copy of it would pay."""
 MOST_OF_FREE = 0.5
@@ -48,7 +46,7 @@ class FileCopies:
         """Of the role, in the checkpoint."""
         self._files: dict[Path, _FileCopy] = {}
         self._spare: list[_FileCopy] = []
-        self._is_dropped = threading.Event()
+        self._writer = CopyWriter()
         self._has_warned = False
 
     @property
@@ -61,7 +59,7 @@ class FileCopies:
         self._spare += self._files.values()
         self._files = {}
         self.folder, self.complete = folder, None
-        self._is_dropped.clear()
+        self._writer.begin()
 
     def pay(self, ranks: Ranks, tensors: Mapping[str, Tensor]) -> bool:
         """Whether all ranks shall copy these tensors; collective.
@@ -93,7 +91,7 @@ class FileCopies:
 
     @property
     def _num_allocated(self) -> int:
-        return sum(copy.num_allocated for copy in (*self._files.values(), *self._spare))
+        return sum(len(copy.buffer.bytes) for copy in (*self._files.values(), *self._spare))
 
     def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
         """Copy a file's contents."""
@@ -106,15 +104,19 @@ class FileCopies:
         found = {}
         for path, copy in self._files.items():
             try:
-                facts = copy.write(path, self._is_dropped)
+                facts = self._writer.write(path, copy.buffer, copy.num_bytes)
             except OSError as error:
                 raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
             found[path.relative_to(self.folder).as_posix()] = facts
         return found
 
+    def hurry(self) -> None:
+        """Somebody waits for the files: a `write` in another thread gets all that it can use."""
+        self._writer.hurry()
+
     def drop(self) -> None:
         """Nobody wants the files any more: a `write` in another thread ends."""
-        self._is_dropped.set()
+        self._writer.drop()
 
 
 def writer_of(copies: FileCopies | None, ranks: Ranks, tensors: Mapping[str, Tensor]) -> WriteFile:
@@ -124,49 +126,22 @@ def writer_of(copies: FileCopies | None, ranks: Ranks, tensors: Mapping[str, Ten
 
 
 class _FileCopy:
-    """The contents of one file, block after block."""
+    """The contents of one file."""
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
-        self._num_bytes = 0
-
-    @property
-    def num_allocated(self) -> int:
-        return BLOCK_BYTES * len(self._blocks)
+        self.buffer = HostBuffer()
+        self.num_bytes = 0
 
     def fill(self, header: bytes, tensors: Sequence[Tensor]) -> None:
         """Copy all of it; what the tensors become later does not change it."""
-        self._num_bytes = 0
         on_gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        self.num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors)
+        self.buffer.hold(self.num_bytes, pinned=on_gpu is not None)
+
+        start = 0
         for part in (torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors):
-            self._append(bytes_of(part), pinned=on_gpu is not None)
+            data = bytes_of(part)
+            self.buffer.bytes[start : start + len(data)].copy_(data, non_blocking=True)
+            start += len(data)
         if on_gpu is not None:
             torch.cuda.synchronize(on_gpu)
-
-    def _append(self, data: Tensor, pinned: bool) -> None:
-        start = 0
-        while start < len(data):
-            number, offset = divmod(self._num_bytes, BLOCK_BYTES)
-            if number == len(self._blocks):
-                block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
-                self._blocks.append(block)
-            count = min(len(data) - start, BLOCK_BYTES - offset)
-            target = self._blocks[number][offset : offset + count]
-            target.copy_(data[start : start + count], non_blocking=True)
-            start += count
-            self._num_bytes += count
-
-    def write(self, path: Path, is_dropped: threading.Event) -> dict[str, int]:
-        """Write the file to the disk; gives its fingerprint."""
-        crc, left = 0, self._num_bytes
-        with path.open("wb") as file:
-            for block in self._blocks:
-                if is_dropped.is_set():
-                    raise CheckpointError(f"{path} was given up")
-                part = memoryview(block.numpy())[:left]
-                crc = zlib.crc32(part, crc)
-                file.write(part)
-                left -= len(part)
-            file.flush()
-            os.fsync(file.fileno())
-        return {"bytes": self._num_bytes, "crc32": crc}
