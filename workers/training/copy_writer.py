@@ -144,11 +144,14 @@ def _compute_behind_others(pid: int) -> None:
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
     """What it says, until it ends, or is ended since it gets no time."""
     assert process.stdout is not None, "it was asked for"
+    rest = ""
     while wait([process.stdout], PATIENCE_S):
-        line = process.stdout.readline()
-        if not line:
+        # one read: each takes the interpreter's lock from whoever trains
+        chunk = os.read(process.stdout.fileno(), 4096).decode()
+        if not chunk:
             return
-        yield line.decode().strip()
+        *lines, rest = (rest + chunk).split("\n")
+        yield from lines
     process.kill()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ memory, num_bytes, path = sys.argv[1:]
 block = mmap.mmap(int(memory), int(num_bytes), prot=mmap.PROT_READ)[:4096]
 open(path, "wb").write(block)
 print(4096, zlib.crc32(block), flush=True)
+open(path + ".told", "w")
 time.sleep(60)
 """
 """A program that writes one block, and no more."""
@@ -49,6 +51,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "program.py"
     path.write_text(HALTING)
     monkeypatch.setattr(write_copy, "__file__", str(path))
+    monkeypatch.setattr(copy_writer, "PATIENCE_S", LIMIT_S)  # other tests may want the cores
     return path
 
 
@@ -64,7 +67,7 @@ def halted(writer: CopyWriter, buffer: HostBuffer, path: Path) -> Future[dict[st
     pool = ThreadPoolExecutor(1)
     writing = pool.submit(writer.write, path, buffer, NUM_BYTES)
     pool.shutdown(wait=False)
-    until(lambda: path.is_file() and path.stat().st_size == 4096)
+    until(path.with_name(f"{path.name}.told").exists)
     return writing
 
 
@@ -119,7 +122,7 @@ def test_the_rest_of_a_process_that_gets_no_time_is_written_at_once(
     before = children()
     found = CopyWriter().write(tmp_path / "file", buffer, NUM_BYTES)
     assert found == fingerprint(tmp_path / "file")
-    assert "SIGKILL after 4096 of 100001 bytes" in caplog.text
+    assert re.search(r"SIGKILL after \d+ of 100001 bytes", caplog.text)
     assert children() == before
 
 
