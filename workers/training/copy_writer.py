@@ -28,6 +28,8 @@ from workers.training.host_buffer import HostBuffer
 from workers.training.write_copy import FAILED, WHOLE, Written, write_rest
 
 LOWEST_PRIORITY = 19
+LEAST_BYTES = 4 * 2**20
+"""A smaller file is written sooner than a process starts."""
 PATIENCE_S = 5.0
 """A block takes some 20 ms of a core; without any for so long, no core has time to spare."""
 logger = logging.getLogger(__name__)
@@ -103,7 +105,7 @@ class CopyWriter:
         """The process; None if none is wanted, or can be had."""
         program = [sys.executable, "-I", "-S", write_copy.__file__]
         with self._lock:
-            if self._is_waited_for or self._is_dropped:
+            if num_bytes < LEAST_BYTES or self._is_waited_for or self._is_dropped:
                 return None
             try:
                 self._process = subprocess.Popen(

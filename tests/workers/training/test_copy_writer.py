@@ -37,6 +37,12 @@ time.sleep(60)
 """A program that writes one block, and no more."""
 
 
+@pytest.fixture(autouse=True)
+def _for_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process, however small the file is."""
+    monkeypatch.setattr(copy_writer, "LEAST_BYTES", 0)
+
+
 @pytest.fixture
 def buffer() -> HostBuffer:
     held = HostBuffer()
@@ -82,6 +88,15 @@ def test_a_process_writes_the_file_and_is_gone(buffer: HostBuffer, tmp_path: Pat
     assert (tmp_path / "file").read_bytes() == buffer.view(NUM_BYTES)
     assert found == fingerprint(tmp_path / "file")
     assert children() == before
+
+
+def test_a_small_file_is_written_without_one(
+    buffer: HostBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_writer, "LEAST_BYTES", NUM_BYTES + 1)
+    monkeypatch.delattr(subprocess, "Popen")
+    found = CopyWriter().write(tmp_path / "file", buffer, NUM_BYTES)
+    assert found == fingerprint(tmp_path / "file")
 
 
 @pytest.mark.usefixtures("program")
