@@ -104,6 +104,9 @@ def engine_memory(
     saved = {"optimizer": moments * shards}
     saved["model"] = averages + (trained * shards if trains else shapes.held(kept))
     copies = sum(saved.get(name, 0) for name in copied) / (shards if shards > 1 else ranks)
+    if "hf_model" in copied:  # the first rank's, in the type of the model's folder
+        stored = getattr(hf_config_of(model), "dtype", None) or compute
+        copies += shapes.num_weights * stored.itemsize
     return RoleMemory(
         role=role,
         pool=pool,

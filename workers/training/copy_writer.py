@@ -28,6 +28,8 @@ from workers.training.host_buffer import HostBuffer
 from workers.training.write_copy import FAILED, WHOLE, Written, write_rest
 
 LOWEST_PRIORITY = 19
+LEAST_BYTES = 4 * 2**20
+"""A smaller file is written sooner than a process starts."""
 PATIENCE_S = 5.0
 """A block takes some 20 ms of a core; without any for so long, no core has time to spare."""
 logger = logging.getLogger(__name__)
@@ -40,11 +42,11 @@ class CopyWriter:
         """Nothing is written yet."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_waited_for = self._is_dropped = False
+        self._is_waited_for = self._is_dropped = self._is_starved = False
 
     def begin(self) -> None:
         """The next files are wanted, and nobody waits for them yet."""
-        self._is_waited_for = self._is_dropped = False
+        self._is_waited_for = self._is_dropped = self._is_starved = False
 
     def hurry(self) -> None:
         """Write the rest in this process, with its priority."""
@@ -81,7 +83,7 @@ class CopyWriter:
             return is_whole, written
 
         with process:
-            for said in _lines(process):
+            for said in self._lines(process):
                 if said.startswith(FAILED):
                     raise CheckpointError(f"{path}: {said.removeprefix(FAILED)}")
                 is_whole = said == WHOLE
@@ -90,10 +92,10 @@ class CopyWriter:
                     written = num_written, crc
         if not (is_whole or self._is_waited_for or self._is_dropped):
             logger.warning(
-                "%s: the process that wrote it ended %s after %d of %d bytes; the rest is written "
-                "by the one that trains.",
+                "%s: the process that wrote it %s after %d of %d bytes; the rest is written by the "
+                "one that trains.",
                 path,
-                _ending(process.returncode),
+                "got no time from busy cores" if self._is_starved else _ending(process.returncode),
                 written[0],
                 num_bytes,
             )
@@ -103,12 +105,13 @@ class CopyWriter:
         """The process; None if none is wanted, or can be had."""
         program = [sys.executable, "-I", "-S", write_copy.__file__]
         with self._lock:
-            if self._is_waited_for or self._is_dropped:
+            wants_none = self._is_waited_for or self._is_dropped or self._is_starved
+            if num_bytes < LEAST_BYTES or wants_none:
                 return None
             try:
                 self._process = subprocess.Popen(
                     [*program, str(descriptor), str(num_bytes), str(path)],
-                    stdin=subprocess.PIPE,
+                    stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     bufsize=0,
                     pass_fds=[descriptor],
@@ -119,6 +122,22 @@ class CopyWriter:
                 return None
             _compute_behind_others(self._process.pid)
             return self._process
+
+    def _lines(self, process: subprocess.Popen[bytes]) -> Iterator[str]:
+        """What it says, until it ends, or is ended since it gets no time."""
+        assert process.stdout is not None, "it was asked for"
+        rest = ""
+        while True:
+            while not wait([process.stdout], PATIENCE_S):
+                if _wants_a_core(process.pid):
+                    self._is_starved = True
+                    process.kill()
+            # one read: each takes the interpreter's lock from whoever trains
+            chunk = os.read(process.stdout.fileno(), 4096).decode()
+            if not chunk:
+                return
+            *lines, rest = (rest + chunk).split("\n")
+            yield from lines
 
     def _end_process(self) -> None:
         with self._lock:
@@ -141,16 +160,12 @@ def _compute_behind_others(pid: int) -> None:
             os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
-def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """What it says, until it ends, or is ended since it gets no time."""
-    assert process.stdout is not None, "it was asked for"
-    while wait([process.stdout], PATIENCE_S):
-        line = process.stdout.readline()
-        if not line:
-            return
-        yield line.decode().strip()
-    process.kill()
+def _wants_a_core(pid: int) -> bool:
+    """Whether a process could go on at once; not if it waits for the disk."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] in "RT"
 
 
 def _ending(code: int) -> str:
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+    return f"ended {how}"

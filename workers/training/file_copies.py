@@ -1,7 +1,7 @@
 """Files of a checkpoint as copies in host memory, which are written while training goes on.
 
     copies.begin(folder)
-    write_shards(tensors, folder, rank, num_ranks, copies.add)    # copies; the tensors may change
+    write_shards(tensors, folder, rank, num_ranks, copies)    # copies; the tensors may change
     files = copies.write()                                        # in another thread
 
 The copies lie as the files do, in shared memory that the next checkpoint uses again, page-locked
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from verl_like.errors import CheckpointError
 from verl_like.process.machine import free_memory_gb
+from workers.models.tensor_files import AT_ONCE, FileWriter, bytes_of
 from workers.parallel.collectives import Ranks
 from workers.training.copy_writer import CopyWriter
 from workers.training.host_buffer import HostBuffer
-from workers.training.shards import WriteFile, bytes_of, pieces_to_write, write_file
+from workers.training.shards import pieces_to_write
 
 LEAST_BYTES = 16 * 2**20
 """Below this a rank's file is written sooner than a copy of it would pay."""
@@ -61,14 +62,12 @@ class FileCopies:
         self.folder, self.complete = folder, None
         self._writer.begin()
 
-    def pay(self, ranks: Ranks, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether all ranks shall copy these tensors; collective.
+    def pay(self, ranks: Ranks, count: Callable[[], int]) -> bool:
+        """Whether all ranks shall copy what they write; collective. `count` gives this one's bytes.
 
-        Not if they are small, nor if some rank's host has no room for them.
+        Not if that is little, nor if some rank's host has no room for it.
         """
-        pieces = pieces_to_write(tensors, ranks.mine, ranks.count).values()
-        num_bytes = sum(piece.values.nbytes for piece in pieces)
-        answers = ranks.all_do(lambda: (num_bytes >= self.least_bytes, self._missing(num_bytes)))
+        answers = ranks.all_do(lambda: self._judge(count()))
         is_large = any(large for large, _ in answers)
         missing = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
         if is_large and missing and not self._has_warned:
@@ -80,14 +79,15 @@ class FileCopies:
             )
         return is_large and not missing
 
-    def _missing(self, num_bytes: int) -> str:
-        """Why the host has no room for so many bytes; "" if it has."""
+    def _judge(self, num_bytes: int) -> tuple[bool, str]:
+        """Whether so many bytes are many, and why the host has no room for them; "" if it has."""
+        is_large = num_bytes >= self.least_bytes
         wanted = (num_bytes - self._num_allocated) / 2**30
         free = free_memory_gb()
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if wanted <= 0 or free is None or wanted * num_here <= MOST_OF_FREE * free:
-            return ""
-        return f"{wanted:.2f} GiB on each of {num_here} ranks, {free:.2f} GiB are free"
+            return is_large, ""
+        return is_large, f"{wanted:.2f} GiB on each of {num_here} ranks, {free:.2f} GiB are free"
 
     @property
     def _num_allocated(self) -> int:
@@ -98,6 +98,10 @@ class FileCopies:
         copy = self._spare.pop(0) if self._spare else _FileCopy()
         copy.fill(header, tensors)
         self._files[path] = copy
+
+    def rename(self, path: Path, name: Path) -> None:
+        """Write it under another name."""
+        self._files[name] = self._files.pop(path)
 
     def write(self) -> Files:
         """Write every file, to the disk; what is written is as it was when it was copied."""
@@ -119,10 +123,22 @@ class FileCopies:
         self._writer.drop()
 
 
-def writer_of(copies: FileCopies | None, ranks: Ranks, tensors: Mapping[str, Tensor]) -> WriteFile:
-    """What writes these tensors: at once, or where copies pay, later; collective with copies."""
-    pays = copies is not None and copies.pay(ranks, tensors)
-    return copies.add if copies is not None and pays else write_file
+def writer_of(
+    copies: FileCopies | None,
+    ranks: Ranks,
+    tensors: Mapping[str, Tensor],
+    more: Callable[[], int] = lambda: 0,
+) -> FileWriter:
+    """What writes these tensors and `more` bytes: at once, or where copies pay, later.
+
+    Collective with copies.
+    """
+
+    def count() -> int:
+        pieces = pieces_to_write(tensors, ranks.mine, ranks.count).values()
+        return more() + sum(piece.values.nbytes for piece in pieces)
+
+    return copies if copies is not None and copies.pay(ranks, count) else AT_ONCE
 
 
 class _FileCopy:

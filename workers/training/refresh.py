@@ -102,8 +102,8 @@ class FollowingEngine(TrainEngine):
         """Write the weights into `folder`, or copy them to be written later; collective."""
         ranks = Ranks(self.group, f"the reference's weights were not written into {folder}")
         tensors = self._saved()
-        write = writer_of(copies, ranks, tensors)
-        ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, ranks.count, write))
+        writer = writer_of(copies, ranks, tensors)
+        ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, ranks.count, writer))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -210,6 +210,8 @@ def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
     assert set(copies("actor_rollout_ref.ref.update_every=1")) == {"actor", "critic", "ref"}
     model_alone = "actor_rollout_ref.actor.checkpoint.save_contents=[model]"
     assert copies(model_alone)["actor"] == 6_910_365_696
+    whole = "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
+    assert copies(whole)["actor"] == 6_910_365_696 * (1 + 2)
     assert copies("actor_rollout_ref.model.lora_rank=8")["actor"] < copies()["actor"] / 100
     assert copies("trainer.async_save=false") == {}
     text = explain(script_config(model), None, CARD)

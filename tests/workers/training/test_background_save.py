@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from tests.workers.distributed import run
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint
+from workers.models.tensor_files import AT_ONCE
 from workers.parallel.collectives import Ranks
 from workers.roles.actor import ActorWorker
-from workers.training import file_copies
+from workers.training import copy_writer, file_copies
 from workers.training.file_copies import FileCopies
-from workers.training.shards import write_file
 
 ALONE = Ranks(None, "a test")
 
@@ -35,8 +36,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def save_both_ways(tiny_dir: Path, folder: Path) -> list[bool]:
-    """The same step written at once, and in the background while two updates are made."""
-    actor = started(BackgroundActor, tiny_config(tiny_dir, ppo_mini_batch_size=4), 10)
+    """The same step written at once, and in the background while two updates are made.
+
+    A process of its own writes even these small files.
+    """
+    copy_writer.LEAST_BYTES = 0
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    config.actor_rollout_ref.model.lora_rank = 4
+    config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")
+    actor = started(BackgroundActor, config, 10)
     batches = [own_piece(make_batch(4, seed), actor.rank, actor.world_size) for seed in range(3)]
     actor.update_actor(batches[0])
     actor.save_checkpoint(str(folder / "at once"), 1)
@@ -45,6 +53,8 @@ def save_both_ways(tiny_dir: Path, folder: Path) -> list[bool]:
     for batch in batches[1:]:
         actor.update_actor(batch)
 
+    assert not list((folder / "later").rglob("*.safetensors"))
+    dist.barrier()
     of_ranks: list[Any] = [None] * actor.world_size
     dist.all_gather_object(of_ranks, actor.write_checkpoint())
     if actor.rank == 0:
@@ -66,6 +76,7 @@ def test_what_is_written_later_is_what_was_there_bit_for_bit(
     later = contents(tmp_path / "later")
     assert later == contents(tmp_path / "at once")
     assert len([name for name in later if name.startswith("shards/")]) == world
+    assert {"huggingface/model.safetensors", "lora_adapter/adapter_model.safetensors"} <= set(later)
 
 
 def copied(tmp_path: Path, tensors: list[torch.Tensor], copies: FileCopies) -> bytes:
@@ -82,7 +93,7 @@ def test_memory_is_used_again_and_nothing_of_a_longer_file_stays(tmp_path: Path)
     copies, addresses = FileCopies(), []
     for length in (40, 30, 40):
         tensors = [torch.arange(length), torch.tensor(1.5), torch.ones(3, 2).bfloat16().T]
-        write_file(tmp_path / "at once", b"head", tensors)
+        AT_ONCE.add(tmp_path / "at once", b"head", tensors)
         expected = (tmp_path / "at once").read_bytes()
         assert copied(tmp_path, tensors, copies) == expected
         (copy,) = copies._files.values()
@@ -103,7 +114,7 @@ def test_a_host_without_room_for_copies_writes_at_once_and_says_so_once(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     copies = FileCopies(least_bytes=1)
     for num_bytes, pays in ((2**26, True), (2**26 + 1, False), (2**26 + 1, False)):
-        assert copies.pay(ALONE, {"w": torch.empty(num_bytes, dtype=torch.uint8)}) is pays
+        assert copies.pay(ALONE, partial(int, num_bytes)) is pays
     (said,) = caplog.messages
     assert "rank 0: 0.06 GiB on each of 2 ranks, 0.25 GiB are free" in said
 
