@@ -2,11 +2,13 @@
 
     python benchmarks/bench_detection.py [--backends local,ray] [--faults kill,freeze,lock,left]
                                          [--workers actor,critic,actor@sync,rollout@sync]
+                                         [--cells local/ref/lock,ray/rollout@sync/kill]
 
 One run of the tiny model a backend, of two pools of two processes: the actor with the reference,
 the rollout with the critic and a reward model. In every step from the second on one worker is hit;
 the seconds run until the run knows of it, by an error that must name a worker. Then the run starts
-the lost group anew, makes the step again and goes on to the next fault.
+the lost group anew, makes the step again and goes on to the next fault: half a minute for each of
+them on two idle cores, and another for the start of a backend.
 
     kill      SIGKILL to its last rank                          goal 5 s
     freeze    SIGSTOP to its last rank                          goal 30 s
@@ -27,10 +29,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -244,14 +247,12 @@ def print_table(cells: list[Cell]) -> None:
         print(f"| {backend} | {LABELS.get(worker, worker)} |", " | ".join(shown), "|")
 
 
-def cells_of(backends: str, workers: Iterable[str], faults: Iterable[str]) -> list[Cell]:
+def cells_of(asked: argparse.Namespace) -> list[Cell]:
     """All that are asked for, in the order in which they come."""
-    return [
-        Cell(backend, worker, fault)
-        for backend in backends.split(",")
-        for worker in workers
-        for fault in faults
-    ]
+    if asked.cells:
+        return [Cell(*cell.split("/")) for cell in asked.cells.split(",")]
+    parts = (asked.backends.split(","), asked.workers.split(","), asked.faults.split(","))
+    return [Cell(*cell) for cell in product(*parts)]
 
 
 def main() -> None:
@@ -260,15 +261,15 @@ def main() -> None:
     parser.add_argument("--backends", default="local,ray")
     parser.add_argument("--faults", default=",".join(GOALS))
     parser.add_argument("--workers", default=",".join(ROLES + IN_SYNC))
-    asked = parser.parse_args()
-    cells = cells_of(asked.backends, asked.workers.split(","), asked.faults.split(","))
+    parser.add_argument("--cells", help="backend/worker/fault,... instead of all of these")
+    cells = cells_of(parser.parse_args())
     with tempfile.TemporaryDirectory() as folder:
         from trainer.cli.make_tiny import make
 
         tiny = make(Path(folder) / "tiny")
         make_judge(tiny)
         try:
-            for backend in asked.backends.split(","):
+            for backend in dict.fromkeys(cell.backend for cell in cells):
                 of_backend = [cell for cell in cells if cell.backend == backend]
                 measure(backend, of_backend, tiny, Path(folder) / backend)
         finally:

@@ -43,8 +43,9 @@ def lose_the_head() -> dict[str, Any]:
 
 
 def end_with_a_frozen_daemon() -> dict[str, Any]:
-    """How long the end takes, and whether the daemon is there afterwards."""
+    """How long the end takes, whether the daemon is there afterwards, and the session's folder."""
     connect()
+    session = ray._private.worker._global_node.get_session_dir_path()
     with start("ray", {"faulty": (Faulty, ())}, [1]):
         frozen = daemon("raylet")
         os.kill(frozen, signal.SIGSTOP)
@@ -53,7 +54,7 @@ def end_with_a_frozen_daemon() -> dict[str, Any]:
     ended_s = time.monotonic() - began
     while is_there(frozen) and time.monotonic() - began < 30:
         time.sleep(0.05)
-    return {"ended_s": ended_s, "is_there": is_there(frozen)}
+    return {"ended_s": ended_s, "is_there": is_there(frozen), "session": session}
 
 
 def is_there(pid: int) -> bool:

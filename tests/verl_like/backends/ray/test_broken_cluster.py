@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +30,4 @@ def test_a_head_that_is_gone_is_named_and_a_frozen_daemon_does_not_keep_the_driv
     assert facts["left_s"] < 15
     assert facts["ended_s"] < 15
     assert not facts["is_there"]
+    assert not Path(facts["session"]).parent.exists(), "taken away as the driver ended"
