@@ -21,10 +21,11 @@ from typing import Any
 
 import pytest
 
+from tests import bare_forks
 from verl_like.process import child
 
 FORKED = ("verl_like.backends.local.child",)
-"""Programs that are forked; the others import little."""
+"""Programs that are forked from the server that has torch."""
 start_python = child._start_python
 
 
@@ -47,6 +48,8 @@ def start_forked(
     program: str, pipe: Connection, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> Any:
     """In the place of `child._start_python`."""
+    if program in bare_forks.PROGRAMS:
+        return bare_forks.start_fork(program, pipe, arguments, environment)
     if program not in FORKED:
         return start_python(program, pipe, arguments, environment)
 
@@ -132,3 +135,4 @@ def forked_workers() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child, "_start_python", start_forked)
         yield
+    bare_forks.end_server()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,10 +145,17 @@ def _activations(
 
 
 def hf_config_of(model: ModelConfig) -> Any:
-    """The configuration of transformers in the model's folder."""
+    """The configuration of transformers in the model's folder, to be read alone."""
+    folder = model_folder(model.path, weights=False)
+    file = folder / "config.json"
+    return _hf_config(folder, file.stat().st_mtime_ns if file.is_file() else None)
+
+
+@lru_cache(maxsize=16)
+def _hf_config(folder: Path, _written: int | None) -> Any:
+    """Read once for all roles of that folder."""
     from transformers import AutoConfig
 
-    folder = model_folder(model.path, weights=False)
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
