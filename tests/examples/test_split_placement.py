@@ -43,8 +43,8 @@ def settings_of(script: Path) -> list[str]:
 
 @pytest.mark.ray
 def test_the_tiny_split_example_overlaps_its_updates(tmp_path: Path, forked_python: Path) -> None:
-    three_steps = "trainer.total_training_steps=3"
-    done = bash(SPLIT, three_steps, TINY=1, RUN_DIR=tmp_path, PYTHON=forked_python)
+    small = ("trainer.total_training_steps=3", "data.train_batch_size=32")
+    done = bash(SPLIT, *small, TINY=1, RUN_DIR=tmp_path, PYTHON=forked_python)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^  (\S+): \S+ -> \S+$", done.stdout, re.M) == TINY_KEYS
     assert re.search(r"^update phase, split over two pools +\d", done.stdout, re.M)

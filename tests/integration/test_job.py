@@ -39,16 +39,16 @@ def free_port() -> str:
 
 
 @pytest.fixture
-def job_environment() -> Iterator[dict[str, str]]:
+def job_environment(forked_python: Path) -> Iterator[dict[str, str]]:
     """A local head, started as on a cluster's first machine, and the environment that submits to
-    it.
+    it. The `python` of a job is forked.
     """
     folder = tempfile.mkdtemp(prefix="ray")  # a short path: sockets lie in it
     dashboard, agent, client = free_port(), free_port(), free_port()
     binaries = Path(sys.executable).parent
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {
-        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(forked_python.parent), str(binaries), os.environ["PATH"]]),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of-this-test"}

@@ -11,13 +11,11 @@ import sys
 import time
 from typing import Any
 
-import pytest
 import ray
 from ray._private.utils import get_system_memory, get_used_memory
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
-from tests.forked_ray import ask_for_forks
 from tests.verl_like.sample_workers import Adder, Faulty
 from verl_like import (
     RayClassWithInitArgs,
@@ -72,7 +70,6 @@ def hold_custom_resources() -> dict[str, Any]:
 
 def main(log_dir: str) -> None:
     facts: dict[str, Any] = {}
-    ask_for_forks(pytest.MonkeyPatch())
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
