@@ -9,7 +9,7 @@ who makes it, nor on what is made beside it: the batch is the one of a group tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,18 @@ class KeptSamples:
     lost_rows: list[int]
     """The other numbers."""
 
+    def with_later(self, later: KeptSamples) -> KeptSamples:
+        """Together with what was made `later` of the rows that are lost here."""
+        rows = [*self.rows, *(self.lost_rows[row] for row in later.rows)]
+        parts = [samples for samples in (self.samples, later.samples) if samples is not None]
+        lost_rows = [self.lost_rows[row] for row in later.lost_rows]
+        return KeptSamples(rows, DataProto.concat(parts) if parts else None, lost_rows)
+
+    def whole(self) -> DataProto:
+        """All samples in the order of their rows, once none is lost."""
+        assert self.samples is not None, "samples of a batch with rows"
+        return self.samples.select_idxs(np.argsort(self.rows))
+
 
 Replace = Callable[[LostSamplesError, KeptSamples], Any]
 """Gives the group that comes in the place of the lost one; raises where there is none."""
@@ -43,22 +55,27 @@ def generate(group: Any, batch: DataProto, replace: Replace | None = None) -> Da
 
     Without `replace` an error then names the samples that are lost, at once.
     """
-    rows, parts = np.arange(len(batch)), []
-    while len(rows):
-        asked = batch.select_idxs(rows) if parts else batch
+    kept = KeptSamples([], None, [*range(len(batch))])
+    while True:
+        asked = batch.select_idxs(kept.lost_rows) if kept.rows else batch
         future = group.generate_sequences.remote(asked)
         try:
-            kept = KeptSamples([*range(len(asked))], future.get(), [])
+            samples: DataProto = future.get()
+            return samples if not kept.rows else kept.with_later(all_of(samples)).whole()
         except WorkerDiedError as error:
             lost = _lost_samples(future, asked, error)
             if replace is None or not has_lost_ranks(future):
                 raise lost from error
-            kept = keep_samples(future, asked)
-            if kept.lost_rows:
-                group = replace(lost, kept)
-        parts.append((rows[kept.rows], kept.samples))
-        rows = rows[kept.lost_rows]
-    return _in_order(parts)
+            found = keep_samples(future, asked)
+            kept = kept.with_later(found)
+            if not kept.lost_rows:
+                return kept.whole()
+            group = replace(lost, found)
+
+
+def all_of(samples: DataProto) -> KeptSamples:
+    """Of a batch that lost nothing."""
+    return KeptSamples([*range(len(samples))], samples, [])
 
 
 def keep_samples(future: WorkerFuture, batch: DataProto) -> KeptSamples:
@@ -79,15 +96,6 @@ def _numbers(piece: DataProto) -> range:
     """Those of a piece's rows in the whole batch."""
     assert piece.shard is not None, "pieces that were split have one"
     return range(piece.shard.start, piece.shard.start + piece.shard.rows)
-
-
-def _in_order(parts: Sequence[tuple[np.ndarray, DataProto | None]]) -> DataProto:
-    """All samples, by the numbers of their rows."""
-    made = [(rows, samples) for rows, samples in parts if samples is not None]
-    if len(made) == 1:
-        return made[0][1]
-    order = np.argsort(np.concatenate([rows for rows, _ in made]))
-    return DataProto.concat([samples for _, samples in made]).select_idxs(order)
 
 
 def _lost_samples(future: WorkerFuture, batch: DataProto, error: Exception) -> LostSamplesError:
