@@ -7,7 +7,7 @@ the sharding on either side; each rank keeps its rows of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,13 @@ class FollowingEngine(TrainEngine):
                 self.averages[name] = parameter.detach().float()
 
     @torch.no_grad()
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Move towards these whole tensors; those that do not fit this model are refused."""
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int] | None = None
+    ) -> None:
+        """Move towards these whole tensors; those that do not fit this model are refused.
+
+        `hashes` are for engines that keep what came.
+        """
         self.version = None
         targets = dict(named_state(self.module))
         buffers = {name for name, _ in persistent_buffers(self.module)}
