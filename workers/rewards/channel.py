@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from workers.rewards.outcome import Outcome
+
 LONGEST_ANSWER = 2**22
 """Bytes of one answer beyond which it is none."""
 BUFFER_BYTES = 2**16
@@ -139,9 +141,9 @@ class FunctionEnd:
         with self._sending:
             self._socket.sendall(_line(answer))
 
-    def put(self, answer: Any) -> None:
-        """An answer for the buffer; for the socket, where it has no room."""
-        line = _line(answer)
+    def put(self, number: int, outcome: Outcome) -> None:
+        """Answer a sample: in the buffer, or over the socket where that has no room."""
+        line = _answer(number, outcome)
         with self._sending:
             end = self._filled_to + len(line)
             if self._buffer is None or end > BUFFER_BYTES:
@@ -160,6 +162,14 @@ class FunctionEnd:
 
 def _line(answer: Any) -> bytes:
     return json.dumps(answer).encode() + b"\n"
+
+
+def _answer(number: int, outcome: Outcome) -> bytes:
+    """`_line` of them, for most in a sixth of the time."""
+    score, extras, error = outcome
+    if type(score) is float and not extras and error is None:
+        return b"[%d, [%a, {}, null]]\n" % (number, score)
+    return _line([number, outcome])
 
 
 def _left(deadline: float) -> float:

@@ -67,6 +67,8 @@ class RewardProcess:
         """
         self.answers_together = False
         """Whether one call scores a whole batch."""
+        self._reads: frozenset[str] | None = None
+        """What its calls read of a sample, if that is not all: more is not sent."""
 
     def start(self) -> DriverEnd:
         """The socket to the process, which is started if there is none."""
@@ -99,7 +101,8 @@ class RewardProcess:
         """Wait until the function is loaded; what is wrong with it is a ConfigError."""
         try:
             met = channel.receive(time.monotonic() + self._start_deadline)
-            problem, side_by_side, together = met
+            problem, side_by_side, together, reads = met
+            self._reads = None if reads is None else frozenset(map(str, reads))
         except TimeoutError as err:
             raise ConfigError(
                 f"The reward function {self._function} is not loaded within "
@@ -125,11 +128,11 @@ class RewardProcess:
         channel = self.start()
         missing = dict(asked)
         try:
-            message = list(asked.items()), until
-            channel.send(message, min(end, time.monotonic() + self._patience()))
-            is_done = False
+            samples = [(number, self._part_of(sample)) for number, sample in asked.items()]
+            channel.send((samples, until), min(end, time.monotonic() + self._patience()))
+            is_done, look_at = False, min(end, until)
             while not is_done:
-                said, failure = self._next_line(channel, min(end, until))
+                said, failure = self._next_line(channel, look_at)
                 is_done = said == DONE
                 over_socket = () if failure or is_done else (said,)
                 for answer in chain(channel.buffered(), over_socket):
@@ -142,7 +145,7 @@ class RewardProcess:
                     for number in reversed(list(missing)[begun:]):
                         del missing[number]
                         yield number, None
-                    until = math.inf
+                    look_at = end
                 if failure is not None and not self._may_go_on(failure, channel, end):
                     raise failure
             if missing:
@@ -151,6 +154,12 @@ class RewardProcess:
             raise
         except (NoAnswerError, OSError, EOFError, ValueError) as err:
             raise ProcessEndedError(self._how_it_ended(err)) from err
+
+    def _part_of(self, sample: Sample) -> Sample:
+        """What is sent of it."""
+        if self._reads is None:
+            return sample
+        return {name: value for name, value in sample.items() if name in self._reads}
 
     def _next_line(self, channel: DriverEnd, deadline: float) -> tuple[Any, Exception | None]:
         """What the process says next, or why it says nothing."""

@@ -38,7 +38,7 @@ MAX_SIDE_BY_SIDE = 64
 BATCH_SHARES = 12
 """What a batch gets of a sample's deadline and processor time."""
 ALLOWED_S = 0.05
-"""Samples that begin within so long of each other share what one of them gets of the processor."""
+"""Processor time, and time between two looks at it, that counts for no sample."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
         function = load_from(spec.path, spec.name, "custom_reward_function")
         call = Call.of(function, spec.kwargs, spec.columns)
     except ConfigError as err:
-        driver.send([str(err), False, False])
+        driver.send([str(err), False, False, None])
         return
     except BaseException as err:  # noqa: BLE001 - a user's file may raise anything
         traceback.print_exc()
-        driver.send([f"{spec} is not loaded: {in_words(err, withheld)}", False, False])
+        driver.send([f"{spec} is not loaded: {in_words(err, withheld)}", False, False, None])
         return
-    driver.send([None, call.runs_side_by_side, call.takes_batches])
+    driver.send([None, call.runs_side_by_side, call.takes_batches, call.reads])
 
     calls = Calls(driver, call, spec, withheld)
     while True:
@@ -122,6 +122,8 @@ class Calls:
     ) -> None:
         """`withheld` as in `serve`."""
         self._driver, self._call, self._spec, self._withheld = driver, call, spec, withheld
+        self._allowed_at = -math.inf
+        """Processor time that had been used when more was last allowed."""
 
     def answer(self, samples: list[tuple[int, Sample]], until: float = math.inf) -> None:
         """Give the outcome of every sample, each as soon as it is known.
@@ -132,7 +134,7 @@ class Calls:
             self._spec.sandbox.allow_cpu(BATCH_SHARES)
             outcomes = self.score_batch([sample for _, sample in samples])
             for (number, _), outcome in zip(samples, outcomes, strict=True):
-                self._driver.put([number, outcome])
+                self._driver.put(number, outcome)
         elif self._call.runs_side_by_side:
             self._spec.sandbox.allow_cpu(BATCH_SHARES)
             asyncio.run(self._score_side_by_side(samples))
@@ -140,15 +142,22 @@ class Calls:
             self._score_one_by_one(samples, until)
 
     def _score_one_by_one(self, samples: list[tuple[int, Sample]], until: float) -> None:
-        allowed = -math.inf
+        looked = -math.inf
         for number, sample in samples:
             now = time.monotonic()
             if now >= until:
                 return
-            if now - allowed > ALLOWED_S:
-                self._spec.sandbox.allow_cpu()
-                allowed = now
-            self._driver.put([number, self._score(sample)])
+            if now - looked > ALLOWED_S:
+                self._allow_cpu()
+                looked = now
+            self._driver.put(number, self._score(sample))
+
+    def _allow_cpu(self) -> None:
+        """What a sample gets of the processor, if anything of it is used up."""
+        used = time.process_time()
+        if used - self._allowed_at > ALLOWED_S:
+            self._spec.sandbox.allow_cpu()
+            self._allowed_at = used
 
     def score_batch(self, samples: list[Sample]) -> list[Outcome]:
         """Every sample's outcome, of a function that takes them all at once."""
@@ -188,7 +197,7 @@ class Calls:
         async def score(number: int, sample: Sample) -> None:
             async with places:
                 outcome = await self._await_outcome(sample)
-            self._driver.put([number, outcome])
+            self._driver.put(number, outcome)
 
         with _Blocked(asyncio.get_running_loop(), self._spec.deadline, self._driver):
             tasks = [
@@ -243,5 +252,5 @@ class _Blocked:
                 continue
             task = asyncio.current_task(self._loop)
             if task is not None and task.get_name().isdecimal():
-                self._driver.put([int(task.get_name()), (None, {}, LATE)])
+                self._driver.put(int(task.get_name()), (None, {}, LATE))
                 os._exit(0)
