@@ -96,6 +96,7 @@ class BoundMethod:
         batches = [each for each in (*args, *kwargs.values()) if isinstance(each, DataProto)]
         rows = max(map(len, batches), default=0)
         future = kind(self.site.name, group.transport, pending, collect, self.form, pieces, rows)
+        future.keeps = sender.keeps
         group.outstanding.add(future)
         return future
 
