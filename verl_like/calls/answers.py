@@ -123,24 +123,27 @@ class _OpenCalls:
         """Read the headers that are there."""
         for reference in ready:
             call = self.open.pop(reference)
-            where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
             try:
                 self.headers[call.rank] = header = self.transport.fetch_header(reference)
             except WorkerDiedError as died:
-                self.failures[call.rank] = WorkerDiedError(f"{where}: {died}")
+                self.failures[call.rank] = WorkerDiedError(f"{self._where(call)}: {died}")
             except WorkerError as error:
-                self.failures[call.rank] = WorkerError(f"{where}: {error}")
+                self.failures[call.rank] = WorkerError(f"{self._where(call)}: {error}")
             else:
                 if header.error is not None:
-                    self.failures[call.rank] = header.error.rebuild(where)
+                    self.failures[call.rank] = header.error.rebuild(self._where(call))
+
+    def _where(self, call: Pending) -> str:
+        return f"{self.name}, {self.transport.describe(call.rank, call.role)}"
 
     def give_up(self, lost: dict[int, str]) -> None:
         """Fail the calls on ranks that are gone."""
         for reference, call in list(self.open.items()):
             if call.rank in lost:
                 del self.open[reference]
-                where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
-                self.failures[call.rank] = WorkerDiedError(f"{where}: {lost[call.rank]}")
+                self.failures[call.rank] = WorkerDiedError(
+                    f"{self._where(call)}: {lost[call.rank]}"
+                )
 
     def end(self) -> None:
         """The wait is over: what it has found is known."""
