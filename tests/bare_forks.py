@@ -32,7 +32,8 @@ class BareProcess:
     """What the starters of children use of a `subprocess.Popen`."""
 
     def __init__(self, answers: socket.socket) -> None:
-        self._answers, self._returncode = answers, None
+        self._answers = answers
+        self._returncode: int | None = None
         self.pid: int = self._next()
 
     def _next(self) -> int:
@@ -109,11 +110,12 @@ def serve(requests: socket.socket) -> tuple[list[int], bytes]:
     """
     running: dict[int, socket.socket] = {}
     wakes, wakened = os.pipe()
+    watched: list[socket.socket | int] = [requests, wakes]
     os.set_blocking(wakened, False)
     signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
-        ready = select.select([requests, wakes], [], [])[0]
+        ready = select.select(watched, [], [])[0]
         if wakes in ready:
             os.read(wakes, 1024)
             report_ended(running)
