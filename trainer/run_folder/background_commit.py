@@ -31,11 +31,12 @@ class BackgroundCommit:
     """The roles' writing, and the commit after it, in a thread."""
 
     def __init__(
-        self, groups: Mapping[str, Any], commit: Callable[[Callable[[], None]], Path]
+        self, groups: Mapping[str, Any], commit: Callable[[Callable[[], dict[str, Any]]], Path]
     ) -> None:
         """`groups` are those with files to write.
 
-        `commit` is given what writes them, calls it, and gives the checkpoint's folder.
+        `commit` is given what writes them and gives their fingerprints, calls it, and gives the
+        checkpoint's folder.
         """
         self._groups, self._commit = groups, commit
         self._folder: Path | None = None
@@ -86,8 +87,8 @@ class BackgroundCommit:
         except Exception as error:  # noqa: BLE001 - raised by whoever asks for the result
             self._error = error
 
-    def _write(self) -> None:
-        """Every role's files, and the manifest over them."""
+    def _write(self) -> dict[str, Any]:
+        """Every role's files, and the manifest over them; gives the files' fingerprints."""
         writing = {role: group.write_checkpoint.remote() for role, group in self._groups.items()}
 
         # steps notice a worker that is gone; while nobody makes any, the watched wait of `get` does
@@ -97,10 +98,13 @@ class BackgroundCommit:
                 break
         else:
             self._tell_all("hurry_checkpoint")
+        written: dict[str, Any] = {}
         for role, future in writing.items():
             files = {name: facts for of_rank in future.get() for name, facts in of_rank.items()}
             self._groups[role].complete_checkpoint.remote(files).get()
+            written |= {f"{role}/{name}": facts for name, facts in files.items()}
         self._refuse_if_dropped()
+        return written
 
     def _refuse_if_dropped(self) -> None:
         if self._is_dropped.is_set():

@@ -2,7 +2,7 @@
 
     copies.begin(folder)
     write_shards(tensors, folder, rank, num_ranks, copies)    # copies; the tensors may change
-    files = copies.write()                                        # in another thread
+    files = copies.write()                                    # in another thread
 
 The copies lie as the files do, in shared memory that the next checkpoint uses again, page-locked
 where the tensors are on a GPU. A process of its own writes them (`training.copy_writer`).

@@ -10,6 +10,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,16 +26,18 @@ class HostBuffer:
         self.descriptor = _anonymous_file()
         """What another process maps."""
         self.bytes: Tensor = torch.empty(0, dtype=torch.uint8)
-        self._is_pinned = False
+        self._unpin: Callable[[], object] | None = None
         weakref.finalize(self, os.close, self.descriptor)
 
     def hold(self, num_bytes: int, pinned: bool) -> None:
         """Have at least so many bytes, page-locked if `pinned`; they may be others than before."""
         if num_bytes > len(self.bytes):
-            self._unpin()
+            if self._unpin is not None:
+                self._unpin()
+                self._unpin = None
             os.ftruncate(self.descriptor, num_bytes)
             self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
-        if pinned and not self._is_pinned:
+        if pinned and self._unpin is None:
             self._pin()
 
     def view(self, num_bytes: int) -> memoryview:
@@ -42,16 +45,15 @@ class HostBuffer:
         return memoryview(self.bytes.numpy())[:num_bytes]
 
     def _pin(self) -> None:
-        cudart = torch.cuda.cudart()
-        error = cudart.cudaHostRegister(self.bytes.data_ptr(), len(self.bytes), 0)
-        self._is_pinned = int(error) == 0
-        if not self._is_pinned:
-            logger.warning("%.2f GiB were not page-locked: %s", len(self.bytes) / 2**30, error)
-
-    def _unpin(self) -> None:
-        if self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self._is_pinned = False
+        cudart, address = torch.cuda.cudart(), self.bytes.data_ptr()
+        error = int(cudart.cudaHostRegister(address, len(self.bytes), 0))
+        if error:
+            size = len(self.bytes) / 2**30
+            logger.warning("%.2f GiB were not page-locked: CUDA error %d", size, error)
+            return
+        unpin = weakref.finalize(self, cudart.cudaHostUnregister, address)
+        unpin.atexit = False  # CUDA may be gone by then
+        self._unpin = unpin
 
 
 def _anonymous_file() -> int:

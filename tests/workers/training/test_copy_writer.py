@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from workers.training import copy_writer, write_copy
 from workers.training.copy_writer import LOWEST_PRIORITY, CopyWriter
 from workers.training.host_buffer import HostBuffer
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 NUM_BYTES = 100_001
 HALTING = """
 import mmap, sys, time, zlib
@@ -134,11 +136,15 @@ def test_the_rest_of_a_process_that_gets_no_time_is_written_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(copy_writer, "PATIENCE_S", 0.05)
+    wants_a_core, is_over = copy_writer._wants_a_core, threading.Event()
+    monkeypatch.setattr(
+        copy_writer, "_wants_a_core", lambda pid: is_over.is_set() and wants_a_core(pid)
+    )
     before = children()
     writing = halted(CopyWriter(), buffer, tmp_path / "file")
-    time.sleep(0.2)
-    assert not writing.done()  # what sleeps, or waits for the disk, does not want a core
     (pid,) = children() - before
+    until(lambda: not wants_a_core(pid))  # it sleeps, as one that waits for the disk
+    is_over.set()
     os.kill(pid, signal.SIGSTOP)
     assert writing.result(LIMIT_S) == fingerprint(tmp_path / "file")
     assert re.search(r"got no time from busy cores after \d+ of 100001 bytes", caplog.text)
@@ -219,6 +225,34 @@ def open_files() -> set[int]:
         with contextlib.suppress(OSError):  # that of the listing is closed
             found.add(os.fstat(int(name)).st_ino)
     return found
+
+
+def test_page_locked_memory_is_let_go_before_it_is_unmapped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[tuple[int, ...]] = []
+    fails = [0, 0, 2]
+
+    def register(*memory: int) -> int:
+        calls.append(memory)
+        return fails.pop(0)
+
+    cudart = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda address: calls.append((address,))
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    held = HostBuffer()
+    addresses = []
+    for num_bytes in (10, 5, 10_000):
+        held.hold(num_bytes, pinned=True)
+        addresses.append(held.bytes.data_ptr())
+    first, second = addresses[0], addresses[-1]
+    assert calls == [(first, 10, 0), (first,), (second, 10_000, 0)]
+    del held
+    assert calls[3:] == [(second,)]
+
+    HostBuffer().hold(10, pinned=True)  # works all the same
+    assert (len(calls), caplog.messages) == (5, ["0.00 GiB were not page-locked: CUDA error 2"])
 
 
 @pytest.mark.gpu
