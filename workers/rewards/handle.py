@@ -28,6 +28,7 @@ from typing import Any
 from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
 from verl_like.process.sandbox import visible_environment
+from verl_like.process.watched import Watched
 from verl_like.registry import check_file
 from workers.rewards.call import Sample
 from workers.rewards.channel import BUFFER_BYTES, DONE, DriverEnd, NoAnswerError
@@ -60,6 +61,7 @@ class RewardProcess:
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None
         self._channel: DriverEnd | None = None
+        self._watched: Watched | None = None
         self.takes_all = False
         """Whether it gets all that waits: calls run at the same time, or one takes a whole batch.
 
@@ -103,6 +105,7 @@ class RewardProcess:
             met = channel.receive(time.monotonic() + self._start_deadline)
             problem, side_by_side, together, reads = met
             self._reads = None if reads is None else frozenset(map(str, reads))
+            self._watched = self._what_is_watched()
         except TimeoutError as err:
             raise ConfigError(
                 f"The reward function {self._function} is not loaded within "
@@ -114,6 +117,13 @@ class RewardProcess:
             raise ConfigError(str(problem))
         self.answers_together = bool(together)
         self.takes_all = self.answers_together or bool(side_by_side)
+
+    def _what_is_watched(self) -> Watched:
+        """As the supervisor has told before its child had loaded the function."""
+        assert self._control is not None, "it has been started"
+        if not self._control.poll(END_S):
+            raise EOFError
+        return Watched(*json.loads(self._control.recv_bytes(LONGEST_ENDING)))
 
     def outcomes(
         self, asked: Mapping[int, Sample], end: float, until: float = math.inf
@@ -187,9 +197,10 @@ class RewardProcess:
             return f"the reward process {err}"
         assert self._control is not None, "it has been started"
         try:
-            if self._control.poll(END_S):
+            while self._control.poll(END_S):
                 words = json.loads(self._control.recv_bytes(LONGEST_ENDING))
-                return f"the reward process {words}"
+                if isinstance(words, str):
+                    return f"the reward process {words}"
         except (OSError, EOFError, ValueError):
             pass
         return "the reward process and its supervisor are gone"
@@ -206,4 +217,8 @@ class RewardProcess:
             except subprocess.TimeoutExpired:
                 self._supervisor.kill()
                 self._supervisor.wait()
-        self._channel = self._control = self._supervisor = None
+        if self._watched is not None:
+            if self._supervisor is not None and self._supervisor.returncode != 0:
+                self._watched.end()  # a supervisor that is killed leaves it alone
+            self._watched.close()
+        self._channel = self._control = self._supervisor = self._watched = None

@@ -54,6 +54,12 @@ def act(solution_str):
         os.kill(os.getpid(), signal.SIGSTOP)
     if solution_str == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if solution_str in ("supervisor", "supervisor, and stays"):
+        Path(NOTE).write_text(f"{os.getpid()} {os.getcwd()}")
+        if "stays" in solution_str:
+            ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
     if solution_str == "garbage":
         for number in every_socket():
             os.write(number, b"not an answer\\n")
@@ -284,6 +290,26 @@ def test_it_has_a_process_group_of_its_own(stranger: Any) -> None:
     ((group, _, _),) = stranger("group")
     assert group != os.getpgid(0)
     assert int(group) in descendants(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("supervisor", "the reward process and its supervisor are gone"),
+        ("supervisor, and stays", LATE),
+    ],
+)
+def test_one_that_kills_its_supervisor_is_killed_and_leaves_nothing(
+    stranger: Any, text: str, words: str
+) -> None:
+    before, guilty, after = stranger("fine", text, "fine", deadline=1.1)
+    assert (before[0], guilty, after[0]) == (1.0, (None, {}, words), 1.0)
+    pid, folder = stranger.note.read_text().split()
+    end = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(pid)
+    assert not Path(folder).exists()
 
 
 def test_its_output_is_bounded(stranger: Any, capfd: pytest.CaptureFixture[str]) -> None:

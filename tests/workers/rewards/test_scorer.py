@@ -98,3 +98,20 @@ def test_what_a_process_has_not_begun_in_time_it_leaves_to_others(asked: Asked) 
     assert list(process.outcomes(samples, now + 60, until=now)) == [(2, None), (1, None), (0, None)]
     asked.score("fine")
     assert asked.calls() == {"fine": 1}
+
+
+def test_of_a_sample_only_what_the_function_reads_is_sent(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked.score("warm")
+    sent: list[Any] = []
+    send = DriverEnd.send
+
+    def noted(end: DriverEnd, message: Any, deadline: float) -> None:
+        sent.append(message[0])
+        send(end, message, deadline)
+
+    monkeypatch.setattr(DriverEnd, "send", noted)
+    (outcome,) = asked.scorer.score([{"solution_str": "fine", "raw_prompt": "long", "uid": "0-0"}])
+    assert outcome[0] == 1.0
+    assert sent == [[(0, {"solution_str": "fine"})]]
