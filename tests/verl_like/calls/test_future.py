@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from verl_like import gather
+from verl_like.errors import WorkerDiedError
 
 
 class Later:
@@ -77,3 +78,10 @@ def test_with_grace_all_that_end_in_time_give_what_they_have() -> None:
     event = threading.Event()
     threading.Timer(0.05, event.set).start()
     assert gather(Later(1, event), Later(2), grace_s=0.01) == [1, 2]
+
+
+def test_of_several_failures_a_death_is_raised_for_it_explains_the_others() -> None:
+    lost, broken = WorkerDiedError("rollout rank 0 is gone"), KeyError("nothing came")
+    with pytest.raises(WorkerDiedError) as caught:
+        gather(Later(broken), Later(lost))
+    assert caught.value.others == [broken]
