@@ -11,6 +11,7 @@
   mlflow_run_id.txt  the MLflow run, if there is one        (trainer.run_folder.mlflow_tracker)
   timeline.json      what every worker did when             (trainer.run_folder.timeline)
   chaos.jsonl        faults on purpose, if there are any    (trainer.chaos)
+  restarts.jsonl     what was lost and replaced, if it was  (trainer.restarts)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
   rollouts/N.jsonl   the samples of step N                  (a recipe with samples)
@@ -27,6 +28,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from trainer.config.as_yaml import in_yaml
 from trainer.config.flat import config_hash, flat_config, flatten
 from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
@@ -58,7 +60,7 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
     try:
         make_private(folder)
         lock.take()
-        tree = OmegaConf.to_yaml(OmegaConf.create(masked(asdict(config))))
+        tree = in_yaml(masked(asdict(config)))
         write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:
         raise ConfigError(

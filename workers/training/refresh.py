@@ -7,7 +7,7 @@ the sharding on either side; each rank keeps its rows of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,13 @@ class FollowingEngine(TrainEngine):
                 self.averages[name] = parameter.detach().float()
 
     @torch.no_grad()
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int] | None = None
+    ) -> None:
         """Move towards these whole tensors; those that do not fit this model are refused.
 
-        What is copied, not averaged, is read back and compared.
+        What is copied, not averaged, is read back and compared. `hashes` are for engines that keep
+        what came as it came.
         """
         self.version = None
         came = CopyCheck()
@@ -102,8 +105,8 @@ class FollowingEngine(TrainEngine):
         """Write the weights into `folder`, or copy them to be written later; collective."""
         ranks = Ranks(self.group, f"the reference's weights were not written into {folder}")
         tensors = self._saved()
-        write = writer_of(copies, ranks, tensors)
-        ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, ranks.count, write))
+        writer = writer_of(copies, ranks, tensors)
+        ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, ranks.count, writer))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -71,6 +71,8 @@ class Channel:
         self.summary: dict[str, Any] = {}
         """Of the whole, where parts of it are held already: its manifest, and how to merge it."""
         self.hashing = Hashing()
+        self.hashes: dict[str, int] = {}
+        """Of the tensors that have arrived, as they arrived."""
         self.drops_first = False
         """The first bucket gets lost: a fault on purpose."""
         self._buffers = [_room_for(0) for _ in range(2)]
@@ -167,7 +169,8 @@ class Channel:
 
         pieces = torch.split(payload, sizes)
         for (name, dtype, shape, value), piece in zip(tensors, pieces, strict=True):
-            if self.hashing.of(piece) != value:
+            self.hashes[name] = arrived = self.hashing.of(piece)
+            if arrived != value:
                 self.corrupt.append(name)
             yield name, _aligned(piece, dtype).view(dtype).reshape(shape)
 

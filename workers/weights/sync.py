@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -172,7 +172,9 @@ class _SendingEngine(Protocol):
 class _ReceivingEngine(Protocol):
     hash_s: float
 
-    def load_weights(self, tensors: NamedTensors) -> None: ...
+    def load_weights(
+        self, tensors: NamedTensors, hashes: Mapping[str, int] | None = None
+    ) -> None: ...
 
     def commit(self, version: int) -> None: ...
 
@@ -364,10 +366,12 @@ class WeightReceiver:
     def _load(self, channel: Channel) -> list[str]:
         """Load what arrives; what is wrong with it, in words."""
         arriving = channel.receive()
-        tensors = arriving if self.kept is None else self.kept.taken(channel, arriving)
         problems: list[str] = []
         try:
-            self.engine.load_weights(tensors)
+            if self.kept is None:
+                self.engine.load_weights(arriving, channel.hashes)
+            else:
+                self.engine.load_weights(self.kept.taken(channel, arriving))
         except WeightSyncError as problem:
             problems.append(str(problem))
             deque(arriving, maxlen=0)  # what is still coming, ahead of the vote

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.forked import start_python
 from verl_like.errors import ConfigError
+from verl_like.process import child
 from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import MOST_OUTPUT, descendants
 from workers.rewards.outcome import LATE
@@ -293,8 +295,11 @@ def test_its_output_is_bounded(stranger: Any, capfd: pytest.CaptureFixture[str])
     assert said.endswith("[further output of this process is dropped]\n")
 
 
-def test_nothing_of_the_function_is_on_a_command_line(stranger: Any) -> None:
-    stranger("fine")
+def test_nothing_of_the_function_is_on_a_command_line(
+    stranger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "_start_python", start_python)  # forks have their server's line
+    stranger("fine", deadline=7.0)
     lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())]
     assert any(b"workers.rewards.process" in line for line in lines)
     assert not any(b"stranger" in line for line in lines)
