@@ -80,6 +80,13 @@ def test_with_grace_the_others_are_waited_for_no_longer_than_that_after_a_failur
     assert "not finished 0.05 s after the failure" in str(caught.value.others[0])
 
 
+def test_after_a_death_the_others_have_a_second_at_most() -> None:
+    never, lost = threading.Event(), WorkerDiedError("rollout rank 0 is gone")
+    with pytest.raises(WorkerDiedError) as caught:
+        gather(Later("sender", never), Later(lost), grace_s=9.0)
+    assert "not finished 1 s after the failure" in str(caught.value.others[0])
+
+
 def test_with_grace_all_that_end_in_time_give_what_they_have() -> None:
     event = threading.Event()
     threading.Timer(0.05, event.set).start()
