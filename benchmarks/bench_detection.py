@@ -190,9 +190,9 @@ class Struck(PPOTrainer):
 
     def on_step_end(self, metrics: Any) -> None:
         """The step was made, after a failure or although it was hit."""
-        if Struck.under_way is not None:
+        if Struck.under_way is not None and not Struck.under_way.words:
             print(Struck.under_way.row(), file=sys.stderr, flush=True)
-            Struck.under_way = None
+        Struck.under_way = None
 
 
 class Noting(restarts.Restarts):
@@ -203,6 +203,7 @@ class Noting(restarts.Restarts):
         cell = Struck.under_way
         if cell is not None and cell.began is not None and not cell.words:
             cell.seconds, cell.words = time.monotonic() - cell.began, str(error)
+            print(cell.row(), file=sys.stderr, flush=True)
         super().wait_for_next(error, step)
 
 

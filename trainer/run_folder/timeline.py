@@ -17,6 +17,8 @@ from verl_like.files import parse_json
 
 logger = logging.getLogger(__name__)
 _TAIL = b"\n]}\n"
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+"""Whole microseconds and no blanks: a run has many thousands of these lines."""
 FACTS = ("pid", "rank", "cpu_s", "step", "stage")
 """What an event says of its call beside its time, method, role and lane."""
 
@@ -48,7 +50,7 @@ class Timeline:
         events = [event for record in ordered for event in self._events(record)]
         if not events:
             return
-        lines = ",\n".join(map(json.dumps, events)).encode()
+        lines = ",\n".join(map(_ENCODE, events)).encode()
         with self.path.open("r+b") as file:
             file.seek(-len(_TAIL), 2)
             file.write((b"\n" if self._is_empty else b",\n") + lines + _TAIL)
@@ -71,10 +73,12 @@ class Timeline:
             "cat": record["role"],
             "pid": pid,
             "tid": tid,
-            "ts": (record["start"] - self._origin) * 1e6,
-            "dur": (record["end"] - record["start"]) * 1e6,
+            "ts": round((record["start"] - self._origin) * 1e6),
+            "dur": round((record["end"] - record["start"]) * 1e6),
         }
         facts = {name: record[name] for name in FACTS if name in record}
+        if "cpu_s" in facts:
+            facts["cpu_s"] = round(facts["cpu_s"], 6)
         return [*first, *names, {**event, "args": facts}]
 
     def _lane(self, record: Record) -> tuple[int, int, list[dict[str, Any]]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from verl_like.batch.split import join_pieces
 from verl_like.batch.tensordict_rows import rows_of, value_of
-from verl_like.calls.answers import KnownAnswers, in_words, wait_for_calls
+from verl_like.calls.answers import AFTER_DEATH_S, KnownAnswers, in_words, wait_for_calls
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.metrics import batch_alone
 from verl_like.calls.transport import Transport
@@ -262,9 +262,9 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
     """The results of all the futures, in order.
 
     All are waited for (together `timeout` seconds), even when one fails; with `grace_s` no longer
-    than that after it: calls of two groups that wait for each other. A failure is logged as soon as
-    it is there. In the end the first in order is raised, a death before others; the other ones are
-    in its attribute `others` and in its notes.
+    than that after it, and a second after a death: calls of two groups that wait for each other. A
+    failure is logged as soon as it is there. In the end the first in order is raised, a death
+    before others; the other ones are in its attribute `others` and in its notes.
     """
     outcomes = _outcomes(futures, timeout, grace_s)
     errors = [error for _, error in outcomes if error is not None]
@@ -319,6 +319,8 @@ def _outcomes(
             break
         outcomes[position] = outcome
         if outcome[1] is not None and len(outcomes) < len(futures):
+            if grace_s is not None and isinstance(outcome[1], WorkerDiedError):
+                grace_s, until = min(grace_s, AFTER_DEATH_S), None
             until = until or (None if grace_s is None else time.monotonic() + grace_s)
             waiting = [str(future) for n, future in enumerate(futures) if n not in outcomes]
             _log_failure(futures[position], outcome[1], ", ".join(waiting))

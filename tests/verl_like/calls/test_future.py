@@ -14,6 +14,7 @@ from verl_like.calls.future import WorkerFuture
 from verl_like.calls.messages import Header, Pending, RemoteError
 from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
+from verl_like.errors import WorkerDiedError
 from verl_like.process.facts import ProcessFacts
 
 
@@ -79,10 +80,24 @@ def test_with_grace_the_others_are_waited_for_no_longer_than_that_after_a_failur
     assert "not finished 0.05 s after the failure" in str(caught.value.others[0])
 
 
+def test_after_a_death_the_others_have_a_second_at_most() -> None:
+    never, lost = threading.Event(), WorkerDiedError("rollout rank 0 is gone")
+    with pytest.raises(WorkerDiedError) as caught:
+        gather(Later("sender", never), Later(lost), grace_s=9.0)
+    assert "not finished 1 s after the failure" in str(caught.value.others[0])
+
+
 def test_with_grace_all_that_end_in_time_give_what_they_have() -> None:
     event = threading.Event()
     threading.Timer(0.05, event.set).start()
     assert gather(Later(1, event), Later(2), grace_s=0.01) == [1, 2]
+
+
+def test_of_several_failures_a_death_is_raised_for_it_explains_the_others() -> None:
+    lost, broken = WorkerDiedError("rollout rank 0 is gone"), KeyError("nothing came")
+    with pytest.raises(WorkerDiedError) as caught:
+        gather(Later(broken), Later(lost))
+    assert caught.value.others == [broken]
 
 
 class Store(Transport):
