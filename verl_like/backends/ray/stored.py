@@ -17,6 +17,7 @@ from typing import Any
 import ray
 import xxhash
 
+from verl_like.backends.ray.packing import Packed, pack
 from verl_like.batch.protocol import DataProto
 
 
@@ -35,27 +36,17 @@ _putting = threading.Lock()
 
 def put_once(value: Any) -> Stored:
     """The value in the store; a batch is looked for among those that are held."""
-    content = _digest(value)
-    if content is None:
+    buffers: list[pickle.PickleBuffer] = []
+    head = pack(value, buffers) if type(value) is DataProto else None
+    if head is None:
         return Stored(ray.put(value))
-    key = ray.get_runtime_context().get_worker_id(), content
+
+    digest = xxhash.xxh3_128(head)
+    for buffer in buffers:
+        digest.update(buffer.raw())
+    key = ray.get_runtime_context().get_worker_id(), digest.digest()
     with _putting:
         stored = _held.get(key)
         if stored is None:
-            stored = _held[key] = Stored(ray.put(value))
+            stored = _held[key] = Stored(ray.put(Packed(head, buffers)))
         return stored
-
-
-def _digest(value: Any) -> bytes | None:
-    """Of every byte that would travel; None for what is no batch, or needs more than pickle."""
-    if type(value) is not DataProto:
-        return None
-    columns: list[pickle.PickleBuffer] = []
-    try:
-        head = pickle.dumps(value, protocol=5, buffer_callback=columns.append)
-    except Exception:  # noqa: BLE001 - objects of the user's may refuse in any way
-        return None
-    digest = xxhash.xxh3_128(head)
-    for column in columns:
-        digest.update(column.raw())
-    return digest.digest()
