@@ -43,6 +43,7 @@ PRELOADED = [
     "workers.roles.rollout",
     "workers.roles.teacher",
     "pytest",
+    "tests.warm",
     "tests.frozen",
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
