@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import tests.rare_collections  # noqa: F401 - before torch
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
 
+from tests.fork_server import fork_server, write_python
 from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
-from tests.forked_ray import forked_ray_workers
+from tests.forked_ray import ask_for_forks
 
 ROOT = Path(__file__).resolve().parent.parent
 # The tests are compiled once, whatever is usual on the machine: half of their collection.
@@ -33,6 +36,7 @@ torch.set_num_threads(1)
 # Processes that tests fork have these loaded, instead of some seconds each; the first of them
 # starts the server, which passes over a name that it cannot import without a word.
 PRELOADED = [
+    "tests.rare_collections",
     "trainer.launch",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
@@ -53,7 +57,6 @@ def pytest_collection_finish() -> None:
     """The modules stay to the end: the garbage collector need not walk them (a seventh of all)."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def load(path: str) -> ModuleType:
@@ -111,13 +114,27 @@ def draw_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
+def forks() -> Iterator[None]:
+    """The server of `tests/fork_server.py` is there, for whoever asks it."""
+    with fork_server():
+        yield
+
+
+@pytest.fixture(scope="session")
+def forked_python(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What scripts take for `python`: its processes are forked, too, and those that they start."""
+    return write_python(tmp_path_factory.mktemp("forked"))
+
+
+@pytest.fixture(scope="session")
+def ray_session(forks: None) -> Iterator[None]:
     """The one Ray cluster that all Ray tests share."""
     import ray
 
     from verl_like.backends.ray import connect
 
-    with forked_ray_workers():
+    with pytest.MonkeyPatch.context() as patch:
+        ask_for_forks(patch)
         connect(num_cpus=16)
         yield
         ray.shutdown()

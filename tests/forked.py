@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -60,6 +61,13 @@ def start_forked(
     )
     process.start()
     return ForkedProcess(process)
+
+
+def fork_children() -> None:
+    """In a process that was itself forked: its worker processes are forks of the same server."""
+    multiprocessing.current_process()._config["daemon"] = False  # which may have no children
+    forkserver._forkserver.ensure_running = lambda: None  # it runs, but is not this one's child
+    child._start_python = start_forked
 
 
 class _Descriptors:

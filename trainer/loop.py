@@ -38,7 +38,7 @@ from verl_like.errors import WorkerDiedError
 from verl_like.process.garbage import old_objects_kept
 
 Metrics = dict[str, float]
-IN_BACKGROUND = ("write_checkpoint", "complete_checkpoint")
+IN_BACKGROUND = ("write_checkpoint", "hurry_checkpoint", "complete_checkpoint")
 """Calls that are of no stage of the step in which they end."""
 
 
@@ -180,6 +180,7 @@ class Trainer(Hooks, ABC):
             self.init_models()
         if self.brought_back is not None:
             self.brought_back.log(self.global_step)
+        self.restarts.begin(self.global_step)
         self.chaos.begin_attempt(self.global_step)
         self.call_hook("on_init_end")
 
@@ -245,6 +246,11 @@ class Trainer(Hooks, ABC):
         if self.config.trainer.max_restarts and self.replaceable_roles().roles:
             self.groups.forget_changes()
             self.step_start = StepStart.after(self.global_step, self.state_dict())
+
+    def can_replace(self, role: str) -> bool:
+        """Whether this role's group can be replaced in the middle of a step, if it is lost now."""
+        is_replaceable = self.groups[role].transport.is_replaceable
+        return is_replaceable and self.restarts.are_left(self.global_step)
 
     def replace_lost(self, error: WorkerDiedError) -> None:
         """Replace what is lost in the middle of a step; raises the error where that cannot be.

@@ -10,12 +10,16 @@ import copy
 import logging
 import time
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
+from trainer.report.restarts import RESTARTS_FILE
 from trainer.run_folder.marker import committed
 from verl_like.errors import VerlLikeError, WaitTimeoutError, WeightSyncError, WorkerDiedError
+from verl_like.files import json_line
+from verl_like.masking import mask_text
 
 LOSSES = (WorkerDiedError, WaitTimeoutError, WeightSyncError)
 """A process that is gone or hangs, and weights that did not arrive: another attempt may do."""
@@ -28,14 +32,20 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 class Restarts:
-    """Those of one run."""
+    """Those of one run; `restarts.jsonl` of its folder has a line a restart."""
 
     def __init__(self, config: RunConfig) -> None:
         """None yet; `trainer.max_restarts` says how many there may be."""
         self._config, self._made = config, 0
+        self._record = Path(config.trainer.default_local_dir) / RESTARTS_FILE
         self._failures: Counter[int] = Counter()
         self._furthest = self._in_a_row = 0
         """The last step that failed, and the restarts in which the run got no further."""
+
+    def begin(self, step: int) -> None:
+        """An attempt begins after `step`; the record of a run that began earlier stays."""
+        if step == 0 and not self._made:
+            self._record.unlink(missing_ok=True)
 
     def wait_for_next(self, error: VerlLikeError, step: int) -> None:
         """Wait a moment before another attempt; raise the error where none is of use.
@@ -43,7 +53,7 @@ class Restarts:
         `step` is the one that failed; 0: the run had not begun.
         """
         self._failures[step] += 1
-        reason = self._why_not(step)
+        reason = self._why_not(step, self._failures[step])
         if reason is not None:
             if reason:
                 error.add_note(reason)
@@ -57,7 +67,20 @@ class Restarts:
             "step %d failed: %s. Restart %d of %d (trainer.max_restarts) in %.0f s.",
             *(step, error, self._made, self._config.trainer.max_restarts, seconds),
         )
+        self._write(step, lost=mask_text(str(error).splitlines()[0]))
         time.sleep(seconds)
+
+    def are_left(self, step: int) -> bool:
+        """Whether there is another attempt if this step fails now."""
+        return self._why_not(step, self._failures[step] + 1) is None
+
+    def note_samples(self, step: int, kept: int, made_again: int) -> None:
+        """Of the samples that a lost group was making some are there, and the others come anew."""
+        logger.warning(
+            "step %d: %d samples of the lost group are kept, %d are made again.",
+            *(step, kept, made_again),
+        )
+        self._write(step, samples_kept=kept, samples_made_again=made_again)
 
     def resuming(self, config: Config) -> Config:
         """The configuration of the next attempt: it goes on from this run's own checkpoints."""
@@ -66,15 +89,21 @@ class Restarts:
             again.trainer.resume_mode, again.trainer.resume_from_path = "auto", None
         return again
 
-    def _why_not(self, step: int) -> str | None:
-        """Why there is no other attempt, where that is worth a word; None if there is one."""
+    def _why_not(self, step: int, failures: int) -> str | None:
+        """Why there is no attempt after so many, where that is worth a word; None if there is."""
         if step == 0 or self._config.trainer.backend == "torchrun":
             return ""
-        if self._failures[step] >= POISON and self._made:
+        if failures >= POISON and self._made:
             return f"step {step} has failed {POISON} times: it is not tried again."
         if self._made >= self._config.trainer.max_restarts:
             return f"after {self._made} restarts (trainer.max_restarts)" if self._made else ""
         return None
+
+    def _write(self, step: int, **facts: Any) -> None:
+        """A line of the run folder's record."""
+        time_of = datetime.now(UTC).isoformat(timespec="seconds")
+        with self._record.open("a", encoding="utf-8") as file:
+            file.write(json_line({"time": time_of, "step": step, **facts}))
 
     def _newest(self) -> list[str]:
         """The checkpoint that the next attempt goes on from, if there is one."""

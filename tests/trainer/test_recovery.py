@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.integration.runs import numbers, overrides
+from tests.integration.runs import calls, numbers, overrides
 from trainer import load_config, restarts, run
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
@@ -22,6 +23,10 @@ POOLS = (
     "resource_pool_spec={train_pool: [1], rollout_pool: [1], ref_pool: [1]}",
     "role_mapping={actor: train_pool, critic: train_pool, rollout: rollout_pool, ref: ref_pool}",
     *("trainer.n_gpus_per_node=3", "trainer.device=cpu"),
+)
+TWO_ROLLOUTS = (
+    "resource_pool_spec={train_pool: [1], rollout_pool: [2], ref_pool: [1]}",
+    "trainer.n_gpus_per_node=4",
 )
 SHORT = ("data.train_batch_size=4", "data.max_response_length=4", "trainer.total_training_steps=3")
 ROLES = ("actor", "critic", "rollout", "ref")
@@ -65,7 +70,8 @@ class Killing(PPOTrainer):
 
 
 def pid_of(trainer: Any, role: str) -> int:
-    return int(trainer.groups[role].transport.started[0].pid)
+    """The process of the last rank."""
+    return int(trainer.groups[role].transport.started[-1].pid)
 
 
 @dataclass(frozen=True)
@@ -111,10 +117,10 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def disturbed(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """The rollout is lost twice: when it is idle, and when it is called; then the actor is."""
+    """One rank of the rollout is lost when it is idle, and when it generates; then the actor is."""
     kills = {(1, "update"): "rollout", (2, "begin"): "rollout", (3, "score"): "actor"}
     folder = tmp_path_factory.mktemp("killed")
-    return killed(tiny_dir, folder, CHILD, kills, "trainer.backend=local")
+    return killed(tiny_dir, folder, CHILD, kills, "trainer.backend=local", *TWO_ROLLOUTS)
 
 
 def test_numbers_are_those_of_an_undisturbed_run(disturbed: Killed, whole: Path) -> None:
@@ -129,15 +135,26 @@ def test_a_rollout_that_is_lost_during_the_update_is_replaced_and_the_step_goes_
     assert re.search(r"\(rollout_pool\) is back after \d+\.\d s; step 1 goes on", disturbed.log)
 
 
-def test_a_lost_rollout_is_started_anew_and_its_step_alone_made_again(disturbed: Killed) -> None:
-    _, lost, again, *_ = disturbed.pids
-    assert differing(lost, again) == ["rollout"]
-    assert "the run goes on after step 1." in disturbed.log
+def test_of_a_rollout_that_is_lost_in_a_generation_the_lost_ranks_samples_alone_are_made_again(
+    disturbed: Killed,
+) -> None:
+    _, before, after, *_ = disturbed.pids
+    assert differing(before, after) == ["rollout"]
+    assert "step 2: 4 samples of the lost group are kept, 4 are made again." in disturbed.log
+    record = (disturbed.folder / "restarts.jsonl").read_text().splitlines()
+    lost, samples = [line for line in map(json.loads, record) if line["step"] == 2]
+    assert "rank 1 of 2" in lost["lost"]
+    assert (samples["samples_kept"], samples["samples_made_again"]) == (4, 4)
+
+    made = [event["args"] for event in calls(disturbed.folder, "generate_sequences")]
+    in_steps = [args["step"] for args in made]
+    assert in_steps.count(1) == 2
+    assert in_steps.count(2) == 3, "rank 0, which lives, and both ranks of the next group"
 
 
 def test_a_lost_actor_takes_all_back_and_the_other_processes_stay(disturbed: Killed) -> None:
-    assert len(disturbed.pids) == 5, "steps 1, 2, 2, 3, 3"
-    assert differing(*disturbed.pids[3:]) == ["actor", "critic"]
+    assert len(disturbed.pids) == 4, "steps 1, 2, 3, 3"
+    assert differing(*disturbed.pids[2:]) == ["actor", "critic"]
     back = r"group actor\+critic \(train_pool\) is back after .*; the run goes on after step 2\."
     assert re.search(back, disturbed.log)
 
@@ -146,10 +163,13 @@ def test_a_lost_actor_takes_all_back_and_the_other_processes_stay(disturbed: Kil
 def test_on_ray_the_same_holds(
     tiny_dir: Path, whole: Path, tmp_path: Path, ray_session: None
 ) -> None:
-    kills = {(2, "score"): "ref", (2, "update"): "rollout", (3, "begin"): "actor"}
-    found = killed(tiny_dir, tmp_path, PPO, kills, "trainer.backend=ray", "cpus_per_process=0.5")
+    kills = {(1, "begin"): "rollout", (2, "score"): "ref", (3, "begin"): "actor"}
+    backend = "trainer.backend=ray", "cpus_per_process=0.4"
+    found = killed(tiny_dir, tmp_path, PPO, kills, *backend, *TWO_ROLLOUTS)
     assert numbers(tmp_path) == numbers(whole)
-    _, lost, again, failed, last = found.pids
+    first, lost, again, failed, last = found.pids
+    assert differing(first, lost) == ["rollout"]
+    assert "step 1: 4 samples of the lost group are kept, 4 are made again." in found.log
     assert differing(lost, again) == ["ref"]
-    assert differing(again, failed) == ["rollout"]
+    assert differing(again, failed) == []
     assert differing(failed, last) == ["actor", "critic"]

@@ -19,24 +19,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainer.detached.activity import Activity
+from trainer.detached.endings import EndOfSamples, StalledError
 from trainer.detached.experience import Experience
-from trainer.detached.ledger import LOST, MADE_AGAIN, QUEUED, TAKEN, Ledger
+from trainer.detached.ledger import LOST, MADE_AGAIN, QUEUED, TAKEN, TOO_OLD, Ledger
 from trainer.detached.pacing import BufferSettings, Demand, Pacing
-from trainer.detached.pieces import Order, Piece, PieceStream
+from trainer.detached.pieces import LeftBehind, Order, Piece, PieceStream
 from trainer.detached.samplers.registry import Choice, Sampler, Stock
-from verl_like.errors import VerlLikeError
 
 logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """How often a wait looks whether it has lasted too long."""
-
-
-class StalledError(VerlLikeError, RuntimeError):
-    """Makers and trainer wait for each other; the message says who waits for what."""
-
-
-class EndOfSamples(Exception):
-    """No maker has prompts left, and no batch can be filled."""
 
 
 class ExperienceBuffer:
@@ -125,15 +117,19 @@ class ExperienceBuffer:
             while self._settings.evicts and self._queued() > self._settings.limit:
                 self._drop(self._ready[0], "pushed out of the full buffer")
 
-    def lost(self, maker: int) -> list[Piece]:
-        """What this maker was making is to be made again, by whoever may; gives the pieces."""
+    def lost(self, maker: int, left_behind: Mapping[int, LeftBehind]) -> list[Piece]:
+        """What this maker was making is to be made again, by whoever may; gives the pieces.
+
+        Of those in `left_behind`, by number, that is the part which is not there.
+        """
         with self._change():
             orders = [order for who, order in self._in_flight.values() if who == maker]
             for order in orders:
+                left = left_behind.get(order.piece.number)
                 del self._in_flight[order.piece.number]
-                self.ledger.drop(order.uids, LOST)
+                self.ledger.drop(order.uids, LOST, left.uids if left else ())
             pieces = [order.piece for order in orders]
-            self.stream.hand_back(pieces)
+            self.stream.hand_back(pieces, left_behind)
             return pieces
 
     # ---------------------------------------------------------------------------- trainer's side
@@ -323,7 +319,8 @@ class ExperienceBuffer:
 
     def _stock(self, rank: int, num_samples: int) -> Stock:
         """What there is for one trainer rank, or for any."""
-        horizon = self._horizon()
+        # one past the highest piece that was ever begun and is still open
+        horizon = max([one.piece.number for one in self._ready] + [*self._in_flight, -1]) + 1
         coming: list[tuple[Piece, int | None]] = []
         coming += [(order.piece, order.version) for _, order in self._in_flight.values()]
         coming += [(piece, None) for piece in self.stream.waiting if piece.number < horizon]
@@ -336,11 +333,6 @@ class ExperienceBuffer:
             seed=(self._settings.seed, self._num_taken),
             window=self._settings.window,
         )
-
-    def _horizon(self) -> int:
-        """One past the highest piece that was ever begun and is still open."""
-        numbers = [one.piece.number for one in self._ready]
-        return max([*numbers, *self._in_flight, -1]) + 1
 
     def _raise_if_nobody_can_go_on(self, num_samples: int) -> None:
         if self._in_flight or self._idle < self._makers:
@@ -362,21 +354,27 @@ class ExperienceBuffer:
     def _next_piece(self, maker: int, version: int) -> Piece | None:
         """The first piece that this maker may make, if there is room for it."""
         piece = self.stream.offer(maker)
-        if piece is None:
-            return None
+        return piece if piece is not None and self._has_room(piece, version) else None
+
+    def _has_room(self, piece: Piece, version: int) -> bool:
+        """Whether a piece that weights of this version make may be open, too."""
         opened = self._queued() + sum(o.piece.num_samples for _, o in self._in_flight.values())
         opened += piece.num_samples + self.stream.waiting_before(piece)
         bounds = [self.pacing.bound(self._demand, self.version - version)]
         if not self._settings.evicts:
             bounds.append(self._settings.limit)
-        return piece if opened <= min(bounds) else None
+        return opened <= min(bounds)
 
     def _hand_out(self, piece: Piece, maker: int, version: int) -> Order:
-        self.stream.hand_out(piece)
+        left = self.stream.hand_out(piece)
+        if left is not None and not self._has_room(piece, left.version):
+            self.ledger.drop_kept(left.maker, len(left.uids), TOO_OLD)
+            left = None
         prompts = self.stream.prompts(piece)
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
         self.ledger.begin(maker, uids, piece.num_samples // len(uids))
-        order = Order(piece, prompts, uids, version, self._demand.attempt)
+        oldest = version if left is None else min(version, left.version)
+        order = Order(piece, prompts, uids, oldest, self._demand.attempt, left)
         self._in_flight[piece.number] = maker, order
         return order
 

@@ -3,7 +3,8 @@
     made = trained + queued + dropped (by reason) + in flight
 
 A sample is made from the moment that a maker begins it. One that was lost with its maker counts as
-dropped there, and as made again where it is made again. Groups (a prompt's samples) stay together,
+dropped there, and as made again where it is made again; what was kept of its group counts as made
+by whoever makes the rest. Groups (a prompt's samples) stay together,
 so a uid stands for all of them.
 """
 
@@ -19,6 +20,7 @@ from verl_like.errors import LedgerError
 IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
 """Where an open group is: being made, in the buffer, in the trainer's present step."""
 LOST = "lost with its maker"
+TOO_OLD = "kept of a lost maker, and too old since"
 MADE_AGAIN = "made again after a resume"
 
 
@@ -80,11 +82,23 @@ class Ledger:
         self.versions.update(made_by)
         self.staleness.update(version - made for made in made_by)
 
-    def drop(self, uids: Iterable[str], reason: str) -> None:
-        """These groups are not trained on."""
+    def drop(self, uids: Iterable[str], reason: str, kept: Iterable[str] = ()) -> None:
+        """These groups are not trained on, but for samples that are `kept`, by their uids.
+
+        Those are then of the maker that makes the rest of their group.
+        """
+        num_kept = Counter(kept)
         for uid in uids:
             group = self._close(uid)
-            self.makers[group.maker].dropped[reason] += group.num_samples
+            account = self.makers[group.maker]
+            account.made -= num_kept[uid]
+            account.dropped[reason] += group.num_samples - num_kept[uid]
+
+    def drop_kept(self, maker: int, num_samples: int, reason: str) -> None:
+        """Samples of a lost maker were kept, and are made again all the same."""
+        account = self.makers[maker]
+        account.made += num_samples
+        account.dropped[reason] += num_samples
 
     def uids(self, state: str) -> list[str]:
         """The open groups in that state."""

@@ -5,6 +5,7 @@ It moves references: what the group has made stays there until the trainer takes
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +14,18 @@ from trainer.detached.activity import Activity
 from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.carry_over import CarriedOver
 from trainer.detached.experience import Experience
-from trainer.detached.pieces import Order
+from trainer.detached.pieces import LeftBehind, Order
 from trainer.detached.scoring import Reading
 from trainer.detached.topology import maker_role
 from trainer.ppo.samples import repeat_prompts
+from trainer.ppo.sampling import with_responses
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.metrics import batch_alone
-from verl_like.errors import WorkerDiedError
+from verl_like.calls.survivors import has_lost_ranks
+from verl_like.errors import VerlLikeError, WorkerDiedError
+from workers.roles.lost_samples import all_of, keep_samples
 
+logger = logging.getLogger(__name__)
 StartGenerating = Callable[[str, DataProto, int], Any]
 """(role, rows, attempt) -> the future of their samples."""
 StartScoring = Callable[[int, Any], list[Reading]]
@@ -46,9 +51,11 @@ class Maker:
         start_scoring: StartScoring | None = None,
         weights_come_at_once: bool = False,
         carries_over: bool = False,
+        keeps_samples: bool = False,
     ) -> None:
         """`start` begins. `carries_over`: a call may leave responses unfinished; without
-        `start_scoring` the trainers score.
+        `start_scoring` the trainers score. `keeps_samples`: those of ranks that live are waited
+        for when one is lost.
         """
         self.number, self.role, self.name = number, maker_role(number), f"maker {number}"
         self.version = 0
@@ -56,6 +63,8 @@ class Maker:
         self._start_generating, self._take_weights = start_generating, take_weights
         self._start_scoring, self._on_loss = start_scoring, on_loss
         self._carried = CarriedOver() if carries_over else None
+        self._keeps_samples = keeps_samples
+        self._left_behind: dict[int, LeftBehind] = {}
         self._taking = threading.Condition(threading.RLock())
         """Guards the group's weights, and a restart of the group."""
         self._num_restarts = 0
@@ -123,12 +132,15 @@ class Maker:
                 self._taking.notify_all()
 
     def _goes_on_after(self, error: WorkerDiedError) -> bool:
-        pieces = self._buffer.lost(self.number)
+        left_behind, self._left_behind = self._left_behind, {}
+        pieces = self._buffer.lost(self.number, left_behind)
+        num_lost = sum(piece.num_samples for piece in pieces)
+        num_lost -= sum(len(left.kept.rows) for left in left_behind.values())
         if self._carried is not None:
             self._carried.clear()
         with self._taking:
             self.version = 0  # whatever comes up in its place has no weights
-            goes_on = self._on_loss(self.number, error, sum(one.num_samples for one in pieces))
+            goes_on = self._on_loss(self.number, error, num_lost)
             self._num_restarts += 1
             self._taking.notify_all()
         return goes_on
@@ -142,13 +154,42 @@ class Maker:
         order = self._buffer.begin(self.number, self.version)
         if order is None:
             return
-        rows = rows_of(order)
-        future = self._start_generating(self.role, rows, order.attempt)
+        rows, left = rows_of(order), order.left_behind
+        asked = rows if left is None else rows.select_idxs(left.kept.lost_rows)
+        future = self._start_generating(self.role, asked, order.attempt)
         with self._activity.busy("generate"):
-            future.wait()
-        readings = self._score(future)
+            try:
+                future.wait()
+            except WorkerDiedError:
+                self._keep(order, asked, future)
+                raise
+        if left is None:
+            readings = self._score(future)
+        else:
+            samples = left.kept.with_later(all_of(batch_alone(future.get()))).whole()
+            rows, future = with_responses(rows, samples), None
+            readings = self._score(rows)
         if not self._buffer.is_closed:
             self._buffer.put(Experience.of(order, self.number, rows, future, readings))
+
+    def _keep(self, order: Order, asked: DataProto, future: Any) -> None:
+        """The samples of a lost group's ranks that live, for whoever makes the rest."""
+        if not self._keeps_samples or not has_lost_ranks(future):
+            return
+        try:
+            kept = keep_samples(future, asked)
+        except VerlLikeError as error:
+            logger.warning("%s: none of its samples are kept: %s", self.name, error)
+            return
+        before = order.left_behind
+        if before is not None:
+            kept = before.kept.with_later(kept)
+        if kept.rows:
+            uids = rows_of(order).non_tensor_batch["uid"][kept.rows]
+            left = LeftBehind(self.number, order.version, kept, [str(uid) for uid in uids])
+            self._left_behind[order.piece.number] = left
+            words = "%s: %d samples of the lost group are kept, %d are made again."
+            logger.warning(words, self.name, len(kept.rows), len(kept.lost_rows))
 
     def _next_call(self, carried: CarriedOver) -> None:
         """One call that draws a part of every response: of those that go on and of a new piece."""

@@ -6,11 +6,12 @@ maker lost is handed back, and handed out again before any later one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from verl_like.batch.protocol import DataProto
+from workers.roles.lost_samples import KeptSamples
 
 
 class Loader(Protocol):
@@ -38,6 +39,18 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class LeftBehind:
+    """Samples of a piece that were there when their maker lost a process."""
+
+    maker: int
+    version: int
+    """Of the weights that the maker held when it began: no token is older."""
+    kept: KeptSamples
+    uids: list[str]
+    """Of the rows that are kept."""
+
+
+@dataclass(frozen=True)
 class Order:
     """What a maker is to make next."""
 
@@ -46,9 +59,11 @@ class Order:
     uids: list[str]
     """One for each prompt."""
     version: int
-    """Of the weights that the maker holds."""
+    """Of the weights that the maker holds, or of older ones that have made a part of it."""
     attempt: int
     """The number of the draw, within its step, that it is made for."""
+    left_behind: LeftBehind | None = None
+    """What is there already: the rest alone is to be made."""
 
 
 ANY_RANK = -1
@@ -75,6 +90,7 @@ class PieceStream:
         self.ranks = list(ranks)
         self._makers_of = makers_of
         self._waiting: list[Piece] = []
+        self._left_behind: dict[int, LeftBehind] = {}
         self._batches: dict[int, DataProto] = {}
         self._next_batch = 0
         self._next_number = 0
@@ -97,13 +113,20 @@ class PieceStream:
         """Whether the loader has no further batch."""
         return self._loader.num_prompts(self._next_batch) == 0
 
-    def hand_out(self, piece: Piece) -> None:
-        """Take the piece out of the stream."""
+    def hand_out(self, piece: Piece) -> LeftBehind | None:
+        """Take the piece out of the stream; gives what is there of its samples."""
         self._waiting.remove(piece)
+        return self._left_behind.pop(piece.number, None)
 
-    def hand_back(self, pieces: Sequence[Piece]) -> None:
-        """Pieces that were not made: the next ones to be handed out, in their order."""
+    def hand_back(
+        self, pieces: Sequence[Piece], left_behind: Mapping[int, LeftBehind] | None = None
+    ) -> None:
+        """Pieces that were not made: the next ones to be handed out, in their order.
+
+        `left_behind` has by number what is there of some.
+        """
         self._waiting = sorted([*self._waiting, *pieces], key=lambda piece: piece.number)
+        self._left_behind.update(left_behind or {})
 
     def waiting_before(self, piece: Piece) -> int:
         """Samples of pieces that nobody makes yet and that come before this one."""

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.detached.activity import Activity
-from trainer.detached.buffer import EndOfSamples, ExperienceBuffer
+from trainer.detached.buffer import ExperienceBuffer
 from trainer.detached.config import DetachedConfig
+from trainer.detached.endings import EndOfSamples
 from trainer.detached.ledger import Ledger
 from trainer.detached.losses import MakerLosses
 from trainer.detached.maker import Maker
@@ -114,6 +115,7 @@ class DetachedTrainer(PPOTrainer):
                 start_scoring=self.start_scoring if score_roles(config) else None,
                 weights_come_at_once=detached.new_weights == "at_once",
                 carries_over=self._draws_in_parts(number),
+                keeps_samples=detached.on_maker_loss != "fail",
             )
             for number in range(self.topology.makers)
         ]

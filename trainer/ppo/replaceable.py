@@ -9,9 +9,10 @@ from trainer.recovery import ReplaceableRoles
 from workers.roles.reference import ReferenceWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rollout import RolloutWorker
+from workers.roles.sampler import SamplerWorker
 from workers.roles.teacher import TeacherWorker
 
-FROZEN = (ReferenceWorker, RewardModelWorker, TeacherWorker)
+FROZEN = (ReferenceWorker, RewardModelWorker, SamplerWorker, TeacherWorker)
 """Their weights are in a model folder."""
 EASILY_ENDED = ("native", "hf")
 """Rollout engines that leave nothing behind when they are dropped."""

@@ -16,11 +16,12 @@ from trainer.ppo.replaceable import replaceable_roles
 from trainer.ppo.samples import write_samples
 from trainer.recovery import ReplaceableRoles
 from verl_like.batch.protocol import DataProto
+from verl_like.errors import LostSamplesError
 from workers.columns import PARTIAL_RESPONSE, has_column, select_reads
 from workers.config import model_rewards
 from workers.rewards.manager import RESPONSE_TEXT
 from workers.rewards.weighted import Rewards, WeightedScores
-from workers.roles.rollout import generate
+from workers.roles.lost_samples import KeptSamples, generate
 
 PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
 
@@ -42,10 +43,26 @@ class SamplingTrainer(Trainer):
         return [*super().worker_code(config), config.actor_rollout_ref.rollout.name]
 
     def roll_out(self, batch: DataProto, **settings: Any) -> DataProto:
-        """The rows of prompts with a response each; `settings` go before those of the batch."""
+        """The rows of prompts with a response each; `settings` go before those of the batch.
+
+        If the rollout loses a process meanwhile and can be replaced, its samples alone are made
+        again.
+        """
         asked = self.needed(batch, "rollout", "generate_sequences")
         asked.meta_info = asked.meta_info | settings
-        return with_responses(batch, generate(self.groups["rollout"], asked))
+        replace = self.replace_rollout if self.can_replace("rollout") else None
+        return with_responses(batch, generate(self.groups["rollout"], asked, replace))
+
+    def replace_rollout(self, error: LostSamplesError, kept: KeptSamples) -> Any:
+        """The rollout's group that comes in the place of a lost one, with the weights of now."""
+        self.replace_lost(error)
+        self.send_weights()
+        self.restarts.note_samples(self.global_step, len(kept.rows), len(kept.lost_rows))
+        return self.groups["rollout"]
+
+    def send_weights(self) -> Metrics:
+        """Bring the rollout the weights that it is to have, which its model's folder has here."""
+        return {}
 
     def with_rewards(self, batch: DataProto, normalize: bool = True) -> tuple[DataProto, Metrics]:
         """The batch with its scores, waited for: for what must see them before the score stage."""

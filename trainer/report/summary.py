@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from trainer.report.faults import faults_in_words
 from trainer.report.read import RunData, phase_shares
+from trainer.report.restarts import restarts_in_words
 
 ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP = 0.05, 0.3, 0.2, 0.2
 """The limits: share of the first entropy, share of answers, share of tokens, nats."""
@@ -24,7 +25,8 @@ def summary(data: RunData) -> list[str]:
     if not phase_shares(data.metrics, data.stages):
         return []
     best = list(_best_validations(data))
-    return [_time(data), *best, *faults_in_words(data.folder), *what_to_look_at(data)]
+    disturbances = [*faults_in_words(data.folder), *restarts_in_words(data.folder)]
+    return [_time(data), *best, *disturbances, *what_to_look_at(data)]
 
 
 def what_to_look_at(data: RunData) -> list[str]:

@@ -23,7 +23,7 @@ from verl_like.errors import CheckpointError, VerlLikeError
 
 POLL_S = 0.05
 DROP_S = 5.0
-"""What the thread gets to end when nobody wants its checkpoint."""
+"""What the writing gets to hear that it is to hurry, or to end."""
 logger = logging.getLogger(__name__)
 
 
@@ -71,10 +71,14 @@ class BackgroundCommit:
     def _drop(self) -> None:
         """Break off: nothing more of it is written, and it is never committed."""
         self._is_dropped.set()
+        self._tell_all("drop_checkpoint")
+        self._thread.join(DROP_S)
+
+    def _tell_all(self, method: str) -> None:
+        """Call a method of every group that writes."""
         for group in self._groups.values():
             with suppress(VerlLikeError):  # whoever is gone writes nothing
-                group.drop_checkpoint.remote().get(timeout=DROP_S)
-        self._thread.join(DROP_S)
+                getattr(group, method).remote().get(timeout=DROP_S)
 
     def _run(self) -> None:
         try:
@@ -91,6 +95,8 @@ class BackgroundCommit:
             self._refuse_if_dropped()
             if all(future.done() for future in writing.values()):
                 break
+        else:
+            self._tell_all("hurry_checkpoint")
         for role, future in writing.items():
             files = {name: facts for of_rank in future.get() for name, facts in of_rank.items()}
             self._groups[role].complete_checkpoint.remote(files).get()

@@ -11,6 +11,7 @@
   mlflow_run_id.txt  the MLflow run, if there is one        (trainer.run_folder.mlflow_tracker)
   timeline.json      what every worker did when             (trainer.run_folder.timeline)
   chaos.jsonl        faults on purpose, if there are any    (trainer.chaos)
+  restarts.jsonl     what was lost and replaced, if it was  (trainer.restarts)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
   rollouts/N.jsonl   the samples of step N                  (a recipe with samples)

@@ -110,20 +110,26 @@ class Timeline:
         return True
 
     def _read_lanes(self) -> None:
-        """Origin and lanes of the run that is gone on with."""
+        """Origin and lanes of the run that is gone on with, an event at a time."""
         pool_of: dict[int, str] = {}
-        text = self.path.read_bytes()
-        if not text.endswith(_TAIL):
+        last = b""
+        with self.path.open("rb") as file:
+            if parse_json(file.readline() + b"]}")["traceEvents"]:
+                raise ValueError("it does not begin as a run's does")
+            for last in file:
+                if last == _TAIL[1:]:
+                    continue
+                event = parse_json(last.rstrip(b",\n"))
+                self._is_empty = False
+                if event["name"] == "trace_origin":
+                    self._origin = float(event["args"]["seconds"])
+                elif event["name"] == "process_name":
+                    pool_of[event["pid"]] = event["args"]["name"]
+                    self._pools[event["args"]["name"]] = event["pid"]
+                elif event["name"] == "thread_name":
+                    self._lanes[pool_of[event["pid"]], event["args"]["name"]] = event["tid"]
+        if last != _TAIL[1:]:
             raise ValueError("it does not end as a run's does")
-        for event in parse_json(text)["traceEvents"]:
-            self._is_empty = False
-            if event["name"] == "trace_origin":
-                self._origin = float(event["args"]["seconds"])
-            elif event["name"] == "process_name":
-                pool_of[event["pid"]] = event["args"]["name"]
-                self._pools[event["args"]["name"]] = event["pid"]
-            elif event["name"] == "thread_name":
-                self._lanes[pool_of[event["pid"]], event["args"]["name"]] = event["tid"]
 
 
 def call_timings(

@@ -7,7 +7,7 @@ workers' own Python stacks and the likely cause (`verl_like.calls.stacks`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from dataclasses import dataclass, field
 
 from verl_like.calls.deadlock import DeadlockWatch
 from verl_like.calls.messages import Header, Pending
@@ -22,6 +22,14 @@ AFTER_DEATH_S = 1.0
 """What the other ranks get to finish, at most, when one has died: its death explains the rest."""
 
 
+@dataclass(frozen=True)
+class KnownAnswers:
+    """What the waits for one call have found so far, by rank."""
+
+    headers: dict[int, Header] = field(default_factory=dict)
+    failures: dict[int, BaseException] = field(default_factory=dict)
+
+
 def wait_for_calls(
     transport: Transport,
     name: str,
@@ -30,13 +38,16 @@ def wait_for_calls(
     setting: str = "call_s",
     since: float | None = None,
     rows: int = 0,
+    known: KnownAnswers | None = None,
 ) -> list[Header]:
     """The headers of a group call, in rank order; raises the first failure once it is certain.
 
     When one rank fails, the others get a grace period before the error is raised, a short one when
     it died: they may be stuck in a collective that it left. `setting` names the deadline, unless
     `timeout` is given; it runs `since` then. A call of so many `rows` may be late before `call_s`.
+    What is `known` is not waited for again; what is found is added to it.
     """
+    known = KnownAnswers() if known is None else known
     limits = transport.deadlines
     transport.report_abandoned()
     limit = getattr(limits, setting) if timeout is None else timeout
@@ -44,7 +55,7 @@ def wait_for_calls(
         limit = transport.call_times.limit_s(name, rows, limits)
         setting = setting if limit == limits.call_s else "late_s"
     patience, deadlocks = Patience(name, limit, limits.warn_s, since), DeadlockWatch(transport)
-    calls = _OpenCalls(transport, name, pending)
+    calls = _OpenCalls(transport, name, pending, known)
     failed_at: float | None = None
     while True:
         calls.take(transport.wait(list(calls.open), patience.remaining()))
@@ -69,13 +80,13 @@ def wait_for_calls(
             )
             raise WaitTimeoutError(_diagnosis(transport, what, calls, "raise watch.deadlock_s"))
         patience.warn_if_old(calls.late())
-    transport.finished.extend(calls.headers.values())
+    calls.end()
     if calls.failures:
         error = _with_others([calls.failures[rank] for rank in sorted(calls.failures)])
         if calls.open:
             error.add_note(f"not finished {grace_s:.0f} s after the failure: {calls.late()}")
         raise error
-    return [calls.headers[p.rank] for p in pending]
+    return [known.headers[p.rank] for p in pending]
 
 
 def wait_for_start(transport: Transport, headers: Sequence[object]) -> list[Header]:
@@ -85,14 +96,28 @@ def wait_for_start(transport: Transport, headers: Sequence[object]) -> list[Head
     return wait_for_calls(transport, f"start of {name}", calls, setting="start_s")
 
 
+def in_words(transport: Transport, calls: Sequence[Pending]) -> str:
+    """The ranks of these calls; of many the first ones, and how many more."""
+    first = [transport.describe(p.rank, p.role) for p in calls[:NAMED_LATE]]
+    more = len(calls) - len(first)
+    return ", ".join(first) + (f" and {more} more" if more else "")
+
+
 class _OpenCalls:
     """The calls of one wait that are not answered, and what the others answered."""
 
-    def __init__(self, transport: Transport, name: str, pending: Sequence[Pending]):
-        self.transport, self.name = transport, name
-        self.open = {p.header: p for p in pending}
+    def __init__(
+        self, transport: Transport, name: str, pending: Sequence[Pending], known: KnownAnswers
+    ):
+        self.transport, self.name, self.known = transport, name, known
         self.headers: dict[int, Header] = {}
         self.failures: dict[int, BaseException] = {}
+        self.open: dict[object, Pending] = {}
+        for call in pending:
+            if call.rank in known.failures:
+                self.failures[call.rank] = known.failures[call.rank]
+            elif call.rank not in known.headers:
+                self.open[call.header] = call
 
     def take(self, ready: Iterable[object]) -> None:
         """Read the headers that are there."""
@@ -117,18 +142,20 @@ class _OpenCalls:
                 where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
                 self.failures[call.rank] = WorkerDiedError(f"{where}: {lost[call.rank]}")
 
+    def end(self) -> None:
+        """The wait is over: what it has found is known."""
+        self.transport.finished.extend(self.headers.values())
+        self.known.headers.update(self.headers)
+        self.known.failures.update(self.failures)
+
     def grace_s(self, limit_s: float) -> float:
         """Seconds that those without an answer get after the first failure."""
         died = any(isinstance(failure, WorkerDiedError) for failure in self.failures.values())
         return min(limit_s, AFTER_DEATH_S) if died else limit_s
 
     def late(self) -> str:
-        """Who has not answered; of many the first ones, and how many more."""
-        first = [
-            self.transport.describe(p.rank, p.role) for p in islice(self.open.values(), NAMED_LATE)
-        ]
-        more = len(self.open) - len(first)
-        return ", ".join(first) + (f" and {more} more" if more else "")
+        """Who has not answered."""
+        return in_words(self.transport, list(self.open.values()))
 
 
 def _with_others(failures: list[BaseException]) -> BaseException:

@@ -100,19 +100,26 @@ class Scatter(list[Any]):
     """A list that says "one element per worker" to the modes that would broadcast a plain list."""
 
 
+def all_ranks(target: CallTarget) -> list[int]:
+    """The ranks that run a call."""
+    return list(range(target.world_size))
+
+
 @dataclass(frozen=True)
 class Mode:
     """A way to split a call and collect its results.
 
     `form` tells what the results are together: one `batch`, a `list`, the `first` of them, or
     something of the collect function's `own`. `collecting_ranks` gives those whose results count,
-    where it is not all of them.
+    where it is not all of them. `piece_numbers` says by rank which piece of a batch it gets, where
+    several ranks get the same one.
     """
 
     dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     collect_fn: Callable[[Any, list[Any]], Any]
     form: str = "own"
     collecting_ranks: Callable[[CallTarget], list[int]] | None = None
+    piece_numbers: Callable[[CallTarget], list[int]] = all_ranks
 
 
 @dataclass(frozen=True)
@@ -274,9 +281,12 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
     One of them gives the result.
     """
 
+    def piece_numbers(target: CallTarget) -> list[int]:
+        return [dp for dp, _ in target.mesh_facts(mesh_name)]
+
     @_per_worker
     def dispatch_fn(target: CallTarget, value: Any, name: str) -> list[Any]:
-        dp_ranks = [dp for dp, _ in target.mesh_facts(mesh_name)]
+        dp_ranks = piece_numbers(target)
         pieces = split_over(target, value, name, max(dp_ranks) + 1)
         return [pieces[dp] for dp in dp_ranks]
 
@@ -290,7 +300,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
     def collect_fn(target: CallTarget, outputs: list[Any]) -> Any:
         return collect_dataproto(target, [outputs[rank] for rank in collecting_ranks(target)])
 
-    return Mode(dispatch_fn, collect_fn, "batch", collecting_ranks)
+    return Mode(dispatch_fn, collect_fn, "batch", collecting_ranks, piece_numbers)
 
 
 def mode_of(dispatch_mode: Any, where: str) -> Mode:

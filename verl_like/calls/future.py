@@ -19,11 +19,11 @@ from typing import Any
 
 from verl_like.batch.split import join_pieces
 from verl_like.batch.tensordict_rows import rows_of, value_of
-from verl_like.calls.answers import wait_for_calls
+from verl_like.calls.answers import KnownAnswers, in_words, wait_for_calls
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.metrics import batch_alone
 from verl_like.calls.transport import Transport
-from verl_like.errors import BatchError, WaitTimeoutError, WorkerError
+from verl_like.errors import BatchError, WaitTimeoutError, WorkerDiedError, WorkerError
 
 logger = logging.getLogger(__name__)
 Outcome = tuple[Any, Exception | None]
@@ -42,12 +42,14 @@ class WorkerFuture:
         form: str,
         pieces: Sequence[Pending],
         rows: int = 0,
+        piece_numbers: Sequence[int] = (),
     ):
         """Made by `BoundMethod`; `collect` turns headers and payloads into the result.
 
         `form` says how `pieces`, the answers that count, make the result: a `batch`, a `list`, the
         `first` of them, or by a function of its `own`, which only `collect` knows. `rows` are those
-        of its batches, where they are known.
+        of its batches, where they are known; `piece_numbers` say by rank which of the `pieces` a
+        rank helps to make.
         """
         self.name = name
         self.transport = transport
@@ -57,7 +59,8 @@ class WorkerFuture:
         self._collect = collect
         self._headers: list[Header] | None = None
         self._outcome: tuple[Any, BaseException | None] | None = None
-        self._launched, self._rows = time.time(), rows
+        self._launched, self.rows = time.time(), rows
+        self.piece_numbers, self.known = list(piece_numbers), KnownAnswers()
 
     def get(self, timeout: float | None = None) -> Any:
         """The result; waits for it, at most `timeout` seconds.
@@ -84,7 +87,7 @@ class WorkerFuture:
     def _fetch(self, timeout: float | None) -> tuple[list[Header], list[Any]]:
         """Headers and payloads: at once if all is well and soon here, else by the watched wait."""
         if self._headers is not None:
-            return self._headers, [self._payload(pending) for pending in self.pending]
+            return self._headers, [self.fetch_payload(pending) for pending in self.pending]
         began = time.monotonic()
         soon = 1.0 if timeout is None else min(timeout, 1.0)
         here = self.transport.fetch_all(self.pending, soon)
@@ -93,12 +96,12 @@ class WorkerFuture:
             self._note_time(here[0])
             return here
         headers = self._wait(timeout, began)
-        return headers, [self._payload(pending) for pending in self.pending]
+        return headers, [self.fetch_payload(pending) for pending in self.pending]
 
     def _wait(self, timeout: float | None, since: float | None = None) -> list[Header]:
         """The watched wait for the headers."""
         call = self.transport, self.name, self.pending
-        headers = wait_for_calls(*call, timeout, since=since, rows=self._rows)
+        headers = wait_for_calls(*call, timeout, since=since, rows=self.rows, known=self.known)
         self._note_time(headers)
         return headers
 
@@ -106,9 +109,10 @@ class WorkerFuture:
         """How long the call took, its turn in the queue included; clocks of nodes may differ."""
         computed = max(header.end - header.start for header in headers)
         waited = max(header.end for header in headers) - self._launched
-        self.transport.call_times.add(self.name, max(computed, waited), self._rows)
+        self.transport.call_times.add(self.name, max(computed, waited), self.rows)
 
-    def _payload(self, pending: Pending) -> Any:
+    def fetch_payload(self, pending: Pending) -> Any:
+        """What one rank has returned, once it has answered."""
         try:
             return self.transport.fetch_payload(pending)
         except WorkerError as error:
@@ -136,6 +140,12 @@ class WorkerFuture:
     def __repr__(self) -> str:
         state = "here" if self._outcome else "on their way"
         return f"<{type(self).__name__} {self.name}: {len(self.pending)} pieces, {state}>"
+
+    def __str__(self) -> str:
+        """The call, and the ranks that have not answered."""
+        here = self.transport.wait([p.header for p in self.pending], 0.0)
+        late = [p for p in self.pending if p.header not in here]
+        return f"{self.name} of {in_words(self.transport, late)}" if late else self.name
 
 
 class DataProtoFuture(WorkerFuture):
@@ -205,12 +215,12 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
 
     All are waited for (together `timeout` seconds), even when one fails; with `grace_s` no longer
     than that after it: calls of two groups that wait for each other. A failure is logged as soon as
-    it is there. In the end the first in order is raised; the other ones are in its attribute
-    `others` and in its notes.
+    it is there. In the end the first in order is raised, a death before others; the other ones are
+    in its attribute `others` and in its notes.
     """
     outcomes = _outcomes(futures, timeout, grace_s)
     errors = [error for _, error in outcomes if error is not None]
-    errors.sort(key=lambda error: isinstance(error, _GivenUpError))
+    errors.sort(key=_says_less)
     if not errors:
         return [value for value, _ in outcomes]
     first, *others = errors
@@ -218,6 +228,11 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
     for other in others:
         first.add_note(f"also failed: {type(other).__name__}: {other}")
     raise first
+
+
+def _says_less(error: Exception) -> int:
+    """By how much an error explains less than others: a death explains them."""
+    return 0 if isinstance(error, WorkerDiedError) else 1 + isinstance(error, _GivenUpError)
 
 
 def _outcomes(

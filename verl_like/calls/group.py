@@ -95,7 +95,8 @@ class BoundMethod:
         collect = functools.partial(self._collect, target)
         batches = [each for each in (*args, *kwargs.values()) if isinstance(each, DataProto)]
         rows = max(map(len, batches), default=0)
-        future = kind(self.site.name, group.transport, pending, collect, self.form, pieces, rows)
+        about = self.form, pieces, rows, self.mode.piece_numbers(target)
+        future = kind(self.site.name, group.transport, pending, collect, *about)
         group.outstanding.add(future)
         return future
 

@@ -248,12 +248,20 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def _words(path: str) -> list[bytes]:
-    """Those of a file in /proc, read at every look and so without `pathlib`; none if it is gone."""
+    """Those of a file in /proc, read at every look and so without a file object; none if gone."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.readall().split()
+        file = os.open(path, os.O_RDONLY)
     except OSError:
         return []
+    content = b""
+    try:
+        while chunk := os.read(file, 65536):
+            content += chunk
+    except OSError:  # its process has gone meanwhile
+        return []
+    finally:
+        os.close(file)
+    return content.split()
 
 
 def kill_descendants() -> None:

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.split import split_rows
 from verl_like.calls.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl_like.errors import LostSamplesError, RolloutError, WeightSyncError, WorkerDiedError
+from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
 from workers.columns import require
 from workers.models.folder import generation_eos
@@ -245,38 +244,6 @@ class RolloutWorker(WeightReceiver, Worker):
     def wake_up(self) -> None:
         """Allocate it again."""
         self.engine.wake_up()
-
-
-def generate(group: Any, batch: DataProto) -> DataProto:
-    """`group.generate_sequences(batch)`; if a process dies, the error names the samples it held."""
-    future = group.generate_sequences.remote(batch)
-    try:
-        samples: DataProto = future.get()
-        return samples
-    except WorkerDiedError as error:
-        data_ranks = [data_rank for data_rank, _ in group.mesh_facts(MESH)]
-        pieces = split_rows(batch, max(data_ranks) + 1)
-        lost: list[str] = []
-        for pending in future.pending:
-            piece = pieces[data_ranks[pending.rank]]
-            if not _arrived(group, pending):
-                rows = zip(
-                    piece.non_tensor_batch["uid"], piece.batch["sample_index"].tolist(), strict=True
-                )
-                lost += [f"{uid}/{index}" for uid, index in list(rows)[: piece.num_real_rows]]
-        raise LostSamplesError(
-            f"rollout: {error} Of {len(batch)} samples {len(lost)} (uid/index) were not finished: "
-            f"{', '.join(dict.fromkeys(lost))}. Generating them again gives the same samples."
-        ) from error
-
-
-def _arrived(group: Any, pending: Any) -> bool:
-    """Whether this rank's answer is there and good."""
-    try:
-        there = group.transport.wait([pending.header], 0.0)
-        return bool(there) and group.transport.fetch_header(pending.header).error is None
-    except WorkerDiedError:
-        return False
 
 
 def oldest_versions(outputs: list[Output], rows: int, current: int) -> Tensor:

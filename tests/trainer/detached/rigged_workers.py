@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.roles.actor import ActorWorker
-from workers.roles.rollout import RolloutWorker
+from workers.roles.rollout import MESH, RolloutWorker
 from workers.weights.sync import SyncReport
 
 GENERATION_S = 6.0
@@ -27,6 +28,21 @@ class LongRollout(RolloutWorker):
         self.num_calls += 1
         if self.num_calls > 1:
             time.sleep(GENERATION_S)
+        return super().generate_sequences(data)
+
+
+class DiesOnce(RolloutWorker):
+    """Its second rank is killed in the second generation; what comes in its place is not."""
+
+    num_calls = 0
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(MESH), readonly=True)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        self.num_calls += 1
+        has_died = Path(self._whole_config.trainer.default_local_dir, "has_died")
+        if self.rank == 1 and self.num_calls == 2 and not has_died.exists():
+            has_died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().generate_sequences(data)
 
 

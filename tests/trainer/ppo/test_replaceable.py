@@ -14,6 +14,7 @@ from trainer.groups.worker_groups import ROLE_WORKERS
 from trainer.ppo.replaceable import replaceable_roles
 from verl_like.registry import load_object
 from workers.roles.rollout import RolloutWorker
+from workers.roles.sampler import SamplerWorker
 
 
 class OwnRollout(RolloutWorker):
@@ -41,6 +42,11 @@ def test_what_has_no_state_of_its_own_is_replaced(
     found = replaceable_roles(config, groups(**own))
     assert found.roles == replaced
     assert found.with_processes == set()
+
+
+def test_a_rollout_that_only_samples_is_replaced_too(tiny_dir: Path, tmp_path: Path) -> None:
+    config = load_config(overrides(tiny_dir, tmp_path))
+    assert "rollout" in replaceable_roles(config, groups(rollout=SamplerWorker)).roles
 
 
 def test_an_engine_with_processes_of_its_own_goes_with_its_worker(

@@ -85,6 +85,9 @@ def act(solution_str):
         return float(os.environ["SECRET_OF_TEST"])
     if solution_str == "fork":
         fork_and_stay()
+    if solution_str == "fork and hang":
+        fork_and_stay()
+        time.sleep(60)
     if solution_str == "many":
         for _ in range(20):
             if os.fork() == 0:
@@ -222,6 +225,17 @@ def test_what_it_forked_into_a_session_of_its_own_is_gone_with_it(stranger: Any)
     (scorer,) = [made for key, made in stranger.made.items() if key[1] == 4.0]
     scorer.stop()
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_what_it_forked_is_gone_with_it_at_its_deadline(stranger: Any) -> None:
+    stranger.note.unlink(missing_ok=True)
+    hung, after = stranger("fork and hang", "fine", deadline=1.5)
+    assert (hung[2], after) == (LATE, (1.0, {}, None))
+    pid = stranger.note.read_text()
+    end = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(pid)
 
 
 DRIVER = """

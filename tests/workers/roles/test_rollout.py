@@ -24,7 +24,8 @@ from verl_like.errors import ConfigError, RolloutError
 from verl_like.placement.pools import ResourcePool
 from workers.config import WorkersConfig
 from workers.roles.actor import ActorWorker
-from workers.roles.rollout import RolloutWorker, generate
+from workers.roles.lost_samples import generate
+from workers.roles.rollout import RolloutWorker
 
 
 class Doomed(RolloutWorker):

@@ -1,0 +1,64 @@
+"""What a run lost, in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.recipes.regression import REGRESSION
+from trainer import load_config, restarts
+from trainer.report.restarts import restarts_in_words
+from trainer.restarts import Restarts
+from verl_like.errors import WorkerDiedError
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Restarts:
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.0)
+    settings = [f"trainer.default_local_dir={tmp_path}", "trainer.backend=local"]
+    return Restarts(load_config(settings, REGRESSION))
+
+
+def test_restarts_are_counted_by_step_and_samples_by_their_fate(
+    record: Restarts, tmp_path: Path
+) -> None:
+    record.wait_for_next(WorkerDiedError("rank 1 is gone"), 3)
+    record.note_samples(3, 6, 2)
+    record.wait_for_next(WorkerDiedError("rank 0 is gone"), 5)
+    record.note_samples(5, 0, 8)
+    assert restarts_in_words(tmp_path) == [
+        "restarts: 2, in step 3, 5; of the samples that lost groups were making 6 kept, "
+        "10 made again"
+    ]
+
+
+def test_a_run_without_restarts_says_nothing(record: Restarts, tmp_path: Path) -> None:
+    assert restarts_in_words(tmp_path) == []
+
+
+def test_half_a_line_is_left_out(record: Restarts, tmp_path: Path) -> None:
+    record.wait_for_next(WorkerDiedError("rank 1 is gone"), 3)
+    with (tmp_path / "restarts.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert restarts_in_words(tmp_path) == ["restarts: 1, in step 3"]
+
+
+def test_a_run_that_begins_anew_begins_its_record_anew_and_a_restart_does_not(
+    record: Restarts, tmp_path: Path
+) -> None:
+    (tmp_path / "restarts.jsonl").write_text('{"step": 9, "lost": "of an earlier run"}\n')
+    record.begin(0)
+    assert restarts_in_words(tmp_path) == []
+    record.wait_for_next(WorkerDiedError("rank 1 is gone"), 1)
+    record.begin(0)
+    assert restarts_in_words(tmp_path) == ["restarts: 1, in step 1"]
+
+
+def test_whether_a_restart_is_left_is_what_the_next_failure_would_find(record: Restarts) -> None:
+    assert not record.are_left(0), "a start that fails is not tried again"
+    for _ in range(2):
+        assert record.are_left(4)
+        record.wait_for_next(WorkerDiedError("gone"), 4)
+    assert not record.are_left(4), "it would be the third time that this step fails"
+    assert record.are_left(5)

@@ -1,0 +1,58 @@
+"""Ranks without processes that die all the same, or take long to answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tests.verl_like.fake_transport import FakeTransport
+from verl_like import WorkerGroup
+from verl_like.backends.local.references import Done
+from verl_like.calls.messages import Pending
+from verl_like.errors import WorkerDiedError
+
+NEVER = 1_000_000
+
+
+class Mortal(FakeTransport):
+    """Counts the driver's waits: by them ranks answer, or die."""
+
+    def __init__(self, recipes: dict[str, Any], world_size: int) -> None:
+        super().__init__(recipes, world_size)
+        self.dead: dict[int, int] = {}
+        """Rank -> the number of waits after which it has died; it never answers."""
+        self.slow: dict[int, int] = {}
+        """Rank -> the number of waits after which it has answered."""
+        self.payloads_lost: set[int] = set()
+        self.num_waits = 0
+
+    def submit(self, rank: int, call: Any, parts: Any) -> Pending:
+        if rank in self.dead:
+            lost = Done(SimpleNamespace(rank=rank))
+            return Pending(rank, lost, lost, call.role)
+        made = super().submit(rank, call, parts)
+        payload = Done(WorkerDiedError("gone")) if rank in self.payloads_lost else made.payload
+        header = Done(made.header.value)
+        return Pending(rank, payload, header, call.role)
+
+    def wait(self, references: Any, seconds: float) -> list[Any]:
+        self.num_waits += 1
+        return [one for one in references if self._has_answered(one.value.rank)]
+
+    def _has_answered(self, rank: int) -> bool:
+        return rank not in self.dead and self.num_waits > self.slow.get(rank, 0)
+
+    def lost(self, ranks: Any) -> dict[int, str]:
+        return {rank: "gone" for rank in ranks if self.dead.get(rank, NEVER) <= self.num_waits}
+
+    def fetch(self, reference: Any) -> Any:
+        value = super().fetch(reference)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+
+def mortal_group(world_size: int, cls: type, *args: Any, **kwargs: Any) -> Any:
+    """A group of one role; `group.transport.dead` and `slow` say what becomes of its ranks."""
+    transport = Mortal({"role": (cls, args, kwargs)}, world_size)
+    return WorkerGroup(transport, {"role": cls}, prefixed=())

@@ -1,0 +1,13 @@
+"""Why a wait for samples ends without any: raised by `ExperienceBuffer.take`."""
+
+from __future__ import annotations
+
+from verl_like.errors import VerlLikeError
+
+
+class StalledError(VerlLikeError, RuntimeError):
+    """Makers and trainer wait for each other; the message says who waits for what."""
+
+
+class EndOfSamples(Exception):
+    """No maker has prompts left, and no batch can be filled."""
