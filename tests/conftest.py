@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import tests.rare_collections  # noqa: F401 - before torch
 
@@ -47,6 +48,7 @@ PRELOADED = [
     "workers.roles.rollout",
     "workers.roles.teacher",
     "pytest",
+    "tests.warm",
     "tests.frozen",
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
@@ -91,18 +93,28 @@ def broken_pipes_are_errors() -> Iterator[None]:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def drawings() -> Iterator[list[tuple[ModuleType, str, Any]]]:
+    """What draws the figures of reports, replaced in all tests and their fixtures.
+
+    Drawing takes 0.8 s, twice as long as a tiny run: reports are written, most without figures.
+    """
+    from trainer.report import detached_figures
+    from trainer.report import figures as of_steps
+
+    places = [(of_steps, name) for name in ("curves", "timeline", "shares")]
+    places.append((detached_figures, "drawings"))
+    own = [(module, name, getattr(module, name)) for module, name in places]
+    with pytest.MonkeyPatch.context() as patch:
+        draw_no_figures(patch)
+        yield own
+
+
 @pytest.fixture
-def figures() -> None:
+def figures(drawings: list[tuple[ModuleType, str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by a test that looks at the figures of a run's report."""
-
-
-@pytest.fixture(autouse=True)
-def reports_without_figures(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Drawing takes 0.8 s, half of a tiny run: the report is written, most tests without it."""
-    if "figures" not in request.fixturenames:
-        draw_no_figures(monkeypatch)
+    for module, name, draw in drawings:
+        monkeypatch.setattr(module, name, draw)
 
 
 def draw_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
