@@ -42,7 +42,10 @@ def send(to: socket.socket, request: Request, descriptors: list[int]) -> None:
 def receive(connection: socket.socket, num_descriptors: int) -> tuple[list[int], Request]:
     """EOFError: nobody is there."""
     size, descriptors, _, _ = socket.recv_fds(connection, NUMBER, num_descriptors)
-    message = connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
+    left, message = int.from_bytes(size, "little"), b""
+    while left and (part := connection.recv(left)):  # and no byte of the next request
+        message += part
+        left -= len(part)
     return descriptors, pickle.loads(message)
 
 

@@ -67,7 +67,11 @@ def serve(listening: socket.socket) -> None:
     ray_servers: dict[frozenset[tuple[str, str]], socket.socket] = {}
     while True:
         connection, _ = listening.accept()
-        descriptors, request = receive(connection, 3)
+        try:
+            descriptors, request = receive(connection, 3)
+        except EOFError:  # whoever asked was killed
+            connection.close()
+            continue
         arguments, environment, _ = request
         if arguments[0] == AS_PYTHON:
             fork(request, descriptors, connection, asking, [listening, *ray_servers.values()])

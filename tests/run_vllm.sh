@@ -40,7 +40,10 @@ if ! works >/dev/null 2>&1; then
     done
     rm -rf .venv-vllm
     "$candidate" -m venv .venv-vllm
-    install_with_uv && works >/dev/null 2>&1 || { install_with_pip && works; }
+    if ! { install_with_uv && works >/dev/null 2>&1; }; then
+        install_with_pip
+        works
+    fi
 fi
 
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
