@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from trainer.alarms import Alarms
 from trainer.chaos import Chaos
@@ -38,6 +38,7 @@ from verl_like.errors import WorkerDiedError
 from verl_like.process.garbage import old_objects_kept
 
 Metrics = dict[str, float]
+Result = TypeVar("Result")
 IN_BACKGROUND = ("write_checkpoint", "hurry_checkpoint", "complete_checkpoint")
 """Calls that are of no stage of the step in which they end."""
 
@@ -251,6 +252,18 @@ class Trainer(Hooks, ABC):
         """Whether this role's group can be replaced in the middle of a step, if it is lost now."""
         is_replaceable = self.groups[role].transport.is_replaceable
         return is_replaceable and self.restarts.are_left(self.global_step)
+
+    def once_more_if_lost(self, stage: Callable[..., Result], *args: Any) -> Result:
+        """What a stage gives that can be made again: the second time where it has lost a group that
+        was replaced.
+        """
+        try:
+            return stage(*args)
+        except WorkerDiedError as error:
+            if not any(map(self.can_replace, self.groups)):
+                raise
+            self.replace_lost(error)
+            return stage(*args)
 
     def replace_lost(self, error: WorkerDiedError) -> None:
         """Replace what is lost in the middle of a step; raises the error where that cannot be.

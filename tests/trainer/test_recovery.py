@@ -18,6 +18,7 @@ from trainer import load_config, restarts, run
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.ppo.step import PPOTrainer
+from verl_like.errors import WaitTimeoutError
 
 POOLS = (
     "resource_pool_spec={train_pool: [1], rollout_pool: [1], ref_pool: [1]}",
@@ -50,6 +51,8 @@ class Killing(PPOTrainer):
     kills: ClassVar[dict[tuple[int, str], str]] = {}
     pids: ClassVar[list[dict[str, int]]] = []
     """Of every role, when a step begins."""
+    hangs_too: ClassVar[tuple[int, str]] = (2, "update")
+    """Here a call is late besides."""
 
     def on_step_begin(self) -> None:
         self.pids.append({role: pid_of(self, role) for role in ROLES})
@@ -67,6 +70,8 @@ class Killing(PPOTrainer):
         role = self.kills.pop((self.global_step, stage), None)
         if role is not None:
             os.kill(pid_of(self, role), signal.SIGKILL)
+            if (self.global_step, stage) == self.hangs_too:
+                raise WaitTimeoutError("somebody did not finish")
 
 
 def pid_of(trainer: Any, role: str) -> int:
@@ -117,10 +122,14 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def disturbed(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """One rank of the rollout is lost when it is idle, and when it generates; then the actor is."""
-    kills = {(1, "update"): "rollout", (2, "begin"): "rollout", (3, "score"): "actor"}
+    """A rank of the rollout is lost when it is idle, when it generates, and when another call is
+    late; then the actor is.
+    """
+    kills = {(1, "update"): "rollout", (2, "begin"): "rollout"}
+    kills |= {(2, "update"): "rollout", (3, "score"): "actor"}
     folder = tmp_path_factory.mktemp("killed")
-    return killed(tiny_dir, folder, CHILD, kills, "trainer.backend=local", *TWO_ROLLOUTS)
+    more = ("trainer.backend=local", "trainer.max_restarts=4", *TWO_ROLLOUTS)
+    return killed(tiny_dir, folder, CHILD, kills, *more)
 
 
 def test_numbers_are_those_of_an_undisturbed_run(disturbed: Killed, whole: Path) -> None:
@@ -140,21 +149,30 @@ def test_of_a_rollout_that_is_lost_in_a_generation_the_lost_ranks_samples_alone_
 ) -> None:
     _, before, after, *_ = disturbed.pids
     assert differing(before, after) == ["rollout"]
+    assert disturbed.log.count("are kept") == 1
     assert "step 2: 4 samples of the lost group are kept, 4 are made again." in disturbed.log
     record = (disturbed.folder / "restarts.jsonl").read_text().splitlines()
-    lost, samples = [line for line in map(json.loads, record) if line["step"] == 2]
+    lost, samples, _ = [line for line in map(json.loads, record) if line["step"] == 2]
     assert "rank 1 of 2" in lost["lost"]
     assert (samples["samples_kept"], samples["samples_made_again"]) == (4, 4)
 
     made = [event["args"] for event in calls(disturbed.folder, "generate_sequences")]
     in_steps = [args["step"] for args in made]
     assert in_steps.count(1) == 2
-    assert in_steps.count(2) == 3, "rank 0, which lives, and both ranks of the next group"
+    assert in_steps.count(2) == 3 + 2, "rank 0, which lives, and the next group's; then again all"
+
+
+def test_where_a_call_is_late_besides_the_step_is_made_again_from_its_beginning(
+    disturbed: Killed,
+) -> None:
+    _, _, again, after, *_ = disturbed.pids
+    assert differing(again, after) == []
+    assert "the run goes on after step 1." in disturbed.log
 
 
 def test_a_lost_actor_takes_all_back_and_the_other_processes_stay(disturbed: Killed) -> None:
-    assert len(disturbed.pids) == 4, "steps 1, 2, 3, 3"
-    assert differing(*disturbed.pids[2:]) == ["actor", "critic"]
+    assert len(disturbed.pids) == 5, "steps 1, 2, 2, 3, 3"
+    assert differing(*disturbed.pids[3:]) == ["actor", "critic"]
     back = r"group actor\+critic \(train_pool\) is back after .*; the run goes on after step 2\."
     assert re.search(back, disturbed.log)
 
@@ -167,9 +185,11 @@ def test_on_ray_the_same_holds(
     backend = "trainer.backend=ray", "cpus_per_process=0.4"
     found = killed(tiny_dir, tmp_path, PPO, kills, *backend, *TWO_ROLLOUTS)
     assert numbers(tmp_path) == numbers(whole)
-    first, lost, again, failed, last = found.pids
-    assert differing(first, lost) == ["rollout"]
+    first, second, failed, last = found.pids
+    assert differing(first, second) == ["rollout"]
     assert "step 1: 4 samples of the lost group are kept, 4 are made again." in found.log
-    assert differing(lost, again) == ["ref"]
-    assert differing(again, failed) == []
+    assert differing(second, failed) == ["ref"]
+    assert "group ref (ref_pool) is back after" in found.log
+    generated = [event["args"]["step"] for event in calls(tmp_path, "generate_sequences")]
+    assert generated.count(2) == 2, "samples stay when the reference is lost"
     assert differing(failed, last) == ["actor", "critic"]

@@ -40,7 +40,6 @@ from trainer.ppo.update_samples import samples_of_update
 from trainer.ppo.validation import name_metrics, sample_all
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
-from verl_like.errors import WorkerDiedError
 from workers.columns import has_column, read_columns, write_columns
 from workers.config.conditions import teacher_is_alone
 from workers.weights.sync import sync_weights
@@ -134,6 +133,14 @@ class PPOTrainer(PPORun):
         return read_columns(answers, "token_level_scores")["token_level_scores"].sum(dim=-1)
 
     def score(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """Readings of the samples, and how far trainer and rollout are apart in them."""
+        batch, metrics = self.once_more_if_lost(self.read_samples, batch)
+        if has_column(batch, "old_log_probs"):
+            metrics |= mismatch_metrics(batch)
+            metrics |= reference_drift(batch, self.config, self.global_step)
+        return batch, metrics
+
+    def read_samples(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Independent readings of the same samples: all launched, then joined.
 
         What the batch has already is not made again, nor are old log-probs that the update itself
@@ -152,11 +159,7 @@ class PPOTrainer(PPORun):
         if "critic" in self.groups and not has_column(batch, "values"):
             calls.append(self.call("critic", "compute_values", batch))
 
-        batch, metrics = join_results(batch, gather(*calls))
-        if has_column(batch, "old_log_probs"):
-            metrics |= mismatch_metrics(batch)
-            metrics |= reference_drift(batch, self.config, self.global_step)
-        return batch, metrics
+        return join_results(batch, gather(*calls))
 
     def estimate(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Scores to rewards (less the KL, if that is asked for) to advantages; or a teacher's."""
@@ -208,11 +211,7 @@ class PPOTrainer(PPORun):
     def sync(self) -> Metrics:
         """The rollout gets the actor's weights as a new version, verified."""
         self.weight_version += 1
-        try:
-            return self.send_weights()
-        except WorkerDiedError as error:
-            self.replace_lost(error)
-            return self.send_weights()
+        return self.once_more_if_lost(self.send_weights)
 
     def send_weights(self) -> Metrics:
         """One sync, of the version that is said."""

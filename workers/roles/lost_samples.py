@@ -9,6 +9,7 @@ who makes it, nor on what is made beside it: the batch is the one of a group tha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from verl_like.batch.split import split_rows
 from verl_like.calls.future import WorkerFuture
 from verl_like.calls.survivors import has_lost_ranks, pieces_there, surviving_pieces
 from verl_like.errors import LostSamplesError, WorkerDiedError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def generate(group: Any, batch: DataProto, replace: Replace | None = None) -> Da
             lost = _lost_samples(future, asked, error)
             if replace is None or not has_lost_ranks(future):
                 raise lost from error
+            logger.warning("%s The other ranks finish their samples.", error)
             found = keep_samples(future, asked)
             kept = kept.with_later(found)
             if not kept.lost_rows:

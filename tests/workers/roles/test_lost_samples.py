@@ -70,7 +70,12 @@ def equal(one: DataProto, other: DataProto) -> bool:
     ids=["one", "two", "all, then one of the next group", "one, then one of the next group"],
 )
 def test_lost_rows_alone_are_made_again_to_the_batch_of_an_undisturbed_group(
-    tiny_dir: Path, engine: str, dead: tuple[int, ...], kept: int, then: tuple[int, ...]
+    tiny_dir: Path,
+    engine: str,
+    dead: tuple[int, ...],
+    kept: int,
+    then: tuple[int, ...],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config, prompts = tiny_config(tiny_dir), prompt_batch(10)
     config.actor_rollout_ref.rollout.name = engine
@@ -85,6 +90,7 @@ def test_lost_rows_alone_are_made_again_to_the_batch_of_an_undisturbed_group(
 
     assert equal(generate(engines(config, 3, dead), prompts, replace), whole)
     assert numbers_kept[0] == kept
+    assert f"role rank {dead[0]} of 3 (here): gone The other ranks finish" in caplog.text
     assert len(numbers_kept) == (2 if then else 1)
     assert set(MADE.values()) == {1}, "by ranks that live every sample is made once"
     assert len(MADE) == 10
