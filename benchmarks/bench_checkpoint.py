@@ -1,12 +1,13 @@
 """What a checkpoint costs the steps: the pause for its copy, and the time while it is written.
 
-    python benchmarks/bench_checkpoint.py [--rounds 5] [--ranks 1,2] [--small]
+    python benchmarks/bench_checkpoint.py [--rounds 5] [--ranks 1,2] [--small] [--check]
 
 An actor of 17 million weights, some 190 MiB of them and of Adam's moments, is updated in worker
-processes of one thread each, sharded where there are two. In every round come updates alone, a
-checkpoint that is waited for, one that is copied, and updates while the copy is written again and
-again. Prints JSON: medians over the rounds; the ratios are of figures of the same round. `--small`
-is for the tests.
+processes of one thread each, sharded where there are two. In every round come a checkpoint that is
+waited for, one that is copied, and then updates alone and updates while the copy is written, turn
+about: a write begins anew as soon as it ends. Prints JSON: medians over the rounds; the ratios are
+of figures of the same round. `--check` fails where a step beside a write takes more than `LIMIT`
+times one alone; it means something on a machine that does nothing else. `--small` is for the tests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -48,8 +51,11 @@ from workers.roles.actor import ActorWorker
 
 ROWS, PROMPT, RESPONSE = 8, 16, 16
 SIZES = {"whole": {"hidden_size": 512, "num_layers": 7}, "small": {"hidden_size": 64}}
-UPDATES = 2
-"""Of a round, of each kind."""
+TURNS = 4
+"""Of a round: an update alone, one beside a write, one alone again."""
+LIMIT = 1.05
+"""What a step may take beside a write, in steps alone."""
+RATIO = "step while writing / alone"
 
 
 class BackgroundActor(ActorWorker):
@@ -105,12 +111,11 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def updates(group: Any, rows: DataProto) -> tuple[float, float]:
+def update(group: Any, rows: DataProto) -> tuple[float, float]:
     """Seconds of an update, and CPU seconds of the thread that makes it, over the ranks."""
-    began, cpu = time.perf_counter(), []
-    for _ in range(UPDATES):
-        cpu += group.update_actor(rows).get()["cpu_s"]
-    return (time.perf_counter() - began) / UPDATES, statistics.mean(cpu)
+    began = time.perf_counter()
+    cpu = group.update_actor(rows).get()["cpu_s"]
+    return time.perf_counter() - began, statistics.mean(cpu)
 
 
 class Writing:
@@ -134,37 +139,52 @@ class Writing:
         self._thread.join()
 
 
+def turns(group: Any, rows: DataProto) -> dict[str, float]:
+    """Updates alone and beside a write, turn about: neither has the warmer or quieter time."""
+    alone, beside, writes = [update(group, rows)], [], []
+    for _ in range(TURNS):
+        with Writing(group) as writing:
+            beside.append(update(group, rows))
+        alone.append(update(group, rows))
+        writes += writing.seconds
+
+    (wall, cpu), (wall_beside, cpu_beside) = (
+        [statistics.mean(figures) for figures in zip(*kind, strict=True)]
+        for kind in (alone, beside)
+    )
+    return {
+        "step_s": wall,
+        RATIO: wall_beside / wall,
+        "its CPU seconds, while writing / alone": cpu_beside / cpu,
+        "write_s": statistics.mean(writes),
+    }
+
+
 def measure(model: Path, folder: Path, num_ranks: int, rounds: int) -> dict[str, float]:
     """Medians over the rounds."""
     recipe = ClassWithInitArgs(BackgroundActor, config_of(model))
     group = LocalWorkerGroup(ResourcePool([num_ranks]), recipe, own_processes=True)
-    rows, later = batch(), str(folder / "later")
+    rows, at_once, later = batch(), folder / "at once", folder / "later"
     found: dict[str, list[float]] = {}
     try:
         group.init_model(total_steps=1000)
 
-        updates(group, rows)
-        group.start_checkpoint(later, 0)  # the first copy takes its memory
+        update(group, rows)
+        group.start_checkpoint(str(later), 0)  # the first copy takes its memory
         for number in range(rounds):
-            before, cpu_before = updates(group, rows)
-            at_once = seconds(lambda n=number: group.save_checkpoint(str(folder / "at once"), n))
-            pause = seconds(lambda n=number: group.start_checkpoint(later, n))
-            with Writing(group) as writing:
-                beside, cpu_beside = updates(group, rows)
-            after, cpu_after = updates(group, rows)
-            of_round = {
-                "step_s": (before + after) / 2,
-                "step while writing / alone": 2 * beside / (before + after),
-                "its CPU seconds, while writing / alone": 2 * cpu_beside / (cpu_before + cpu_after),
+            for left in (at_once, later):
+                shutil.rmtree(left, ignore_errors=True)
+            waited = seconds(lambda n=number: group.save_checkpoint(str(at_once), n))
+            pause = seconds(lambda n=number: group.start_checkpoint(str(later), n))
+            of_round = turns(group, rows) | {
                 "pause_s": pause,
-                "pause / checkpoint that is waited for": pause / at_once,
-                "write_s": statistics.mean(writing.seconds),
+                "pause / checkpoint that is waited for": pause / waited,
             }
             for name, value in of_round.items():
                 found.setdefault(name, []).append(value)
     finally:
         group.shutdown()
-    size = sum(path.stat().st_size for path in Path(later).glob("shards/*"))
+    size = sum(path.stat().st_size for path in later.glob("shards/*"))
     medians = {name: round(statistics.median(values), 4) for name, values in found.items()}
     return {"mib": round(size / 2**20, 1), **medians}
 
@@ -175,13 +195,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
+    missed = []
     size = SIZES["small" if options.small else "whole"]
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny.make(Path(folder) / "made", num_train=1, num_val=1, **size) / "model"
         for count in map(int, options.ranks.split(",")):
             figures = measure(model, Path(folder) / str(count), count, options.rounds)
             print(json.dumps({f"{count} ranks": figures}), flush=True)
+            if figures[RATIO] > LIMIT:
+                missed.append(f"{count} ranks: {RATIO} {figures[RATIO]}, not <= {LIMIT}")
+    sys.exit("\n".join(missed) if options.check and missed else None)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -48,28 +48,27 @@ def swap(owner: Any, name: str, stub: Any) -> Restore:
 def without_sandbox() -> list[Restore]:
     """In the driver: it calls the function."""
     from verl_like.registry import load_from
-    from workers.rewards.call import Call
-    from workers.rewards.handle import RewardProcess
-    from workers.rewards.outcome import read_answer
+    from workers.rewards.call import Call, Sample
+    from workers.rewards.outcome import Outcome
     from workers.rewards.process import Calls
+    from workers.rewards.scorer import Scorer
 
     calls: dict[int, Calls] = {}
 
-    def outcomes(self: RewardProcess, asked: Mapping[int, Any], end: float) -> Iterator[Any]:
-        spec = self._function
+    def score(self: Scorer, samples: list[Sample]) -> list[Outcome]:
         if id(self) not in calls:
+            spec = self._function
             function = load_from(spec.path, spec.name, "custom_reward_function")
             call = Call.of(function, spec.kwargs, spec.columns)
             calls[id(self)] = Calls(None, call, spec)  # type: ignore[arg-type]
-        for number, sample in list(asked.items()):
-            outcome = calls[id(self)]._score(sample)
-            yield read_answer([number, outcome], set(asked))
+        return [calls[id(self)]._score(sample) for sample in samples]
 
-    return [swap(RewardProcess, "outcomes", outcomes)]
+    return [swap(Scorer, "score", score)]
 
 
 def without_hashes() -> list[Restore]:
-    """In a worker process: every hash of weights is a constant."""
+    """In a worker process: every hash of weights is a constant, and what came is not read back."""
+    from workers.rollout.module_engine import ModuleEngine
     from workers.weights import checksum
     from workers.weights.checksum import CopyCheck, Fingerprint, Hashing
 
@@ -80,8 +79,9 @@ def without_hashes() -> list[Restore]:
     undo = [
         swap(Hashing, "of", lambda self, payload: 0),
         swap(Hashing, "of_copied", of_copied),
-        swap(CopyCheck, "_hash", lambda self, tensor: 0),
-        swap(Fingerprint, "note", lambda self, name, tensor: None),
+        swap(ModuleEngine, "_damaged", lambda self: []),
+        swap(CopyCheck, "watch", lambda self, tensors, hashes=None: tensors),
+        swap(Fingerprint, "watch", lambda self, tensors: tensors),
     ]
     constants = {"hash_of": lambda payload: 0, "digest_of": lambda hashes: "0" * 64}
     for name, stub in constants.items():

@@ -67,7 +67,7 @@ class Engine:
     def __init__(self) -> None:
         self.module = Weights()
 
-    def load_weights(self, tensors: Any) -> None:
+    def load_weights(self, tensors: Any, hashes: Any = None) -> None:
         """Write and verify."""
         from workers.weights.sink import WeightSink
 

@@ -12,14 +12,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import tests.rare_collections  # noqa: F401 - before torch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
 
+from tests.fork_server import fork_server, write_python
 from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
-from tests.forked_ray import forked_ray_workers
+from tests.forked_ray import ask_for_forks
 
 ROOT = Path(__file__).resolve().parent.parent
 # The tests are compiled once, whatever is usual on the machine: half of their collection.
@@ -33,6 +37,7 @@ torch.set_num_threads(1)
 # Processes that tests fork have these loaded, instead of some seconds each; the first of them
 # starts the server, which passes over a name that it cannot import without a word.
 PRELOADED = [
+    "tests.rare_collections",
     "trainer.launch",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
@@ -43,6 +48,7 @@ PRELOADED = [
     "workers.roles.rollout",
     "workers.roles.teacher",
     "pytest",
+    "tests.warm",
     "tests.frozen",
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
@@ -52,7 +58,6 @@ def pytest_collection_finish() -> None:
     """The modules stay to the end: the garbage collector need not walk them (a seventh of all)."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def load(path: str) -> ModuleType:
@@ -88,18 +93,28 @@ def broken_pipes_are_errors() -> Iterator[None]:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def drawings() -> Iterator[list[tuple[ModuleType, str, Any]]]:
+    """What draws the figures of reports, replaced in all tests and their fixtures.
+
+    Drawing takes 0.8 s, twice as long as a tiny run: reports are written, most without figures.
+    """
+    from trainer.report import detached_figures
+    from trainer.report import figures as of_steps
+
+    places = [(of_steps, name) for name in ("curves", "timeline", "shares")]
+    places.append((detached_figures, "drawings"))
+    own = [(module, name, getattr(module, name)) for module, name in places]
+    with pytest.MonkeyPatch.context() as patch:
+        draw_no_figures(patch)
+        yield own
+
+
 @pytest.fixture
-def figures() -> None:
+def figures(drawings: list[tuple[ModuleType, str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by a test that looks at the figures of a run's report."""
-
-
-@pytest.fixture(autouse=True)
-def reports_without_figures(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Drawing takes 0.8 s, half of a tiny run: the report is written, most tests without it."""
-    if "figures" not in request.fixturenames:
-        draw_no_figures(monkeypatch)
+    for module, name, draw in drawings:
+        monkeypatch.setattr(module, name, draw)
 
 
 def draw_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,13 +125,27 @@ def draw_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
+def forks() -> Iterator[None]:
+    """The server of `tests/fork_server.py` is there, for whoever asks it."""
+    with fork_server():
+        yield
+
+
+@pytest.fixture(scope="session")
+def forked_python(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What scripts take for `python`: its processes are forked, too, and those that they start."""
+    return write_python(tmp_path_factory.mktemp("forked"))
+
+
+@pytest.fixture(scope="session")
+def ray_session(forks: None) -> Iterator[None]:
     """The one Ray cluster that all Ray tests share."""
     import ray
 
     from verl_like.backends.ray import connect
 
-    with forked_ray_workers():
+    with pytest.MonkeyPatch.context() as patch:
+        ask_for_forks(patch)
         connect(num_cpus=16)
         yield
         ray.shutdown()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -21,10 +22,11 @@ from typing import Any
 
 import pytest
 
+from tests import bare_forks
 from verl_like.process import child
 
 FORKED = ("verl_like.backends.local.child",)
-"""Programs that are forked; the others import little."""
+"""Programs that are forked from the server that has torch."""
 start_python = child._start_python
 
 
@@ -47,6 +49,8 @@ def start_forked(
     program: str, pipe: Connection, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> Any:
     """In the place of `child._start_python`."""
+    if program in bare_forks.PROGRAMS:
+        return bare_forks.start_fork(program, pipe, arguments, environment)
     if program not in FORKED:
         return start_python(program, pipe, arguments, environment)
 
@@ -57,6 +61,13 @@ def start_forked(
     )
     process.start()
     return ForkedProcess(process)
+
+
+def fork_children() -> None:
+    """In a process that was itself forked: its worker processes are forks of the same server."""
+    multiprocessing.current_process()._config["daemon"] = False  # which may have no children
+    forkserver._forkserver.ensure_running = lambda: None  # it runs, but is not this one's child
+    child._start_python = start_forked
 
 
 class _Descriptors:
@@ -132,3 +143,4 @@ def forked_workers() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child, "_start_python", start_forked)
         yield
+    bare_forks.end_server()

@@ -6,6 +6,7 @@
 # Tests marked `slow` run only when they are chosen; those marked `vllm` are run_vllm.sh's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONDONTWRITEBYTECODE # or pip would compile every file, and the tests write it anyway
 source tools/install.sh
 install_project dev
 
@@ -16,4 +17,6 @@ fi
 # Two processes take the fast tests: a test computes in one thread, and some wait for their children.
 "$py" -m pytest -q -n 2 --dist worksteal -m "not ray and not example and not slow and not vllm"
 # Of those on Ray a file stays in one process, whose cluster and groups its tests share.
-"$py" -m pytest -q -n 2 --dist loadfile -m "(ray or example) and not slow and not vllm"
+# In the order of the folders: the longest files come first, so that both processes end together.
+"$py" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+    -m "(ray or example) and not slow and not vllm"

@@ -5,11 +5,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 py=.venv-vllm/bin/python
-works='
+unset PYTHONDONTWRITEBYTECODE # what the first process has compiled, the others need not
+works() {
+    "$py" -c '
 import vllm, pytest, tensordict, trainer, workers.weights.sync
 from transformers import Qwen2ForCausalLM
 from vllm import LLM
 '
+}
 
 # One resolution; torchvision and its kin would come as CUDA builds, which do not load beside the
 # CPU build of torch.
@@ -30,15 +33,17 @@ install_with_pip() {
     "$py" -m pip uninstall -qq -y torchvision torchaudio torchcodec
 }
 
-if ! "$py" -c "$works" >/dev/null 2>&1; then
+if ! works >/dev/null 2>&1; then
     echo "tests/run_vllm.sh: making .venv-vllm" >&2
     for candidate in ${PYTHON:-} .venv/bin/python python3; do
         if command -v "$candidate" >/dev/null; then break; fi
     done
     rm -rf .venv-vllm
     "$candidate" -m venv .venv-vllm
-    install_with_uv && "$py" -c "$works" >/dev/null 2>&1 || install_with_pip
-    "$py" -c "$works"
+    if ! { install_with_uv && works >/dev/null 2>&1; }; then
+        install_with_pip
+        works
+    fi
 fi
 
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,6 +36,36 @@ def test_a_forked_program_has_them_and_its_output_status_and_arguments_are_its_o
     done = run_program(print_loaded, "one", folder=tmp_path)
     assert done.stdout.split() == PRELOADED
     assert (done.returncode, done.stderr) == (1, f"in {tmp_path} with ['one']\n")
+
+
+@pytest.mark.example
+@pytest.mark.parametrize("arguments", [["-c", "{}"], ["program.py"], ["-P", "-m", "program"]])
+def test_a_forked_python_runs_what_python_runs(
+    forked_python: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    code = "import sys; print(__name__, sys.argv[1:], *sys.modules); sys.exit('words')"
+    (tmp_path / "program.py").write_text(code)
+    command = [argument.format(code) for argument in arguments]
+    done = subprocess.run(
+        [forked_python, *command, "one"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith("__main__ ['one'] ")
+    assert {*PRELOADED} <= {*done.stdout.split()}
+    assert (done.returncode, done.stderr) == (1, "words\n")
+
+
+@pytest.mark.example
+def test_a_forked_python_gets_the_signals_and_ends_as_it_does(forked_python: Path) -> None:
+    code = "import signal, sys, time; print('up', flush=True); time.sleep(60)"
+    with subprocess.Popen([forked_python, "-c", code], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait(10) == 128 + signal.SIGTERM
 
 
 @pytest.mark.ray

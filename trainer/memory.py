@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer.config.schema import TrainerConfig
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
 from workers.config import ModelConfig
@@ -21,6 +24,7 @@ from workers.models.folder import model_folder
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.models.precision import name_of, precision_of
 from workers.parallel.sharding import Sharding
+from workers.training.file_copies import LEAST_BYTES
 from workers.training.lm_head import positions_at_once
 
 GIB = 2**30
@@ -28,7 +32,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes of one role on one device; `host` are those that it keeps in the machine's memory."""
+    """Bytes of one role on one device; `host` are those that it keeps in the machine's memory.
+
+    So are `copies`, beside all others: what a checkpoint is written from.
+    """
 
     role: str
     pool: str
@@ -40,6 +47,7 @@ class RoleMemory:
     activations: float | None = 0
     kv_cache: float = 0
     host: float = 0
+    copies: float = 0
 
     @property
     def kept(self) -> float:
@@ -73,11 +81,12 @@ def engine_memory(
     trains: bool,
     averages: float = 0,
     quantization: str | None = None,
+    copied: Sequence[str] = (),
 ) -> RoleMemory:
     """A training engine; a frozen one keeps its weights in the type that it computes in.
 
     Or in int8, and then whole on every rank. `averages` are the bytes of moving averages beside the
-    weights, of the whole model.
+    weights, of the whole model. `copied` are the contents of a checkpoint that are copied.
     """
     precision = precision_of(model, device_type)
     compute = precision.compute
@@ -94,6 +103,12 @@ def engine_memory(
     offloads = device_type == "cuda"
     host = offloads * (sharding.param_offload * weights + sharding.optimizer_offload * moments)
     names = [quantization or name_of(kept), name_of(compute)]
+    saved = {"optimizer": moments * shards}
+    saved["model"] = averages + (trained * shards if trains else shapes.held(kept))
+    copies = sum(saved.get(name, 0) for name in copied) / (shards if shards > 1 else ranks)
+    if "hf_model" in copied:  # the first rank's, in the type of the model's folder
+        stored = getattr(hf_config_of(model), "dtype", None) or compute
+        copies += shapes.num_weights * stored.itemsize
     return RoleMemory(
         role=role,
         pool=pool,
@@ -104,7 +119,14 @@ def engine_memory(
         whole=_whole(shapes, shards, kept != compute, trains, sharding.strategy),
         activations=_activations(model, head, shapes, largest, trains),
         host=host,
+        copies=copies if copies >= LEAST_BYTES else 0,
     )
+
+
+def copied_contents(trainer: TrainerConfig, contents: Sequence[str]) -> Sequence[str]:
+    """Those of a checkpoint that are copied, and written while the run goes on."""
+    writes = trainer.save_freq > 0 or trainer.save_every_minutes is not None
+    return contents if writes and trainer.async_save else ()
 
 
 def _activations(
@@ -123,10 +145,17 @@ def _activations(
 
 
 def hf_config_of(model: ModelConfig) -> Any:
-    """The configuration of transformers in the model's folder."""
+    """The configuration of transformers in the model's folder, to be read alone."""
+    folder = model_folder(model.path, weights=False)
+    file = folder / "config.json"
+    return _hf_config(folder, file.stat().st_mtime_ns if file.is_file() else None)
+
+
+@lru_cache(maxsize=16)
+def _hf_config(folder: Path, _written: int | None) -> Any:
+    """Read once for all roles of that folder."""
     from transformers import AutoConfig
 
-    folder = model_folder(model.path, weights=False)
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
@@ -177,6 +206,12 @@ def memory_table(
         f"{pool}: {_gib(total)} GiB on each device at most" + _beside(total, device_bytes)
         for pool, total in pool_bytes(roles).items()
     ]
+    for pool in dict.fromkeys(role.pool for role in roles if role.copies):
+        copies = sum(role.copies for role in roles if role.pool == pool)
+        sums.append(
+            f"{pool}: {_gib(copies)} GiB of host memory for each device to write checkpoints from "
+            "(trainer.async_save)"
+        )
     title = f"Memory (GiB on each device, {device_type}, from shapes; rows of full length)"
     return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])
 

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +112,14 @@ def json_lines(values: Iterable[Any], default: Callable[[Any], Any] | None = Non
     return ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def lines_of(path: Path) -> Iterable[str]:
-    """The lines of a text file, which end with newlines alone.
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a text file, which end with newlines alone, one at a time.
 
     Bytes that are no UTF-8 are shown as such.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return text.removesuffix("\n").split("\n") if text else []
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            yield line.removesuffix("\n")
 
 
 def parse_json(text: str | bytes) -> Any:

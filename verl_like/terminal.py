@@ -22,6 +22,15 @@ def end_with_the_reader() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
+def print_or_end(text: str) -> None:
+    """Print it at once; the same for a process that has pipes to others, which may break, too."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to flush
+        sys.exit(128 + signal.SIGPIPE)
+
+
 def terminal_width() -> int | None:
     """Columns of the terminal, or what COLUMNS says; None if the output is a file or a pipe."""
     if not (os.environ.get("COLUMNS") or sys.stdout.isatty()):

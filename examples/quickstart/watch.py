@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-INTERVAL_S = 1.0
+INTERVAL_S = 3.0
 """A look costs some 10 ms of a core a process, and holds its memory meanwhile."""
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,14 @@ PAGE = ROOT / "docs" / "cluster.md"
 
 @pytest.fixture(scope="module")
 def two_nodes(
-    tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path, ray_session: None
+    tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path, forked_python: Path
 ) -> dict[str, Any]:
     """What `two_nodes.py` found, in a process of its own: this one may be connected to another
     cluster.
     """
     folder = tmp_path_factory.mktemp("two_nodes")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.two_nodes", tiny_dir, folder],
+        [forked_python, "-m", "tests.integration.two_nodes", tiny_dir, folder],
         cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -12,9 +12,29 @@ import pytest
 from tests.integration.golden import FILE, curve
 
 
-def test_five_steps_follow_the_golden_curve(tiny_dir: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def five_steps(
+    tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, float]], Path]:
+    """The numbers of the run, and its folder."""
+    folder = tmp_path_factory.mktemp("golden")
+    return curve(tiny_dir, folder), folder
+
+
+def test_five_steps_follow_the_golden_curve(
+    five_steps: tuple[list[dict[str, float]], Path],
+) -> None:
     expected = json.loads(FILE.read_text(encoding="utf-8"))
-    found = curve(tiny_dir, tmp_path)
+    found, _ = five_steps
     assert len(found) == len(expected) == 5
     for step, (ours, golden) in enumerate(zip(found, expected, strict=True), 1):
         assert ours == pytest.approx(golden, rel=1e-4, abs=1e-6), f"step {step}"
+
+
+def test_a_step_takes_ten_kilobytes_of_its_run_folder_at_most(
+    five_steps: tuple[list[dict[str, float]], Path],
+) -> None:
+    _, folder = five_steps
+    grows = [folder / "metrics.jsonl", folder / "timeline.json", *folder.glob("rollouts/*")]
+    assert len(grows) == 7
+    assert sum(path.stat().st_size for path in grows) / 5 < 10_000

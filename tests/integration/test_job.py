@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,16 +39,16 @@ def free_port() -> str:
 
 
 @pytest.fixture
-def job_environment() -> Iterator[dict[str, str]]:
+def job_environment(forked_python: Path) -> Iterator[dict[str, str]]:
     """A local head, started as on a cluster's first machine, and the environment that submits to
-    it.
+    it. The `python` of a job is forked.
     """
     folder = tempfile.mkdtemp(prefix="ray")  # a short path: sockets lie in it
     dashboard, agent, client = free_port(), free_port(), free_port()
     binaries = Path(sys.executable).parent
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {
-        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(forked_python.parent), str(binaries), os.environ["PATH"]]),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of-this-test"}
@@ -74,22 +75,32 @@ def job_environment() -> Iterator[dict[str, str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def job(environment: dict[str, str], folder: Path, *words: str) -> str:
-    """What `ray job ...` says; it is repeated while the head is not up yet."""
-    command = [shutil.which("ray", path=environment["PATH"]), "job", *words]
-    for _ in range(30):
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        if "Failed to connect to Ray" not in done.stderr:
-            break
+def submit(environment: dict[str, str], folder: Path, *words: str) -> str:
+    """What `ray job submit ...` says."""
+    command = [shutil.which("ray", path=environment["PATH"]), "job", "submit", *words]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     return done.stdout + done.stderr
+
+
+def wait_for_the_head(environment: dict[str, str]) -> None:
+    """Until it takes jobs: it is asked, for a command that fails costs seconds."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            asked(environment, "")
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError("the head takes no jobs")
 
 
 def asked(environment: dict[str, str], path: str) -> Any:
@@ -119,20 +130,13 @@ def test_a_submitted_job_ends_succeeded_or_failed_with_its_lines_in_its_log(
     )
     settings = [*shlex.split(written)[2:], *mine, "trainer.total_training_steps=1"]
 
-    job(
-        job_environment,
-        tmp_path,
-        "submit",
-        "--no-wait",
-        "--submission-id=bad",
-        *settings,
-        "data.tran_files=x",
-    )
-    shown = job(job_environment, tmp_path, "submit", "--submission-id=good", *settings)
+    wait_for_the_head(job_environment)
+    bad = ("--no-wait", "--submission-id=bad", *settings, "data.tran_files=x")
+    submit(job_environment, tmp_path, *bad)
+    shown = submit(job_environment, tmp_path, "--submission-id=good", *settings)
     assert "Job 'good' succeeded" in shown, shown
-    assert re.search(
-        r"^step 1/1  reward 0.25 ", job(job_environment, tmp_path, "logs", "good"), re.M
-    )
+    good = asked(job_environment, "good/logs")["logs"]
+    assert re.search(r"^step 1/1  reward 0.25 ", good, re.M)
     assert lines(tmp_path / "run")[0]["critic/score/mean"] == 0.25
 
     submitted = [one for one in asked(job_environment, "") if one["submission_id"]]

@@ -15,10 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.forked_ray import ask_for_forks
-
 MY_CRITIC = """
 import time
 from pathlib import Path
@@ -54,7 +50,6 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    ask_for_forks(pytest.MonkeyPatch())
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
     )

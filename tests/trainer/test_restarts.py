@@ -13,7 +13,7 @@ import pytest
 from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, restarts, run
-from verl_like.errors import ConfigError, WorkerDiedError
+from verl_like.errors import ConfigError, WeightSyncError, WorkerDiedError
 
 
 @dataclass(kw_only=True)
@@ -43,6 +43,18 @@ class Poisoned(RegressionTrainer):
     def step(self) -> dict[str, float]:
         if self.global_step == 3:
             raise WorkerDiedError("student rank 0 is gone")
+        return super().step()
+
+
+class Refusing(RegressionTrainer):
+    """In its third step a weight sync is refused, once."""
+
+    refusals: ClassVar[int] = 0
+
+    def step(self) -> dict[str, float]:
+        if self.global_step == 3 and not Refusing.refusals:
+            Refusing.refusals += 1
+            raise WeightSyncError("version 3 was not taken over")
         return super().step()
 
 
@@ -82,6 +94,17 @@ def test_on_ray_a_killed_worker_is_replaced_too(
     run(config(tmp_path / "killed", backend="ray", device="cpu"), Killer)
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     assert Killer.kills == 0
+
+
+def test_after_a_refused_weight_sync_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Refusing, "refusals", 0)
+    run(config(tmp_path / "whole"))
+    with caplog.at_level("WARNING"):
+        run(config(tmp_path / "refused"), Refusing)
+    assert numbers(tmp_path / "refused") == numbers(tmp_path / "whole")
+    assert "step 3 failed: version 3 was not taken over. Restart 1 of 3" in caplog.text
 
 
 def test_a_step_that_fails_three_times_ends_the_run_by_its_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from tests.verl_like.sample_workers import Modes
 from verl_like import WorkerGroup
@@ -17,7 +18,7 @@ from verl_like.process.host import WorkerHost
 class FakeTransport(Transport):
     kind = "local"
 
-    def __init__(self, recipes, world_size):
+    def __init__(self, recipes: Any, world_size: int) -> None:
         super().__init__(
             [ProcessFacts("+".join(recipes), r, world_size, r) for r in range(world_size)],
             Deadlines(),
@@ -25,37 +26,37 @@ class FakeTransport(Transport):
         self.hosts = [WorkerHost(recipes, facts, {}) for facts in self.facts]
         self.started = [host.start(None) for host in self.hosts]
 
-    def construct_again(self):
+    def construct_again(self) -> None:
         self.started = [host.construct_again() for host in self.hosts]
 
-    def submit(self, rank, call, parts):
+    def submit(self, rank: int, call: Any, parts: Any) -> Pending:
         isolated = copy.deepcopy(call)
         payload, header = self.hosts[rank].call(
             isolated, [p.value if isinstance(p, Done) else p for p in parts]
         )
         return Pending(rank, Done(payload), Done(header), call.role)
 
-    def wait(self, references, seconds):
+    def wait(self, references: Any, seconds: float) -> list[Any]:
         return list(references)
 
-    def fetch(self, reference):
+    def fetch(self, reference: Any) -> Any:
         return reference.value if isinstance(reference, Done) else reference.result()
 
-    def stacks(self, seconds):
+    def stacks(self, seconds: float) -> dict[int, str]:
         return {}
 
-    def regroup(self, pending, num_pieces, even=True):
+    def regroup(self, pending: Any, num_pieces: int, even: bool = True) -> list[Pending]:
         return [
             Pending(p.rank, Done(p.payload.result()), Done(p.header.result()), p.role)
             for p in regroup_here(pending, num_pieces, even)
         ]
 
-    def place(self, rank):
+    def place(self, rank: int) -> str:
         return "here"
 
-    def shutdown(self):
+    def shutdown(self) -> None:
         pass
 
 
-def fake_group(world_size, cls=Modes, role="modes"):
+def fake_group(world_size: int, cls: type = Modes, role: str = "modes") -> WorkerGroup:
     return WorkerGroup(FakeTransport({role: (cls, (), {})}, world_size), {role: cls}, prefixed=())

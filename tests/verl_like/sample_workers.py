@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +32,12 @@ def seen(data: DataProto, rank: int) -> DataProto:
     return DataProto.from_dict(tensors, dict(data.non_tensor_batch), meta_info=dict(data.meta_info))
 
 
-def split_letters(group, text):
+def split_letters(group: Any, text: str) -> tuple[tuple[list[str]], dict[str, Any]]:
     """A dispatch function of the user's: one letter per worker."""
     return ([*text][: group.world_size],), {}
 
 
-def join_letters(group, outputs):
+def join_letters(group: Any, outputs: list[str]) -> str:
     return "-".join(outputs)
 
 
@@ -47,31 +48,31 @@ class Modes(Worker):
     """One method for every dispatch and execute mode."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def one_to_all(self, value):
+    def one_to_all(self, value: Any) -> tuple[int, Any]:
         return self.rank, value
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def one_to_first(self, value):
+    def one_to_first(self, value: Any) -> tuple[int, Any]:
         return self.rank, value
 
     @register()
-    def all_to_all(self, value, *, other=None):
+    def all_to_all(self, value: Any, *, other: Any = None) -> tuple[int, Any, Any]:
         return self.rank, value, other
 
     @register(execute_mode=Execute.RANK_ZERO)
-    def all_to_first(self, value):
+    def all_to_first(self, value: Any) -> tuple[int, Any]:
         return self.rank, value
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def rank_zero(self, value):
+    def rank_zero(self, value: Any) -> tuple[int, Any]:
         return self.rank, value
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def dp_compute(self, value):
+    def dp_compute(self, value: Any) -> tuple[int, Any]:
         return self.rank, value
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, execute_mode=Execute.RANK_ZERO)
-    def dp_compute_first(self, value):
+    def dp_compute_first(self, value: Any) -> tuple[int, Any]:
         return self.rank, value
 
     @register(dispatch_mode=PROTO)
@@ -111,14 +112,14 @@ class Modes(Worker):
         )
 
     @register(dispatch_mode=PROTO)
-    def with_metrics(self, data: DataProto) -> tuple[DataProto, dict]:
+    def with_metrics(self, data: DataProto) -> tuple[DataProto, dict[str, Any]]:
         metrics = {"sum": data.batch["x"].sum(), "ranks": [self.rank, self.rank + 0.5]}
         if self.rank == 0:
             metrics["first"] = np.float32(0.5)
         return seen(data, self.rank), metrics
 
     @register(dispatch_mode=PROTO)
-    def metrics_alone(self, data: DataProto) -> dict:
+    def metrics_alone(self, data: DataProto) -> dict[str, Any]:
         return {"sum": data.batch["x"].sum(), "ranks": [self.rank, self.rank + 0.5]}
 
     @register(dispatch_mode=PROTO)
@@ -126,11 +127,11 @@ class Modes(Worker):
         return {"rank": self.rank} if self.rank == 0 else data
 
     @register(dispatch_mode=PROTO)
-    def metrics_of_a_tensor(self, data: DataProto) -> dict:
+    def metrics_of_a_tensor(self, data: DataProto) -> dict[str, Any]:
         return {"lengths": data.batch["x"]}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
-    def metrics_on_mesh(self, data: DataProto) -> tuple[DataProto, dict]:
+    def metrics_on_mesh(self, data: DataProto) -> tuple[DataProto, dict[str, Any]]:
         return seen(data, self.rank), {"rank": self.rank}
 
     @register(dispatch_mode=PROTO)
@@ -164,7 +165,7 @@ class Modes(Worker):
     def direct(self) -> None: ...
 
     @register(dispatch_mode=LETTERS)
-    def letters(self, letter):
+    def letters(self, letter: str) -> Any:
         return letter * (self.rank + 1)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
@@ -184,18 +185,18 @@ class Modes(Worker):
         )
 
     @register(dispatch_mode=PROTO, materialize_futures=False)
-    def lazy(self, data) -> DataProto:
+    def lazy(self, data: Any) -> DataProto:
         assert not isinstance(data, DataProto)
         return seen(data.get(), self.rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def describe(self, value) -> str:
+    def describe(self, value: Any) -> str:
         if isinstance(value, DataProto):
             return f"{len(value)} rows"
         return f"{type(value).__name__} {value}"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
-    def describe_future(self, future) -> str:
+    def describe_future(self, future: Any) -> str:
         return self.describe(future.get())
 
 
@@ -248,7 +249,7 @@ class Adder(Worker):
 class Sent(Exception):
     """Refuses to be pickled."""
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         raise TypeError("not this one")
 
 
@@ -274,7 +275,7 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def returns_past_queue(self) -> None:
-        return 4
+        return 4  # type: ignore[return-value]
 
     @register(dispatch_mode=PROTO)
     def raises(self, data: DataProto) -> DataProto:
@@ -291,12 +292,12 @@ class Faulty(Worker):
         raise Sent("kept back")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def returns_unpicklable(self):
+    def returns_unpicklable(self) -> Any:
         return (number for number in range(3))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def returns_all_the_same(self) -> None:
-        return 3
+        return 3  # type: ignore[return-value]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def sleeps(self, seconds: float) -> int:
@@ -360,11 +361,11 @@ class Faulty(Worker):
 
 
 class BadConstructor(Worker):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         raise ValueError("no such model")
 
 
 class Shadow(Worker):
     @register()
-    def spawn(self): ...
+    def spawn(self) -> Any: ...

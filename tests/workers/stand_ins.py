@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -58,7 +58,9 @@ class PlainEngine:
     def __init__(self, seed: int) -> None:
         self.module, self.version = TiedModel(seed), None
 
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], hashes: Mapping[str, int] | None = None
+    ) -> None:
         self.version = None
         sink = WeightSink(self.module)
         for name, tensor in tensors:

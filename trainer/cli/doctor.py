@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_like.process.machine import free_memory_gb, memory_gb, usable_cores
-from verl_like.terminal import fit, terminal_width
+from verl_like.terminal import fit, print_or_end, terminal_width
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -201,7 +201,7 @@ def main(
     """Print every finding as it comes; exit code 1 if a needed thing fails."""
     failed = 0
     for finding in check():
-        print(fit(str(finding), terminal_width(), "      "), flush=True)
+        print_or_end(fit(str(finding), terminal_width(), "      "))
         failed += bool(finding.mend) and not finding.is_optional
-    print(f"{failed} of these fail; each line ends with what mends it" if failed else passed)
+    print_or_end(f"{failed} of these fail; each line ends with what mends it" if failed else passed)
     sys.exit(bool(failed))

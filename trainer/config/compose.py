@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from trainer.config.checks import check_fields, check_pool_resources, check_resume
-from trainer.config.keys import Key, config_keys, leaf_keys
+from trainer.config.keys import Key, config_keys, keys_by_name
 from trainer.config.own_files import OwnFiles
 from trainer.config.placement import expand_shorthands, preset_tree, settle, settle_names
 from trainer.config.possible_faults import check_chaos
@@ -187,10 +187,10 @@ def check_overrides(
 def _unknown(name: str, recipe: Recipe[Any]) -> list[str]:
     """A refusal of a key, if there is none of that name."""
     keys = config_keys(recipe.schema)
-    known = {key.name for key in keys} | set(recipe.groups)
     own_names = tuple(f"{key.name}." for key in keys if key.takes_any)
     of_hydra = name.split(".")[0].split("/")[0] == "hydra"
-    if not (name in known or of_hydra or name.startswith(own_names)):
+    is_known = name in keys_by_name(recipe.schema) or name.startswith(own_names)
+    if not (is_known or of_hydra or name in recipe.groups):
         return [no_such_key(name, recipe)]
     return _unknown_in_sections(name, keys)
 
@@ -225,8 +225,8 @@ def _as_list(override: str, recipe: Recipe[Any]) -> str:
     if parsed.is_delete() or parsed.is_sweep_override() or not isinstance(value, str | int):
         return override
     is_size = key.startswith("resource_pool_spec.")
-    found = [each for each in leaf_keys(recipe.schema) if each.name == key]
-    if not is_size and not (found and typing.get_origin(found[0].kind) is list):
+    found = keys_by_name(recipe.schema).get(key)
+    if not is_size and not (found and typing.get_origin(found.kind) is list):
         return override
     name, _, text = override.partition("=")
     return f"{name}=[{text}]"

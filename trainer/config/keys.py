@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from verl_like.config_key import KeyRules, rules_of
 from verl_like.registry import registry_of
 
-_keys_of: dict[type, tuple[Key, ...]] = {}
+_keys_of: dict[type, Mapping[str, Key]] = {}
 """Schema -> its keys, found once."""
 
 
@@ -30,24 +31,24 @@ class Key:
     """Its type; of a section, the dataclass."""
     rules: KeyRules
 
-    @property
+    @cached_property
     def is_section(self) -> bool:
         """Whether it holds keys of the schema."""
         return dataclasses.is_dataclass(self.kind)
 
-    @property
+    @cached_property
     def takes_any(self) -> bool:
         """Whether the user puts names of their own below it, as in `role_mapping`."""
         return typing.get_origin(self.kind) is dict
 
-    @property
+    @cached_property
     def item_schema(self) -> type | None:
         """Of a list of sections, such as `rewards`, or of sections by name, that of each item."""
         is_collection = typing.get_origin(self.kind) in (list, dict)
         item = typing.get_args(self.kind)[-1] if is_collection else None
         return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
 
-    @property
+    @cached_property
     def is_optional(self) -> bool:
         """Whether null is a value."""
         union = typing.get_origin(self.kind) in (typing.Union, types.UnionType)
@@ -93,8 +94,13 @@ class Key:
 
 def config_keys(schema: type) -> tuple[Key, ...]:
     """Every key of a schema, sections included, in the order of declaration."""
+    return tuple(keys_by_name(schema).values())
+
+
+def keys_by_name(schema: type) -> Mapping[str, Key]:
+    """Dotted name -> the key or section."""
     if schema not in _keys_of:
-        _keys_of[schema] = tuple(_keys_below(schema, ""))
+        _keys_of[schema] = {key.name: key for key in _keys_below(schema, "")}
     return _keys_of[schema]
 
 
@@ -119,8 +125,9 @@ def path_to(schema: type, name: str) -> list[Key]:
 
     A name of the user's own, such as `role_mapping.judge`, ends with the key that takes it.
     """
-    around = [key for key in config_keys(schema) if f"{name}.".startswith(f"{key.name}.")]
-    return sorted(around, key=lambda key: len(key.name))
+    known, words = keys_by_name(schema), name.split(".")
+    around = (".".join(words[:number]) for number in range(1, len(words) + 1))
+    return [known[each] for each in around if each in known]
 
 
 def may_change_on_resume(schema: type, name: str) -> bool:

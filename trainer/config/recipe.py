@@ -97,8 +97,8 @@ class Recipe(Generic[C]):
 
         Empty where there is no such group.
         """
-        paths = (path for folder in self._folders for path in (folder / group).glob("*.yaml"))
-        files = [path.stem for path in paths]
+        folders = [folder / group for folder in self._folders if (folder / group).is_dir()]
+        files = [path.stem for folder in folders for path in folder.glob("*.yaml")]
         return sorted({*files, *(self.placements if group == "placement" else ())})
 
     @property

@@ -25,7 +25,7 @@ from verl_like.signatures import Call, check_call
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 RULE_COLUMNS = ("data_source", "reward_model")
-PLAIN = str | int | float | bool | None
+PLAIN = (str, int, float, bool, type(None))
 """Values that stay what they are as JSON."""
 
 

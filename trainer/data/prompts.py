@@ -129,22 +129,20 @@ class PromptSet:
     def batch(self, chosen: list[int], epoch: int) -> DataProto:
         """These rows, left-padded, with uids of that epoch."""
         width = self._config.max_prompt_length
-        input_ids = torch.full(
-            (len(chosen), width), self._tokenizer.pad_token_id, dtype=torch.int64
-        )
-        attention_mask = torch.zeros_like(input_ids)
+        input_ids = np.full((len(chosen), width), self._tokenizer.pad_token_id, dtype=np.int64)
+        attention_mask = np.zeros_like(input_ids)
         for slot, row in enumerate(chosen):
             ids = self._tokens(row)
-            input_ids[slot, width - len(ids) :] = torch.from_numpy(ids)
+            input_ids[slot, width - len(ids) :] = ids
             attention_mask[slot, width - len(ids) :] = 1
-        position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        position_ids = (attention_mask.cumsum(-1) - 1).clip(min=0)
         rows = [self._table.row(row) for row in chosen]
         others = [{name: row.get(name) for name in self.columns} for row in rows]
         return DataProto.from_dict(
             tensors={
-                "input_ids": input_ids,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
+                "input_ids": torch.from_numpy(input_ids),
+                "attention_mask": torch.from_numpy(attention_mask),
+                "position_ids": torch.from_numpy(position_ids),
             },
             non_tensors={
                 "uid": as_objects([f"{row}-{epoch}" for row in chosen]),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ from trainer.memory import (
     LargestPass,
     RoleMemory,
     check_fit,
+    copied_contents,
     engine_memory,
     hf_config_of,
     memory_of_this_gpu,
@@ -108,7 +110,17 @@ def _engine(
         trains=role in ("actor", "critic"),
         quantization=quantization_of(config, role),
         averages=_averages(config, role, model_shapes(model, head, compute), compute),
+        copied=copied_contents(config.trainer, _saved(config, role)),
     )
+
+
+def _saved(config: PPOConfig, role: str) -> Sequence[str]:
+    """What a checkpoint has of the role's tensors."""
+    policy = config.actor_rollout_ref
+    if role == "ref":
+        return ("model",) if policy.ref.update_every is not None else ()
+    checkpoints = {"actor": policy.actor.checkpoint, "critic": config.critic.checkpoint}
+    return checkpoints[role].save_contents if role in checkpoints else ()
 
 
 def _averages(config: PPOConfig, role: str, shapes: ModelShapes, compute: torch.dtype) -> float:

@@ -11,6 +11,7 @@ from trainer.config.offload import device_type_of
 from trainer.memory import (
     LargestPass,
     RoleMemory,
+    copied_contents,
     engine_memory,
     memory_of_this_gpu,
     memory_table,
@@ -32,6 +33,7 @@ def role_memories(
     config: RowConfig, models: Mapping[str, RowModel], num_sides: int, device_type: str
 ) -> list[RoleMemory]:
     """Of every role; an item of the data has `num_sides` rows."""
+    contents = config.checkpoint.save_contents
     found = []
     for role, own in models.items():
         pool = expand_roles(config.role_mapping)[role]
@@ -47,6 +49,7 @@ def role_memories(
                 device_type,
                 largest_pass(config, own, num_sides, ranks),
                 trains=own.trains,
+                copied=copied_contents(config.trainer, contents) if own.trains else (),
             )
         )
     return found

@@ -23,7 +23,7 @@ from verl_like.errors import CheckpointError, VerlLikeError
 
 POLL_S = 0.05
 DROP_S = 5.0
-"""What the thread gets to end when nobody wants its checkpoint."""
+"""What the writing gets to hear that it is to hurry, or to end."""
 logger = logging.getLogger(__name__)
 
 
@@ -31,11 +31,12 @@ class BackgroundCommit:
     """The roles' writing, and the commit after it, in a thread."""
 
     def __init__(
-        self, groups: Mapping[str, Any], commit: Callable[[Callable[[], None]], Path]
+        self, groups: Mapping[str, Any], commit: Callable[[Callable[[], dict[str, Any]]], Path]
     ) -> None:
         """`groups` are those with files to write.
 
-        `commit` is given what writes them, calls it, and gives the checkpoint's folder.
+        `commit` is given what writes them and gives their fingerprints, calls it, and gives the
+        checkpoint's folder.
         """
         self._groups, self._commit = groups, commit
         self._folder: Path | None = None
@@ -71,10 +72,14 @@ class BackgroundCommit:
     def _drop(self) -> None:
         """Break off: nothing more of it is written, and it is never committed."""
         self._is_dropped.set()
+        self._tell_all("drop_checkpoint")
+        self._thread.join(DROP_S)
+
+    def _tell_all(self, method: str) -> None:
+        """Call a method of every group that writes."""
         for group in self._groups.values():
             with suppress(VerlLikeError):  # whoever is gone writes nothing
-                group.drop_checkpoint.remote().get(timeout=DROP_S)
-        self._thread.join(DROP_S)
+                getattr(group, method).remote().get(timeout=DROP_S)
 
     def _run(self) -> None:
         try:
@@ -82,8 +87,8 @@ class BackgroundCommit:
         except Exception as error:  # noqa: BLE001 - raised by whoever asks for the result
             self._error = error
 
-    def _write(self) -> None:
-        """Every role's files, and the manifest over them."""
+    def _write(self) -> dict[str, Any]:
+        """Every role's files, and the manifest over them; gives the files' fingerprints."""
         writing = {role: group.write_checkpoint.remote() for role, group in self._groups.items()}
 
         # steps notice a worker that is gone; while nobody makes any, the watched wait of `get` does
@@ -91,10 +96,15 @@ class BackgroundCommit:
             self._refuse_if_dropped()
             if all(future.done() for future in writing.values()):
                 break
+        else:
+            self._tell_all("hurry_checkpoint")
+        written: dict[str, Any] = {}
         for role, future in writing.items():
             files = {name: facts for of_rank in future.get() for name, facts in of_rank.items()}
             self._groups[role].complete_checkpoint.remote(files).get()
+            written |= {f"{role}/{name}": facts for name, facts in files.items()}
         self._refuse_if_dropped()
+        return written
 
     def _refuse_if_dropped(self) -> None:
         if self._is_dropped.is_set():

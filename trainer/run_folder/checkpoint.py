@@ -189,11 +189,11 @@ class Checkpoints:
         seconds = self._longest_s if isinstance(error, Exception) else 0.0
         background.end(AFTER_LOSS_S if isinstance(error, WorkerError) else seconds)
 
-    def _commit_later(self, step: int, write: Callable[[], None]) -> Path:
+    def _commit_later(self, step: int, write: Callable[[], dict[str, Any]]) -> Path:
         """In the background: what is left is written, then committed."""
         with self._naming_failures(step):
-            write()
-            write_marker(self._part(step), step, self.config, self.inputs)
+            files = write()
+            write_marker(self._part(step), step, self.config, self.inputs, files)
             return self._put_in_place(step)
 
     def _put_in_place(self, step: int) -> Path:

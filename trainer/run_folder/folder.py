@@ -28,6 +28,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from trainer.config.as_yaml import in_yaml
 from trainer.config.flat import config_hash, flat_config, flatten
 from trainer.config.keys import may_change_on_resume
 from trainer.config.schema import RunConfig
@@ -59,7 +60,7 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
     try:
         make_private(folder)
         lock.take()
-        tree = OmegaConf.to_yaml(OmegaConf.create(masked(asdict(config))))
+        tree = in_yaml(masked(asdict(config)))
         write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:
         raise ConfigError(

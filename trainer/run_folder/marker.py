@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from trainer.run_folder.starts import installed_versions
@@ -85,11 +87,20 @@ def refuse_damaged(folder: Path) -> None:
         refuse_missing(manifest.parent)
 
 
-def write_marker(part: Path, step: int, config: dict[str, Any], inputs: dict[str, str]) -> None:
-    """Mark what is in `part` as complete: all its files are there."""
+def write_marker(
+    part: Path,
+    step: int,
+    config: dict[str, Any],
+    inputs: dict[str, str],
+    known: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Mark what is in `part` as complete: all its files are there.
+
+    The fingerprints of those that are `known` by name were taken when they were written.
+    """
     marker = {
         "step": step,
-        "files": marked_files(part),
+        "files": marked_files(part, known),
         "config": config,
         "inputs": inputs,
         "versions": installed_versions(),
@@ -97,8 +108,8 @@ def write_marker(part: Path, step: int, config: dict[str, Any], inputs: dict[str
     write_whole(part / MARKER, json.dumps(marker, indent=1))
 
 
-def marked_files(part: Path) -> dict[str, Any]:
+def marked_files(part: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     """The driver's files and every role's top ones; its manifest vouches for what lies deeper."""
     paths = sorted(part.glob("*")) + sorted(part.glob("*/*"))
-    files = [path for path in paths if path.is_file()]
-    return {path.relative_to(part).as_posix(): fingerprint(path) for path in files}
+    names = [path.relative_to(part).as_posix() for path in paths if path.is_file()]
+    return {name: known.get(name) or fingerprint(part / name) for name in names}

@@ -19,7 +19,15 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     take that extreme; every other name takes the mean. Words in the middle of a name decide
     nothing.
     """
-    return {name: _reduction(name)(_numbers(values)) for name, values in metrics.items()}
+    return {
+        name: values[0] if _is_one_float(values) else _reduction(name)(_numbers(values))
+        for name, values in metrics.items()
+    }
+
+
+def _is_one_float(values: Any) -> bool:
+    """That of a lone rank, as most are: it is its own mean and extreme."""
+    return type(values) is list and len(values) == 1 and type(values[0]) is float
 
 
 def _reduction(name: str) -> Callable[[np.ndarray], float]:

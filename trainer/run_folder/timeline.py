@@ -17,6 +17,8 @@ from verl_like.files import parse_json
 
 logger = logging.getLogger(__name__)
 _TAIL = b"\n]}\n"
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+"""Whole microseconds and no blanks: a run has many thousands of these lines."""
 FACTS = ("pid", "rank", "cpu_s", "step", "stage")
 """What an event says of its call beside its time, method, role and lane."""
 
@@ -48,7 +50,7 @@ class Timeline:
         events = [event for record in ordered for event in self._events(record)]
         if not events:
             return
-        lines = ",\n".join(map(json.dumps, events)).encode()
+        lines = ",\n".join(map(_ENCODE, events)).encode()
         with self.path.open("r+b") as file:
             file.seek(-len(_TAIL), 2)
             file.write((b"\n" if self._is_empty else b",\n") + lines + _TAIL)
@@ -71,10 +73,12 @@ class Timeline:
             "cat": record["role"],
             "pid": pid,
             "tid": tid,
-            "ts": (record["start"] - self._origin) * 1e6,
-            "dur": (record["end"] - record["start"]) * 1e6,
+            "ts": round((record["start"] - self._origin) * 1e6),
+            "dur": round((record["end"] - record["start"]) * 1e6),
         }
         facts = {name: record[name] for name in FACTS if name in record}
+        if "cpu_s" in facts:
+            facts["cpu_s"] = round(facts["cpu_s"], 6)
         return [*first, *names, {**event, "args": facts}]
 
     def _lane(self, record: Record) -> tuple[int, int, list[dict[str, Any]]]:
@@ -110,20 +114,26 @@ class Timeline:
         return True
 
     def _read_lanes(self) -> None:
-        """Origin and lanes of the run that is gone on with."""
+        """Origin and lanes of the run that is gone on with, an event at a time."""
         pool_of: dict[int, str] = {}
-        text = self.path.read_bytes()
-        if not text.endswith(_TAIL):
+        last = b""
+        with self.path.open("rb") as file:
+            if parse_json(file.readline() + b"]}")["traceEvents"]:
+                raise ValueError("it does not begin as a run's does")
+            for last in file:
+                if last == _TAIL[1:]:
+                    continue
+                event = parse_json(last.rstrip(b",\n"))
+                self._is_empty = False
+                if event["name"] == "trace_origin":
+                    self._origin = float(event["args"]["seconds"])
+                elif event["name"] == "process_name":
+                    pool_of[event["pid"]] = event["args"]["name"]
+                    self._pools[event["args"]["name"]] = event["pid"]
+                elif event["name"] == "thread_name":
+                    self._lanes[pool_of[event["pid"]], event["args"]["name"]] = event["tid"]
+        if last != _TAIL[1:]:
             raise ValueError("it does not end as a run's does")
-        for event in parse_json(text)["traceEvents"]:
-            self._is_empty = False
-            if event["name"] == "trace_origin":
-                self._origin = float(event["args"]["seconds"])
-            elif event["name"] == "process_name":
-                pool_of[event["pid"]] = event["args"]["name"]
-                self._pools[event["args"]["name"]] = event["pid"]
-            elif event["name"] == "thread_name":
-                self._lanes[pool_of[event["pid"]], event["args"]["name"]] = event["tid"]
 
 
 def call_timings(

@@ -38,6 +38,8 @@ def split_rows(data: DataProto, num_pieces: int) -> list[DataProto]:
 
 def view_rows(data: DataProto, start: int, stop: int) -> DataProto:
     """Rows [start, stop) that share the batch's storage: for sending and reading only."""
+    if start == 0 and stop == len(data):
+        return data.select()
     batch = None if data.batch is None else data.batch[start:stop]
     arrays = {key: column[start:stop] for key, column in data.non_tensor_batch.items()}
     return type(data)(batch, arrays, data.meta_info)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from verl_like.calls.deadlock import DeadlockWatch
 from verl_like.calls.messages import Header, Pending
@@ -97,6 +96,13 @@ def wait_for_start(transport: Transport, headers: Sequence[object]) -> list[Head
     return wait_for_calls(transport, f"start of {name}", calls, setting="start_s")
 
 
+def in_words(transport: Transport, calls: Sequence[Pending]) -> str:
+    """The ranks of these calls; of many the first ones, and how many more."""
+    first = [transport.describe(p.rank, p.role) for p in calls[:NAMED_LATE]]
+    more = len(calls) - len(first)
+    return ", ".join(first) + (f" and {more} more" if more else "")
+
+
 class _OpenCalls:
     """The calls of one wait that are not answered, and what the others answered."""
 
@@ -117,24 +123,27 @@ class _OpenCalls:
         """Read the headers that are there."""
         for reference in ready:
             call = self.open.pop(reference)
-            where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
             try:
                 self.headers[call.rank] = header = self.transport.fetch_header(reference)
             except WorkerDiedError as died:
-                self.failures[call.rank] = WorkerDiedError(f"{where}: {died}")
+                self.failures[call.rank] = WorkerDiedError(f"{self._where(call)}: {died}")
             except WorkerError as error:
-                self.failures[call.rank] = WorkerError(f"{where}: {error}")
+                self.failures[call.rank] = WorkerError(f"{self._where(call)}: {error}")
             else:
                 if header.error is not None:
-                    self.failures[call.rank] = header.error.rebuild(where)
+                    self.failures[call.rank] = header.error.rebuild(self._where(call))
+
+    def _where(self, call: Pending) -> str:
+        return f"{self.name}, {self.transport.describe(call.rank, call.role)}"
 
     def give_up(self, lost: dict[int, str]) -> None:
         """Fail the calls on ranks that are gone."""
         for reference, call in list(self.open.items()):
             if call.rank in lost:
                 del self.open[reference]
-                where = f"{self.name}, {self.transport.describe(call.rank, call.role)}"
-                self.failures[call.rank] = WorkerDiedError(f"{where}: {lost[call.rank]}")
+                self.failures[call.rank] = WorkerDiedError(
+                    f"{self._where(call)}: {lost[call.rank]}"
+                )
 
     def end(self) -> None:
         """The wait is over: what it has found is known."""
@@ -148,12 +157,8 @@ class _OpenCalls:
         return min(limit_s, AFTER_DEATH_S) if died else limit_s
 
     def late(self) -> str:
-        """Who has not answered; of many the first ones, and how many more."""
-        first = [
-            self.transport.describe(p.rank, p.role) for p in islice(self.open.values(), NAMED_LATE)
-        ]
-        more = len(self.open) - len(first)
-        return ", ".join(first) + (f" and {more} more" if more else "")
+        """Who has not answered."""
+        return in_words(self.transport, list(self.open.values()))
 
 
 def _with_others(failures: list[BaseException]) -> BaseException:

@@ -14,20 +14,26 @@ import logging
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from verl_like.batch.split import join_pieces
 from verl_like.batch.tensordict_rows import rows_of, value_of
-from verl_like.calls.answers import KnownAnswers, wait_for_calls
+from verl_like.calls.answers import AFTER_DEATH_S, KnownAnswers, in_words, wait_for_calls
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.metrics import batch_alone
 from verl_like.calls.transport import Transport
-from verl_like.errors import BatchError, WaitTimeoutError, WorkerError
+from verl_like.errors import BatchError, WaitTimeoutError, WorkerDiedError, WorkerError
 
 logger = logging.getLogger(__name__)
+SOON_S = 1.0
+"""Answers that come within so long are read by one request, before anybody is looked for."""
 Outcome = tuple[Any, Exception | None]
 """The value of a future, or its error."""
+Answers = tuple[list[Header], list[Any]]
+"""The headers of a call's ranks, and their payloads."""
 
 
 class WorkerFuture:
@@ -56,8 +62,12 @@ class WorkerFuture:
         self.pending = list(pending)
         self.form = form
         self.pieces = list(pieces)
+        self.keeps: list[Any] = []
+        """What its call was sent, until the answers are here: other calls may share it."""
         self._collect = collect
         self._headers: list[Header] | None = None
+        self._answers: Answers | None = None
+        self._is_late = False
         self._outcome: tuple[Any, BaseException | None] | None = None
         self._launched, self.rows = time.time(), rows
         self.piece_numbers, self.known = list(piece_numbers), KnownAnswers()
@@ -84,29 +94,50 @@ class WorkerFuture:
         if self._outcome is None and self._headers is None:
             self._headers = self._wait(timeout)
 
-    def _fetch(self, timeout: float | None) -> tuple[list[Header], list[Any]]:
+    def _fetch(self, timeout: float | None) -> Answers:
         """Headers and payloads: at once if all is well and soon here, else by the watched wait."""
-        if self._headers is not None:
-            return self._headers, [self.fetch_payload(pending) for pending in self.pending]
         began = time.monotonic()
-        soon = 1.0 if timeout is None else min(timeout, 1.0)
-        here = self.transport.fetch_all(self.pending, soon)
-        if here is not None and all(header.error is None for header in here[0]):
-            self.transport.finished.extend(here[0])
-            self._note_time(here[0])
-            return here
-        headers = self._wait(timeout, began)
+        if self.is_unread:
+            read_together([self], SOON_S if timeout is None else min(timeout, SOON_S))
+        if self._answers is not None:
+            answers, self._answers = self._answers, None
+            return answers
+        headers = self._headers or self._wait(timeout, began)
         return headers, [self.fetch_payload(pending) for pending in self.pending]
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody has asked for the answers yet."""
+        return self._headers is None and not (self.has_answers or self._is_late)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether `get` has no worker to wait for, and nothing to fetch."""
+        return self._outcome is not None or self._answers is not None
+
+    def take(self, headers: list[Header], payloads: list[Any]) -> None:
+        """The answers of all ranks, as they were read; what failed is left to the watched wait."""
+        if any(header.error is not None for header in headers):
+            self.mark_late()
+            return
+        self.transport.finished.extend(headers)
+        self._note_end(headers)
+        self._answers = headers, payloads
+
+    def mark_late(self) -> None:
+        """Some answer did not come soon, or tells of a failure: `get` watches for all of them."""
+        self._is_late = True
 
     def _wait(self, timeout: float | None, since: float | None = None) -> list[Header]:
         """The watched wait for the headers."""
         call = self.transport, self.name, self.pending
         headers = wait_for_calls(*call, timeout, since=since, rows=self.rows, known=self.known)
-        self._note_time(headers)
+        self._note_end(headers)
         return headers
 
-    def _note_time(self, headers: Sequence[Header]) -> None:
+    def _note_end(self, headers: Sequence[Header]) -> None:
         """How long the call took, its turn in the queue included; clocks of nodes may differ."""
+        self.keeps = []
         computed = max(header.end - header.start for header in headers)
         waited = max(header.end for header in headers) - self._launched
         self.transport.call_times.add(self.name, max(computed, waited), self.rows)
@@ -140,6 +171,29 @@ class WorkerFuture:
     def __repr__(self) -> str:
         state = "here" if self._outcome else "on their way"
         return f"<{type(self).__name__} {self.name}: {len(self.pending)} pieces, {state}>"
+
+    def __str__(self) -> str:
+        """The call, and the ranks that have not answered."""
+        here = self.transport.wait([p.header for p in self.pending], 0.0)
+        late = [p for p in self.pending if p.header not in here]
+        return f"{self.name} of {in_words(self.transport, late)}" if late else self.name
+
+
+def read_together(futures: Sequence[WorkerFuture], seconds: float) -> None:
+    """Read the answers of these calls, of one kind of backend, if they all come within that time.
+
+    It is one request for all of them, where the backend has such a thing.
+    """
+    pending = [each for future in futures for each in future.pending]
+    answers = futures[0].transport.fetch_all(pending, seconds)
+    if answers is None:
+        for future in futures:
+            future.mark_late()
+        return
+    headers, payloads = iter(answers[0]), iter(answers[1])
+    for future in futures:
+        size = len(future.pending)
+        future.take(list(islice(headers, size)), list(islice(payloads, size)))
 
 
 class DataProtoFuture(WorkerFuture):
@@ -208,13 +262,13 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
     """The results of all the futures, in order.
 
     All are waited for (together `timeout` seconds), even when one fails; with `grace_s` no longer
-    than that after it: calls of two groups that wait for each other. A failure is logged as soon as
-    it is there. In the end the first in order is raised; the other ones are in its attribute
-    `others` and in its notes.
+    than that after it, and a second after a death: calls of two groups that wait for each other. A
+    failure is logged as soon as it is there. In the end the first in order is raised, a death
+    before others; the other ones are in its attribute `others` and in its notes.
     """
     outcomes = _outcomes(futures, timeout, grace_s)
     errors = [error for _, error in outcomes if error is not None]
-    errors.sort(key=lambda error: isinstance(error, _GivenUpError))
+    errors.sort(key=_says_less)
     if not errors:
         return [value for value, _ in outcomes]
     first, *others = errors
@@ -224,16 +278,33 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
     raise first
 
 
+def _says_less(error: Exception) -> int:
+    """By how much an error explains less than others: a death explains them."""
+    return 0 if isinstance(error, WorkerDiedError) else 1 + isinstance(error, _GivenUpError)
+
+
 def _outcomes(
     futures: Sequence[Any], timeout: float | None, grace_s: float | None
 ) -> list[Outcome]:
-    """The value or the error of every future; several are watched at once, each by a thread."""
+    """The value or the error of every future; several are watched at once, each by a thread.
+
+    Calls on workers that end soon are read here, without a thread.
+    """
     arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-    if len(futures) == 1:
-        _watch(0, futures[0], timeout, arrived)
-    else:
-        for position, future in enumerate(futures):
-            watched = position, future, timeout, arrived
+    if timeout is None:
+        _read_soon(futures)
+    left, has_failed = [], False
+    for position, future in enumerate(futures):
+        if isinstance(future, WorkerFuture) and future.has_answers:
+            outcome = _outcome_of(future, timeout)
+            has_failed |= outcome[1] is not None
+            arrived.put((position, outcome))
+        else:
+            left.append((position, future, timeout, arrived))
+    for watched in left:
+        if len(left) == 1 and not has_failed:
+            _watch(*watched)
+        else:
             threading.Thread(target=_watch, args=watched, name="gather", daemon=True).start()
 
     outcomes: dict[int, Outcome] = {}
@@ -248,10 +319,23 @@ def _outcomes(
             break
         outcomes[position] = outcome
         if outcome[1] is not None and len(outcomes) < len(futures):
+            if grace_s is not None and isinstance(outcome[1], WorkerDiedError):
+                grace_s, until = min(grace_s, AFTER_DEATH_S), None
             until = until or (None if grace_s is None else time.monotonic() + grace_s)
-            left = [str(future) for n, future in enumerate(futures) if n not in outcomes]
-            _log_failure(futures[position], outcome[1], ", ".join(left))
+            waiting = [str(future) for n, future in enumerate(futures) if n not in outcomes]
+            _log_failure(futures[position], outcome[1], ", ".join(waiting))
     return [outcomes[position] for position in range(len(futures))]
+
+
+def _read_soon(futures: Sequence[Any]) -> None:
+    """Read the answers of workers together, of those that nobody has waited for."""
+    unread: dict[str, list[WorkerFuture]] = defaultdict(list)
+    for future in futures:
+        if isinstance(future, WorkerFuture) and future.is_unread:
+            unread[future.transport.kind].append(future)
+    for alike in unread.values():
+        if len(alike) > 1:
+            read_together(alike, SOON_S)
 
 
 def _watch(
@@ -261,10 +345,14 @@ def _watch(
     arrived: queue.SimpleQueue[tuple[int, Outcome]],
 ) -> None:
     """Wait for one future and hand in its outcome."""
+    arrived.put((position, _outcome_of(future, timeout)))
+
+
+def _outcome_of(future: Any, timeout: float | None) -> Outcome:
     try:
-        arrived.put((position, (future.get(timeout), None)))
+        return future.get(timeout), None
     except Exception as error:  # noqa: BLE001 - it is raised by `gather`, with every other one
-        arrived.put((position, (None, error)))
+        return None, error
 
 
 def _log_failure(future: Any, error: Exception, left: str) -> None:

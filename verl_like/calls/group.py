@@ -97,6 +97,7 @@ class BoundMethod:
         rows = max(map(len, batches), default=0)
         about = self.form, pieces, rows, self.mode.piece_numbers(target)
         future = kind(self.site.name, group.transport, pending, collect, *about)
+        future.keeps = sender.keeps
         group.outstanding.add(future)
         return future
 

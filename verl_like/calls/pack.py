@@ -42,6 +42,8 @@ class Sender:
         self.transport, self.materialize = transport, materialize
         self._bare = bare
         self._shared: dict[int, tuple[Any, Any]] = {}
+        self.keeps: list[Any] = []
+        """What must be held until the call has ended, for other calls to share it."""
         self._pieces: dict[tuple[int, int], tuple[Any, list[Pending]]] = {}
 
     def submit(self, rank: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
@@ -69,7 +71,9 @@ class Sender:
             return self._pack_future(value, parts)
         if num_bytes(value) >= SHARED_BYTES:
             if id(value) not in self._shared:
-                self._shared[id(value)] = value, self.transport.share(value)
+                part, keeper = self.transport.share(value)
+                self._shared[id(value)] = value, part
+                self.keeps.append(keeper)
             parts.append(self._shared[id(value)][1])
             return Slot(len(parts) - 1)
         return value

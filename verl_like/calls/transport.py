@@ -96,7 +96,8 @@ class Transport(ABC):
     ) -> tuple[list[Header], list[Any]] | None:
         """Headers and payloads, if they all come within that time, where one step can do it.
 
-        None: use `wait`, `fetch_header` and `fetch_payload`.
+        The calls may be those of other transports of this kind. None: use `wait`, `fetch_header`
+        and `fetch_payload`.
         """
         return None
 
@@ -187,9 +188,11 @@ class Transport(ABC):
         """The headers of the calls finished since the last time: what a timeline is drawn from."""
         return list(take_all(self.finished))
 
-    def share(self, value: Any) -> Any:
-        """A value that several ranks will get: backends with a store put it there once."""
-        return value
+    def share(self, value: Any) -> tuple[Any, Any]:
+        """A large value that ranks will get, and what keeps it: a backend with a store puts it
+        there.
+        """
+        return value, None
 
     def report_abandoned(self) -> None:
         """Log the failures of finished calls that nobody will ask for any more."""

@@ -1,15 +1,12 @@
-"""What this machine has: cores that may be used, memory, and who gets the cores first."""
+"""What this machine has: cores that may be used, and memory."""
 
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from pathlib import Path
 
 CONTAINER = Path("/sys/fs/cgroup")
 """The files of this process's control group."""
-LOWEST_PRIORITY = 19
 
 
 def usable_cores() -> int:
@@ -47,12 +44,3 @@ def _cached_bytes(container: Path) -> int:
         return 0
     lines = (line.split() for line in table.read_text(encoding="ascii").splitlines())
     return next((int(words[1]) for words in lines if words[0] == "inactive_file"), 0)
-
-
-def lower_thread_priority() -> None:
-    """From now on this thread computes where no other thread wants the core (Linux).
-
-    There is no way back: a process's main thread is left as it is.
-    """
-    if sys.platform == "linux" and threading.current_thread() is not threading.main_thread():
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

@@ -5,7 +5,8 @@
 forks: the child runs `program(data)` in a folder of its own, this process watches it. It ends when
 the child ends or stops, when a limit is passed, or when the other end of `control` is closed; then
 every process that the child has started is killed, whatever session it went to, and the folder is
-removed. The other end is told how the child ended, as JSON. Nothing here imports torch.
+removed. The other end is told, as JSON, first the child's number and folder, and in the end how it
+ended. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ def supervise(
         os._exit(0)
 
 
-def _tell(control: Connection, ending: str) -> None:
+def _tell(control: Connection, what: object) -> None:
     try:
-        control.send_bytes(json.dumps(ending).encode())
+        control.send_bytes(json.dumps(what).encode())
     except OSError:  # the other end is gone
         pass
 
@@ -96,6 +97,7 @@ class _Supervised:
             outputs = {number: theirs for number, (_, theirs) in pipes.items()}
             _run_child(supervisor, outputs, folder, sandbox, lambda: program(data))
         data.close()
+        _tell(control, [self._child, folder])
         self._outputs = {ours: to for to, (ours, theirs) in pipes.items()}
         for ours, theirs in pipes.values():
             os.close(theirs)
@@ -248,12 +250,20 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def _words(path: str) -> list[bytes]:
-    """Those of a file in /proc, read at every look and so without `pathlib`; none if it is gone."""
+    """Those of a file in /proc, read at every look and so without a file object; none if gone."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.readall().split()
+        file = os.open(path, os.O_RDONLY)
     except OSError:
         return []
+    content = b""
+    try:
+        while chunk := os.read(file, 65536):
+            content += chunk
+    except OSError:  # its process has gone meanwhile
+        return []
+    finally:
+        os.close(file)
+    return content.split()
 
 
 def kill_descendants() -> None:

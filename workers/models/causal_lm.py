@@ -152,7 +152,9 @@ def _parameters_on_meta() -> Iterator[None]:
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        made._is_hf_initialized = True  # transformers draws no weights for it: there is no memory
+        return made
 
     handle = register_module_parameter_registration_hook(to_meta)
     try:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from verl_like.errors import ConfigError, nearest
 from workers.models.adapters import PARTS, merged_weight
 from workers.models.causal_lm import ScalarHeadModel
+from workers.models.tensor_files import AT_ONCE, FileWriter, write_model_file
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -174,21 +175,24 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
 
 
 def save_adapter(
-    folder: Path, module: Any, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]
+    folder: Path,
+    module: Any,
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    writer: FileWriter = AT_ONCE,
 ) -> None:
     """What is trained, in the form that `PeftModel.from_pretrained(base, folder)` loads.
 
     With a scalar head that is a sequence classifier with one label, whose head comes along.
     """
     from peft import LoraConfig
-    from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     has_scalar_head = isinstance(module, ScalarHeadModel)
     stored = {}
     for name, tensor in tensors:
         peft_name = f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
-        stored[peft_name] = tensor.contiguous()
+        stored[peft_name] = tensor
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -198,7 +202,7 @@ def save_adapter(
         base_model_name_or_path=config.path,
         inference_mode=True,
     )
-    save_file(stored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_model_file(stored, folder / "adapter_model.safetensors", writer)
     lora.save_pretrained(str(folder))
 
 

@@ -11,6 +11,7 @@ have each kind. Weights and buffers are random, so that none is at a default tha
 from __future__ import annotations
 
 import copy
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +85,14 @@ class ConfigByContent:
     @classmethod
     def of(cls, config: Any) -> ConfigByContent:
         """That of the model's text part."""
-        text = config.get_text_config()
-        return cls(text, text.to_json_string(use_diff=False))
+        return cls.whole(config.get_text_config())
+
+    @classmethod
+    def whole(cls, config: Any) -> ConfigByContent:
+        """All of it, wherever its folder is."""
+        content = config.to_dict()
+        content.pop("_name_or_path", None)
+        return cls(config, json.dumps(content, sort_keys=True, default=str))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ConfigByContent) and self.text == other.text

@@ -75,6 +75,11 @@ class Call:
         return cls(function, fields, kwargs, takes_batches, takes_rest)
 
     @property
+    def reads(self) -> list[str] | None:
+        """The entries of a sample that it may get; None: all of them."""
+        return None if self.takes_rest else list(self.fields.values())
+
+    @property
     def runs_side_by_side(self) -> bool:
         """Whether calls wait without computing, so that many go at the same time."""
         return inspect.iscoroutinefunction(self.function)

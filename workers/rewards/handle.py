@@ -11,22 +11,27 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
+from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
 from verl_like.process.sandbox import visible_environment
+from verl_like.process.watched import Watched
 from verl_like.registry import check_file
 from workers.rewards.call import Sample
-from workers.rewards.channel import DriverEnd, NoAnswerError
+from workers.rewards.channel import BUFFER_BYTES, DONE, DriverEnd, NoAnswerError
 from workers.rewards.outcome import Outcome, read_answer
 from workers.rewards.process import FunctionSpec
 
@@ -56,6 +61,7 @@ class RewardProcess:
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None
         self._channel: DriverEnd | None = None
+        self._watched: Watched | None = None
         self.takes_all = False
         """Whether it gets all that waits: calls run at the same time, or one takes a whole batch.
 
@@ -63,6 +69,8 @@ class RewardProcess:
         """
         self.answers_together = False
         """Whether one call scores a whole batch."""
+        self._reads: frozenset[str] | None = None
+        """What its calls read of a sample, if that is not all: more is not sent."""
 
     def start(self) -> DriverEnd:
         """The socket to the process, which is started if there is none."""
@@ -80,20 +88,24 @@ class RewardProcess:
         visible = visible_environment(self._function.sandbox.env)
         self._supervisor, self._control = start_child("workers.rewards.process", inherited=visible)
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, tempfile.TemporaryFile() as buffer:
             try:
+                buffer.truncate(BUFFER_BYTES)
                 self._control.send((self._function, sorted(os.environ.keys() - visible.keys())))
-                send_handle(self._control, theirs.fileno(), self._supervisor.pid)
+                for handle in (theirs.fileno(), buffer.fileno()):
+                    send_handle(self._control, handle, self._supervisor.pid)
+                return DriverEnd(ours, os.dup(buffer.fileno()))
             except BaseException:
                 ours.close()
                 raise
-        return DriverEnd(ours)
 
     def _meet(self, channel: DriverEnd) -> None:
         """Wait until the function is loaded; what is wrong with it is a ConfigError."""
         try:
             met = channel.receive(time.monotonic() + self._start_deadline)
-            problem, side_by_side, together = met
+            problem, side_by_side, together, reads = met
+            self._reads = None if reads is None else frozenset(map(str, reads))
+            self._watched = self._what_is_watched()
         except TimeoutError as err:
             raise ConfigError(
                 f"The reward function {self._function} is not loaded within "
@@ -106,25 +118,71 @@ class RewardProcess:
         self.answers_together = bool(together)
         self.takes_all = self.answers_together or bool(side_by_side)
 
-    def outcomes(self, asked: Mapping[int, Sample], end: float) -> Iterator[tuple[int, Outcome]]:
-        """Numbers and outcomes of these samples, as they come.
+    def _what_is_watched(self) -> Watched:
+        """As the supervisor has told before its child had loaded the function."""
+        assert self._control is not None, "it has been started"
+        if not self._control.poll(END_S):
+            raise EOFError
+        return Watched(*json.loads(self._control.recv_bytes(LONGEST_ENDING)))
 
-        A TimeoutError at a sample's deadline or at `end` (`time.monotonic`), a ProcessEndedError if
-        there will be no more; then the process is to be stopped.
+    def outcomes(
+        self, asked: Mapping[int, Sample], end: float, until: float = math.inf
+    ) -> Iterator[tuple[int, Outcome | None]]:
+        """Numbers and outcomes of these samples, when all are done or something is wrong.
+
+        If it takes them one by one, it begins with none after `until`; those have no outcome, and
+        the last of them comes first. A TimeoutError at a sample's deadline or at `end`, a
+        ProcessEndedError if there will be no more: then the process is to be stopped. Times are
+        those of `time.monotonic`.
         """
         channel = self.start()
-        missing = set(asked)
+        missing = dict(asked)
         try:
-            channel.send(list(asked.items()), min(end, time.monotonic() + self._patience()))
-            while missing:
-                answer = channel.receive(min(end, time.monotonic() + self._patience()))
-                number, outcome = read_answer(answer, missing)
-                missing.remove(number)
-                yield number, outcome
+            samples = [(number, self._part_of(sample)) for number, sample in asked.items()]
+            channel.send((samples, until), min(end, time.monotonic() + self._patience()))
+            is_done, look_at = False, min(end, until)
+            while not is_done:
+                said, failure = self._next_line(channel, look_at)
+                is_done = said == DONE
+                over_socket = () if failure or is_done else (said,)
+                for answer in chain(channel.buffered(), over_socket):
+                    number, outcome = read_answer(answer, missing)
+                    del missing[number]
+                    yield number, outcome
+
+                if time.monotonic() >= until:
+                    begun = 0 if is_done else 1  # no more than the first that is missing
+                    for number in reversed(list(missing)[begun:]):
+                        del missing[number]
+                        yield number, None
+                    look_at = end
+                if failure is not None and not self._may_go_on(failure, channel, end):
+                    raise failure
+            if missing:
+                raise NoAnswerError(f"has not answered for sample {min(missing)}")
         except TimeoutError:
             raise
         except (NoAnswerError, OSError, EOFError, ValueError) as err:
             raise ProcessEndedError(self._how_it_ended(err)) from err
+
+    def _part_of(self, sample: Sample) -> Sample:
+        """What is sent of it."""
+        if self._reads is None:
+            return sample
+        return {name: value for name, value in sample.items() if name in self._reads}
+
+    def _next_line(self, channel: DriverEnd, deadline: float) -> tuple[Any, Exception | None]:
+        """What the process says next, or why it says nothing."""
+        try:
+            latest = channel.last_answer + self._patience()
+            return channel.receive(min(deadline, latest)), None
+        except (NoAnswerError, OSError, EOFError) as err:
+            return None, err
+
+    def _may_go_on(self, failure: Exception, channel: DriverEnd, end: float) -> bool:
+        """Whether it has only been silent, for no longer than it may."""
+        latest = min(end, channel.last_answer + self._patience())
+        return isinstance(failure, TimeoutError) and time.monotonic() < latest
 
     def _patience(self) -> float:
         """Seconds in which the next answer has to come."""
@@ -139,9 +197,10 @@ class RewardProcess:
             return f"the reward process {err}"
         assert self._control is not None, "it has been started"
         try:
-            if self._control.poll(END_S):
+            while self._control.poll(END_S):
                 words = json.loads(self._control.recv_bytes(LONGEST_ENDING))
-                return f"the reward process {words}"
+                if isinstance(words, str):
+                    return f"the reward process {words}"
         except (OSError, EOFError, ValueError):
             pass
         return "the reward process and its supervisor are gone"
@@ -158,4 +217,8 @@ class RewardProcess:
             except subprocess.TimeoutExpired:
                 self._supervisor.kill()
                 self._supervisor.wait()
-        self._channel = self._control = self._supervisor = None
+        if self._watched is not None:
+            if self._supervisor is not None and self._supervisor.returncode != 0:
+                self._watched.end()  # a supervisor that is killed leaves it alone
+            self._watched.close()
+        self._channel = self._control = self._supervisor = self._watched = None

@@ -73,6 +73,8 @@ def read_answer(answer: Any, asked: Collection[int]) -> tuple[int, Outcome]:
             raise ValueError(f"nobody has asked for sample {number!r:.40}")
         if score is None:
             return number, (None, {}, str(error))
+        if not extras and type(score) is float and is_finite(score):  # as most are
+            return number, (score, {}, None)
         return number, read_outcome({**extras, "score": score})
     except (TypeError, ValueError) as err:
         raise ValueError(f"gave an answer of another form ({err})") from err

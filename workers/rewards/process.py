@@ -2,20 +2,22 @@
 
     python -m verl_like.process.child workers.rewards.process FD
 
-`workers.rewards.handle` starts it, and sends a `FunctionSpec` and a socket through the pipe FD. A
-supervisor (`verl_like.process.supervisor`) then has a child of its own run the function: it reads
-lists of (number, sample) from the socket and answers each sample at once, so that the driver knows
-which one hangs. Coroutine functions run side by side, others one by one. Imports nothing heavy: it
-starts again after every sample that hangs.
+`workers.rewards.handle` starts it, and sends a `FunctionSpec`, a socket and a buffer through the
+pipe FD. A supervisor (`verl_like.process.supervisor`) then has a child of its own run the function:
+it reads lists of (number, sample) from the socket and answers each sample at once, where the driver
+finds it when another one hangs. Coroutine functions run side by side, others one by one. Imports
+nothing heavy: it starts again after every sample that hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -28,13 +30,15 @@ from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import supervise
 from verl_like.registry import load_from
 from workers.rewards.call import Call, Sample
-from workers.rewards.channel import FunctionEnd
+from workers.rewards.channel import DONE, FunctionEnd
 from workers.rewards.outcome import LATE, Outcome, read_outcome
 
 MAX_SIDE_BY_SIDE = 64
 """Calls of a coroutine function that run at the same time."""
 BATCH_SHARES = 12
 """What a batch gets of a sample's deadline and processor time."""
+ALLOWED_S = 0.05
+"""Processor time, and time between two looks at it, that counts for no sample."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,11 @@ class FunctionSpec:
 def main(control: Connection) -> None:
     """Serve the driver that started this process, until it closes `control`."""
     spec, withheld = control.recv()
-    data = socket.socket(fileno=recv_handle(control))
-    supervise(control, data, spec.sandbox, lambda data: serve(FunctionEnd(data), spec, withheld))
+    data, buffer = socket.socket(fileno=recv_handle(control)), recv_handle(control)
+    supervise(
+        *(control, data, spec.sandbox),
+        lambda data: serve(FunctionEnd(data, buffer), spec, withheld),
+    )
 
 
 def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = ()) -> None:
@@ -66,21 +73,22 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
         function = load_from(spec.path, spec.name, "custom_reward_function")
         call = Call.of(function, spec.kwargs, spec.columns)
     except ConfigError as err:
-        driver.send([str(err), False, False])
+        driver.send([str(err), False, False, None])
         return
     except BaseException as err:  # noqa: BLE001 - a user's file may raise anything
         traceback.print_exc()
-        driver.send([f"{spec} is not loaded: {in_words(err, withheld)}", False, False])
+        driver.send([f"{spec} is not loaded: {in_words(err, withheld)}", False, False, None])
         return
-    driver.send([None, call.runs_side_by_side, call.takes_batches])
+    driver.send([None, call.runs_side_by_side, call.takes_batches, call.reads])
 
     calls = Calls(driver, call, spec, withheld)
     while True:
         try:
-            samples = driver.receive()
+            samples, until = driver.receive()
         except EOFError:
             return
-        calls.answer(samples)
+        calls.answer(samples, until)
+        driver.send(DONE)
 
 
 def in_words(err: BaseException, withheld: Collection[str] = ()) -> str:
@@ -114,21 +122,42 @@ class Calls:
     ) -> None:
         """`withheld` as in `serve`."""
         self._driver, self._call, self._spec, self._withheld = driver, call, spec, withheld
+        self._allowed_at = -math.inf
+        """Processor time that had been used when more was last allowed."""
 
-    def answer(self, samples: list[tuple[int, Sample]]) -> None:
-        """Send the outcome of every sample, each as soon as it is known."""
+    def answer(self, samples: list[tuple[int, Sample]], until: float = math.inf) -> None:
+        """Give the outcome of every sample, each as soon as it is known.
+
+        Where they are called one by one, none is begun after `until` (`time.monotonic`).
+        """
         if self._call.takes_batches:
             self._spec.sandbox.allow_cpu(BATCH_SHARES)
             outcomes = self.score_batch([sample for _, sample in samples])
             for (number, _), outcome in zip(samples, outcomes, strict=True):
-                self._driver.send([number, outcome])
+                self._driver.put(number, outcome)
         elif self._call.runs_side_by_side:
             self._spec.sandbox.allow_cpu(BATCH_SHARES)
             asyncio.run(self._score_side_by_side(samples))
         else:
-            for number, sample in samples:
-                self._spec.sandbox.allow_cpu()
-                self._driver.send([number, self._score(sample)])
+            self._score_one_by_one(samples, until)
+
+    def _score_one_by_one(self, samples: list[tuple[int, Sample]], until: float) -> None:
+        looked = -math.inf
+        for number, sample in samples:
+            now = time.monotonic()
+            if now >= until:
+                return
+            if now - looked > ALLOWED_S:
+                self._allow_cpu()
+                looked = now
+            self._driver.put(number, self._score(sample))
+
+    def _allow_cpu(self) -> None:
+        """What a sample gets of the processor, if anything of it is used up."""
+        used = time.process_time()
+        if used - self._allowed_at > ALLOWED_S:
+            self._spec.sandbox.allow_cpu()
+            self._allowed_at = used
 
     def score_batch(self, samples: list[Sample]) -> list[Outcome]:
         """Every sample's outcome, of a function that takes them all at once."""
@@ -168,7 +197,7 @@ class Calls:
         async def score(number: int, sample: Sample) -> None:
             async with places:
                 outcome = await self._await_outcome(sample)
-            self._driver.send([number, outcome])
+            self._driver.put(number, outcome)
 
         with _Blocked(asyncio.get_running_loop(), self._spec.deadline, self._driver):
             tasks = [
@@ -223,5 +252,5 @@ class _Blocked:
                 continue
             task = asyncio.current_task(self._loop)
             if task is not None and task.get_name().isdecimal():
-                self._driver.send([int(task.get_name()), (None, {}, LATE)])
+                self._driver.put(int(task.get_name()), (None, {}, LATE))
                 os._exit(0)

@@ -8,8 +8,10 @@ has not answered are asked for in smaller parts, until it is known which of them
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
 
@@ -27,7 +29,7 @@ MOST_PROCESSES = 8
 SLOW_S = 1.0
 """A batch that is not done gets one process more whenever this time has passed."""
 MOST_AT_A_TIME = 64
-"""Samples that a process is asked for at once."""
+"""Samples that a process is asked for at once, beside others."""
 
 
 class _Batch:
@@ -36,7 +38,8 @@ class _Batch:
     def __init__(self, samples: list[Sample], seconds: float):
         self.waiting = deque(enumerate(samples))
         self.outcomes: list[Outcome] = [(None, {}, LATE)] * len(samples)
-        self.end = time.monotonic() + seconds
+        now = time.monotonic()
+        self.alone_until, self.end = now + SLOW_S, now + seconds
         self._taking = Lock()
 
     def take(self, shares: int | None) -> dict[int, Sample]:
@@ -45,6 +48,15 @@ class _Batch:
             left = len(self.waiting)
             count = left if shares is None else min(MOST_AT_A_TIME, -(-left // shares))
             return dict([self.waiting.popleft() for _ in range(count)])
+
+    def give_back(self, number: int, sample: Sample) -> None:
+        """It waits again, ahead of the others."""
+        with self._taking:
+            self.waiting.appendleft((number, sample))
+
+    def is_for_one(self) -> bool:
+        """Whether one process has all of it to itself."""
+        return time.monotonic() < self.alone_until
 
     def goes_on(self) -> bool:
         """Whether samples wait and there is time left."""
@@ -73,15 +85,23 @@ class Scorer:
     def score(self, samples: list[Sample]) -> list[Outcome]:
         """An outcome for every sample."""
         batch = _Batch(samples, self._batch_deadline)
-        running: list[Future[None]] = []
-        for process in self._processes:
+        first = self._work(self._processes[0], batch)
+        is_slow = any(not batch.is_for_one() for _ in first)  # which leaves it where it was
+        if is_slow or batch.goes_on():
+            self._score_side_by_side(first, batch)
+        return batch.outcomes
+
+    def _score_side_by_side(self, first: Iterator[None], batch: _Batch) -> None:
+        """The first process goes on, in a thread as the others are, which start one by one."""
+        running: list[Future[None]] = [self._threads.submit(_finish, first)]
+        idle = deque(self._processes[1:])
+        while idle and (batch.goes_on() or not all(future.done() for future in running)):
             if batch.goes_on():
-                shares = None if self._processes[0].takes_all else 2 * len(self._processes)
-                running.append(self._threads.submit(self._work, process, batch, shares))
-                wait(running, SLOW_S)
+                work = self._work(idle.popleft(), batch)
+                running.append(self._threads.submit(_finish, work))
+            wait(running, SLOW_S)
         for future in running:
             future.result()
-        return batch.outcomes
 
     def stop(self) -> None:
         """End all processes."""
@@ -89,10 +109,11 @@ class Scorer:
         for process in self._processes:
             process.stop()
 
-    def _work(self, process: RewardProcess, batch: _Batch, shares: int | None) -> None:
-        """Have a process take samples of the batch until none is left.
+    def _work(self, process: RewardProcess, batch: _Batch) -> Iterator[None]:
+        """Have a process take samples of the batch until none is left; a stop after each outcome.
 
-        A process that does not start leaves them to the others.
+        While it is alone it takes all, and leaves to the others what it has not begun when they
+        come. A process that does not start leaves its samples to the others.
         """
         try:
             process.start()
@@ -102,18 +123,29 @@ class Scorer:
             )
             return
         while batch.goes_on():
-            _score(process, batch.take(shares), batch)
+            takes_all = process.takes_all or batch.is_for_one()
+            shares = None if takes_all else 2 * len(self._processes)
+            yield from _score(process, batch.take(shares), batch)
 
 
-def _score(process: RewardProcess, pending: dict[int, Sample], batch: _Batch) -> None:
+def _finish(work: Iterator[None]) -> None:
+    deque(work, maxlen=0)
+
+
+def _score(process: RewardProcess, pending: dict[int, Sample], batch: _Batch) -> Iterator[None]:
     """Fill in the outcomes of these samples, whatever becomes of the process."""
     most = len(pending)
     while pending and time.monotonic() < batch.end:
         asked = dict(list(pending.items())[:most])
         try:
-            for number, outcome in process.outcomes(asked, batch.end):
-                batch.outcomes[number] = outcome
+            until = batch.alone_until if batch.is_for_one() else math.inf
+            for number, outcome in process.outcomes(asked, batch.end, until):
+                if outcome is None:
+                    batch.give_back(number, asked[number])
+                else:
+                    batch.outcomes[number] = outcome
                 del pending[number], asked[number]
+                yield
             most *= 2
         except (ConfigError, OSError, ProcessEndedError) as err:
             process.stop()
@@ -125,7 +157,12 @@ def _score(process: RewardProcess, pending: dict[int, Sample], batch: _Batch) ->
                 batch.outcomes[number] = (None, {}, reason)
                 del pending[number]
             # the others wait for a process without them: some of these samples first
-            most = len(pending) if found else max(1, len(asked) // 2 if process.takes_all else 1)
+            if process.takes_all:
+                most = len(pending) if found else max(1, len(asked) // 2)
+                continue
+            most = 0 if found else 1
+            for number in reversed(list(pending)[most:]):
+                batch.give_back(number, pending.pop(number))
 
 
 def _culprits(process: RewardProcess, asked: list[int], is_late: bool) -> list[int]:

@@ -6,7 +6,7 @@ The engines are `rollout.hf`, `rollout.native.engine` and `rollout.vllm.engine`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -196,10 +196,13 @@ class RolloutEngine(ABC):
             )
         return stop
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int] | None = None
+    ) -> None:
         """Overwrite every weight; names and shapes must be exactly the module's.
 
-        What the engine then holds is read back and compared. Leaves the engine stale.
+        What the engine then holds is read back and compared with what came, whose `hashes` are
+        taken on the way unless they are known, by name. Leaves the engine stale.
         """
         if self.control.in_flight and not self.control.is_paused:
             raise WeightSyncError(
@@ -210,7 +213,7 @@ class RolloutEngine(ABC):
         self.wake_up()
         self._fingerprint = Fingerprint()
         self._came = CopyCheck()
-        self._load(self._came.watch(self._fingerprint.watch(tensors)))
+        self._load(self._came.watch(self._fingerprint.watch(tensors), hashes))
         damaged = self._damaged()
         self.hash_s = self._came.seconds
         refuse_problems("engine", **{"held otherwise than they were sent": damaged})

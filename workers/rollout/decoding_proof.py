@@ -29,8 +29,7 @@ class DecodingProof:
     def what_is_wrong(self, config: Any, longest: int) -> str:
         """With such a model, on rows of up to `longest` tokens; nothing is an empty text."""
         attention = "eager" if config._attn_implementation == "eager" else "sdpa"
-        by_content = ConfigByContent(config, config.to_json_string(use_diff=False))
-        return _what_is_wrong(self, by_content, attention, longest)
+        return _what_is_wrong(self, ConfigByContent.whole(config), attention, longest)
 
 
 @functools.lru_cache(maxsize=64)

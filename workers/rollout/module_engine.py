@@ -30,6 +30,8 @@ class ModuleEngine(RolloutEngine):
             weight.numel() * weight.element_size() for _, weight in named_state(module)
         )
         self._shapes: list[torch.Size] = []
+        self._written: dict[str, Tensor] = {}
+        """The module's state while it is being loaded."""
         self.arrived = ArrivedWeights()
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -38,10 +40,11 @@ class ModuleEngine(RolloutEngine):
             sink.write_tensor(name, tensor)
             self.arrived.note(name, tensor, sink.targets.get(name))
         sink.verify("engine")
+        self._written = sink.targets
 
     def _damaged(self) -> list[str]:
         """An int8 weight must still be what was made of its tensor, any other what came."""
-        state = self.module.state_dict(keep_vars=True)
+        state, self._written = self._written, {}
         came = [(name, weight) for name, weight in state.items() if name in self._came]
         as_sent = [(name, weight) for name, weight in came if not isinstance(weight, Int8Weight)]
         return self.arrived.damaged(came) + self._came.damaged(as_sent)

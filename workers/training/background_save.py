@@ -3,7 +3,8 @@
 The driver's `trainer.run_folder.background_commit` calls, on every rank:
 
     start_checkpoint(path, step)     # in its turn: copies; training goes on
-    write_checkpoint()               # past the queue, in a thread of its own: writes
+    write_checkpoint()               # past the queue, beside the steps: writes
+    hurry_checkpoint()               # past the queue: somebody waits for the writing
     complete_checkpoint(files)       # past the queue, on rank 0: the manifest over all ranks' files
 """
 
@@ -14,7 +15,6 @@ from typing import ClassVar
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
-from verl_like.process.machine import lower_thread_priority
 from verl_like.process.worker import Worker
 from workers.training.file_copies import LEAST_BYTES, FileCopies, Files
 
@@ -44,7 +44,6 @@ class SavesInBackground(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def write_checkpoint(self) -> Files:
         """Write what was copied, beside whatever is being computed."""
-        lower_thread_priority()
         try:
             return self._started().write()
         except CheckpointError as error:
@@ -56,6 +55,11 @@ class SavesInBackground(Worker):
         complete = self._started().complete
         if complete is not None:
             complete(files)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def hurry_checkpoint(self) -> None:
+        """Write the rest as fast as it goes: somebody waits for it."""
+        self._started().hurry()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def drop_checkpoint(self) -> None:

@@ -33,11 +33,12 @@ from verl_like.files import file_fault, fingerprint, put_in_place, write_whole
 from verl_like.process.random_state import load_random_state, save_random_state
 from workers.models.lora import save_adapter
 from workers.models.state import persistent_buffers
+from workers.models.tensor_files import FileWriter
 from workers.parallel.collectives import Ranks
 from workers.parallel.fsdp import full_tensor
 from workers.training.background_save import SavesInBackground
 from workers.training.file_copies import FileCopies, Files, writer_of
-from workers.training.hf_export import export_huggingface
+from workers.training.hf_export import export_huggingface, model_file_bytes
 from workers.training.manifest import (
     MANIFEST,
     dtype_of,
@@ -45,7 +46,7 @@ from workers.training.manifest import (
     read_manifest,
     refuse_damaged,
 )
-from workers.training.shards import WriteFile, read_shards, write_shards
+from workers.training.shards import read_shards, write_shards
 
 if TYPE_CHECKING:
     from workers.config import CheckpointConfig
@@ -91,21 +92,22 @@ def save_engine(
 ) -> None:
     """Write `folder`; collective. Whatever fails, a folder that was there before stays as it is.
 
-    With `copies`, shards that are large are written later, into a folder that nobody reads yet.
+    With `copies`, what is large is written later, into a folder that nobody reads yet.
     """
     ranks = Ranks(
         engine.group, f"the checkpoint {folder} was not written (an earlier one is untouched)"
     )
     tensors = saved_tensors(engine, config.save_contents, average)
-    write = writer_of(copies, ranks, tensors)
-    if copies is not None and write == copies.add:
-        manifest = _write(engine, ranks, folder, step, config.save_contents, tensors, write)
+    exports = "hf_model" in config.save_contents and ranks.mine == 0
+    writer = writer_of(copies, ranks, tensors, lambda: exports and model_file_bytes(engine))
+    if copies is not None and writer is copies:
+        manifest = _write(engine, ranks, folder, step, config.save_contents, tensors, writer)
         copies.complete = partial(_complete, folder, manifest)
         return
 
     part = folder.with_name(folder.name + ".part")
     try:
-        manifest = _write(engine, ranks, part, step, config.save_contents, tensors, write)
+        manifest = _write(engine, ranks, part, step, config.save_contents, tensors, writer)
         ranks.first_does(lambda: _complete(part, manifest, {}))
         ranks.first_does(lambda: put_in_place(part, folder))
     except CheckpointError:
@@ -121,23 +123,25 @@ def _write(
     step: int,
     contents: list[str],
     tensors: dict[str, Tensor],
-    write: WriteFile,
+    writer: FileWriter,
 ) -> dict[str, Any]:
     """All but the manifest, which it gives; of the files it names those that are there."""
     ranks.first_does(lambda: _make_empty(part))
     if tensors:
         shards = part / "shards"
-        ranks.all_do(lambda: write_shards(tensors, shards, ranks.mine, ranks.count, write))
+        ranks.all_do(lambda: write_shards(tensors, shards, ranks.mine, ranks.count, writer))
     if "extra" in contents:
         ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
     if engine.model_config.lora_rank > 0:
         adapter = _adapter_tensors(engine)
         ranks.first_does(
-            lambda: save_adapter(part / "lora_adapter", engine.module, engine.model_config, adapter)
+            lambda: save_adapter(
+                part / "lora_adapter", engine.module, engine.model_config, adapter, writer
+            )
         )
     if "hf_model" in contents:
         folder, is_first = part / "huggingface", ranks.mine == 0
-        ranks.all_do(lambda: export_huggingface(engine, folder, writes=is_first))
+        ranks.all_do(lambda: export_huggingface(engine, folder, is_first, writer=writer))
 
     return {
         "step": step,

@@ -1,19 +1,17 @@
 """Files of a checkpoint as copies in host memory, which are written while training goes on.
 
     copies.begin(folder)
-    write_shards(tensors, folder, rank, num_ranks, copies.add)    # copies; the tensors may change
-    files = copies.write()                                        # in another thread
+    write_shards(tensors, folder, rank, num_ranks, copies)    # copies; the tensors may change
+    files = copies.write()                                    # in another thread
 
-The copies lie as the file does, in blocks that the next checkpoint uses again, pinned where the
-tensors are on a GPU. Writing is two calls a block, neither of which holds the interpreter's lock.
+The copies lie as the files do, in shared memory that the next checkpoint uses again, page-locked
+where the tensors are on a GPU. A process of its own writes them (`training.copy_writer`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,11 +20,12 @@ from torch import Tensor
 
 from verl_like.errors import CheckpointError
 from verl_like.process.machine import free_memory_gb
+from workers.models.tensor_files import AT_ONCE, FileWriter, bytes_of
 from workers.parallel.collectives import Ranks
-from workers.training.shards import WriteFile, bytes_of, pieces_to_write, write_file
+from workers.training.copy_writer import CopyWriter
+from workers.training.host_buffer import HostBuffer
+from workers.training.shards import pieces_to_write
 
-BLOCK_BYTES = 64 * 2**20
-"""The interpreter's lock changes hands twice a block: each time a step may wait for the writer."""
 LEAST_BYTES = 16 * 2**20
 """Below this a rank's file is written sooner than a copy of it would pay."""
 MOST_OF_FREE = 0.5
@@ -48,7 +47,7 @@ class FileCopies:
         """Of the role, in the checkpoint."""
         self._files: dict[Path, _FileCopy] = {}
         self._spare: list[_FileCopy] = []
-        self._is_dropped = threading.Event()
+        self._writer = CopyWriter()
         self._has_warned = False
 
     @property
@@ -61,16 +60,14 @@ class FileCopies:
         self._spare += self._files.values()
         self._files = {}
         self.folder, self.complete = folder, None
-        self._is_dropped.clear()
+        self._writer.begin()
 
-    def pay(self, ranks: Ranks, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether all ranks shall copy these tensors; collective.
+    def pay(self, ranks: Ranks, count: Callable[[], int]) -> bool:
+        """Whether all ranks shall copy what they write; collective. `count` gives this one's bytes.
 
-        Not if they are small, nor if some rank's host has no room for them.
+        Not if that is little, nor if some rank's host has no room for it.
         """
-        pieces = pieces_to_write(tensors, ranks.mine, ranks.count).values()
-        num_bytes = sum(piece.values.nbytes for piece in pieces)
-        answers = ranks.all_do(lambda: (num_bytes >= self.least_bytes, self._missing(num_bytes)))
+        answers = ranks.all_do(lambda: self._judge(count()))
         is_large = any(large for large, _ in answers)
         missing = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
         if is_large and missing and not self._has_warned:
@@ -82,18 +79,19 @@ class FileCopies:
             )
         return is_large and not missing
 
-    def _missing(self, num_bytes: int) -> str:
-        """Why the host has no room for so many bytes; "" if it has."""
+    def _judge(self, num_bytes: int) -> tuple[bool, str]:
+        """Whether so many bytes are many, and why the host has no room for them; "" if it has."""
+        is_large = num_bytes >= self.least_bytes
         wanted = (num_bytes - self._num_allocated) / 2**30
         free = free_memory_gb()
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if wanted <= 0 or free is None or wanted * num_here <= MOST_OF_FREE * free:
-            return ""
-        return f"{wanted:.2f} GiB on each of {num_here} ranks, {free:.2f} GiB are free"
+            return is_large, ""
+        return is_large, f"{wanted:.2f} GiB on each of {num_here} ranks, {free:.2f} GiB are free"
 
     @property
     def _num_allocated(self) -> int:
-        return sum(copy.num_allocated for copy in (*self._files.values(), *self._spare))
+        return sum(len(copy.buffer.bytes) for copy in (*self._files.values(), *self._spare))
 
     def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
         """Copy a file's contents."""
@@ -101,72 +99,65 @@ class FileCopies:
         copy.fill(header, tensors)
         self._files[path] = copy
 
+    def rename(self, path: Path, name: Path) -> None:
+        """Write it under another name."""
+        self._files[name] = self._files.pop(path)
+
     def write(self) -> Files:
         """Write every file, to the disk; what is written is as it was when it was copied."""
         found = {}
         for path, copy in self._files.items():
             try:
-                facts = copy.write(path, self._is_dropped)
+                facts = self._writer.write(path, copy.buffer, copy.num_bytes)
             except OSError as error:
                 raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
             found[path.relative_to(self.folder).as_posix()] = facts
         return found
 
+    def hurry(self) -> None:
+        """Somebody waits for the files: a `write` in another thread gets all that it can use."""
+        self._writer.hurry()
+
     def drop(self) -> None:
         """Nobody wants the files any more: a `write` in another thread ends."""
-        self._is_dropped.set()
+        self._writer.drop()
 
 
-def writer_of(copies: FileCopies | None, ranks: Ranks, tensors: Mapping[str, Tensor]) -> WriteFile:
-    """What writes these tensors: at once, or where copies pay, later; collective with copies."""
-    pays = copies is not None and copies.pay(ranks, tensors)
-    return copies.add if copies is not None and pays else write_file
+def writer_of(
+    copies: FileCopies | None,
+    ranks: Ranks,
+    tensors: Mapping[str, Tensor],
+    more: Callable[[], int] = lambda: 0,
+) -> FileWriter:
+    """What writes these tensors and `more` bytes: at once, or where copies pay, later.
+
+    Collective with copies.
+    """
+
+    def count() -> int:
+        pieces = pieces_to_write(tensors, ranks.mine, ranks.count).values()
+        return more() + sum(piece.values.nbytes for piece in pieces)
+
+    return copies if copies is not None and copies.pay(ranks, count) else AT_ONCE
 
 
 class _FileCopy:
-    """The contents of one file, block after block."""
+    """The contents of one file."""
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
-        self._num_bytes = 0
-
-    @property
-    def num_allocated(self) -> int:
-        return BLOCK_BYTES * len(self._blocks)
+        self.buffer = HostBuffer()
+        self.num_bytes = 0
 
     def fill(self, header: bytes, tensors: Sequence[Tensor]) -> None:
         """Copy all of it; what the tensors become later does not change it."""
-        self._num_bytes = 0
         on_gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        self.num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors)
+        self.buffer.hold(self.num_bytes, pinned=on_gpu is not None)
+
+        start = 0
         for part in (torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors):
-            self._append(bytes_of(part), pinned=on_gpu is not None)
+            data = bytes_of(part)
+            self.buffer.bytes[start : start + len(data)].copy_(data, non_blocking=True)
+            start += len(data)
         if on_gpu is not None:
             torch.cuda.synchronize(on_gpu)
-
-    def _append(self, data: Tensor, pinned: bool) -> None:
-        start = 0
-        while start < len(data):
-            number, offset = divmod(self._num_bytes, BLOCK_BYTES)
-            if number == len(self._blocks):
-                block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
-                self._blocks.append(block)
-            count = min(len(data) - start, BLOCK_BYTES - offset)
-            target = self._blocks[number][offset : offset + count]
-            target.copy_(data[start : start + count], non_blocking=True)
-            start += count
-            self._num_bytes += count
-
-    def write(self, path: Path, is_dropped: threading.Event) -> dict[str, int]:
-        """Write the file to the disk; gives its fingerprint."""
-        crc, left = 0, self._num_bytes
-        with path.open("wb") as file:
-            for block in self._blocks:
-                if is_dropped.is_set():
-                    raise CheckpointError(f"{path} was given up")
-                part = memoryview(block.numpy())[:left]
-                crc = zlib.crc32(part, crc)
-                file.write(part)
-                left -= len(part)
-            file.flush()
-            os.fsync(file.fileno())
-        return {"bytes": self._num_bytes, "crc32": crc}

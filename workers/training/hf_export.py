@@ -22,7 +22,8 @@ from torch import Tensor
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.checkpoint_format import checkpoint_format
 from workers.models.folder import model_folder
-from workers.models.state import persistent_buffers
+from workers.models.state import named_state, persistent_buffers
+from workers.models.tensor_files import AT_ONCE, FileWriter, write_model_file
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -35,7 +36,11 @@ KEPT = (".json", ".jinja", ".txt", ".model", ".py")
 
 
 def export_huggingface(
-    engine: TrainEngine, folder: Path, writes: bool, shard_bytes: int = SHARD_BYTES
+    engine: TrainEngine,
+    folder: Path,
+    writes: bool,
+    shard_bytes: int = SHARD_BYTES,
+    writer: FileWriter = AT_ONCE,
 ) -> None:
     """Gather the weights on all ranks, by tensors; the one that `writes` puts them in `folder`."""
     tensors = engine.named_full_tensors()
@@ -48,6 +53,7 @@ def export_huggingface(
                 folder,
                 engine.folder_settings,
                 shard_bytes,
+                writer,
             )
     finally:
         # The other ranks are in the same collectives: go through them to the end.
@@ -61,6 +67,7 @@ def write_model_folder(
     folder: Path,
     settings: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
+    writer: FileWriter = AT_ONCE,
 ) -> None:
     """The `tensors`, whole and by their Hugging Face names, with the files that go with `module`.
 
@@ -74,9 +81,23 @@ def write_model_folder(
         config = _as_classifier(config) | dict(settings)
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
-    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or model_config.dtype)
+    dtype = _stored_dtype(config, model_config)
     typed = ((n, t if n in buffers else t.to(dtype)) for n, t in tensors)
-    _write_weights(checkpoint_format(str(source)).stored(typed), folder, shard_bytes)
+    _write_weights(checkpoint_format(str(source)).stored(typed), folder, shard_bytes, writer)
+
+
+def model_file_bytes(engine: TrainEngine) -> int:
+    """What the weights of `export_huggingface` take, but for buffers of another type."""
+    source = model_folder(engine.model_config.path)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    width = _stored_dtype(config, engine.model_config).itemsize
+    return width * sum(tensor.numel() for _, tensor in named_state(engine.module))
+
+
+def _stored_dtype(config: Mapping[str, Any], model_config: ModelConfig) -> torch.dtype:
+    name = config.get("dtype") or config.get("torch_dtype") or model_config.dtype
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def _copy_files(source: Path, folder: Path) -> dict[str, Any]:
@@ -98,26 +119,26 @@ def _as_classifier(config: dict[str, Any]) -> dict[str, Any]:
     return config | ({"architectures": [name]} if name else {})
 
 
-def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
+def _write_weights(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int, writer: FileWriter
+) -> None:
     """One `model.safetensors`, or numbered ones with their index; one shard in memory at a time."""
-    from safetensors.torch import save_file
-
     drafts: list[tuple[Path, list[str]]] = []
     total = 0
     for shard in _shards(tensors, shard_bytes):
         path = folder / f"draft-{len(drafts)}"
-        save_file(shard, path, metadata={"format": "pt"})
+        write_model_file(shard, path, writer)
         drafts.append((path, list(shard)))
         total += sum(_num_bytes(tensor) for tensor in shard.values())
 
     if len(drafts) == 1:
-        drafts[0][0].replace(folder / "model.safetensors")
+        writer.rename(drafts[0][0], folder / "model.safetensors")
         return
 
     weight_map = {}
     for number, (path, names) in enumerate(drafts, 1):
         file_name = f"model-{number:05d}-of-{len(drafts):05d}.safetensors"
-        path.replace(folder / file_name)
+        writer.rename(path, folder / file_name)
         weight_map |= dict.fromkeys(names, file_name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     text = json.dumps(index, indent=2)

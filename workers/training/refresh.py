@@ -7,7 +7,7 @@ the sharding on either side; each rank keeps its rows of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from workers.parallel.collectives import Ranks
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import FileCopies, writer_of
 from workers.training.shards import read_shards, write_shards
+from workers.weights.checksum import CopyCheck
 from workers.weights.sink import refuse_problems
 
 
@@ -31,7 +32,7 @@ class FollowingEngine(TrainEngine):
     """
 
     hash_s = 0.0
-    """Nothing is hashed here: what is averaged is no copy of what came."""
+    """What is averaged is no copy of what came, and not hashed."""
 
     def __init__(self, *args: Any, decay: float, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -49,9 +50,16 @@ class FollowingEngine(TrainEngine):
                 self.averages[name] = parameter.detach().float()
 
     @torch.no_grad()
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Move towards these whole tensors; those that do not fit this model are refused."""
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int] | None = None
+    ) -> None:
+        """Move towards these whole tensors; those that do not fit this model are refused.
+
+        What is copied, not averaged, is read back and compared. `hashes` are for engines that keep
+        what came as it came.
+        """
         self.version = None
+        came = CopyCheck()
         targets = dict(named_state(self.module))
         buffers = {name for name, _ in persistent_buffers(self.module)}
         unknown, unfit = [], []
@@ -62,19 +70,27 @@ class FollowingEngine(TrainEngine):
             elif target.shape != whole.shape:
                 unfit.append(f"{name} (is {list(target.shape)}, was sent {list(whole.shape)})")
             elif name in buffers:
+                came.note(name, whole.to(target.device, target.dtype))
                 target.copy_(whole)
             else:
-                self._move(name, target, whole)
-        missing = list(targets)
+                self._move(name, target, whole, came)
+
+        copied = (item for item in named_state(self.module) if item[0] in came)
+        held_otherwise = came.damaged((name, own_part(weight)) for name, weight in copied)
+        self.hash_s = came.seconds
         refuse_problems(
-            "frozen model", missing=missing, unknown=unknown, **{"of another shape": unfit}
+            "frozen model",
+            missing=list(targets),
+            unknown=unknown,
+            **{"of another shape": unfit, "held otherwise than they were sent": held_otherwise},
         )
 
-    def _move(self, name: str, weight: Tensor, whole: Tensor) -> None:
+    def _move(self, name: str, weight: Tensor, whole: Tensor, came: CopyCheck) -> None:
         """One parameter's own rows."""
         average = own_part(self.averages.get(name, weight))
         new = own_rows(weight, whole).to(average.device, average.dtype)
         if self.decay == 0:
+            came.note(name, new)
             average.copy_(new)
         else:
             average.lerp_(new, 1.0 - self.decay)
@@ -89,8 +105,8 @@ class FollowingEngine(TrainEngine):
         """Write the weights into `folder`, or copy them to be written later; collective."""
         ranks = Ranks(self.group, f"the reference's weights were not written into {folder}")
         tensors = self._saved()
-        write = writer_of(copies, ranks, tensors)
-        ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, ranks.count, write))
+        writer = writer_of(copies, ranks, tensors)
+        ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, ranks.count, writer))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

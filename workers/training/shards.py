@@ -12,35 +12,19 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from verl_like.errors import CheckpointError
+from workers.models.tensor_files import AT_ONCE, FileWriter, write_tensors
 
 FORMAT = "verl_like.shards"
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""What the safetensors format calls them."""
-ALIGNMENT = 8
-"""Of the first byte after the header."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +38,17 @@ class Piece:
     """Of the whole tensor."""
 
 
-WriteFile = Callable[[Path, bytes, Sequence[Tensor]], None]
-"""Takes a file's name, its header, and the tensors whose bytes follow it."""
-
-
-def write_file(path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
-    """Write at once; one tensor at a time is in host memory."""
-    with path.open("wb") as file:
-        file.write(header)
-        for tensor in tensors:
-            file.write(memoryview(bytes_of(tensor).cpu().numpy()))
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor's elements as they lie in a file, on the device where it is."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
 def write_shards(
     tensors: Mapping[str, Tensor],
     folder: Path,
     rank: int,
     num_ranks: int,
-    write: WriteFile = write_file,
+    writer: FileWriter = AT_ONCE,
 ) -> None:
     """Write this rank's file; every rank calls it with the same names in the same order."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces = pieces_to_write(tensors, rank, num_ranks)
-    write_pieces(pieces, folder / f"{rank}.safetensors", write)
+    write_pieces(pieces, folder / f"{rank}.safetensors", writer)
 
 
 def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> dict[str, Piece]:
@@ -117,28 +84,11 @@ def _is_first_replica(tensor: DTensor) -> bool:
     return all(place == 0 for place, placement in places if isinstance(placement, Replicate))
 
 
-def write_pieces(pieces: Mapping[str, Piece], path: Path, write: WriteFile = write_file) -> None:
+def write_pieces(pieces: Mapping[str, Piece], path: Path, writer: FileWriter = AT_ONCE) -> None:
     """A safetensors file, piece after piece."""
-    header: dict[str, Any] = {
-        "__metadata__": {
-            "format": FORMAT,
-            "places": json.dumps({n: [p.offsets, p.shape] for n, p in pieces.items()}),
-        }
-    }
-    end = 0
-    for name, piece in pieces.items():
-        if piece.values.dtype not in DTYPES:
-            raise CheckpointError(f"{name} is {piece.values.dtype}, which no shard can hold")
-        start, end = end, end + piece.values.nbytes
-        header[name] = {
-            "dtype": DTYPES[piece.values.dtype],
-            "shape": list(piece.values.shape),
-            "data_offsets": [start, end],
-        }
-
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    write(path, struct.pack("<Q", len(text)) + text, [piece.values for piece in pieces.values()])
+    places = json.dumps({name: [piece.offsets, piece.shape] for name, piece in pieces.items()})
+    tensors = {name: piece.values for name, piece in pieces.items()}
+    write_tensors(tensors, path, {"format": FORMAT, "places": places}, writer)
 
 
 def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -71,6 +71,8 @@ class Channel:
         self.summary: dict[str, Any] = {}
         """Of the whole, where parts of it are held already: its manifest, and how to merge it."""
         self.hashing = Hashing()
+        self.hashes: dict[str, int] = {}
+        """Of the tensors that have arrived, as they arrived."""
         self.drops_first = False
         """The first bucket gets lost: a fault on purpose."""
         self._buffers = [_room_for(0) for _ in range(2)]
@@ -167,7 +169,8 @@ class Channel:
 
         pieces = torch.split(payload, sizes)
         for (name, dtype, shape, value), piece in zip(tensors, pieces, strict=True):
-            if self.hashing.of(piece) != value:
+            self.hashes[name] = arrived = self.hashing.of(piece)
+            if arrived != value:
                 self.corrupt.append(name)
             yield name, _aligned(piece, dtype).view(dtype).reshape(shape)
 
@@ -311,29 +314,36 @@ def _gloo_options(host: str) -> Any:
 def _meet(store: SignedStore, rank: int, num_receivers: int, gpu: str) -> bool:
     """Wait until every rank is there; returns whether each has a GPU of its own.
 
-    The sender's error names the ranks that did not come.
+    The error names the ranks that did not come.
     """
     with _explained("cannot reach the sender's store"):
         store.set(f"joined/{rank}", gpu or "no GPU")
     if rank != 0:
-        with _explained("the sender waited in vain for another rollout rank, or is gone itself"):
+        with _explained("the sender is gone"), _naming_absent(store, num_receivers):
             store.wait(["complete"], FORM_TIMEOUT)
             return bool(store.get("complete") == b"own GPUs")
 
-    keys = {f"joined/{other}": other for other in range(1, num_receivers + 1)}
-    try:
-        store.wait(list(keys), FORM_TIMEOUT)
-    except dist.DistStoreError as error:
-        absent = ", ".join(_who(other) for key, other in keys.items() if not store.check([key]))
-        raise WeightSyncError(
-            f"weight sync: waited {FORM_TIMEOUT.total_seconds():.0f} s for {absent}: not there. "
-            "Is that worker alive, and not busy with another call?"
-        ) from error
-
+    keys = [f"joined/{other}" for other in range(1, num_receivers + 1)]
+    with _naming_absent(store, num_receivers):
+        store.wait(keys, FORM_TIMEOUT)
     gpus = [gpu, *(store.get(key).decode() for key in keys)]
     has_own_gpus = bool(gpu) and "no GPU" not in gpus and len(set(gpus)) == len(gpus)
     store.set("complete", "own GPUs" if has_own_gpus else "yes")
     return has_own_gpus
+
+
+@contextmanager
+def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
+    """A wait in the store that ends in vain is an error about the ranks that did not come."""
+    try:
+        yield
+    except dist.DistStoreError as error:
+        ranks = range(num_receivers + 1)
+        absent = ", ".join(_who(rank) for rank in ranks if not store.check([f"joined/{rank}"]))
+        raise WeightSyncError(
+            f"weight sync: waited {FORM_TIMEOUT.total_seconds():.0f} s for {absent or _who(0)}: "
+            "not there. Is that worker alive, and not busy with another call?"
+        ) from error
 
 
 def _tensor_of(content: bytes) -> Tensor:

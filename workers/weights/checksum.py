@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -27,6 +30,16 @@ def byte_view(tensor: Tensor) -> Tensor:
 def hash_of(payload: Tensor) -> int:
     """The 64-bit XXH3 of a CPU byte tensor."""
     return xxhash.xxh3_64_intdigest(payload.numpy())
+
+
+def array_of(tensor: Tensor) -> np.ndarray[Any, Any] | None:
+    """The float32 numbers of a CPU tensor, without a copy; none of another type, or elsewhere.
+
+    Of small tensors the calls cost more than the bytes: this is one call, `byte_view` four.
+    """
+    if tensor.dtype is not torch.float32 or not tensor.is_cpu:
+        return None
+    return (tensor.detach() if tensor.requires_grad else tensor).numpy()
 
 
 class Hashing:
@@ -48,7 +61,15 @@ class Hashing:
 
     def of_copied(self, target: Tensor, source: Tensor) -> int:
         """Of CPU bytes that are being copied, at less than half the price."""
-        into, own, hasher = target.numpy(), source.numpy(), xxhash.xxh3_64()
+        into, own = target.numpy(), source.numpy()
+        if len(own) <= self.CHUNK:
+            into[:] = own
+            began = time.perf_counter()
+            value = xxhash.xxh3_64_intdigest(into)
+            self.seconds += time.perf_counter() - began
+            return value
+
+        hasher = xxhash.xxh3_64()
         for start in range(0, len(own), self.CHUNK):
             chunk = own[start : start + self.CHUNK]
             into[start : start + self.CHUNK] = chunk
@@ -89,25 +110,39 @@ class CopyCheck:
         """Whether a weight of this name came."""
         return name in self._came
 
-    def watch(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, hashed as they pass."""
+    def watch(
+        self, tensors: NamedTensors, hashes: Mapping[str, int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors, hashed as they pass, unless their `hashes` are known by then."""
         for name, tensor in tensors:
-            self._came[name] = tensor.dtype, tensor.device, self._hash(tensor)
+            self.note(name, tensor, None if hashes is None else hashes.get(name))
             yield name, tensor
+
+    def note(self, name: str, tensor: Tensor, known: int | None = None) -> None:
+        """This is what the engine is to hold; its hash is taken, unless it is `known`."""
+        value = self._hash(tensor) if known is None else known
+        self._came[name] = tensor.dtype, tensor.device, value
 
     def damaged(self, held: NamedTensors) -> list[str]:
         """Names of the weights that are not as they came; another dtype must have kept all bits."""
         names = []
         for name, weight in held:
             dtype, device, value = self._came[name]
-            if self._hash(weight.detach().to(device, dtype)) != value:
+            if weight.dtype is not dtype or weight.device != device:
+                weight = weight.detach().to(device, dtype)
+            if self._hash(weight) != value:
                 names.append(name)
         return names
 
     def _hash(self, tensor: Tensor) -> int:
         began = time.perf_counter()
-        payload = byte_view(tensor.contiguous())
-        value = hash_of(payload) if payload.device.type == "cpu" else hash_on_device(payload)
+        numbers = array_of(tensor)
+        if numbers is not None:
+            value = xxhash.xxh3_64_intdigest(np.ascontiguousarray(numbers))
+        else:
+            payload = byte_view(tensor.contiguous())
+            is_here = payload.device.type == "cpu"
+            value = hash_of(payload) if is_here else hash_on_device(payload)
         self.seconds += time.perf_counter() - began
         return value
 
@@ -125,6 +160,11 @@ def hash_on_device(payload: Tensor, chunk: int = 2**22) -> int:
     return int(total)
 
 
+@lru_cache(maxsize=2**14)
+def _described(name: str, shape: torch.Size) -> bytes:
+    return f"{name} {list(shape)} ".encode()
+
+
 class Fingerprint:
     """Names a set of weights by 64 values of every tensor.
 
@@ -137,9 +177,13 @@ class Fingerprint:
 
     def note(self, name: str, tensor: Tensor) -> None:
         """Take a full tensor in."""
-        flat = tensor.detach().reshape(-1)
-        values = flat[:: max(1, flat.numel() // 64)].float().cpu().numpy().tobytes()
-        self._parts[name] = f"{name} {list(tensor.shape)} ".encode() + values
+        step = max(1, tensor.numel() // 64)
+        numbers = array_of(tensor)
+        if numbers is not None:
+            values = numbers.reshape(-1)[::step].tobytes()
+        else:
+            values = tensor.detach().reshape(-1)[::step].float().cpu().numpy().tobytes()
+        self._parts[name] = _described(name, tensor.shape) + values
 
     def watch(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """The same tensors, noted as they pass."""

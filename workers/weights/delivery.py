@@ -28,14 +28,21 @@ import torch
 import torch.distributed as dist
 
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.errors import VerlLikeError, WeightSyncError, WorkerDiedError
+from verl_like.errors import WeightSyncError
 from verl_like.process.store import SignedStore
 from workers.weights.address import Address, join_weight_store
 from workers.weights.channel import FORM_TIMEOUT, Channel
 from workers.weights.checksum import Hashing, checksum_of
 from workers.weights.kept import changes
 from workers.weights.snapshot import Snapshot, Snapshots
-from workers.weights.sync import SyncReport, WeightSender, once_more_if_refused, sync_figures
+from workers.weights.sync import (
+    Side,
+    SyncReport,
+    WeightSender,
+    once_more_if_refused,
+    reports_of_sides,
+    sync_figures,
+)
 
 logger = logging.getLogger(__name__)
 HOST = torch.device("cpu")
@@ -122,34 +129,33 @@ def _deliver(
     address, version = actor_group.open_delivery(version, sender)[sender]
 
     # either group may run in the thread that calls it, so each side has one
-    sending = _in_a_thread(
-        actor_group.deliver_weights, address, rollout_group.world_size, bucket_mb, sender
-    )
-    try:
-        received: list[SyncReport] = receive.remote(address, version).get()
-    except WorkerDiedError:
-        raise  # at once: the sender still waits for it to come
-    except VerlLikeError as error:
-        lost = sending.exception()
-        if isinstance(lost, WorkerDiedError):
-            raise lost from error  # what the rollout saw is that nothing more came
-        error.add_note(f"delivery of version {version}: {_words_of(sending)}")
-        raise
-    return sync_figures([*received, *sending.result()], int(version), start)
+    what = address, rollout_group.world_size, bucket_mb, sender
+    sending = _InAThread(f"actor rank {sender}", actor_group.deliver_weights, *what)
+    received = receive.remote(address, version)
+    reports = reports_of_sides([Side(received, int(version)), Side(sending, int(version))])
+    return sync_figures(reports, int(version), start)
 
 
-def _in_a_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """The future of a call in a thread that nobody has to wait for."""
-    future: Future[Any] = Future()
+class _InAThread:
+    """The future of a group's blocking call, in a thread that nobody has to wait for."""
 
-    def run() -> None:
+    def __init__(self, name: str, call: Callable[..., Any], *arguments: Any) -> None:
+        self._name, self._future = name, Future[Any]()
+        work = call, arguments
+        threading.Thread(target=self._run, args=work, name="weights sender", daemon=True).start()
+
+    def _run(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         try:
-            future.set_result(call(*arguments))
+            self._future.set_result(call(*arguments))
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            future.set_exception(error)
+            self._future.set_exception(error)
 
-    threading.Thread(target=run, name="weights sender", daemon=True).start()
-    return future
+    def get(self, timeout: float | None = None) -> Any:
+        """What the call returns."""
+        return self._future.result(timeout)
+
+    def __str__(self) -> str:
+        return self._name
 
 
 @cache
@@ -168,15 +174,6 @@ def load_delivered(rollout_group: Any, version: int) -> dict[str, float]:
     start = time.perf_counter()
     reports: list[SyncReport] = rollout_group.load_received(version)
     return sync_figures(reports, version, start)
-
-
-def _words_of(sending: Future[list[SyncReport]]) -> str:
-    """What the sending side says in the end."""
-    error = sending.exception()
-    if error is not None:
-        return str(error)
-    errors = [report.error for report in sending.result() if report.error]
-    return "; ".join(errors) or "the sender saw nothing wrong"
 
 
 class WeightPublisher(WeightSender):

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,7 @@ from workers.weights.kept import KeptWeights, announce, changes
 from workers.weights.sink import describe_problems
 
 logger = logging.getLogger(__name__)
-ALONE_S = 8.0
+ALONE_S = 3.0
 """How long one side of a sync may go on after the other has failed: it waits in vain."""
 _OPENING = threading.Lock()
 """Addresses are asked for by several threads."""
@@ -79,8 +79,7 @@ def _sync(
         # first.
         sender_first = actor_group.world_size > rollout_group.world_size
         calls = (send, receive) if sender_first else (receive, send)
-        sides = gather(*(call() for call in calls), grace_s=ALONE_S)
-        reports = [report for side in sides for report in side]
+        reports = reports_of_sides([Side(call(), version) for call in calls])
 
     return sync_figures(reports, version, start)
 
@@ -96,17 +95,22 @@ def once_more_if_refused(sync: Callable[[], dict[str, float]]) -> dict[str, floa
 
 def sync_figures(reports: Sequence[SyncReport], version: int, start: float) -> dict[str, float]:
     """What a sync that began at `start` has cost; a `WeightSyncError` where a rank refused it."""
-    errors = [report.error for report in reports if report.error]
-    if errors:
-        was_voted = all(report.voted for report in reports)
-        kind = WeightsRefusedError if was_voted else WeightSyncError
-        raise kind(f"version {version} was not taken over: " + "; ".join(errors))
+    _raise_errors(reports, version)
     return {
         "timing_s/weight_sync": time.perf_counter() - start,
         "perf/weight_sync_hash_s": max(report.hash_s for report in reports),
         "perf/weight_sync_mb": max(report.num_bytes for report in reports) / 2**20,
         "training/weight_version": float(version),
     }
+
+
+def _raise_errors(reports: Sequence[SyncReport], version: int) -> None:
+    """What the ranks have refused, or could not do, as one error."""
+    errors = [report.error for report in reports if report.error]
+    if errors:
+        was_voted = all(report.voted for report in reports)
+        kind = WeightsRefusedError if was_voted else WeightSyncError
+        raise kind(f"version {version} was not taken over: " + "; ".join(errors))
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,39 @@ class WeightsRefusedError(WeightSyncError):
     """Every rank was there, and one has refused what it got."""
 
 
+class Side:
+    """The call of one side of a sync, for `gather`.
+
+    Where a rank waited for another in vain, the side has failed: the other one is waited for no
+    longer than after an exception.
+    """
+
+    def __init__(self, future: Any, version: int) -> None:
+        """`future` is of the reports of its ranks."""
+        self._future, self._version = future, version
+        self.reports: list[SyncReport] | None = None
+
+    def get(self, timeout: float | None = None) -> list[SyncReport]:
+        """The reports, if all ranks came as far as the vote."""
+        self.reports = reports = self._future.get(timeout)
+        if not all(report.voted for report in reports):
+            _raise_errors(reports, self._version)
+        return reports
+
+    def __str__(self) -> str:
+        return str(self._future)
+
+
+def reports_of_sides(sides: Sequence[Side]) -> list[SyncReport]:
+    """Those of both sides, bad ones as well; an error where one side has none."""
+    try:
+        gather(*sides, grace_s=ALONE_S)
+    except WeightSyncError:
+        if any(side.reports is None for side in sides):
+            raise
+    return [report for side in sides for report in side.reports or ()]
+
+
 class _SendingEngine(Protocol):
     module: Any
 
@@ -135,7 +172,9 @@ class _SendingEngine(Protocol):
 class _ReceivingEngine(Protocol):
     hash_s: float
 
-    def load_weights(self, tensors: NamedTensors) -> None: ...
+    def load_weights(
+        self, tensors: NamedTensors, hashes: Mapping[str, int] | None = None
+    ) -> None: ...
 
     def commit(self, version: int) -> None: ...
 
@@ -327,10 +366,12 @@ class WeightReceiver:
     def _load(self, channel: Channel) -> list[str]:
         """Load what arrives; what is wrong with it, in words."""
         arriving = channel.receive()
-        tensors = arriving if self.kept is None else self.kept.taken(channel, arriving)
         problems: list[str] = []
         try:
-            self.engine.load_weights(tensors)
+            if self.kept is None:
+                self.engine.load_weights(arriving, channel.hashes)
+            else:
+                self.engine.load_weights(self.kept.taken(channel, arriving))
         except WeightSyncError as problem:
             problems.append(str(problem))
             deque(arriving, maxlen=0)  # what is still coming, ahead of the vote

@@ -5,12 +5,12 @@ Worker processes run no script again either: `tests/verl_like/process/test_child
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.forked import run_program
+
 CELL = """
 print("the session begins")
 from trainer import PPO
@@ -41,17 +41,15 @@ asyncio.run(in_an_event_loop())
 """
 
 
+def run_script() -> None:
+    """`python SCRIPT`."""
+    runpy.run_path(sys.argv[1], run_name="__main__")
+
+
 def test_the_script_runs_once_and_its_function_is_found(tiny_dir: Path, tmp_path: Path) -> None:
     script = tmp_path / "session.py"
     script.write_text(SCRIPT.replace('"MODEL": "MODEL"', f'"MODEL": "{tiny_dir}/model"'))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program(run_script, str(script), folder=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the session begins") == 1
     assert "failed: 0.0" in done.stdout

@@ -121,3 +121,19 @@ def test_the_exit_code_counts_what_is_needed(
         doctor.main(lambda: iter([Finding("a", "b", mend, optional)]))
     assert ended.value.code == code
     assert ("fail" in capsys.readouterr().out) == bool(code)
+
+
+FINDS_MUCH = """
+from trainer.cli import doctor
+doctor.main(lambda: (doctor.Finding("a", "b") for _ in range(100_000)))
+"""
+
+
+def test_it_ends_without_a_word_once_nobody_reads() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FINDS_MUCH], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as found:
+        found.stdout.readline()
+        found.stdout.close()
+        assert found.stderr.read() == b""
+    assert found.returncode == 141

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import overrides
-from tests.trainer.detached.test_run import LOCAL, detached, shared_numbers
+from tests.trainer.detached.test_run import detached, shared_numbers
 from tests.workers.stand_ins import Group, Receiver, Sender, checksums, train, versions
-from trainer import load_config, run
 from trainer.detached.config import DetachedConfig
 from trainer.detached.topology import Topology
 from trainer.detached.weights import WeightFeed
@@ -79,10 +77,9 @@ def test_a_copy_of_the_critic_gets_the_critics_weights_once_for_each_version(
 
 
 def test_weights_in_parts_and_ahead_of_time_change_no_number(
-    tiny_dir: Path, tmp_path: Path
+    tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:
-    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL)))
     ours = ("detached.max_staleness=0", "actor_rollout_ref.rollout.double_buffer=true")
     more = (*ours, "actor_rollout_ref.rollout.sync=changed")
-    folder = detached(tiny_dir, tmp_path / "detached", *more)
-    assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+    folder = detached(tiny_dir, tmp_path, *more)
+    assert shared_numbers(folder) == shared_numbers(plain)

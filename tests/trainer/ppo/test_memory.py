@@ -197,3 +197,23 @@ def test_offloading_is_refused_on_cpus(model: Path, setting: str, named: str) ->
     preflight(script_config(model, *more, off))
     with pytest.raises(ConfigError, match=f"{named}.*this run is on CPUs"):
         preflight(script_config(model, *more, off, setting))
+
+
+def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
+    def copies(*more: str) -> dict[str, float]:
+        roles = role_memories(script_config(model, "trainer.save_freq=5", *more), "cuda", CARD)
+        return {role.role: role.copies for role in roles if role.copies}
+
+    # float32 weights and two moments, a quarter on each of four ranks
+    assert copies()["actor"] == 6_910_365_696 * 3 * 4 / 4
+    assert set(copies()) == {"actor", "critic"}
+    assert set(copies("actor_rollout_ref.ref.update_every=1")) == {"actor", "critic", "ref"}
+    model_alone = "actor_rollout_ref.actor.checkpoint.save_contents=[model]"
+    assert copies(model_alone)["actor"] == 6_910_365_696
+    whole = "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
+    assert copies(whole)["actor"] == 6_910_365_696 * (1 + 2)
+    assert copies("actor_rollout_ref.model.lora_rank=8")["actor"] < copies()["actor"] / 100
+    assert copies("trainer.async_save=false") == {}
+    text = explain(script_config(model), None, CARD)
+    said = r"actor_rollout_ref_pool: 19.3 GiB of host memory for each device to write checkpoints"
+    assert re.search(said, text)

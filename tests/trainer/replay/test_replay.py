@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import draw_no_figures
 from tests.integration.runs import lines, overrides
 from trainer import load_config, run
 from trainer.cli import main
@@ -49,9 +48,7 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def made(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        draw_no_figures(monkeypatch)
-        run(load_config(overrides(tiny_dir, folder, *SETTINGS)))
+    run(load_config(overrides(tiny_dir, folder, *SETTINGS)))
     return folder
 
 

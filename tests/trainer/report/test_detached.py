@@ -21,7 +21,7 @@ FIGURES = ["Activity", "Lanes", "Staleness", "Versions", "Queue", "Tokens a seco
 
 
 @pytest.fixture(autouse=True)
-def no_other_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_other_figures(figures: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """PPO's own take most of the time."""
     for drawing in ("curves", "timeline", "shares"):
         monkeypatch.setattr(f"trainer.report.figures.{drawing}", lambda *_: "")

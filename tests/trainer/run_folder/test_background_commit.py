@@ -53,6 +53,7 @@ class Writer(Role):
         self.complete_checkpoint = SimpleNamespace(
             remote=lambda files: Answer(lambda: self.end(files))
         )
+        self.hurry_checkpoint = SimpleNamespace(remote=lambda: Answer(lambda: self.hurry()))
         self.drop_checkpoint = SimpleNamespace(remote=lambda: Answer(self.drop))
 
     def start(self, path: str, step: int) -> list[bool]:
@@ -72,6 +73,9 @@ class Writer(Role):
     def end(self, files: dict[str, Any]) -> None:
         assert sorted(files) == ["0", "1"]
         (self.folder / "manifest").write_text("of both ranks")
+
+    def hurry(self) -> None:
+        """Writes no sooner."""
 
     def drop(self) -> None:
         self.is_dropped = True
@@ -121,6 +125,30 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
     assert tmp_path / "global_step_2" in run.commit()
     run.finish()
     assert committed(tmp_path) == [2, 4]
+
+
+def test_whoever_waits_for_a_checkpoint_makes_its_writers_hurry(tmp_path: Path) -> None:
+    run = begun(tmp_path, writer := Writer(7))
+    writer.hurry = writer.gate.set  # type: ignore[method-assign]
+    run.finish()
+    assert committed(tmp_path) == [2]
+
+
+def test_a_file_that_was_hashed_when_it_was_written_is_not_read_again(tmp_path: Path) -> None:
+    facts = {"bytes": 1, "crc32": 12345}  # another than the file's
+
+    class TopFile(Writer):
+        def write(self) -> list[dict[str, dict[str, int]]]:
+            super().write()
+            return [{"number": facts}]
+
+        def end(self, files: dict[str, Any]) -> None:
+            assert files == {"number": facts}
+
+    run = begun(tmp_path, writer := TopFile(7))
+    writer.gate.set()
+    run.finish()
+    assert read_marker(tmp_path / "global_step_2")["files"]["actor/number"] == facts
 
 
 def test_a_write_that_failed_is_told_at_the_next_step_and_leaves_no_marker(tmp_path: Path) -> None:

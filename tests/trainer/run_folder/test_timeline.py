@@ -5,6 +5,7 @@ ratios tell overlap.
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,18 @@ def test_a_resumed_run_goes_on_in_its_lanes_and_on_its_clock(tmp_path: Path) -> 
     assert path.read_text() == whole.read_text()
     Timeline(path).add(second)
     assert len(calls(path)) == 2
+
+
+def test_a_long_run_is_gone_on_with_in_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    Timeline(path).add([record("a", "actor", 0, step, step + 1.0) for step in range(5000)])
+    tracemalloc.start()
+    resumed = Timeline(path, resume=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200_000 < path.stat().st_size
+    resumed.add([record("b", "actor", 0, 1.0, 2.0)])
+    assert len(calls(path)) == 5001
 
 
 def test_the_overlap_ratio_is_busy_time_over_the_wall_of_the_stages_that_overlap() -> None:

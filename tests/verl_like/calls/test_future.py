@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from verl_like import gather
+from verl_like.calls.future import WorkerFuture
+from verl_like.calls.messages import Header, Pending, RemoteError
+from verl_like.calls.transport import Transport
+from verl_like.calls.waiting import Deadlines
+from verl_like.errors import WorkerDiedError
+from verl_like.process.facts import ProcessFacts
 
 
 class Later:
@@ -73,7 +80,84 @@ def test_with_grace_the_others_are_waited_for_no_longer_than_that_after_a_failur
     assert "not finished 0.05 s after the failure" in str(caught.value.others[0])
 
 
+def test_after_a_death_the_others_have_a_second_at_most() -> None:
+    never, lost = threading.Event(), WorkerDiedError("rollout rank 0 is gone")
+    with pytest.raises(WorkerDiedError) as caught:
+        gather(Later("sender", never), Later(lost), grace_s=9.0)
+    assert "not finished 1 s after the failure" in str(caught.value.others[0])
+
+
 def test_with_grace_all_that_end_in_time_give_what_they_have() -> None:
     event = threading.Event()
     threading.Timer(0.05, event.set).start()
     assert gather(Later(1, event), Later(2), grace_s=0.01) == [1, 2]
+
+
+def test_of_several_failures_a_death_is_raised_for_it_explains_the_others() -> None:
+    lost, broken = WorkerDiedError("rollout rank 0 is gone"), KeyError("nothing came")
+    with pytest.raises(WorkerDiedError) as caught:
+        gather(Later(broken), Later(lost))
+    assert caught.value.others == [broken]
+
+
+class Store(Transport):
+    """A backend that has some answers, and reads them by one request."""
+
+    kind = "store"
+    submit = stacks = regroup = shutdown = construct_again = None
+
+    def __init__(self, headers: dict[str, Header]) -> None:
+        super().__init__([ProcessFacts()], Deadlines())
+        self.headers, self.requests, self.threads = headers, [], []
+
+    def fetch_all(self, pending: Sequence[Pending], seconds: float) -> Any:
+        self.requests.append([call.header for call in pending])
+        if any(call.header not in self.headers for call in pending):
+            return None
+        return [self.headers[call.header] for call in pending], [call.header for call in pending]
+
+    def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
+        self.threads.append(threading.current_thread().name)
+        return list(references)
+
+    def fetch(self, reference: Any) -> Any:
+        return self.headers.get(reference, header()).packed()
+
+    def place(self, rank: int) -> str:
+        return "nowhere"
+
+    def call(self, name: str) -> WorkerFuture:
+        pending = [Pending(0, name, name, "role")]
+        return WorkerFuture(name, self, pending, lambda _, payloads: payloads, "list", pending)
+
+
+def header(error: RemoteError | None = None) -> Header:
+    return Header("role", "method", 0, 1, 0.0, 1.0, 0.5, error=error)
+
+
+def test_answers_of_several_calls_that_come_soon_are_read_by_one_request() -> None:
+    store = Store({"first": header(), "second": header()})
+    assert gather(store.call("first"), Later("other"), store.call("second")) == [
+        ["first"],
+        "other",
+        ["second"],
+    ]
+    assert store.requests == [["first", "second"]]
+    assert not store.threads, "nobody waited for a call by itself"
+    assert len(store.take_finished()) == 2
+
+
+def test_a_call_that_fails_is_raised_after_the_others_have_been_read() -> None:
+    store = Store({"first": header(), "bad": header(RemoteError.of(KeyError("of the worker")))})
+    good = store.call("first")
+    with pytest.raises(KeyError, match="of the worker"):
+        gather(good, store.call("bad"))
+    assert store.requests == [["first", "bad"]]
+    assert good.get() == ["first"]
+
+
+def test_calls_that_do_not_come_soon_are_watched_each_by_a_thread() -> None:
+    store = Store({"first": header()})
+    assert gather(store.call("first"), store.call("late")) == [[None], [None]]
+    assert store.requests == [["first", "late"]]
+    assert store.threads == ["gather", "gather"]

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.forked import start_python
 from verl_like.errors import ConfigError
+from verl_like.process import child
 from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import MOST_OUTPUT, descendants
 from workers.rewards.outcome import LATE
@@ -52,6 +54,12 @@ def act(solution_str):
         os.kill(os.getpid(), signal.SIGSTOP)
     if solution_str == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if solution_str in ("supervisor", "supervisor, and stays"):
+        Path(NOTE).write_text(f"{os.getpid()} {os.getcwd()}")
+        if "stays" in solution_str:
+            ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
     if solution_str == "garbage":
         for number in every_socket():
             os.write(number, b"not an answer\\n")
@@ -83,6 +91,9 @@ def act(solution_str):
         return float(os.environ["SECRET_OF_TEST"])
     if solution_str == "fork":
         fork_and_stay()
+    if solution_str == "fork and hang":
+        fork_and_stay()
+        time.sleep(60)
     if solution_str == "many":
         for _ in range(20):
             if os.fork() == 0:
@@ -222,6 +233,17 @@ def test_what_it_forked_into_a_session_of_its_own_is_gone_with_it(stranger: Any)
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_what_it_forked_is_gone_with_it_at_its_deadline(stranger: Any) -> None:
+    stranger.note.unlink(missing_ok=True)
+    hung, after = stranger("fork and hang", "fine", deadline=1.5)
+    assert (hung[2], after) == (LATE, (1.0, {}, None))
+    pid = stranger.note.read_text()
+    end = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(pid)
+
+
 DRIVER = """
 import os, sys, time
 from verl_like.process.supervisor import descendants
@@ -270,6 +292,26 @@ def test_it_has_a_process_group_of_its_own(stranger: Any) -> None:
     assert int(group) in descendants(os.getpid())
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("supervisor", "the reward process and its supervisor are gone"),
+        ("supervisor, and stays", LATE),
+    ],
+)
+def test_one_that_kills_its_supervisor_is_killed_and_leaves_nothing(
+    stranger: Any, text: str, words: str
+) -> None:
+    before, guilty, after = stranger("fine", text, "fine", deadline=1.1)
+    assert (before[0], guilty, after[0]) == (1.0, (None, {}, words), 1.0)
+    pid, folder = stranger.note.read_text().split()
+    end = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(pid)
+    assert not Path(folder).exists()
+
+
 def test_its_output_is_bounded(stranger: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert stranger("print", deadline=6.0) == [(1.0, {}, None)]
     (scorer,) = [made for key, made in stranger.made.items() if key[1] == 6.0]
@@ -279,8 +321,11 @@ def test_its_output_is_bounded(stranger: Any, capfd: pytest.CaptureFixture[str])
     assert said.endswith("[further output of this process is dropped]\n")
 
 
-def test_nothing_of_the_function_is_on_a_command_line(stranger: Any) -> None:
-    stranger("fine")
+def test_nothing_of_the_function_is_on_a_command_line(
+    stranger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "_start_python", start_python)  # forks have their server's line
+    stranger("fine", deadline=7.0)
     lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())]
     assert any(b"workers.rewards.process" in line for line in lines)
     assert not any(b"stranger" in line for line in lines)

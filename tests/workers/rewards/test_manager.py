@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.forked import start_python
 from trainer.data.prompts import as_objects, load_tokenizer
 from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
+from verl_like.process import child
 from workers.config import RewardFunctionConfig
 from workers.rewards import scorer
 from workers.rewards.manager import RewardManager
@@ -285,6 +287,7 @@ def test_a_process_that_does_not_start_leaves_its_samples_to_the_others(
     monkeypatch.setattr(scorer, "usable_cores", lambda: 2)
     manager = managers(deadline=3.0)
     manager.remote(make_batch(tokenizer, ["a"], [""])).get()
+    monkeypatch.setattr(child, "_start_python", start_python)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     scores, _ = manager.remote(make_batch(tokenizer, ["ab"] * 20, ["slow"] * 20)).get()
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [2.0] * 20

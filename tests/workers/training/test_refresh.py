@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.errors import CheckpointError, WeightSyncError
 from workers.config import WorkersConfig
@@ -91,7 +91,7 @@ def test_shards_move_as_the_whole_and_go_on_from_a_checkpoint(
 ) -> None:
     alone = follow(str(tiny_dir), DECAY, str(tmp_path / "one"), True)
     assert_average(alone, DECAY)
-    for found in run(2, follow, str(tiny_dir), DECAY, str(tmp_path / "two"), True):
+    for found in run_kept(2, follow, str(tiny_dir), DECAY, str(tmp_path / "two"), True):
         assert_average(found, DECAY)
 
 
@@ -99,6 +99,28 @@ def test_a_checkpoint_of_one_rank_is_taken_over_bit_for_bit(tiny_dir: Path, tmp_
     whole = follow(str(tiny_dir), DECAY, str(tmp_path))[-1]
     resumed = follow(str(tiny_dir), DECAY, str(tmp_path), True)[-1]
     assert all(resumed[name].equal(weight) for name, weight in whole.items())
+
+
+def test_weights_that_are_held_otherwise_than_they_came_are_refused_by_name(
+    tiny_dir: Path,
+) -> None:
+    config = config_of(tiny_dir, 0.0)
+    actor = started(ActorWorker, config, 10)
+    reference = beside(actor, config)
+    move = reference.engine._move
+
+    def move_and_flip(name: str, weight: torch.Tensor, *arguments: Any) -> None:
+        move(name, weight, *arguments)
+        if name == "lm_head.weight":
+            weight.data.view(torch.int32)[3, 1] ^= 1
+
+    reference.engine._move = move_and_flip
+    with pytest.raises(WeightSyncError, match=r"model: 1 held otherwise than they .*: lm_head\.w"):
+        reference.update_weights(1)
+    assert reference.engine.version is None
+    reference.engine._move = move
+    assert reference.update_weights(2).error is None
+    assert reference.engine.hash_s > 0
 
 
 def test_narrow_weights_are_averaged_in_float32(tiny_dir: Path, tmp_path: Path) -> None:

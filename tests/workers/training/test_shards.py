@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from verl_like.errors import CheckpointError
-from workers.training.shards import DTYPES, FORMAT, Piece, read_shards, write_pieces, write_shards
+from workers.models.tensor_files import DTYPES
+from workers.training.shards import FORMAT, Piece, read_shards, write_pieces, write_shards
 
 
 def of_every_type() -> dict[str, Tensor]:
@@ -58,7 +59,7 @@ def sharded(rows: Tensor, rank: int, replicas: int) -> DTensor:
 def test_shards_under_replicas_are_written_once_and_read_by_any_number(
     tmp_path: Path, replicas: int
 ) -> None:
-    run(1, write_and_read, tmp_path, replicas)  # a process without a group of its own
+    run_kept(1, write_and_read, tmp_path, replicas)  # a process without a group of its own
 
 
 def write_and_read(tmp_path: Path, replicas: int) -> None:
@@ -137,5 +138,7 @@ def test_files_that_do_not_hold_the_tensors_are_refused_in_words(
 
 
 def test_a_type_without_a_place_in_the_format_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="w is torch.complex64, which no shard can hold"):
+    with pytest.raises(
+        CheckpointError, match="w is torch.complex64, which no file of tensors can hold"
+    ):
         write_shards({"w": torch.zeros(1, dtype=torch.complex64)}, tmp_path, 0, 1)

@@ -17,7 +17,7 @@ from tests.workers.rollout_engines import beside, wait_until
 from tests.workers.stand_ins import Group, Receiver, checksums, refused, train, versions
 from verl_like.calls.progress import AT_LOCK, progress_of_call
 from workers.weights import channel as weight_channel
-from workers.weights.checksum import Hashing, hash_of
+from workers.weights.checksum import Hashing, byte_view, hash_of
 from workers.weights.sync import WeightReceiver, sync_weights
 
 
@@ -36,6 +36,21 @@ def test_a_flipped_bit_is_caught_and_no_version_flips(
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
     cards_of(monkeypatch, iter(["a/0", "a/1", "b/0"] * 2))
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
+
+
+def test_an_engine_is_told_the_hashes_of_what_has_arrived(actor: Group) -> None:
+    told: dict[str, int] = {}
+    receiver = Receiver()
+    load = receiver.engine.load_weights
+
+    def note(tensors: Any, hashes: dict[str, int]) -> None:
+        load(tensors)
+        told.update(hashes)
+
+    receiver.engine.load_weights = note
+    sync_weights(actor, Group([receiver]), 1, bucket_mb=0.001)
+    sent = actor.workers[0].engine.module.named_parameters()
+    assert told == {name: hash_of(byte_view(tensor)) for name, tensor in sent}
 
 
 def test_a_receiver_whose_sender_does_not_come_is_seen_to_stand_still(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from tests.workers.stand_ins import TiedModel
 from workers.weights.checksum import (
     CopyCheck,
+    Fingerprint,
     Hashing,
     byte_view,
     checksum_of,
@@ -57,6 +60,36 @@ def test_a_copy_is_checked_for_every_bit_that_its_engine_holds() -> None:
     held["b"][3] = torch.nextafter(held["b"][3], torch.tensor(9.0)) * 1.01
     assert check.damaged(held.items()) == ["a", "b"]
     assert check.seconds > 0
+
+
+def test_a_hash_that_is_known_is_compared_with_and_not_taken_again() -> None:
+    weights = {"a": torch.randn(5, 3), "b": torch.randn(7), "c": torch.randn(2)}
+    known: dict[str, int] = {}
+
+    def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.items():
+            if name != "c":
+                known[name] = hash_of(byte_view(tensor)) + (name == "b")
+            yield name, tensor
+
+    check = CopyCheck()
+    held = dict(check.watch(arriving(), known))
+    assert check.damaged(held.items()) == ["b"]
+
+
+def test_a_fingerprint_is_of_values_whatever_holds_them() -> None:
+    values = torch.randn(9, 15).bfloat16()
+    forms = [values, values.float(), torch.nn.Parameter(values.float()), values.float().t().t()]
+    assert len({fingerprint_of(form) for form in forms}) == 1
+    strided = torch.zeros(9, 30)[:, ::2].copy_(values)
+    assert fingerprint_of(strided) == fingerprint_of(values)
+    assert fingerprint_of(values.t()) != fingerprint_of(values) != fingerprint_of(values.flatten())
+
+
+def fingerprint_of(tensor: torch.Tensor) -> int:
+    fingerprint = Fingerprint()
+    fingerprint.note("a", tensor)
+    return fingerprint.value()
 
 
 def test_the_hash_of_a_gpus_weights_changes_with_a_bit_and_with_a_place() -> None:

@@ -90,16 +90,16 @@ class RayHost:
         role = self._host.facts.name.split("+")[0]
         return self._host.call(Call(role, "ping"), ())[1].packed()
 
-    def call(self, call: tuple[Any, ...], *parts: Any) -> Answer:
+    def call(self, call: bytes | tuple[Any, ...], *parts: Any) -> Answer:
         """Run one method: header and payload in one object, for each has its price.
 
-        `call` holds role and method, then the arguments, if there are any.
+        `call` holds role and method, then the arguments, if there are any; mostly it is pickled.
         """
         payload, header = self._host.call(_unpacked(call), parts)
         return answer_of(payload, header)
 
     @ray.method(num_returns=2)
-    def call_for_batch(self, call: tuple[Any, ...], *parts: Any) -> tuple[Any, bytes]:
+    def call_for_batch(self, call: bytes | tuple[Any, ...], *parts: Any) -> tuple[Any, bytes]:
         """Run one method whose payload may go to other workers, without its header."""
         payload, header = self._host.call(_unpacked(call, returns_batch=True), parts)
         return payload, header.packed()
@@ -118,9 +118,10 @@ def _kill_this_process(_: bytes) -> bytes:
 HostActor = ray.remote(RayHost)
 
 
-def _unpacked(call: tuple[Any, ...], returns_batch: bool = False) -> Call:
+def _unpacked(call: bytes | tuple[Any, ...], returns_batch: bool = False) -> Call:
     """The call; one without arguments travels as role and method alone."""
-    role, method, args, kwargs = call if len(call) == 4 else (*call, (), {})
+    parts: tuple[Any, ...] = pickle.loads(call) if isinstance(call, bytes) else call
+    role, method, args, kwargs = parts if len(parts) == 4 else (*parts, (), {})
     return Call(role, method, args, kwargs, returns_batch)
 
 

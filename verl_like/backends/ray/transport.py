@@ -33,7 +33,9 @@ from verl_like.backends.ray.cluster import NodeProbe
 from verl_like.backends.ray.death_cause import cause_of_death
 from verl_like.backends.ray.ending import RELEASE_S, within
 from verl_like.backends.ray.host import Location
+from verl_like.backends.ray.packing import pack
 from verl_like.backends.ray.probes import ClusterProbe
+from verl_like.backends.ray.stored import put_once
 from verl_like.calls import stacks
 from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Answer, Call, Header, Held, Pending, payload_of
@@ -97,7 +99,7 @@ class RayTransport(Transport):
             what = *what, call.args, call.kwargs
         # a worker cannot wait for what comes over a side channel
         here = [part.result() if isinstance(part, Future) else part for part in parts]
-        made = self._task(rank, call).remote(what, *here)
+        made = self._task(rank, call).remote(pack(what) or what, *here)
         payload, header = made if call.returns_batch else (made, made)
         return Pending(rank, payload, header, call.role)
 
@@ -269,9 +271,10 @@ class RayTransport(Transport):
         for actor in self.actors:
             ray.kill(actor)
 
-    def share(self, value: Any) -> Any:
-        """Into the object store, once for all ranks."""
-        return ray.put(value)
+    def share(self, value: Any) -> tuple[Any, Any]:
+        """Into the object store, once for all ranks, and for calls whose futures are held."""
+        stored = put_once(value)
+        return stored.reference, stored
 
     def hold(self, reference: Any) -> Any:
         """The reference itself: Ray resolves only what is a task's own argument."""

@@ -6,7 +6,6 @@ import atexit
 import json
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -200,9 +199,9 @@ def test_a_cluster_that_does_not_answer_ends_the_wait(
 
 
 def test_an_uneven_pool_starts_every_worker_and_a_lost_node_or_memory_is_noticed(
-    tmp_path: Path,
+    tmp_path: Path, forked_python: Path
 ) -> None:
-    program = [sys.executable, "-m", "tests.verl_like.two_node_cluster", str(tmp_path)]
+    program = [forked_python, "-m", "tests.verl_like.two_node_cluster", str(tmp_path)]
     done = subprocess.run(
         program, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
     )

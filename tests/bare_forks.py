@@ -1,0 +1,176 @@
+"""Programs that import little, such as the process of a reward, forked instead of started anew.
+
+A new interpreter spends a tenth of a second on the standard library, more than a reward function of
+the tests on all its samples. `tests/forked.py` asks by `start_fork`; the server is this file, run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+PRELOADED = ("workers.rewards.process", "workers.rewards.functions", "workers.rewards.program")
+PROGRAMS = ("workers.rewards.process", "workers.rewards.program")
+"""What may be forked here."""
+NUMBER = struct.Struct("i")
+DESCRIPTORS = 4
+
+
+class BareProcess:
+    """What the starters of children use of a `subprocess.Popen`."""
+
+    def __init__(self, answers: socket.socket) -> None:
+        self._answers = answers
+        self._returncode: int | None = None
+        self.pid: int = self._next()
+
+    def _next(self) -> int:
+        found = self._answers.recv(NUMBER.size, socket.MSG_WAITALL)
+        assert found, "the server of forked processes is gone"
+        return NUMBER.unpack(found)[0]
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._returncode is None:
+            self._answers.settimeout(timeout)
+            try:
+                self._returncode = self._next()
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
+            self._answers.close()
+        return self._returncode
+
+    def kill(self) -> None:
+        try:
+            self.wait(0)
+        except subprocess.TimeoutExpired:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class _Server:
+    """The process that forks, from the side of the tests; it ends when this one does."""
+
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
+        self._requests, theirs = socket.socketpair()
+        root = str(Path(__file__).resolve().parents[1])
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tests.bare_forks", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": root},
+                process_group=0,
+            )
+
+    def start(self, request: bytes, *descriptors: int) -> BareProcess:
+        ours, theirs = socket.socketpair()
+        with theirs, self._asking:
+            size = NUMBER.pack(len(request))
+            socket.send_fds(self._requests, [size], [theirs.fileno(), *descriptors])
+            self._requests.sendall(request)
+        return BareProcess(ours)
+
+    def end(self) -> None:
+        self._requests.close()
+        self._process.wait()
+
+
+server = functools.cache(_Server)
+
+
+def end_server() -> None:
+    if server.cache_info().currsize:
+        server().end()
+        server.cache_clear()
+
+
+def start_fork(
+    program: str, pipe: Connection, arguments: Sequence[str], environment: Mapping[str, str]
+) -> BareProcess:
+    """A process of `verl_like.process.child`: the same program, pipe, environment and output."""
+    request = pickle.dumps((program, list(arguments), dict(environment)))
+    return server().start(request, pipe.fileno(), 1, 2)
+
+
+def serve(requests: socket.socket) -> tuple[list[int], bytes]:
+    """Fork for every request, and say how each fork ends; gives a fork its descriptors and request.
+
+    The server itself ends when nobody is left to ask.
+    """
+    running: dict[int, socket.socket] = {}
+    wakes, wakened = os.pipe()
+    watched: list[socket.socket | int] = [requests, wakes]
+    os.set_blocking(wakened, False)
+    signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready = select.select(watched, [], [])[0]
+        if wakes in ready:
+            os.read(wakes, 1024)
+            report_ended(running)
+        if requests not in ready:
+            continue
+
+        size, descriptors, _, _ = socket.recv_fds(requests, NUMBER.size, DESCRIPTORS)
+        if not size:
+            os._exit(0)
+        request = requests.recv(NUMBER.unpack(size)[0], socket.MSG_WAITALL)
+        answers, *others = descriptors
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for number in (requests.detach(), wakes, wakened, answers):
+                os.close(number)
+            for other in running.values():
+                other.close()
+            return others, request
+        running[pid] = socket.socket(fileno=answers)
+        running[pid].sendall(NUMBER.pack(pid))
+        for descriptor in others:
+            os.close(descriptor)
+
+
+def report_ended(running: dict[int, socket.socket]) -> None:
+    """Who asked for a fork that has ended is told its exit code."""
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with running.pop(pid) as answers:
+            try:
+                answers.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+            except BrokenPipeError:  # nobody waits for it
+                pass
+
+
+def run_program(descriptors: Sequence[int], request: bytes) -> None:
+    """What `python -m verl_like.process.child PROGRAM` does."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    pipe, *outputs = descriptors
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output, number)
+        os.close(output)
+    program, arguments, environment = pickle.loads(request)
+    os.environ.clear()
+    os.environ.update(environment)
+    connection = Connection(pipe)
+    sys.path[:] = connection.recv()
+    importlib.import_module(program).main(connection, *arguments)
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        importlib.import_module(name)
+    run_program(*serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -1,0 +1,48 @@
+"""Makers and trainers: the ledger of every topology closes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.examples.scripts import EXAMPLES, bash
+
+
+def ledger_of(shown: str) -> dict[str, list[int]]:
+    """Made, trained, queued, dropped and in flight of every maker, as the run has ended with."""
+    rows = re.findall(r"^(maker \d)((?: +\d+){5})$", shown, re.M)
+    return {maker: [int(number) for number in numbers.split()] for maker, numbers in rows}
+
+
+@pytest.mark.parametrize(
+    ("topology", "backend"),
+    [
+        pytest.param("1m1t", "ray", marks=pytest.mark.ray),
+        pytest.param("2m1t", "local", marks=pytest.mark.example),
+        pytest.param("1m2t", "local", marks=pytest.mark.example),
+        pytest.param("2m2t", "local", marks=pytest.mark.example),
+    ],
+)
+def test_trainers_learn_from_all_that_makers_made(
+    topology: str, backend: str, tmp_path: Path, tiny_dir: Path, forked_python: Path
+) -> None:
+    if topology != "1m1t":  # which makes its own
+        (tmp_path / "tiny").symlink_to(tiny_dir)
+    script, two_steps = EXAMPLES / "detached" / f"{topology}.sh", "trainer.total_training_steps=2"
+    done = bash(script, two_steps, RUN_DIR=tmp_path, PYTHON=forked_python, BACKEND=backend)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    num_makers, num_trainers, num_samples = int(topology[0]), int(topology[2]), 2 * 16 * 4
+    kept = ledger_of(done.stdout)
+    assert set(kept) <= {f"maker {maker}" for maker in range(num_makers)}
+    assert sum(made for made, *_ in kept.values()) == num_samples
+    assert all(row == [row[0], row[0], 0, 0, 0] for row in kept.values())
+
+    found = json.loads((tmp_path / "detached.json").read_text())["ledger"]["trainers"]
+    share = num_samples // num_trainers
+    assert found == {str(rank): share for rank in range(num_trainers)}
+    if topology == "2m2t":
+        assert kept == {"maker 0": [share, share, 0, 0, 0], "maker 1": [share, share, 0, 0, 0]}

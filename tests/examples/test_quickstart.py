@@ -1,0 +1,82 @@
+"""The quickstart, as a reader runs it: in a terminal, with the Python of its own environment."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import load
+from tests.examples.scripts import EXAMPLES, ROOT, bash, lines
+
+
+def interrupted_in_a_terminal(
+    script: Path, columns: int, ready: Path, **environment: object
+) -> tuple[int, str]:
+    """Run the script in a terminal and press Ctrl-C once `ready` is there.
+
+    Gives the exit code and what was shown.
+
+    None of the processes that it had started is left.
+    """
+    descendants = load("examples/quickstart/watch.py").descendants
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execvpe(
+            "bash",
+            ["bash", str(script)],
+            {**os.environ, **{name: str(v) for name, v in environment.items()}},
+        )
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    shown, seen, deadline = b"", set(), time.monotonic() + 300
+    while time.monotonic() < deadline:
+        if not seen and ready.exists():
+            seen = set(descendants(pid))
+            os.write(terminal, b"\x03")
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                shown += os.read(terminal, 65536)
+            except OSError:  # the script has ended
+                break
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(terminal)
+    assert [other for other in seen if Path(f"/proc/{other}").exists()] == []
+    return code, shown.decode()
+
+
+@pytest.mark.ray
+def test_the_quickstart_is_stopped_goes_on_learns_its_task_and_reports(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    committed = folder / "global_step_10" / "commit.json"
+    code, shown = interrupted_in_a_terminal(
+        EXAMPLES / "quickstart" / "run.sh", 40, committed, RUN_DIR=folder
+    )
+    assert code == 130, shown
+    assert "Traceback" not in shown
+    assert "Stopped by SIGINT after step" in shown
+    bars = re.findall(r"\d+/60 \|[^\r\n]*", shown)
+    assert bars
+    assert max(map(len, bars)) <= 40 + len("^C")
+    assert "Stopped by SIGINT after step" in (folder / "report.html").read_text()
+    assert list(folder.glob("global_step_*/commit.json")), "the newest two stay"
+    done = bash(EXAMPLES / "quickstart" / "run.sh", RUN_DIR=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "goes on from its last checkpoint" in done.stderr
+    scores = [line["critic/score/mean"] for line in lines(folder)]
+    assert scores[0] < 0.2
+    assert scores[-1] >= 0.8
+    assert re.search(r"peak memory of all \d+ processes together: \d\.\d\d GB", done.stdout)
+    assert f"report: {folder}/report.html" in done.stdout
+    assert "data-figure" in (folder / "report.html").read_text()
+    again = bash(EXAMPLES / "quickstart" / "run.sh", RUN_DIR=folder)
+    assert again.returncode == 0
+    assert "holds a run that has reached 0.8" in again.stderr

@@ -1,0 +1,127 @@
+"""Split placement: the tiny run, and the command for eight cards."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.examples.scripts import EXAMPLES, bash, lines
+from trainer import load_config
+from trainer.launch import nominal_placement
+from trainer.ppo.preflight import check_rollout
+
+TINY_KEYS = [
+    "data.train_files",
+    "data.val_files",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.ref.fsdp_config.param_offload",
+    "actor_rollout_ref.rollout.name",
+    "critic.model.path",
+    "critic.ppo_micro_batch_size_per_gpu",
+    "trainer.n_gpus_per_node",
+    "trainer.device",
+    "trainer.total_epochs",
+    "trainer.default_local_dir",
+    "trainer.logger",
+]
+SPLIT = EXAMPLES / "split_placement" / "run_deepseek7b_llm.sh"
+
+
+def settings_of(script: Path) -> list[str]:
+    """The entries of the script's `settings` array, without quotes."""
+    body = re.search(r"^settings=\(\n(.*?)^\)", script.read_text(), re.S | re.M)
+    return [line.strip().replace('"', "").replace("$", "") for line in body[1].splitlines()]
+
+
+@pytest.mark.ray
+def test_the_tiny_split_example_overlaps_its_updates(tmp_path: Path, forked_python: Path) -> None:
+    small = ("trainer.total_training_steps=3", "data.train_batch_size=32")
+    done = bash(SPLIT, *small, TINY=1, RUN_DIR=tmp_path, PYTHON=forked_python)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^  (\S+): \S+ -> \S+$", done.stdout, re.M) == TINY_KEYS
+    assert re.search(r"^update phase, split over two pools +\d", done.stdout, re.M)
+    assert re.search(r"^perf/overlap_ratio +\d", done.stdout, re.M)
+
+    steps = [line for line in lines(tmp_path / "split") if "timing_s/step" in line]
+    assert all(line["perf/overlap_ratio_update"] > 1.2 for line in steps)
+
+
+def test_the_7b_command_composes_with_half_of_the_cards_for_the_critic() -> None:
+    config = load_config(settings_of(SPLIT))
+    assert config.resource_pool_spec == {"actor_rollout_ref_pool": [4], "critic_pool": [4]}
+    assert config.role_mapping["critic"] == "critic_pool"
+    assert config.role_mapping["ref"] == "actor_rollout_ref_pool"
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
+
+
+README_COMMANDS = re.findall(
+    r"^    bash run_deepseek7b_llm.sh (.*[^#\n])$",
+    (SPLIT.parent / "README.md").read_text().replace("\\\n", ""),
+    re.M,
+)
+
+
+@pytest.mark.parametrize("command", [c for c in README_COMMANDS if not c.lstrip().startswith("#")])
+def test_settings_that_the_split_page_names_compose_and_have_room(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.ppo.preflight.check_version", lambda _: None)  # vLLM's
+    config = load_config([*settings_of(SPLIT), *shlex.split(command)])
+    nominal_placement(config)
+    check_rollout(config)
+
+
+PYTHON_THAT_WRITES_DOWN = """#!/bin/sh
+printf '%s\\n' "$*" >> {calls}
+"""
+
+
+def test_the_tiny_split_example_compares_the_folders_that_its_runs_wrote(tmp_path: Path) -> None:
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(PYTHON_THAT_WRITES_DOWN.format(calls=calls))
+    python.chmod(0o755)
+    folder, pools = tmp_path / "mine", ("trainer.n_gpus_per_node=3", "role_mapping.ref=critic_pool")
+    settings = (f"trainer.default_local_dir={folder}", *pools, "trainer.seed=7")
+    done = bash(SPLIT, *settings, TINY=1, RUN_DIR=tmp_path / "tiny", PYTHON=python)
+    assert done.returncode == 0, done.stderr
+
+    split, colocate, compare = calls.read_text().splitlines()[-3:]
+    last = [dict(o.split("=", 1) for o in call.split() if "=" in o) for call in (split, colocate)]
+    where = ["trainer.default_local_dir", "placement", "trainer.n_gpus_per_node", "trainer.seed"]
+    assert [last[0][key] for key in where] == [str(folder), "split", "3", "7"]
+    assert [last[1][key] for key in where] == [f"{folder}-colocate", "colocate", "2", "7"]
+    assert "role_mapping.ref" not in last[1]
+    assert compare.split()[1:] == [str(folder), f"{folder}-colocate"]
+
+
+def test_what_the_7b_run_lacks_is_named_with_the_small_way(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text('#!/bin/sh\ncase "$*" in *"$LACKS"*|*model_folder*) exit 1 ;; esac\n')
+    bare.chmod(0o755)
+    given = {"HOME": tmp_path, "PATH": "/usr/bin:/bin", "PYTHON": bare}
+    assert "set PYTHON=" in bash(SPLIT, **given, LACKS="trainer", TINY=1).stderr
+    done = bash(SPLIT, **given, LACKS="vllm", MODEL=tmp_path / "model", DATA=tmp_path / "data")
+    assert done.returncode == 1
+    for what in (
+        "8 GPUs: this machine has",
+        "-m pip install 'vllm>=0.32,<0.33'",
+        "is neither a folder with a config.json nor",
+        "no " + str(tmp_path / "data" / "train.parquet"),
+        "TINY=1 bash",
+    ):
+        assert what in done.stderr
+
+
+def test_the_split_example_edits_no_code() -> None:
+    """Its only Python file reads two run folders."""
+    (script,) = SPLIT.parent.glob("*.py")
+    imported = set(re.findall(r"^(?:import|from) (\w+)", script.read_text(), re.M))
+    assert imported.isdisjoint({"trainer", "workers", "verl_like"})

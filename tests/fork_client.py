@@ -1,0 +1,66 @@
+"""Asks the server of `tests/fork_server.py` for a forked process, instead of starting one.
+
+    python fork_client.py ARGUMENTS             a Ray daemon's worker: this process ends at once
+    python fork_client.py --python ARGUMENTS    what `python ARGUMENTS` does: it ends as that does,
+                                                and hands on the signals that it gets
+
+Nothing is imported here that takes long.
+"""
+
+import os
+import pickle
+import signal
+import socket
+import sys
+
+ADDRESS = "TESTS_FORK_SERVER"
+"""The environment variable with the path of the socket at which a fork is asked for."""
+AS_PYTHON = "--python"
+NUMBER = 8
+"""Bytes of a number in a message."""
+Request = tuple[list[str], dict[str, str], str]
+"""Arguments, environment and folder of a process."""
+
+
+def packed(number: int) -> bytes:
+    """As it travels."""
+    return number.to_bytes(NUMBER, "little", signed=True)
+
+
+def read_number(connection: socket.socket) -> int:
+    """The other side's number; 0 if it is gone."""
+    return int.from_bytes(connection.recv(NUMBER, socket.MSG_WAITALL), "little", signed=True)
+
+
+def send(to: socket.socket, request: Request, descriptors: list[int]) -> None:
+    """A request with open files; `receive` is the other end."""
+    message = pickle.dumps(request)
+    socket.send_fds(to, [packed(len(message))], descriptors)
+    to.sendall(message)
+
+
+def receive(connection: socket.socket, num_descriptors: int) -> tuple[list[int], Request]:
+    """EOFError: nobody is there."""
+    size, descriptors, _, _ = socket.recv_fds(connection, NUMBER, num_descriptors)
+    left, message = int.from_bytes(size, "little"), b""
+    while left and (part := connection.recv(left)):  # and no byte of the next request
+        message += part
+        left -= len(part)
+    return descriptors, pickle.loads(message)
+
+
+def main(arguments: list[str]) -> int:
+    """Gives the exit status."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ[ADDRESS])
+        send(connection, (arguments, dict(os.environ), os.getcwd()), [0, 1, 2])
+        process = read_number(connection)
+        if arguments[0] != AS_PYTHON:
+            return 0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: os.kill(process, number))
+        return read_number(connection)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

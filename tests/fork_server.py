@@ -1,0 +1,227 @@
+"""A server that has torch and transformers loaded, and forks what else would be started.
+
+A new interpreter spends seconds on importing them; a fork has them at once. `fork_client.py` asks
+for one in the place of a worker of a Ray cluster (`tests/forked_ray.py`) and of the Python that
+scripts run (`forked_python`). Program, arguments, environment, folder, input, output, exit status
+and signals are as in a process of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from tests import fork_client
+from tests.fork_client import ADDRESS, AS_PYTHON, Request, packed, receive, send
+from tests.forked import fork_children
+from tests.forked_ray import ask_for_forks
+
+
+@contextmanager
+def fork_server() -> Iterator[None]:
+    """Within, this process and its children find the server."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        address = f"{folder}/forks"
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(address)
+            listening.listen(64)
+            server = multiprocessing.get_context("forkserver").Process(
+                target=serve, args=(listening,), daemon=True
+            )
+            server.start()
+        patch.setenv(ADDRESS, address)
+        yield
+        server.kill()
+        server.join()
+
+
+def write_python(folder: Path) -> Path:
+    """An executable for scripts that takes `python`'s arguments."""
+    program = folder / "python"
+    client = f"{sys.executable} -I -S {fork_client.__file__} {AS_PYTHON}"
+    program.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def serve(listening: socket.socket) -> None:
+    """A fork for every request, until the tests end."""
+    asking = asking_until_their_end()
+    ray_servers: dict[frozenset[tuple[str, str]], socket.socket] = {}
+    while True:
+        connection, _ = listening.accept()
+        try:
+            descriptors, request = receive(connection, 3)
+        except EOFError:  # whoever asked was killed
+            connection.close()
+            continue
+        arguments, environment, _ = request
+        if arguments[0] == AS_PYTHON:
+            fork(request, descriptors, connection, asking, [listening, *ray_servers.values()])
+            continue
+
+        settings = ray_settings(environment)
+        if settings not in ray_servers:
+            ours, theirs = socket.socketpair()
+            if os.fork() == 0:
+                for one in (listening, connection, ours, *asking.values(), *ray_servers.values()):
+                    one.close()
+                os.environ.update(settings)
+                serve_ray(theirs)
+            theirs.close()
+            ray_servers[settings] = ours
+        with connection:
+            send(ray_servers[settings], request, [*descriptors, connection.fileno()])
+        close(descriptors)
+
+
+def serve_ray(requests: socket.socket) -> None:
+    """Forks that have imported Ray, which reads its settings when it is loaded."""
+    importlib.import_module("ray")
+    asking = asking_until_their_end()
+    with suppress(EOFError):
+        while True:
+            descriptors, request = receive(requests, 4)
+            connection = socket.socket(fileno=descriptors.pop())
+            fork(request, descriptors, connection, asking, [requests])
+    os._exit(0)
+
+
+def ray_settings(environment: dict[str, str]) -> frozenset[tuple[str, str]]:
+    """Ray's variables, which are the same for all workers of a daemon."""
+    return frozenset((k, v) for k, v in environment.items() if k.startswith("RAY_"))
+
+
+def asking_until_their_end() -> dict[int, socket.socket]:
+    """Who asked for which fork, until that ends: then the fork is no zombie, and they are told."""
+    asking: dict[int, socket.socket] = {}
+    signal.signal(signal.SIGCHLD, lambda *_: reap(asking))
+    return asking
+
+
+def fork(
+    request: Request,
+    descriptors: list[int],
+    connection: socket.socket,
+    asking: dict[int, socket.socket],
+    ours: list[socket.socket],
+) -> None:
+    """A process for the request, which `connection` asks for; `ours` are not for it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    process = os.fork()
+    if process == 0:
+        for one in (connection, *asking.values(), *ours):
+            one.close()
+        run(descriptors, *request)
+    asking[process] = connection
+    with suppress(OSError):
+        connection.sendall(packed(process))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    close(descriptors)
+
+
+def close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def reap(asking: dict[int, socket.socket]) -> None:
+    """Forks that have ended are gone from the list of processes at once; who asked is told."""
+    with suppress(ChildProcessError):
+        while True:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            if process in asking:
+                with asking.pop(process) as connection, suppress(OSError):
+                    connection.sendall(packed(code if code >= 0 else 128 - code))
+
+
+def run(
+    descriptors: list[int], arguments: list[str], environment: dict[str, str], folder: str
+) -> NoReturn:
+    """What `python ARGUMENTS`, or Ray's program with them, does; the process ends with it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    modules = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = filter(None, modules)
+
+    code = 0
+    try:
+        if arguments[0] == AS_PYTHON:
+            run_python(*arguments[1:])
+        else:
+            run_ray_worker(arguments)
+    except SystemExit as end:
+        code = exit_status(end)
+    except BaseException:  # noqa: BLE001 - the edge of the process
+        code = 1
+        traceback.print_exc()
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def exit_status(end: SystemExit) -> int:
+    """What Python ends with, after it has printed a text."""
+    if isinstance(end.code, str):
+        print(end.code, file=sys.stderr)
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def run_ray_worker(arguments: list[str]) -> None:
+    (ray,) = importlib.util.find_spec("ray").submodule_search_locations
+    program = Path(ray, "_private", "workers", "default_worker.py")
+    sys.path.insert(0, str(program.parent))
+    sys.argv = [str(program), *arguments]
+    runpy.run_path(str(program), run_name="__main__")
+
+
+def run_python(*arguments: str) -> None:
+    """`-c CODE`, `-m MODULE` or a file, and what follows; before them perhaps `-P`."""
+    adds_folder = arguments[0] != "-P"
+    kind, *rest = arguments[not adds_folder :]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    fork_children()
+    ask_for_forks(pytest.MonkeyPatch())
+    if kind in ("-c", "-m"):
+        what, *rest = rest
+        if adds_folder:
+            sys.path.insert(0, os.getcwd() if kind == "-m" else "")
+        sys.argv = [kind, *rest]
+        if kind == "-c":
+            exec(compile(what, "<string>", "exec"), main.__dict__)
+        else:
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        if adds_folder:
+            sys.path.insert(0, str(Path(kind).resolve().parent))
+        sys.argv = [kind, *rest]
+        runpy.run_path(kind, run_name="__main__")

@@ -1,0 +1,35 @@
+"""What a run writes of its configuration is read back as it was."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from trainer.config.as_yaml import in_yaml
+
+VALUES: dict[str, Any] = {
+    "numbers": [0, -1, 1e-5, 1e20, float("inf")],
+    "others": [True, False, None, [], {}, {"deeper": {"still": [1]}}],
+    "like numbers": ["1", "-1", "+1", "1e3", "1_000", "0x1f", "1:30", ".5", "1.", "inf", "nan"],
+    "like others": ["true", "No", "on", "y", "n", "null", "~", "", "2020-01-01", ".inf", "=", "<<"],
+    "odd": ["a: b", "- a", "#a", "!a", "'", '"', "two\nlines", "\x07", "é", "a b " * 50],
+    "n": 1,
+}
+
+
+def test_values_are_read_back_as_they_were() -> None:
+    assert OmegaConf.to_container(OmegaConf.load(io.StringIO(in_yaml(VALUES)))) == VALUES
+
+
+def test_keys_stand_in_their_order_a_line_each() -> None:
+    text = in_yaml({"section": {"z": 1, "a": "text"}, "other": "1e3"})
+    assert text == "section:\n  z: 1\n  a: text\nother: '1e3'\n"
+
+
+def test_what_has_no_form_in_yaml_is_refused() -> None:
+    with pytest.raises(yaml.YAMLError, match="cannot represent"):
+        in_yaml({"key": object()})

@@ -1,0 +1,57 @@
+"""What is pickled ahead of Ray's own pickler, and what is left to that."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+
+from verl_like import DataProto
+from verl_like.backends.ray.packing import Packed, pack
+
+
+def test_a_packed_batch_is_the_batch_and_its_columns_are_not_copied() -> None:
+    columns = {"x": torch.arange(3000), "half": torch.ones(3000, dtype=torch.bfloat16)}
+    given = DataProto.from_dict(columns, {"uid": list("abc") * 1000}, {"temperature": 0.5})
+    inner: list[pickle.PickleBuffer] = []
+    head = pack(given, inner)
+    assert head is not None
+    outer: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(Packed(head, inner), 5, buffer_callback=outer.append)
+    assert sum(len(buffer.raw()) for buffer in outer) == 8 * 3000 + 2 * 3000
+    back = pickle.loads(text, buffers=outer)
+    assert all(torch.equal(back.batch[name], given.batch[name]) for name in columns)
+    assert back.batch["x"].data_ptr() == given.batch["x"].data_ptr()
+    assert np.array_equal(back.non_tensor_batch["uid"], given.non_tensor_batch["uid"])
+    assert back.meta_info == {"temperature": 0.5}
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_what_ray_has_to_count_is_left_to_it() -> None:
+    assert pack(("actor", "update", (ray.put(1),), {})) is None
+    assert pack(("actor", "update", (), {"more": [{"reference": ray.put(1)}]})) is None
+    assert pack(("actor", "update", (1,), {})) is not None
+
+
+def test_functions_and_classes_that_others_cannot_import_are_left_to_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = type("Own", (), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Own", own, raising=False)
+    assert pack(own()) is None
+    assert pack(lambda: 3) is None
+
+    module = ModuleType("of_a_notebook")
+    monkeypatch.setitem(sys.modules, "of_a_notebook", module)
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        assert pack(1) is None
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)

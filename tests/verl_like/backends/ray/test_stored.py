@@ -1,0 +1,57 @@
+"""A batch that several calls read is in Ray's store once, as long as one of them is under way."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+import torch
+
+from tests.verl_like.groups import start
+from tests.verl_like.sample_workers import Modes
+from verl_like import DataProto
+from verl_like.backends.ray.stored import put_once
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
+
+
+def batch(rows: int = 50_000, **meta: object) -> DataProto:
+    columns = {"x": torch.arange(rows)}
+    return DataProto.from_dict(columns, {"uid": [f"{row}" for row in range(rows)]}, meta)
+
+
+def test_an_equal_batch_is_not_put_again_while_the_first_is_held() -> None:
+    first, second = put_once(batch(4)), put_once(batch(4))
+    assert second.reference == first.reference
+    assert torch.equal(ray.get(second.reference).batch["x"], torch.arange(4))
+    gone = first.reference.hex()
+    del first, second
+    assert put_once(batch(4)).reference.hex() != gone
+
+
+def test_whatever_differs_makes_another_batch() -> None:
+    first, changed, renamed = put_once(batch(4)), batch(4), batch(4)
+    changed.batch["x"].numpy()[3] = 7  # nothing of torch sees this
+    renamed.non_tensor_batch["uid"][0] = "other"
+    for other in (changed, renamed, batch(4, temperature=0.5), batch(5)):
+        assert put_once(other).reference != first.reference
+    assert ray.get(put_once(changed).reference).batch["x"].tolist() == [0, 1, 2, 7]
+
+
+def test_what_is_no_batch_or_cannot_be_compared_is_put_as_it_is() -> None:
+    assert ray.get(put_once("text").reference) == "text"
+    own = DataProto.from_dict({"x": torch.arange(2)}, meta_info={"key": lambda: 3})
+    assert ray.get(put_once(own).reference).meta_info["key"]() == 3
+
+
+def test_two_calls_on_one_batch_put_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    puts = []
+    put = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
+    with start("ray", {"modes": (Modes, ())}, [1]) as group:
+        given = batch()
+        calls = [group.same.remote(given), group.same.remote(given)]
+        assert len(puts) == 1
+        for call in calls:
+            assert torch.equal(call.get().batch["x"], given.batch["x"])
+        group.same.remote(given).get()
+        assert len(puts) == 2, "the calls before have ended, so nobody held it"

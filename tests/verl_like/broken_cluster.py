@@ -1,0 +1,74 @@
+"""A cluster of one's own that loses its head, and one whose daemon is frozen when a run ends.
+
+`backends/ray/test_broken_cluster` runs this in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import ray
+
+from tests.forked_ray import ask_for_forks
+from tests.verl_like.groups import start
+from tests.verl_like.sample_workers import Faulty
+from verl_like.backends.ray import connect, ending, probes
+from verl_like.errors import WorkerDiedError
+
+
+def daemon(kind: str) -> int:
+    """The process of a daemon of this process's cluster."""
+    (only,) = ray._private.worker._global_node.all_processes[kind]
+    return int(only.process.pid)
+
+
+def lose_the_head() -> dict[str, Any]:
+    """What a call says whose cluster loses its GCS, and how long it takes to leave it."""
+    connect()
+    with start("ray", {"faulty": (Faulty, ())}, [1]) as group:
+        began, slow = time.monotonic(), group.sleeps(60)
+        os.kill(daemon("gcs_server"), signal.SIGKILL)
+        try:
+            slow.get()
+        except WorkerDiedError as error:
+            found = {"said": str(error), "said_s": time.monotonic() - began}
+        began = time.monotonic()
+        left = ending.leave_if_broken()
+    return found | {"left": left, "left_s": time.monotonic() - began}
+
+
+def end_with_a_frozen_daemon() -> dict[str, Any]:
+    """How long the end takes, whether the daemon is there afterwards, and the session's folder."""
+    connect()
+    session = ray._private.worker._global_node.get_session_dir_path()
+    with start("ray", {"faulty": (Faulty, ())}, [1]):
+        frozen = daemon("raylet")
+        os.kill(frozen, signal.SIGSTOP)
+        began = time.monotonic()
+    ending._leave()
+    ended_s = time.monotonic() - began
+    while is_there(frozen) and time.monotonic() - began < 30:
+        time.sleep(0.05)
+    return {"ended_s": ended_s, "is_there": is_there(frozen), "session": session}
+
+
+def is_there(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    patch = pytest.MonkeyPatch()
+    ask_for_forks(patch)
+    patch.setattr(probes, "EVERY_S", 0.3)
+    patch.setattr(ending, "RELEASE_S", 1.0)
+    patch.setattr(ending, "SHUTDOWN_S", 2.0)
+    print(json.dumps(lose_the_head() | end_with_a_frozen_daemon()), flush=True)

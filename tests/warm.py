@@ -1,0 +1,38 @@
+"""Loaded by the server of forked processes (`PRELOADED` in `tests/conftest.py`).
+
+What it has found out about the tiny model, its forks need not find out again: how its rows may be
+packed, and that engines decode with it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers.utils import logging
+
+from tests.integration.runs import overrides
+from trainer import load_config
+from trainer.cli import make_tiny
+from workers.rollout.build import build_engine
+from workers.training.row_proof import prove_rows
+
+
+def prove_tiny_model() -> None:
+    torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # which is a thread, and forks are of one
+    logging.disable_progress_bar()
+    device = torch.device("cpu")
+    worker: Any = SimpleNamespace(device=device, rank=0, sibling=lambda role: None)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = make_tiny.make(Path(folder))
+        engine = build_engine(load_config(overrides(tiny, Path(folder))), worker)
+    prove_rows(engine.module, device, may_pack=True)
+    logging.enable_progress_bar()
+
+
+prove_tiny_model()

@@ -1,0 +1,138 @@
+"""A rank that hangs or dies in a weight sync is named, on whichever side it is; it is not waited
+for to the end of any deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.verl_like.groups import start
+from tests.workers.stand_ins import PlainEngine, PlainTrainer
+from verl_like import Dispatch, Worker, register
+from verl_like.calls import deadlock, stopped
+from verl_like.calls.waiting import Deadlines
+from verl_like.errors import VerlLikeError, WaitTimeoutError, WeightSyncError, WorkerDiedError
+from workers.weights import channel
+from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
+from workers.weights.sync import WeightReceiver, sync_weights
+
+QUICK = Deadlines(deadlock_s=1.0, grace_s=2.0)
+
+
+class Fault:
+    """Mixed into a worker: where it stops in its next sync, and how."""
+
+    rank: int
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def prepare(self, rank: int, how: str) -> None:
+        """At the vote this rank does so; and nobody waits long for who does not come."""
+        channel.FORM_TIMEOUT = timedelta(seconds=2)
+        if self.rank != rank:
+            return
+        if how == "does not come":
+            channel._meet = lambda *_: time.sleep(60)
+        vote = channel.Channel.all_agree
+
+        def hit(own: Any, ok: bool) -> bool:
+            if how == "goes without a vote":
+                self.kept = own._group  # the others do not see that it is closed
+                return ok
+            os.kill(os.getpid(), signal.SIGSTOP if how == "is frozen" else signal.SIGKILL)
+            return vote(own, ok)
+
+        channel.Channel.all_agree = hit
+
+
+class Actor(Fault, WeightPublisher, Worker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = PlainTrainer(0)
+
+
+class Rollout(Fault, WeightReceiver, Worker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = PlainEngine(10)
+
+
+@pytest.fixture
+def groups(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
+    """Two pools of two processes, as a run has them: each is looked at while the other is waited
+    for.
+    """
+    backend = request.param
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    monkeypatch.setattr(deadlock, "LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr(stopped, "STOPPED_S", 1.0)
+    with ExitStack() as stack:
+        pools = {
+            role: stack.enter_context(start(backend, {role: (cls, ())}, [2], deadlines=QUICK))
+            for role, cls in (("actor", Actor), ("rollout", Rollout))
+        }
+        transports = [pool.transport for pool in pools.values()]
+        for own, other in (transports, transports[::-1]):
+            own.other_pools = own.companions = [other]
+        yield pools
+
+
+def fail_next_sync(groups: dict[str, Any], role: str, how: str) -> None:
+    """Rank 0 of a role does so in its next sync."""
+    for name, group in groups.items():
+        group.prepare(0 if name == role else -1, how)
+
+
+RAY = pytest.mark.ray
+LEFT = "goes without a vote"
+
+
+@pytest.mark.parametrize(
+    ("groups", "role", "how", "error", "words"),
+    [
+        ("child", "rollout", LEFT, WaitTimeoutError, "rollout rank 1 of 2 .* stood still for 1 s"),
+        ("child", "rollout", "is frozen", WorkerDiedError, "rollout rank 0 of 2 .*is stopped"),
+        ("child", "rollout", "is killed", WorkerDiedError, "rollout rank 0 of 2 .*by SIGKILL"),
+        ("child", "actor", LEFT, WaitTimeoutError, "rollout rank 0 of 2 .* stood still for 1 s"),
+        pytest.param(
+            *("ray", "rollout", LEFT, WaitTimeoutError, "rollout rank 1 of 2 .* stood still"),
+            marks=RAY,
+        ),
+    ],
+    indirect=["groups"],
+)
+def test_a_rank_that_stops_at_the_vote_ends_the_sync(
+    groups: dict[str, Any], role: str, how: str, error: type[VerlLikeError], words: str
+) -> None:
+    fail_next_sync(groups, role, how)
+    began = time.monotonic()
+    with pytest.raises(error, match=f"(?s){words}"):
+        sync_weights(groups["actor"], groups["rollout"], 1)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("groups", ["child"], indirect=True)
+@pytest.mark.parametrize("role", ["actor", "rollout"])
+def test_a_rank_that_does_not_come_is_named_and_not_waited_for(
+    groups: dict[str, Any], role: str
+) -> None:
+    fail_next_sync(groups, role, "does not come")
+    actor, rollout = groups["actor"], groups["rollout"]
+    publish_weights(actor, 1)
+    absent = {"actor": "the sender .actor rank 0.", "rollout": "rollout rank 0"}[role]
+    began = time.monotonic()
+    for sync in (sync_weights, deliver_weights):
+        with pytest.raises(WeightSyncError, match=f"waited 2 s for {absent}: not there") as caught:
+            sync(actor, rollout, 1)
+        assert f"{role} rank 0" in " ".join(caught.value.__notes__), "who is still waited for"
+    assert time.monotonic() - began < 20

@@ -1,0 +1,45 @@
+"""Calls and batches pickled before Ray sees them: its own pickler takes several times as long.
+
+What only Ray can pickle (references, handles of actors, functions and classes of a script) is left
+to it. `verl_like.backends.ray.transport` and `.stored` send what this packs.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from ray import cloudpickle
+
+OWN_WORDS = (b"__main__", b"\x03ray", b"ray.")
+"""In a pickle: a module that other processes cannot import, and those of Ray (the first is the name
+of three letters), whose objects it has to count.
+"""
+
+
+class Packed:
+    """A pickle whose buffers lie apart: whoever unpickles this gets the value itself."""
+
+    def __init__(self, head: bytes, buffers: Sequence[pickle.PickleBuffer]) -> None:
+        """As `pack` made them."""
+        self._head, self._buffers = head, list(buffers)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """The buffers travel as buffers again, without a copy."""
+        return _value_of, (self._head, self._buffers)
+
+
+def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes | None:
+    """The value pickled, its buffers put into that list if there is one; None: only Ray can."""
+    if cloudpickle.list_registry_pickle_by_value():
+        return None
+    try:
+        head = pickle.dumps(value, 5, buffer_callback=None if buffers is None else buffers.append)
+    except Exception:  # noqa: BLE001 - objects of the user's may refuse in any way
+        return None
+    return None if any(word in head for word in OWN_WORDS) else head
+
+
+def _value_of(head: bytes, buffers: Sequence[Any]) -> Any:
+    return pickle.loads(head, buffers=buffers)

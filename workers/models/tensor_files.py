@@ -1,0 +1,101 @@
+"""Tensors in files as safetensors reads them, written at once, or by whoever takes them over.
+
+`training.shards`, `training.hf_export` and `models.lora` write by these; `training.file_copies`
+takes them over, and writes them while training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import CheckpointError
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What the safetensors format calls them."""
+ALIGNMENT = 8
+"""Of the first byte after the header."""
+
+
+class FileWriter(Protocol):
+    """Gets files, each a header that the bytes of tensors follow.
+
+    writer.add(path, header, tensors)     # the tensors may change from now on
+    writer.rename(path, name)             # of one that it got
+    """
+
+    def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
+        """Take a file over."""
+
+    def rename(self, path: Path, name: Path) -> None:
+        """Give it another name."""
+
+
+class _WritesAtOnce:
+    """One tensor at a time is in host memory."""
+
+    def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
+        with path.open("wb") as file:
+            file.write(header)
+            for tensor in tensors:
+                file.write(memoryview(bytes_of(tensor).cpu().numpy()))
+
+    def rename(self, path: Path, name: Path) -> None:
+        path.replace(name)
+
+
+AT_ONCE: FileWriter = _WritesAtOnce()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A tensor's elements as they lie in a file, on the device where it is."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def write_tensors(
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    metadata: Mapping[str, str],
+    writer: FileWriter = AT_ONCE,
+) -> None:
+    """A safetensors file with the tensors one after the other."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{name} is {tensor.dtype}, which no file of tensors can hold")
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    writer.add(path, struct.pack("<Q", len(text)) + text, list(tensors.values()))
+
+
+def write_model_file(
+    tensors: Mapping[str, Tensor], path: Path, writer: FileWriter = AT_ONCE
+) -> None:
+    """Weights as transformers and peft read them, those of the widest type first, then by name."""
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    write_tensors({name: tensors[name] for name in ordered}, path, {"format": "pt"}, writer)
