@@ -2,11 +2,12 @@
 
     python benchmarks/bench_restart.py [--backend local,ray] [--roles rollout,ref,critic,actor]
 
-Every role has a process of its own. As steps begin, one role after the other is killed by SIGKILL,
-and a line of JSON says, in seconds from the kill: when the run has noticed (`detected`), when the
-group is back with its state (`back`), and when the next step is finished (`next_step`). `cpu` are
-the CPU seconds of driver and new process from the kill to there; other work on the machine
-stretches these least. The pause before a restart (2 s at the first) is left out.
+Every role has processes of its own: the rollout two, the others one. As steps begin, one role after
+the other loses its last process by SIGKILL, and a line of JSON says, in seconds from the kill: when
+the run has noticed (`detected`), when the group is back with its state (`back`), and when the next
+step is finished (`next_step`). Of a rollout it says, too, how many samples were kept and made
+again. `cpu` are the CPU seconds of driver and new process from the kill to there; other work on the
+machine stretches these least. The pause before a restart (2 s at the first) is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import signal
 import tempfile
 import time
@@ -28,7 +30,8 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.ppo.step import PPOTrainer
 
-ROLES = ("rollout", "ref", "critic", "actor")
+PROCESSES = {"rollout": 2, "ref": 1, "critic": 1, "actor": 1}
+ROLES = tuple(PROCESSES)
 TICKS = os.sysconf("SC_CLK_TCK")
 FIRST_KILL = 2
 """The step; the one before has brought every process to its usual speed."""
@@ -50,12 +53,16 @@ class Clock(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.at: dict[str, float] = {}
+        self.samples: dict[str, int] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the moment of a message that counts."""
+        """Keep the moment of a message that counts, and the numbers of samples."""
+        text = record.getMessage()
         for name, words in (("detected", " failed: "), ("back", " is back after ")):
-            if words in record.getMessage():
+            if words in text:
                 self.at.setdefault(name, record.created)
+        if found := re.search(r"(\d+) samples .* are kept, (\d+) are made again", text):
+            self.samples = {"kept": int(found[1]), "made_again": int(found[2])}
 
 
 class Killed(PPOTrainer):
@@ -72,6 +79,7 @@ class Killed(PPOTrainer):
         if Killed.under_way is None and self.left and self.global_step >= FIRST_KILL:
             role = self.left.pop(0)
             self.clock_of_log.at.clear()
+            self.clock_of_log.samples = {}
             Killed.under_way = role, time.time(), time.process_time()
             os.kill(self._pid(role), signal.SIGKILL)
 
@@ -85,10 +93,11 @@ class Killed(PPOTrainer):
         seconds = {name: round(at - killed_at, 2) for name, at in moments.items()}
         cpu = time.process_time() - cpu + cpu_of(self._pid(role))
         backend = self.config.trainer.backend
-        print(json.dumps({"backend": backend, "lost": role, **seconds, "cpu": round(cpu, 2)}))
+        facts = {**seconds, "cpu": round(cpu, 2), **self.clock_of_log.samples}
+        print(json.dumps({"backend": backend, "lost": role, **facts}))
 
     def _pid(self, role: str) -> int:
-        return int(self.groups[role].transport.started[0].pid)
+        return int(self.groups[role].transport.started[-1].pid)
 
 
 def cpu_of(pid: int) -> float:
@@ -100,14 +109,15 @@ def cpu_of(pid: int) -> float:
 def measure(backend: str, roles: list[str], tiny: Path, folder: Path) -> None:
     """One run in which each of these roles is killed once."""
     Killed.left = list(roles)
+    pools = ", ".join(f"{role}_pool: [{count}]" for role, count in PROCESSES.items())
     settings = [
         f"actor_rollout_ref.model.path={tiny}/model",
         f"data.train_files={tiny}/train.parquet",
         f"trainer.default_local_dir={folder}",
         f"trainer.backend={backend}",
-        f"resource_pool_spec={{{', '.join(f'{role}_pool: [1]' for role in ROLES)}}}",
+        f"resource_pool_spec={{{pools}}}",
         f"role_mapping={{{', '.join(f'{role}: {role}_pool' for role in ROLES)}}}",
-        *("trainer.n_gpus_per_node=4", "trainer.device=cpu", "trainer.logger=[]"),
+        *("trainer.n_gpus_per_node=5", "trainer.device=cpu", "trainer.logger=[]"),
         *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
         *("data.max_prompt_length=16", "data.max_response_length=8"),
         *("algorithm.use_kl_in_reward=true", "trainer.save_freq=1"),
@@ -115,7 +125,7 @@ def measure(backend: str, roles: list[str], tiny: Path, folder: Path) -> None:
         f"trainer.max_restarts={len(roles)}",
     ]
     if backend == "ray":
-        settings.append("cpus_per_process=0.25")
+        settings.append("cpus_per_process=0.2")
     run(load_config(settings, replace(PPO, schema=ChildConfig)), Killed)
 
 
