@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import tests.rare_collections  # noqa: F401 - before torch
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
@@ -33,6 +35,7 @@ torch.set_num_threads(1)
 # Processes that tests fork have these loaded, instead of some seconds each; the first of them
 # starts the server, which passes over a name that it cannot import without a word.
 PRELOADED = [
+    "tests.rare_collections",
     "trainer.launch",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
@@ -52,7 +55,6 @@ def pytest_collection_finish() -> None:
     """The modules stay to the end: the garbage collector need not walk them (a seventh of all)."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def load(path: str) -> ModuleType:

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 SNAPSHOT = """
-import os, sys, types
+import gc, os, sys, types
+gc.disable()
 import ray, tensordict, torch, torch.distributed.fsdp, torch.distributed.checkpoint, transformers
 from transformers import AutoModelForCausalLM, GenerationMixin
 from transformers.models.llama import modeling_llama

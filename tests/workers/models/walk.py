@@ -9,8 +9,10 @@ is compared with are plain transformers' passes over each row by itself, without
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from workers.training.microbatch import Budget, Rows, mini_batch
 PROMPT, RESPONSE = 60, 100
 ROWS = ((60, 100), (17, 40), (3, 5), (33, 90))
 """Tokens of the prompt and of the response of each row."""
+Alone = tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]
+"""Transformers' log-probs and entropys of every row, and the gradient."""
 PARTS = ("training", "checkpointing", "native", "export")
 """Columns of the docs' table."""
 LARGEST_ERROR = 3e-5
@@ -59,10 +63,12 @@ def walk(case: str, folder: Path) -> dict[str, str]:
     module.save_pretrained(folder / "model")
     logging.disable(logging.WARNING)
     try:
-        found = {"training": _result(lambda: _training(module, folder, False))}
+        alone = functools.cache(partial(each_row_alone, module, make_rows()))
+        engine = functools.cache(partial(_engine, folder))
+        found = {"training": _result(lambda: _training(module, engine(False), alone()))}
         if found["training"].startswith("right"):
-            found["checkpointing"] = _result(lambda: _training(module, folder, True))
-            found["export"] = _result(lambda: _export(module, folder))
+            found["checkpointing"] = _result(lambda: _training(module, engine(True), alone()))
+            found["export"] = _result(lambda: _export(module, folder, engine(False)))
         found["native"] = _result(lambda: _native(module))
         if found["native"].startswith("refused") and "export" in found:
             found["hf"] = _result(lambda: _hf(module))
@@ -127,14 +133,13 @@ def _engine(folder: Path, checkpointing: bool) -> Any:
     return started(ActorWorker, config, 1).engine
 
 
-def _training(module: Any, folder: Path, checkpointing: bool) -> tuple[float, str]:
+def _training(module: Any, engine: Any, alone: Alone) -> tuple[float, str]:
     """Worst relative error of log-probs, entropys and the gradient; how rows are fed."""
-    engine, data = _engine(folder, checkpointing), make_rows()
+    data, (pairs, plain) = make_rows(), alone
     found = engine.forward_rows(data, Budget(rows=4), want_entropy=True)
     inside = data.batch["response_mask"] != 0
     own = _gradient(engine, data)
 
-    pairs, plain = each_row_alone(module, data)
     errors = [
         _error(found["log_probs"][inside], torch.cat([lp for lp, _ in pairs])),
         _error(found["entropys"][inside], torch.cat([entropy for _, entropy in pairs])),
@@ -145,9 +150,7 @@ def _training(module: Any, folder: Path, checkpointing: bool) -> tuple[float, st
     return max(errors), f" ({engine.row_passes.kind})"
 
 
-def each_row_alone(
-    module: Any, data: DataProto
-) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
+def each_row_alone(module: Any, data: DataProto) -> Alone:
     """Transformers' log-probs and entropys of every row, and the gradient."""
     module.zero_grad()
     pairs = [_alone(module, data, row) for row in range(len(ROWS))]
@@ -213,8 +216,8 @@ def _gradient_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> fl
     return error if error == error else torch.inf
 
 
-def _export(module: Any, folder: Path) -> tuple[float, str]:
-    export_huggingface(_engine(folder, False), folder / "export", writes=True)
+def _export(module: Any, folder: Path, engine: Any) -> tuple[float, str]:
+    export_huggingface(engine, folder / "export", writes=True)
     names = [set(load_file(folder / of / "model.safetensors")) for of in ("model", "export")]
     if names[0] != names[1]:
         raise AssertionError(f"other names than save_pretrained's: {names[0] ^ names[1]}")
