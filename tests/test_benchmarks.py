@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import workers.losses  # noqa: F401
 from tests.conftest import load
+from tests.forked import run_program
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from workers.losses.registry import POLICY_LOSSES
 from workers.training import lm_head
@@ -37,15 +35,14 @@ def test_a_benchmark_imports_names_that_exist(path: Path) -> None:
             importlib.import_module(f"{module}.{name}")
 
 
-def test_every_estimator_and_loss_is_measured() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/bench_algorithms.py", "--small"],
-        cwd=BENCHMARKS[0].parents[1],
-        env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def measure_algorithms() -> None:
+    """`bench_algorithms.py` in a process of its own."""
+    load("benchmarks/bench_algorithms.py").main()
+
+
+def test_every_estimator_and_loss_is_measured(tmp_path: Path) -> None:
+    done = run_program(measure_algorithms, "--small", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     measured = [line[:44].strip() for line in done.stdout.splitlines()]
     for name in ADVANTAGE_ESTIMATORS:
         assert f"estimator {name}" in measured

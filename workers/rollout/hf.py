@@ -110,6 +110,8 @@ class _Sample:
 
     def _decode(self) -> None:
         """Until it is finished, or there are new weights to read it again with."""
+        from transformers import GenerationConfig
+
         self.version = self.engine.version or 0
         self.position = num_of_older_weights(self.versions, self.version)
         ids = [*self.request.prompt, *self.tokens[: self.position]]
@@ -117,16 +119,17 @@ class _Sample:
         self.engine.module.generate(
             row,
             attention_mask=torch.ones_like(row),
-            max_new_tokens=self.sampling.max_tokens - self.position,
-            do_sample=False,
-            logits_processor=[self._choose],
+            generation_config=GenerationConfig(
+                max_new_tokens=self.sampling.max_tokens - self.position,
+                do_sample=False,
+                pad_token_id=0,
+                use_cache=self.engine.uses_cache,
+            ),
+            logits_processor=[self],
             stopping_criteria=[self._finished],
-            eos_token_id=None,
-            pad_token_id=0,
-            use_cache=self.engine.uses_cache,
         )
 
-    def _choose(self, ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Scores that leave greedy search the token that is there, or that the noise draws."""
         if self.position == len(self.tokens):
             self._draw(scores)

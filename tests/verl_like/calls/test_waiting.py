@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.forked import run_program
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, Faulty
-from verl_like import gather
+from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, gather
 from verl_like.calls.stacks import likely_cause
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
 
-ROOT = Path(__file__).resolve().parents[3]
 QUICK = Deadlines(start_s=180, rendezvous_s=2, call_s=60, warn_s=0.2, grace_s=2)
 BACKENDS = ["child", pytest.param("ray", marks=pytest.mark.ray)]
 
@@ -118,19 +118,16 @@ def test_ranks_in_different_collectives_are_shown(fresh, caplog: pytest.LogCaptu
     assert any("waiting for faulty rank 0 of 2" in r.getMessage() for r in caplog.records)
 
 
+def call_and_die() -> None:
+    """A caller that prints the processes of its group and is killed while they work."""
+    group = LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Faulty))
+    group.sleeps(600)
+    print(*[child.process.pid for child in group.transport.children], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_process_whose_caller_died_does_not_linger(tmp_path: Path) -> None:
-    program = """
-import os, signal
-from tests.verl_like.sample_workers import Faulty
-from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
-group = LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Faulty))
-future = group.sleeps(600)
-print(*[child.process.pid for child in group.transport.children], flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_program(call_and_die, folder=tmp_path)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     end = time.monotonic() + 15
