@@ -5,7 +5,7 @@
 The ranks are processes forked from a server, which has loaded the modules that `tests/conftest.py`
 names. The function must stand at the top of its test file; arguments and results are pickled. In
 it, a `Worker` finds its rank, its world size and the rendezvous store in the environment, as under
-torchrun.
+torchrun. `kept_ranks` does the same in processes that stay.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        return _collect(pipes, time.monotonic() + deadline_s)
+        return collect(pipes, time.monotonic() + deadline_s)
     finally:
         for process in processes:
             process.join(timeout=0.2)
@@ -50,7 +50,8 @@ def run(
             pipe.close()
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+def collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    """The answers that come through the pipes, in their order."""
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
@@ -72,6 +73,15 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
 
 
 def _child(rank: int, world: int, port: int, call: bytes, pipe: Connection) -> None:
+    become_rank(rank, world, port)
+    pipe.send_bytes(answer(call))
+    leave_groups()
+
+
+def become_rank(rank: int, world: int, port: int) -> None:
+    """A `Worker` of this process is a rank from now on."""
+    import torch
+
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -80,16 +90,23 @@ def _child(rank: int, world: int, port: int, call: bytes, pipe: Connection) -> N
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
     )
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     warnings.filterwarnings("error", message="FSDP2")
+
+
+def answer(call: bytes) -> bytes:
+    """Whether the function came to its end, and what it returned; or the error as text."""
     try:
         function, args = pickle.loads(call)
         result = True, function(*args)
     except BaseException:  # noqa: BLE001 - the edge of the process: the test gets it as text
         result = False, traceback.format_exc()
-    pipe.send_bytes(pickle.dumps(result))
+    return pickle.dumps(result)
+
+
+def leave_groups() -> None:
+    """The process is in no process group any more."""
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.distributed import run
 from tests.workers.gradients import ACTOR_COLUMNS, Gradients, assert_equal_gradients, gradients
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from workers.losses.registry import POLICY_LOSSES, token_chooser
 from workers.roles.actor import ActorWorker
@@ -57,6 +57,6 @@ def test_a_cut_into_single_rows_changes_no_gradient(
 def test_ranks_change_no_gradient(
     tiny_dir: Path, alone: dict[str, Gradients], world_size: int
 ) -> None:
-    for result in run(world_size, gradients_by_loss, tiny_dir, 2, deadline_s=120.0):
+    for result in run_kept(world_size, gradients_by_loss, tiny_dir, 2, deadline_s=120.0):
         for name, grads in result.items():
             assert_equal_gradients(grads, alone[name])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.prompts import prompt_batch
 from tests.workers.samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
@@ -168,7 +168,7 @@ def on_ranks(tiny_dir: Path) -> dict[str, Any]:
 
 
 def test_two_shards_train_adapters_as_one_rank_does(tiny_dir: Path) -> None:
-    alone, shards = on_ranks(tiny_dir), run(2, on_ranks, tiny_dir)
+    alone, shards = on_ranks(tiny_dir), run_kept(2, on_ranks, tiny_dir)
     for name in ("reference", "log_probs"):
         together = torch.cat([shard[name] for shard in shards])
         torch.testing.assert_close(together, alone[name], atol=1e-5, rtol=0)

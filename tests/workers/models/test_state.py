@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import PROMPT, make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError, WeightSyncError
 from workers.models.load import load_model
@@ -189,7 +189,9 @@ def sharded_actor_and_lonely_rollout(folder: Path) -> list[Any]:
 def test_sharded_ranks_send_save_and_resume_buffers(family: str, tmp_path: Path) -> None:
     save_model(tmp_path, family)
     before = biases(load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token"))
-    for error, checksum, after in (results := run(3, sharded_actor_and_lonely_rollout, tmp_path)):
+    for error, checksum, after in (
+        results := run_kept(3, sharded_actor_and_lonely_rollout, tmp_path)
+    ):
         assert error is None
         assert checksum == results[0][1]
         assert after.keys() == before.keys()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.workers.distributed import run
 from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, OptimConfig
@@ -59,7 +59,7 @@ def test_a_strategy_changes_where_weights_lie_and_nothing_else(
     tiny_dir: Path, strategy: str
 ) -> None:
     alone = under(tiny_dir, "single")
-    results = run(2, under, tiny_dir, strategy)
+    results = run_kept(2, under, tiny_dir, strategy)
     for result in results:
         assert_equal_gradients(result["gradients"], alone["gradients"])
         assert result["checksum"] == results[0]["checksum"]
@@ -77,7 +77,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tiny_dir
     alone = under(tiny_dir, "single")
     for result in (
         under(tiny_dir, "single", compute_dtype="bfloat16"),
-        run(2, bfloat16, tiny_dir)[0],
+        run_kept(2, bfloat16, tiny_dir)[0],
     ):
         for name, grad in alone["gradients"].items():
             assert result["gradients"][name].dtype == torch.float32
@@ -91,7 +91,7 @@ def bfloat16(tiny_dir: Path, strategy: str = "fsdp") -> dict[str, Any]:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_numbers_in_bfloat16_do_not_depend_on_the_strategy(tiny_dir: Path, strategy: str) -> None:
     alone = bfloat16(tiny_dir, "single")
-    for result in run(2, bfloat16, tiny_dir, strategy):
+    for result in run_kept(2, bfloat16, tiny_dir, strategy):
         assert_equal_gradients(result["gradients"], alone["gradients"])
 
 
@@ -184,7 +184,7 @@ def weights_after(tiny_dir: Path, optimizers: Sequence[str]) -> list[dict[str, t
 
 
 def test_any_optimizer_of_torch_steps_sharded_weights(tiny_dir: Path) -> None:
-    sharded = run(2, weights_after, tiny_dir, OPTIMIZERS)[0]
+    sharded = run_kept(2, weights_after, tiny_dir, OPTIMIZERS)[0]
     for optimizer, ours, alone in zip(
         OPTIMIZERS, sharded, weights_after(tiny_dir, OPTIMIZERS), strict=True
     ):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.workers.distributed import run
 from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
+from tests.workers.kept_ranks import run_kept
 from tests.workers.parallel.test_fsdp import Collectives
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from workers.config import FSDPConfig
@@ -82,8 +82,8 @@ def test_shard_grad_op_gathers_weights_once_a_mini_batch_and_fsdp_in_every_pass(
     tiny_dir: Path,
 ) -> None:
     alone = held_by_layers(tiny_dir, "single").full_gradients
-    fully = run(2, held_by_layers, tiny_dir, "fsdp")
-    by_gradient = run(2, held_by_layers, tiny_dir, "shard_grad_op")
+    fully = run_kept(2, held_by_layers, tiny_dir, "fsdp")
+    by_gradient = run_kept(2, held_by_layers, tiny_dir, "shard_grad_op")
     for rank in range(2):
         assert max(fully[rank].weights_at_loss) < 0.9
         assert set(by_gradient[rank].weights_at_loss) == {1.0}
@@ -126,7 +126,7 @@ def chain(tiny_dir: Path, folder: Path) -> list[list[dict[str, float]]]:
 def test_a_checkpoint_of_any_strategy_is_one_for_all(tiny_dir: Path, tmp_path: Path) -> None:
     trained(tiny_dir, "single", None, tmp_path / "single")
     alone = trained(tiny_dir, "single", tmp_path / "single", tmp_path / "after")
-    for found in run(2, chain, tiny_dir, tmp_path)[0]:
+    for found in run_kept(2, chain, tiny_dir, tmp_path)[0]:
         for ours, theirs in zip(found, alone, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
     from_two = trained(tiny_dir, "single", tmp_path / "of 2", tmp_path / "again")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from verl_like.process.worker import Worker
 from workers.parallel.fsdp import add_up_gradients, begin_pass, build_mesh, shard
 from workers.training.engine import full_tensor
@@ -59,7 +59,7 @@ def test_an_expert_unused_on_one_rank_has_the_gradient_of_the_others(strategy: s
     alone = gradients("single")
     assert len(alone) == 6
     assert not alone["experts.2.weight"].any()
-    for ours in run(2, gradients, strategy):
+    for ours in run_kept(2, gradients, strategy):
         assert ours.keys() == alone.keys()
         for name, gradient in alone.items():
             torch.testing.assert_close(ours[name], gradient)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from trainer import load_config
 from trainer.launch import run as run_ppo
@@ -36,7 +36,7 @@ def test_a_role_of_the_user_s_learns_the_same_on_one_rank_and_on_two(tiny_dir: P
     losses, verdicts = learn(tiny_dir)
     assert losses[-1] < losses[0] - 0.01
     assert ((verdicts > 0) & (verdicts < 1)).all()
-    for others, _ in run(2, learn, tiny_dir):
+    for others, _ in run_kept(2, learn, tiny_dir):
         assert others == pytest.approx(losses, abs=1e-4)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import workers.losses.preference  # noqa: F401
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import VOCAB, learned, own_piece, started
 from trainer.data.labelled import LabelledRow
 from trainer.data.lm_rows import LMRow
@@ -78,7 +78,7 @@ def trained(tiny_dir: Path, loss: str, *settings: Any) -> dict[str, Any]:
 def test_neither_cut_nor_padding_nor_ranks_change_an_update(loss: str, tiny_dir: Path) -> None:
     alone = trained(tiny_dir, loss)
     assert alone["metrics"][1]["train/loss"] < alone["metrics"][0]["train/loss"]
-    ranks = run(2, trained, tiny_dir, loss, 1)  # three passes beside two and a dummy
+    ranks = run_kept(2, trained, tiny_dir, loss, 1)  # three passes beside two and a dummy
     others = [
         trained(tiny_dir, loss, 2),
         trained(tiny_dir, loss, None, False),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.distributed import run
 from tests.workers.gradients import Gradients, assert_equal_gradients
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_piece, started, text_rows, tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.roles.actor import ActorWorker
@@ -93,7 +93,7 @@ def on_ranks(tiny_dir: Path, strategy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_two_ranks_train_as_one(tiny_dir: Path, strategy: str) -> None:
     alone = on_ranks(tiny_dir, strategy)
-    ranks = run(2, on_ranks, tiny_dir, strategy)
+    ranks = run_kept(2, on_ranks, tiny_dir, strategy)
     assert_equal_gradients(ranks[0]["gradients"], alone["gradients"])
     assert ranks[0]["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
     assert ranks[0]["weights"] == ranks[1]["weights"]

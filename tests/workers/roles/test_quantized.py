@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import (
     learned,
     make_batch,
@@ -53,7 +53,7 @@ def scores_of_a_rank(tiny_dir: str) -> tuple[bool, torch.Tensor]:
 
 
 def test_on_two_ranks_each_has_the_whole_model_and_scores_are_the_same(tiny_dir: Path) -> None:
-    (sharded, first), (_, second) = run(2, scores_of_a_rank, str(tiny_dir))
+    (sharded, first), (_, second) = run_kept(2, scores_of_a_rank, str(tiny_dir))
     whole = reference_of(tiny_dir, "int8").compute_ref_log_prob(make_batch(8))
     assert not sharded
     torch.testing.assert_close(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import VOCAB, learned, own_piece, started, tiny_config
 from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import PairRow, pair_batch
@@ -104,7 +104,7 @@ def each_trained(path: Path) -> list[dict[str, Any]]:
 
 
 def test_two_ranks_train_as_one(tiny_dir: Path) -> None:
-    ranks = run(2, each_trained, tiny_dir / "model")
+    ranks = run_kept(2, each_trained, tiny_dir / "model")
     for case, alone in enumerate(each_trained(tiny_dir / "model")):
         scores = torch.cat([rank[case]["scores"] for rank in ranks])
         assert_same(ranks[0][case] | {"scores": scores}, alone)

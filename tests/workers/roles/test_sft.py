@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, own_piece, started, text_rows
 from workers.config import OptimConfig
 from workers.config.rows import RowDataConfig, RowWorkerConfig, TrainedModelConfig
@@ -41,7 +41,7 @@ def test_ranks_cut_padding_and_gradient_checkpointing_do_not_change_an_update(
 ) -> None:
     alone = trained(tiny_dir)
     one_by_one = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
-    ranks = run(2, trained, tiny_dir)
+    ranks = run_kept(2, trained, tiny_dir)
     joined = torch.cat([rank["log_probs"] for rank in ranks])
     for other, log_probs in (
         (ranks[0], joined),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from workers.roles.actor import ActorWorker
 
@@ -61,7 +61,7 @@ def test_the_average_is_its_definition_and_the_weights_come_back(tiny_dir: Path)
 
 
 def test_shards_average_as_the_whole(tiny_dir: Path) -> None:
-    for policies, average in run(2, after_two_updates, str(tiny_dir)):
+    for policies, average in run_kept(2, after_two_updates, str(tiny_dir)):
         assert_average(policies, average)
 
 

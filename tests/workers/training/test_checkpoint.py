@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from verl_like.errors import CheckpointError
 from workers.config import OptimConfig, WorkersConfig
@@ -101,8 +102,8 @@ def test_a_checkpoint_from_before_the_first_update_brings_back_a_fresh_optimizer
 
 
 def test_two_ranks_go_on_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
-    expected = run(2, save_and_go_on, ActorWorker, tiny_dir, tmp_path / "actor")
-    assert run(2, load_and_go_on, ActorWorker, tiny_dir, tmp_path / "actor") == expected
+    expected = run_kept(2, save_and_go_on, ActorWorker, tiny_dir, tmp_path / "actor")
+    assert run_kept(2, load_and_go_on, ActorWorker, tiny_dir, tmp_path / "actor") == expected
     assert expected[0][0][0]["drawn"] != expected[1][0][0]["drawn"]
 
 
@@ -111,7 +112,7 @@ def test_another_number_of_ranks_goes_on(
     tiny_dir: Path, tmp_path: Path, worlds: tuple[int, int]
 ) -> None:
     def on(world: int, function: Callable[..., Any]) -> Any:
-        return (run(world, function, *arguments) if world > 1 else [function(*arguments)])[0]
+        return (run_kept(world, function, *arguments) if world > 1 else [function(*arguments)])[0]
 
     arguments = (ActorWorker, tiny_dir, tmp_path / "actor")
     (expected, _), (found, _) = on(worlds[0], save_and_go_on), on(worlds[1], load_and_go_on)
@@ -172,7 +173,7 @@ def test_a_large_model_is_exported_in_shards_by_rank_0_with_its_adapter_merged(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    full = run(2, export_in_shards, tiny_dir, tmp_path)[0]
+    full = run_kept(2, export_in_shards, tiny_dir, tmp_path)[0]
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
     assert not list(tmp_path.glob("draft-*"))
     weights = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
@@ -231,7 +232,7 @@ def damage_on_two_ranks(tiny_dir: Path, folder: Path) -> str:
 
 
 def test_every_rank_hears_of_the_shard_of_another(tiny_dir: Path, tmp_path: Path) -> None:
-    for message in run(2, damage_on_two_ranks, tiny_dir, tmp_path / "actor"):
+    for message in run_kept(2, damage_on_two_ranks, tiny_dir, tmp_path / "actor"):
         assert "shards/1.safetensors is missing" in message
 
 

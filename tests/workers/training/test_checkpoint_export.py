@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from verl_like.errors import CheckpointError
 from workers.config import ModelConfig, OptimConfig
@@ -83,7 +83,7 @@ def test_the_folder_is_the_one_that_the_run_exports(
 def test_the_checkpoint_of_two_ranks_is_exported_by_one_process(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    run(2, save, ActorWorker, tiny_dir, tmp_path / "actor")
+    run_kept(2, save, ActorWorker, tiny_dir, tmp_path / "actor")
     found = exported(tiny_dir, tmp_path / "actor", tmp_path / "out")
     assert_equal(found, tensors_of(tmp_path / "actor" / "huggingface"))
     base = tensors_of(tiny_dir / "model")

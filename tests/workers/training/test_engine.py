@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.distributed import run
 from tests.workers.gradients import ACTOR_COLUMNS, FAMILIES, assert_equal_gradients, gradients
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import (
     RESPONSE,
     VOCAB,
@@ -97,7 +97,7 @@ def assert_same_training(
 
 
 def test_seven_rows_on_three_ranks_train_as_seven_on_one(tiny_dir: Path) -> None:
-    assert_same_training(run(3, on_ranks, tiny_dir, 7), on_ranks(tiny_dir, 7), num_shards=3)
+    assert_same_training(run_kept(3, on_ranks, tiny_dir, 7), on_ranks(tiny_dir, 7), num_shards=3)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def test_training_does_not_depend_on_the_number_of_ranks(
     tiny_dir: Path, world_size: int, fsdp_size: int, is_large: bool
 ) -> None:
     num_shards = world_size if fsdp_size == -1 else fsdp_size
-    results = run(world_size, on_ranks, tiny_dir, 8, fsdp_size, is_large)
+    results = run_kept(world_size, on_ranks, tiny_dir, 8, fsdp_size, is_large)
     assert_same_training(results, on_ranks(tiny_dir, 8), num_shards)
 
 
 def test_one_row_on_two_ranks_trains_as_one_on_one(tiny_dir: Path) -> None:
-    assert_same_training(run(2, on_ranks, tiny_dir, 1), on_ranks(tiny_dir, 1), num_shards=2)
+    assert_same_training(run_kept(2, on_ranks, tiny_dir, 1), on_ranks(tiny_dir, 1), num_shards=2)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

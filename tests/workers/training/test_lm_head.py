@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.workers.distributed import run
 from tests.workers.gradients import ACTOR_COLUMNS, Gradients, gradients
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import RESPONSE, VOCAB, make_batch, own_piece, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.models.stand_in import stand_in
@@ -173,7 +173,7 @@ def test_two_ranks_compute_in_chunks_what_one_computes_whole(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("tied")
-    parts = run(2, on_ranks, folder, 2)
+    parts = run_kept(2, on_ranks, folder, 2)
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", lm_head.CHUNK_BYTES)
     alone = on_ranks(folder, 10_000)
     assert_equal(parts[0]["gradients"], alone["gradients"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from workers.config import OptimConfig
 from workers.roles.actor import ActorWorker
@@ -57,7 +57,7 @@ def test_a_run_whose_weights_stand_still_warns(
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_agree_on_the_share_of_one(tiny_dir: Path, strategy: str) -> None:
-    results = run(2, shares, tiny_dir, "float32", 1e-6, strategy)
+    results = run_kept(2, shares, tiny_dir, "float32", 1e-6, strategy)
     assert results[0] == results[1]
     assert results[0][0] == pytest.approx(shares(tiny_dir, "float32", 1e-6)[0], abs=0.01)
 

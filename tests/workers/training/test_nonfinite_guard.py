@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerError
@@ -67,5 +67,5 @@ def test_the_samples_of_a_skipped_step_are_named_and_two_in_a_row_are_too_many(
 
 
 def test_samples_of_every_rank_are_named(tiny_dir: Path) -> None:
-    for result in run(2, update_twice, tiny_dir):
+    for result in run_kept(2, update_twice, tiny_dir):
         assert_named(*result)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from workers.config import OptimConfig, WorkersConfig, critic_optim
 from workers.roles.actor import ActorWorker
@@ -71,13 +71,13 @@ def two_updates_on_either_side(
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_two_ranks_resume_both_groups(tiny_dir: Path, tmp_path: Path, lora_rank: int) -> None:
-    for expected, resumed in run(2, two_updates_on_either_side, tiny_dir, tmp_path, lora_rank):
+    for expected, resumed in run_kept(2, two_updates_on_either_side, tiny_dir, tmp_path, lora_rank):
         assert resumed == expected
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_norms_stand_still_where_there_is_no_gradient(tiny_dir: Path, strategy: str) -> None:
-    for norms_moved, matrices_moved in run(2, moved_without_gradient, tiny_dir, strategy):
+    for norms_moved, matrices_moved in run_kept(2, moved_without_gradient, tiny_dir, strategy):
         assert not norms_moved
         assert matrices_moved
 

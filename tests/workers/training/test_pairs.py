@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import VOCAB, own_piece, started
 from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import PairRow, pair_batch
@@ -96,7 +96,7 @@ def test_neither_cut_nor_padding_nor_ranks_change_an_update(
         trained(tiny_dir, worker, use_dynamic_bsz=False, micro_batch_size_per_gpu=2),
         trained(tiny_dir, worker, max_tokens=40),
         trained(tiny_dir, worker, packed=False),
-        run(2, trained, tiny_dir, worker, 30)[1],
+        run_kept(2, trained, tiny_dir, worker, 30)[1],
     ]
     for other in others:
         for own, expected in zip(other, alone, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.errors import CheckpointError, WeightSyncError
 from workers.config import WorkersConfig
@@ -91,7 +91,7 @@ def test_shards_move_as_the_whole_and_go_on_from_a_checkpoint(
 ) -> None:
     alone = follow(str(tiny_dir), DECAY, str(tmp_path / "one"), True)
     assert_average(alone, DECAY)
-    for found in run(2, follow, str(tiny_dir), DECAY, str(tmp_path / "two"), True):
+    for found in run_kept(2, follow, str(tiny_dir), DECAY, str(tmp_path / "two"), True):
         assert_average(found, DECAY)
 
 

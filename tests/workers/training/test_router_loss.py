@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.distributed import run
 from tests.workers.gradients import ACTOR_COLUMNS, Gradients, gradients
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.models.load import load_model
@@ -171,7 +171,7 @@ def updated(folder: str, is_large: bool = False) -> dict[str, float]:
 @pytest.mark.parametrize("is_large", [False, True])
 def test_two_ranks_have_the_loss_of_one(experts_dir: Path, is_large: bool) -> None:
     alone = updated(str(experts_dir))
-    for found in run(2, updated, str(experts_dir), is_large):
+    for found in run_kept(2, updated, str(experts_dir), is_large):
         assert found == pytest.approx(alone, rel=1e-4, abs=1e-6)
 
 

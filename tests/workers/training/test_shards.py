@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from verl_like.errors import CheckpointError
 from workers.training.shards import DTYPES, FORMAT, Piece, read_shards, write_pieces, write_shards
 
@@ -58,7 +58,7 @@ def sharded(rows: Tensor, rank: int, replicas: int) -> DTensor:
 def test_shards_under_replicas_are_written_once_and_read_by_any_number(
     tmp_path: Path, replicas: int
 ) -> None:
-    run(1, write_and_read, tmp_path, replicas)  # a process without a group of its own
+    run_kept(1, write_and_read, tmp_path, replicas)  # a process without a group of its own
 
 
 def write_and_read(tmp_path: Path, replicas: int) -> None:

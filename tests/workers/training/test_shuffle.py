@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from trainer.ppo.balance import balance_ranks
 from verl_like.batch.protocol import DataProto
@@ -92,7 +92,7 @@ def two_updates(tiny_dir: Path) -> list[dict[str, float]]:
 
 def test_two_ranks_train_as_one(tiny_dir: Path) -> None:
     alone = two_updates(tiny_dir)
-    for found in run(2, two_updates, tiny_dir):
+    for found in run_kept(2, two_updates, tiny_dir):
         for metrics, expected in zip(found, alone, strict=True):
             assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 

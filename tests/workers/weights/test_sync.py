@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import workers.weights.channel as weight_channel
 import workers.weights.sync as weight_sync
-from tests.workers.distributed import run
+from tests.workers.kept_ranks import run_kept
 from tests.workers.prompts import prompt_batch
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from tests.workers.stand_ins import (
@@ -64,7 +64,7 @@ def three_versions() -> list[Any]:
 
 
 def test_processes_have_equal_weights_after_each_version() -> None:
-    sent, *received = run(3, three_versions)
+    sent, *received = run_kept(3, three_versions)
     assert received == [sent, sent]
     assert len(set(sent)) == 3
 
@@ -120,7 +120,7 @@ def test_a_sharded_actor_fills_a_rollout_in_another_pool(
     tiny_dir: Path, tmp_path: Path, world: int, fsdp_size: int, lora_rank: int, sync: str
 ) -> None:
     arguments = (str(tiny_dir), str(tmp_path / "actor"), fsdp_size, lora_rank, sync)
-    results = run(world, sharded_actor_and_lonely_rollout, *arguments)
+    results = run_kept(world, sharded_actor_and_lonely_rollout, *arguments)
     assert results == [results[0]] * world
     assert [error for error, _ in results[0]] == [None] * 5
     assert len({checksum for _, checksum in results[0]}) == 5
@@ -160,7 +160,7 @@ def colocated(tiny_dir: Path) -> tuple[Any, ...]:
 def test_beside_its_actor_a_rollout_shares_the_module_or_gathers_a_copy(
     tiny_dir: Path, world: int
 ) -> None:
-    results = run(world, colocated, str(tiny_dir))
+    results = run_kept(world, colocated, str(tiny_dir))
     assert [whole for whole, _ in results] == [([None, None], True, True, 1, world == 1)] * world
     words = "engine: 1 held otherwise than they were sent: lm_head.weight."
     damaged = [f"rollout rank {rank}: {words}" for rank in range(world)]

@@ -1,0 +1,117 @@
+"""Run a function on several ranks from a test, in processes that stay for the next one.
+
+    results = run_kept(2, function, *args)      # as `distributed.run`
+
+How an operation on shards is made torch works out once in a process, two thirds of a short training
+of a tiny model. After each function the process leaves its groups, and its environment, its random
+state and the settings of our modules are as before. A function that looks at the memory of its
+process, limits it, ends it or starts threads takes `distributed.run`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from tests.workers.distributed import answer, become_rank, collect, leave_groups
+
+PACKAGES = ("verl_like", "workers")
+MOST_KEPT = 4
+
+
+class Rank:
+    """A process that waits for the next function."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def end(self) -> None:
+        """The process is killed."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+_kept: list[Rank] = []
+"""All that wait."""
+
+
+def run_kept(
+    world: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0
+) -> list[Any]:
+    """The results of `function(*args)` by rank; a rank that fails or is late ends them all."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    call = pickle.dumps((function, args))
+    while len(_kept) < world:
+        _kept.append(Rank())
+    ranks = _kept[:world]
+    del _kept[:world]
+    try:
+        for number, rank in enumerate(ranks):
+            place = number, world, store.port
+            rank.pipe.send((sys.path, place, function.__module__, call))
+        results = collect([rank.pipe for rank in ranks], time.monotonic() + deadline_s)
+    except BaseException:
+        for rank in ranks:
+            rank.end()
+        raise
+    _kept[:0] = ranks
+    while len(_kept) > MOST_KEPT:
+        _kept.pop().end()
+    return results
+
+
+def _serve(pipe: Connection) -> None:
+    while True:
+        try:
+            path, place, module, call = pipe.recv()
+        except EOFError:  # the tests have ended
+            return
+        sys.path[:] = path
+        importlib.import_module(module)  # and what it imports, whose settings are kept
+        with process_set_back():
+            become_rank(*place)
+            answered = answer(call)
+        pipe.send_bytes(answered)
+
+
+@contextmanager
+def process_set_back() -> Iterator[None]:
+    """After it, this process is in no group, and as it was."""
+    import torch
+
+    environment, folder = dict(os.environ), os.getcwd()
+    python, numpy, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]
+    settings = [dict(vars(module)) for module in modules]
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        leave_groups()
+        for module, before in zip(modules, settings, strict=True):
+            vars(module).update(before)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(tensors)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)

@@ -1,0 +1,51 @@
+"""A rank that is kept runs each function as a new one would."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers.kept_ranks import run_kept
+from workers.parallel import fsdp
+
+
+def change_all() -> tuple[int, int, int, float, str | None, int]:
+    """The rank and its process; a setting, a random number, a variable and the groups it found."""
+    found = (
+        int(os.environ["RANK"]),
+        os.getpid(),
+        fsdp.SMALL_ELEMENTS,
+        float(torch.rand(())),
+        os.environ.get("OWN"),
+        int(dist.is_initialized()),
+    )
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    fsdp.SMALL_ELEMENTS, os.environ["OWN"] = -1, "set"
+    return found
+
+
+def leave_on_rank_one() -> None:
+    if os.environ["RANK"] == "1":
+        sys.exit("it is no rank any more")
+    dist.init_process_group("gloo")
+    dist.barrier()
+
+
+def test_the_next_function_finds_the_process_as_the_first_did() -> None:
+    first = run_kept(2, change_all)
+    assert [rank for rank, *_ in first] == [0, 1]
+    assert run_kept(2, change_all) == first
+    assert {setting for _, _, setting, *_ in first} == {fsdp.SMALL_ELEMENTS}
+    assert {(variable, groups) for *_, variable, groups in first} == {(None, 0)}
+
+
+def test_after_a_failure_the_ranks_are_new_processes() -> None:
+    before = {process for _, process, *_ in run_kept(2, change_all)}
+    with pytest.raises(RuntimeError, match="rank 1 of 2 failed:\n(?s:.*)it is no rank any more"):
+        run_kept(2, leave_on_rank_one)
+    assert before.isdisjoint(process for _, process, *_ in run_kept(2, change_all))
