@@ -13,6 +13,12 @@ from tests.workers.kept_ranks import run_kept
 from workers.parallel import fsdp
 
 
+def meet() -> None:
+    """The two ranks are in a group."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+
+
 def change_all() -> tuple[int, int, int, float, str | None, int]:
     """The rank and its process; a setting, a random number, a variable and the groups it found."""
     found = (
@@ -23,7 +29,7 @@ def change_all() -> tuple[int, int, int, float, str | None, int]:
         os.environ.get("OWN"),
         int(dist.is_initialized()),
     )
-    dist.init_process_group("gloo")
+    meet()
     dist.all_reduce(torch.ones(1))
     fsdp.SMALL_ELEMENTS, os.environ["OWN"] = -1, "set"
     return found
@@ -32,8 +38,7 @@ def change_all() -> tuple[int, int, int, float, str | None, int]:
 def leave_on_rank_one() -> None:
     if os.environ["RANK"] == "1":
         sys.exit("it is no rank any more")
-    dist.init_process_group("gloo")
-    dist.barrier()
+    meet()
 
 
 def test_the_next_function_finds_the_process_as_the_first_did() -> None:
