@@ -33,7 +33,7 @@ class BareProcess:
 
     def __init__(self, answers: socket.socket) -> None:
         self._answers = answers
-        self._returncode: int | None = None
+        self.returncode: int | None = None
         self.pid: int = self._next()
 
     def _next(self) -> int:
@@ -42,14 +42,14 @@ class BareProcess:
         return NUMBER.unpack(found)[0]
 
     def wait(self, timeout: float | None = None) -> int:
-        if self._returncode is None:
+        if self.returncode is None:
             self._answers.settimeout(timeout)
             try:
-                self._returncode = self._next()
+                self.returncode = self._next()
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
             self._answers.close()
-        return self._returncode
+        return self.returncode
 
     def kill(self) -> None:
         try:
