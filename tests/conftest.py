@@ -16,8 +16,6 @@ from typing import Any
 
 import tests.rare_collections  # noqa: F401 - before torch
 
-import tests.rare_collections  # noqa: F401 - before torch
-
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest

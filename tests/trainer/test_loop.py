@@ -22,6 +22,7 @@ from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, Regre
 from trainer import load_config, run
 from trainer.command_errors import ending_in_words
 from trainer.launch import nominal_placement
+from trainer.report.page import write_report
 from trainer.run_folder.signals import SIGNALS, RunStopped
 from verl_like.errors import CheckpointError, ConfigError
 
@@ -58,8 +59,8 @@ def test_the_run_folder_has_every_file_of_a_run(whole: Path) -> None:
     assert "teacher" in (whole / "placement.txt").read_text(encoding="utf-8")
 
 
-def test_the_report_draws_the_numbers_of_the_recipe(whole: Path) -> None:
-    page = (whole / "report.html").read_text(encoding="utf-8")
+def test_the_report_draws_the_numbers_of_the_recipe(figures: None, whole: Path) -> None:
+    page = write_report(whole).read_text(encoding="utf-8")
     assert "student/loss" in page
     assert "student-0: update" in page
 

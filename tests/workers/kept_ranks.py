@@ -48,8 +48,8 @@ class Rank:
         self.pipe.close()
 
 
-_kept: list[Rank] = []
-"""All that wait."""
+_kept: dict[int, Rank] = {}
+"""Those that wait, by their numbers as ranks: what torch keeps of a mesh is that rank's."""
 
 
 def run_kept(
@@ -60,10 +60,7 @@ def run_kept(
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = pickle.dumps((function, args))
-    while len(_kept) < world:
-        _kept.append(Rank())
-    ranks = _kept[:world]
-    del _kept[:world]
+    ranks = [_kept.pop(number, None) or Rank() for number in range(world)]
     try:
         for number, rank in enumerate(ranks):
             place = number, world, store.port
@@ -73,9 +70,9 @@ def run_kept(
         for rank in ranks:
             rank.end()
         raise
-    _kept[:0] = ranks
-    while len(_kept) > MOST_KEPT:
-        _kept.pop().end()
+    _kept.update(enumerate(ranks[:MOST_KEPT]))
+    for rank in ranks[MOST_KEPT:]:
+        rank.end()
     return results
 
 

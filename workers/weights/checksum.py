@@ -33,11 +33,12 @@ def hash_of(payload: Tensor) -> int:
 
 
 def array_of(tensor: Tensor) -> np.ndarray[Any, Any] | None:
-    """The float32 numbers of a CPU tensor, without a copy; none of another type, or elsewhere.
+    """The float32 numbers of a CPU tensor, without a copy; None for another type, or elsewhere.
 
     Of small tensors the calls cost more than the bytes: this is one call, `byte_view` four.
     """
-    if tensor.dtype is not torch.float32 or not tensor.is_cpu:
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    if not is_plain or tensor.dtype is not torch.float32 or not tensor.is_cpu:
         return None
     return (tensor.detach() if tensor.requires_grad else tensor).numpy()
 

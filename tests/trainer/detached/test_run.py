@@ -106,19 +106,14 @@ class KillMaker:
             os.kill(group.transport.started[0].pid, signal.SIGKILL)
 
 
-def run_and_kill(tiny: Path, folder: Path, policy: str) -> Path:
-    makers = ("detached.makers=2", "detached.max_staleness=1", f"detached.on_maker_loss={policy}")
-    settings = (*makers, "trainer.total_training_steps=8")
-    config = load_config(overrides(tiny, folder, LOCAL, *settings), DETACHED)
-    run(config, callbacks=[KillMaker()])
-    return folder
-
-
 def test_a_lost_maker_ends_the_run_by_its_name_unless_told_otherwise(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
+    # more steps than it makes until the loss is known
+    settings = ("detached.makers=2", "detached.max_staleness=1", "trainer.total_training_steps=50")
+    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), DETACHED)
     with pytest.raises(RolloutError, match=r"maker 1 is lost.*SIGKILL.*on_maker_loss=restart"):
-        run_and_kill(tiny_dir, tmp_path, "fail")
+        run(config, callbacks=[KillMaker()])
 
 
 def test_adapters_are_trained_as_in_the_synchronous_run(tiny_dir: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Stepping(RolloutWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def refuse_on_rank(self, rank: int) -> None:
-        def refuse(tensors: Any) -> None:
+        def refuse(tensors: Any, hashes: Any = None) -> None:
             raise WeightSyncError("this rank takes none")
 
         if self.rank == rank:
