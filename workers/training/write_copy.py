@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 
@@ -22,6 +23,10 @@ BLOCK_BYTES = 16 * 2**20
 """After each it is told how far the file has come, and found whether anybody still wants it."""
 ALIGNMENT = 4096
 """What writes past the page cache are multiples of."""
+REST = 4.0
+"""Seconds without work for each second of work: it shares caches and memory with the steps."""
+LONGEST_REST_S = 0.25
+"""A disk that is slow needs no more."""
 WHOLE, FAILED = "whole", "failed: "
 Written = tuple[int, int]
 """How many bytes are in the file, and their crc32."""
@@ -94,8 +99,11 @@ def main(memory: str, num_bytes: str, path: str) -> None:
     with mmap.mmap(int(memory), int(num_bytes), prot=mmap.PROT_READ) as contents:
         with memoryview(contents) as view:
             try:
+                began = time.monotonic()
                 for done, crc in write_rest(path, view):
                     _tell(f"{done} {crc}")
+                    time.sleep(min(REST * (time.monotonic() - began), LONGEST_REST_S))
+                    began = time.monotonic()
                 _tell(WHOLE)
             except BrokenPipeError:
                 return  # whoever wanted the file is gone
