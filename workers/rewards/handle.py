@@ -105,7 +105,8 @@ class RewardProcess:
             met = channel.receive(time.monotonic() + self._start_deadline)
             problem, side_by_side, together, reads = met
             self._reads = None if reads is None else frozenset(map(str, reads))
-            self._watched = self._what_is_watched()
+            if problem is None:  # or else it has ended
+                self._watched = self._what_is_watched()
         except TimeoutError as err:
             raise ConfigError(
                 f"The reward function {self._function} is not loaded within "
