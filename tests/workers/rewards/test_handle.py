@@ -19,6 +19,7 @@ from verl_like.errors import ConfigError
 from verl_like.process import child
 from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import MOST_OUTPUT, descendants
+from workers.rewards.handle import RewardProcess
 from workers.rewards.outcome import LATE
 from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
@@ -350,3 +351,16 @@ def test_without_the_network_it_reaches_itself_alone(stranger: Any) -> None:
 def test_samples_that_it_does_not_read_do_not_block_the_driver(stranger: Any) -> None:
     outcomes = stranger("stop", *["x" * 100_000] * 20, deadline=3.0)
     assert [outcome[0] for outcome in outcomes] == [None] + [1.0] * 20
+
+
+def test_what_is_wrong_with_a_function_is_said_though_its_process_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr("workers.rewards.handle.Watched", gone)
+    (tmp_path / "broken.py").write_text("def f(:", encoding="utf-8")
+    process = RewardProcess(FunctionSpec(str(tmp_path / "broken.py"), "f"), 60.0)
+    with pytest.raises(ConfigError, match="broken.py:f is not loaded: SyntaxError"):
+        process.start()
