@@ -20,7 +20,8 @@ mkdir -p "$run_dir"
 JUDGE_TOKEN=$("$py" -c "import secrets; print(secrets.token_hex(16))")
 export JUDGE_TOKEN # a server that others can reach needs such a secret; on this machine alone it may be left out
 
-"${verl_like[@]}" serve-reward --function "$here/judge.py:share_of_letter" --port 0 --token-env JUDGE_TOKEN >"$run_dir/server.log" 2>&1 &
+: >"$run_dir/server.log" # the address of an earlier server goes before this one starts
+"${verl_like[@]}" serve-reward --function "$here/judge.py:share_of_letter" --port 0 --token-env JUDGE_TOKEN >>"$run_dir/server.log" 2>&1 &
 server=$!
 trap 'kill "$server" 2>/dev/null && wait "$server" || true' EXIT # also after an error and after Ctrl-C
 if [ ! -e "$run_dir/tiny/val.parquet" ]; then
