@@ -9,11 +9,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import pickle
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -21,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tests.fork_client import Request, packed, read_number, receive, send
+
 PRELOADED = ("workers.rewards.process", "workers.rewards.functions", "workers.rewards.program")
 PROGRAMS = ("workers.rewards.process", "workers.rewards.program")
 """What may be forked here."""
-NUMBER = struct.Struct("i")
 DESCRIPTORS = 4
 
 
@@ -34,18 +33,13 @@ class BareProcess:
     def __init__(self, answers: socket.socket) -> None:
         self._answers = answers
         self.returncode: int | None = None
-        self.pid: int = self._next()
-
-    def _next(self) -> int:
-        found = self._answers.recv(NUMBER.size, socket.MSG_WAITALL)
-        assert found, "the server of forked processes is gone"
-        return NUMBER.unpack(found)[0]
+        self.pid: int = read_number(answers)
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             self._answers.settimeout(timeout)
             try:
-                self.returncode = self._next()
+                self.returncode = read_number(self._answers)
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
             self._answers.close()
@@ -75,12 +69,10 @@ class _Server:
                 process_group=0,
             )
 
-    def start(self, request: bytes, *descriptors: int) -> BareProcess:
+    def start(self, request: Request, descriptors: list[int]) -> BareProcess:
         ours, theirs = socket.socketpair()
         with theirs, self._asking:
-            size = NUMBER.pack(len(request))
-            socket.send_fds(self._requests, [size], [theirs.fileno(), *descriptors])
-            self._requests.sendall(request)
+            send(self._requests, request, [theirs.fileno(), *descriptors])
         return BareProcess(ours)
 
     def end(self) -> None:
@@ -101,11 +93,11 @@ def start_fork(
     program: str, pipe: Connection, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> BareProcess:
     """A process of `verl_like.process.child`: the same program, pipe, environment and output."""
-    request = pickle.dumps((program, list(arguments), dict(environment)))
-    return server().start(request, pipe.fileno(), 1, 2)
+    request = [program, *arguments], dict(environment), os.getcwd()
+    return server().start(request, [pipe.fileno(), 1, 2])
 
 
-def serve(requests: socket.socket) -> tuple[list[int], bytes]:
+def serve(requests: socket.socket) -> tuple[list[int], Request]:
     """Fork for every request, and say how each fork ends; gives a fork its descriptors and request.
 
     The server itself ends when nobody is left to ask.
@@ -124,10 +116,10 @@ def serve(requests: socket.socket) -> tuple[list[int], bytes]:
         if requests not in ready:
             continue
 
-        size, descriptors, _, _ = socket.recv_fds(requests, NUMBER.size, DESCRIPTORS)
-        if not size:
+        try:
+            descriptors, request = receive(requests, DESCRIPTORS)
+        except EOFError:
             os._exit(0)
-        request = requests.recv(NUMBER.unpack(size)[0], socket.MSG_WAITALL)
         answers, *others = descriptors
         pid = os.fork()
         if pid == 0:
@@ -138,7 +130,7 @@ def serve(requests: socket.socket) -> tuple[list[int], bytes]:
                 other.close()
             return others, request
         running[pid] = socket.socket(fileno=answers)
-        running[pid].sendall(NUMBER.pack(pid))
+        running[pid].sendall(packed(pid))
         for descriptor in others:
             os.close(descriptor)
 
@@ -151,12 +143,12 @@ def report_ended(running: dict[int, socket.socket]) -> None:
             return
         with running.pop(pid) as answers:
             try:
-                answers.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+                answers.sendall(packed(os.waitstatus_to_exitcode(status)))
             except BrokenPipeError:  # nobody waits for it
                 pass
 
 
-def run_program(descriptors: Sequence[int], request: bytes) -> None:
+def run_program(descriptors: Sequence[int], request: Request) -> None:
     """What `python -m verl_like.process.child PROGRAM` does."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)
@@ -164,7 +156,8 @@ def run_program(descriptors: Sequence[int], request: bytes) -> None:
     for number, output in enumerate(outputs, start=1):
         os.dup2(output, number)
         os.close(output)
-    program, arguments, environment = pickle.loads(request)
+    (program, *arguments), environment, folder = request
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     connection = Connection(pipe)

@@ -28,8 +28,11 @@ def packed(number: int) -> bytes:
 
 
 def read_number(connection: socket.socket) -> int:
-    """The other side's number; 0 if it is gone."""
-    return int.from_bytes(connection.recv(NUMBER, socket.MSG_WAITALL), "little", signed=True)
+    """The other side's number. EOFError: nobody is there."""
+    number = connection.recv(NUMBER, socket.MSG_WAITALL)
+    if not number:
+        raise EOFError("whoever was asked has ended")
+    return int.from_bytes(number, "little", signed=True)
 
 
 def send(to: socket.socket, request: Request, descriptors: list[int]) -> None:

@@ -130,6 +130,24 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("its JSON is nested too deeply") from error
 
 
+def json_objects(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The objects of a file, one a line, and how many of its lines are none.
+
+    A process that is killed leaves half a line; a file that is not there has no lines.
+    """
+    found, num_broken = [], 0
+    for line in lines_of(path) if path.is_file() else ():
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            found.append(row)
+        else:
+            num_broken += 1
+    return found, num_broken
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a file; a ValueError says why there is none."""
     found = parse_json(path.read_bytes())

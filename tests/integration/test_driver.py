@@ -19,6 +19,7 @@ from trainer import load_config, run
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.step import PPOTrainer
 from verl_like.errors import ConfigError
+from verl_like.process.machine import process_state
 
 RIGGED = "tests.integration.rigged"
 LOCAL = ("trainer.backend=local", "placement=colocate", "algorithm.use_kl_in_reward=false")
@@ -201,11 +202,7 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    return process_state(pid) not in (None, "Z")
 
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])

@@ -19,6 +19,7 @@ from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Faulty
 from verl_like.backends.ray import connect, ending, probes
 from verl_like.errors import WorkerDiedError
+from verl_like.process.machine import process_state
 
 
 def daemon(kind: str) -> int:
@@ -58,11 +59,7 @@ def end_with_a_frozen_daemon() -> dict[str, Any]:
 
 
 def is_there(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return process_state(pid) not in (None, "Z")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.files import file_fault, fingerprint, json_line, lines_of, parse_json, write_whole
+from verl_like.files import (
+    file_fault,
+    fingerprint,
+    json_line,
+    json_objects,
+    lines_of,
+    parse_json,
+    write_whole,
+)
 
 STRINGS = [
     "plain",
@@ -55,3 +63,10 @@ def test_a_file_is_known_by_its_size_and_its_bytes(tmp_path: Path) -> None:
     assert file_fault(path, facts, reads=False) == "has 2 bytes, was written with 3"
     path.unlink()
     assert file_fault(path, facts) == "is missing"
+
+
+def test_the_objects_of_lines_and_how_many_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    assert json_objects(path) == ([], 0)
+    path.write_bytes(b'{"a": 1}\n[2]\n\xff\n{"b": "\xff"}\n{"c')
+    assert json_objects(path) == ([{"a": 1}, {"b": "\ufffd"}], 3)

@@ -21,7 +21,7 @@ from trainer.run_folder.folder import CONFIG_FILE
 from trainer.run_folder.marker import committed, named, read_marker
 from trainer.run_folder.starts import installed_versions
 from verl_like.errors import CheckpointError, ConfigError
-from verl_like.files import lines_of, parse_json
+from verl_like.files import json_objects
 from verl_like.registry import load_object
 
 RECIPES = {
@@ -52,9 +52,8 @@ class SavedRun:
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """The run's line of metrics of a step that it has made."""
-        path = self.folder / "metrics.jsonl"
-        found = [parse_json(line) for line in lines_of(path)] if path.is_file() else []
-        lines = {line["step"]: line for line in found if isinstance(line, dict) and "step" in line}
+        found, _ = json_objects(self.folder / "metrics.jsonl")
+        lines = {line["step"]: line for line in found if "step" in line}
         steps = sorted(number for number in lines if number > 0)
         if step not in steps:
             made = f"it made steps {steps[0]} to {steps[-1]}" if steps else "it made none"

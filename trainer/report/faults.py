@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from verl_like.files import lines_of
+from verl_like.files import json_objects
 
 CHAOS_FILE = "chaos.jsonl"
 LEDGER = "ledger"
@@ -18,10 +17,9 @@ FATES = ("kept", "made_again", "not_finished")
 
 def faults_in_words(folder: Path) -> list[str]:
     """A line about the faults by kind, and about the ledger of the steps; none without faults."""
-    path = folder / CHAOS_FILE
-    if not path.is_file():
+    if not (folder / CHAOS_FILE).is_file():
         return []
-    lines = [json.loads(line) for line in lines_of(path)]
+    lines, _ = json_objects(folder / CHAOS_FILE)
     kinds = Counter(line["kind"] for line in lines if line["kind"] != LEDGER)
     faults = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
     ledgers = [_ledger_in_words(line) for line in lines if line["kind"] == LEDGER]

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.report.calls import AFTER_STEP, Call, read_timeline
 from trainer.report.detached import DetachedRun, read_detached
 from verl_like.errors import ConfigError
-from verl_like.files import lines_of, parse_json
+from verl_like.files import json_objects
 
 FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by "
@@ -130,16 +130,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         notes.append(f"{path.name} is not there.")
         return []
-    found, broken = [], 0
-    for line in lines_of(path):
-        try:
-            row = parse_json(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict):
-            found.append(row)
-        else:
-            broken += 1
+    found, broken = json_objects(path)
     if broken:
         notes.append(
             f"{path.name}: {broken} of {broken + len(found)} lines are half written and left out."

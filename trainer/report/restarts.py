@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from verl_like.files import lines_of, parse_json
+from verl_like.files import json_objects
 
 RESTARTS_FILE = "restarts.jsonl"
 
 
 def restarts_in_words(folder: Path) -> list[str]:
     """A line about the restarts, and about samples that were being made; none without any."""
-    path = folder / RESTARTS_FILE
-    lines = list(_records(path)) if path.is_file() else []
+    lines, _ = json_objects(folder / RESTARTS_FILE)
     steps = [str(line.get("step")) for line in lines if "lost" in line]
     if not steps:
         return []
@@ -24,14 +21,3 @@ def restarts_in_words(folder: Path) -> list[str]:
     if kept + again:
         samples = f"; of the samples that lost groups were making {kept} kept, {again} made again"
     return [f"restarts: {len(steps)}, in step {', '.join(steps)}{samples}"]
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines; a half one, of a run that was killed, is left out."""
-    for line in lines_of(path):
-        try:
-            record = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record

@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer.config.flat import config_hash
 from trainer.config.schema import RunConfig
 from trainer.run_folder.marker import committed
-from verl_like.files import lines_of, parse_json
+from verl_like.files import json_objects
 
 logger = logging.getLogger(__name__)
 EXPORT = "huggingface"
@@ -41,18 +41,12 @@ class RunResult:
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:
     """The lines of steps; what is half a line, or another's, is left out with a warning."""
-    found: list[dict[str, float]] = []
-    lines = list(lines_of(path)) if path.is_file() else []
-    for line in lines:
-        try:
-            row = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "step" in row:
-            found.append(row)
-    if len(found) < len(lines):
+    objects, num_broken = json_objects(path)
+    found = [row for row in objects if "step" in row]
+    num_lines = len(objects) + num_broken
+    if len(found) < num_lines:
         logger.warning(
             "%s: %d of %d lines are no step's, and left out.",
-            path, len(lines) - len(found), len(lines),
+            path, num_lines - len(found), num_lines,
         )  # fmt: skip
     return found

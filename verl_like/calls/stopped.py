@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from verl_like.process.machine import process_state
+
+STOPPED = "T"
 STOPPED_S = 15.0
 """A process that is stopped for so long does not count on being continued."""
 
@@ -20,7 +22,7 @@ class StoppedProcesses:
 
     def why_gone(self, pid: int) -> str | None:
         """Why a process is not waited for any more; None while it runs, or may go on soon."""
-        if not _is_stopped(pid):
+        if process_state(pid) != STOPPED:
             self._since.pop(pid, None)
             return None
         now = self._clock()
@@ -30,11 +32,3 @@ class StoppedProcesses:
             f"the process is stopped since {STOPPED_S:.0f} s (SIGSTOP, by hand or by a scheduler); "
             f"`kill -CONT {pid}` lets one go on."
         )
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state == "T"

@@ -1,4 +1,4 @@
-"""What this machine has: cores that may be used, and memory."""
+"""What this machine has, cores and memory, and what its processes do."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ CONTAINER = Path("/sys/fs/cgroup")
 def usable_cores() -> int:
     """CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_state(pid: int) -> str | None:
+    """What a process does, by Linux's letter: R runs, T is stopped, Z has ended, unawaited.
+
+    None if there is no such process, or the system does not say.
+    """
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return facts.rpartition(")")[2].split()[0]  # after the program's name, which may be any text
 
 
 def memory_gb(field: str) -> float | None:

@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from verl_like.errors import CheckpointError
+from verl_like.process.machine import process_state
 from workers.training import write_copy
 from workers.training.host_buffer import HostBuffer
 from workers.training.write_copy import FAILED, WHOLE, Written, write_rest
@@ -162,8 +163,7 @@ def _compute_behind_others(pid: int) -> None:
 
 def _wants_a_core(pid: int) -> bool:
     """Whether a process could go on at once; not if it waits for the disk."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] in "RT"
+    return process_state(pid) in ("R", "T")
 
 
 def _ending(code: int) -> str:

@@ -15,6 +15,7 @@ import pytest
 from tests.trainer.groups.reporting_role import reporting
 from trainer.groups.worker_groups import WorkerGroups
 from verl_like.errors import PlacementError, WorkerDiedError
+from verl_like.process.machine import process_state
 
 ROLES = {"rollout": "maker_0_pool", "rollout_1": "maker_1_pool", "actor": "trainer_pool"}
 BACKENDS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
@@ -84,10 +85,7 @@ def _is_running(pid: int, within_s: float = 5.0) -> bool:
     """Whether it still is after that time; Ray ends its workers a moment after they are killed."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z":
-                return False
-        except OSError:
+        if process_state(pid) in (None, "Z"):
             return False
         time.sleep(0.05)
     return True

@@ -17,6 +17,7 @@ from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, gather
 from verl_like.calls.stacks import likely_cause
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
+from verl_like.process.machine import process_state
 
 QUICK = Deadlines(start_s=180, rendezvous_s=2, call_s=60, warn_s=0.2, grace_s=2)
 BACKENDS = ["child", pytest.param("ray", marks=pytest.mark.ray)]
@@ -137,10 +138,7 @@ def test_a_process_whose_caller_died_does_not_linger(tmp_path: Path) -> None:
 
 
 def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except OSError:
-        return False
+    return process_state(pid) not in (None, "Z")
 
 
 def test_likely_cause_reads_stacks() -> None:

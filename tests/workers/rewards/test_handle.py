@@ -17,6 +17,7 @@ import pytest
 from tests.forked import start_python
 from verl_like.errors import ConfigError
 from verl_like.process import child
+from verl_like.process.machine import process_state
 from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import MOST_OUTPUT, descendants
 from workers.rewards.handle import RewardProcess
@@ -259,10 +260,7 @@ time.sleep(60)
 
 
 def is_running(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return process_state(int(pid)) not in (None, "Z")
 
 
 def test_it_ends_with_a_driver_that_is_killed() -> None:

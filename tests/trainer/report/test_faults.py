@@ -1,0 +1,16 @@
+"""`chaos.jsonl` of a run that was killed while it wrote."""
+
+from pathlib import Path
+
+from trainer.report.faults import CHAOS_FILE, faults_in_words
+
+FAULT = '{"kind": "delay", "step": 3}\n'
+
+
+def test_half_a_line_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / CHAOS_FILE).write_text(FAULT * 2 + FAULT[:12])
+    assert faults_in_words(tmp_path) == ["faults on purpose: 2 x delay"]
+
+
+def test_a_run_without_faults_has_no_line(tmp_path: Path) -> None:
+    assert faults_in_words(tmp_path) == []
