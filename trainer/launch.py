@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -119,6 +120,9 @@ class Attempts:
     def make(self, folder: Path, inputs: tuple[Any, ...]) -> None:
         """Start the processes that are not there, and train."""
         note_start(folder)
+        if self._failed_at:
+            self._trainer = None
+            gc.collect()  # the last attempt's objects refer to each other, and `fit` keeps old ones
         if self._groups is None:
             code = self._trainer_cls.worker_code(self.config)
             self._groups = WorkerGroups(self.config, code)

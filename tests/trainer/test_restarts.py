@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,8 +52,11 @@ class Refusing(RegressionTrainer):
     """In its third step a weight sync is refused, once."""
 
     refusals: ClassVar[int] = 0
+    made: ClassVar[weakref.WeakSet[RegressionTrainer]] = weakref.WeakSet()
 
     def step(self) -> dict[str, float]:
+        Refusing.made.add(self)
+        self.me = self  # only the collector frees it
         if self.global_step == 3 and not Refusing.refusals:
             Refusing.refusals += 1
             raise WeightSyncError("version 3 was not taken over")
@@ -105,6 +110,22 @@ def test_after_a_refused_weight_sync_the_run_goes_on_from_its_checkpoint(
         run(config(tmp_path / "refused"), Refusing)
     assert numbers(tmp_path / "refused") == numbers(tmp_path / "whole")
     assert "step 3 failed: version 3 was not taken over. Restart 1 of 3" in caplog.text
+
+
+def test_nothing_is_kept_of_the_attempt_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps records
+    monkeypatch.setattr(Refusing, "refusals", 0)
+    monkeypatch.setattr(Refusing, "made", weakref.WeakSet())
+    left = []
+
+    class Counter:
+        def on_step_end(self, trainer: RegressionTrainer, metrics: dict[str, float]) -> None:
+            left.append(set(Refusing.made) - {trainer})
+
+    run(config(tmp_path), Refusing, callbacks=[Counter()])
+    assert left == [set()] * 6
 
 
 def test_a_step_that_fails_three_times_ends_the_run_by_its_name(tmp_path: Path) -> None:
