@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ from ray.cluster_utils import Cluster
 from tests.forked_ray import ask_for_forks
 from tests.integration.runs import overrides
 from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
-from trainer import PPOTrainer, load_config, restarts, run
+from trainer import PPOTrainer, launch, load_config, restarts, run
 from trainer.recovery import ReplaceableRoles
 from verl_like.errors import NoRoomError
 
@@ -32,7 +31,8 @@ PPO_POOLS = (
 )
 SHORT = ("data.train_batch_size=4", "data.max_response_length=4")
 STEPS = 4
-PLACEMENT_S = 6.0
+PLACEMENT_S = 15.0
+"""Of the run for which no node comes."""
 
 
 class Losing:
@@ -50,13 +50,6 @@ class Losing:
         (node,) = groups.placement.pools[pool].nodes
         cls.lost_at.append(time.monotonic())
         cls.cluster.remove_node(cls.nodes.pop(node.key), allow_graceful=False)
-
-    @classmethod
-    def add_late(cls, seconds: float) -> None:
-        """Then stay: the processes of a node end with the thread that has started them."""
-        time.sleep(seconds)
-        cls.add_node()
-        threading.Event().wait()
 
     @classmethod
     def add_node(cls) -> None:
@@ -87,10 +80,9 @@ class LosesRollout(PPOTrainer):
 
 
 class LosesRole(RegressionTrainer):
-    """In the third step the node of a role goes; another comes after it, if one is to."""
+    """In the third step the node of a role goes."""
 
     role: ClassVar[str]
-    comes_after_s: ClassVar[float | None] = None
     pids: ClassVar[list[dict[str, int]]] = []
 
     def replaceable_roles(self) -> ReplaceableRoles:
@@ -100,9 +92,6 @@ class LosesRole(RegressionTrainer):
         self.pids.append(pids(self))
         if self.global_step == 3 and not Losing.lost_at:
             Losing.lose_node_of(self.groups, self.role)
-            if self.comes_after_s is not None:
-                arguments = (self.comes_after_s,)
-                threading.Thread(target=Losing.add_late, args=arguments, daemon=True).start()
         return super().step()
 
 
@@ -113,17 +102,26 @@ def lose_rollout(tiny: Path, folder: Path, *here: str) -> dict[str, Any]:
     return {"pids": LosesRollout.pids, "nodes": LosesRollout.nodes}
 
 
-def lose_role(folder: Path, role: str, comes_after_s: float | None, *here: str) -> dict[str, Any]:
+class Waiting(restarts.Restarts):
+    """While it waits for a node, one comes; a node can be started by the main thread alone."""
+
+    def _pause(self, seconds: float) -> None:
+        super()._pause(seconds)
+        if seconds == restarts.LOOK_AGAIN_S and len(Losing.nodes) < 2:
+            Losing.add_node()
+
+
+def lose_role(folder: Path, role: str, waits: type, *here: str) -> dict[str, Any]:
     """A run of two pools on two nodes, without a spare one."""
     Losing.lost_at.clear()
-    LosesRole.role, LosesRole.comes_after_s, LosesRole.pids = role, comes_after_s, []
+    LosesRole.role, LosesRole.pids, launch.Restarts = role, [], waits  # type: ignore[misc]
     settings = (f"trainer.default_local_dir={folder}", f"trainer.total_training_steps={STEPS}")
     more = ("placement=split", "trainer.logger=[]", "trainer.save_freq=2", *settings, *here)
-    found: dict[str, Any] = {"folder": str(folder)}
+    found: dict[str, Any] = {}
     try:
         run(load_config(more, REGRESSION), LosesRole)
     except NoRoomError as error:
-        found |= {"error": str(error), "seconds": time.monotonic() - Losing.lost_at[0]}
+        found = {"error": str(error), "seconds": time.monotonic() - Losing.lost_at[0]}
     return found | {"pids": LosesRole.pids}
 
 
@@ -136,8 +134,9 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
         Losing.add_node()
     here = (
         *("trainer.backend=ray", f"ray.address={cluster.address}", "trainer.device=cpu"),
-        *("trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"watch.placement_s={PLACEMENT_S}"),
+        *("trainer.nnodes=2", "trainer.n_gpus_per_node=1"),
     )
+    bounded = f"watch.placement_s={PLACEMENT_S}"
     folder.mkdir(parents=True)
     log = logging.FileHandler(folder / "log")
     for package in ("trainer", "verl_like"):
@@ -145,8 +144,8 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
     try:
         return {
             "spare": lose_rollout(tiny, folder / "spare", *here),
-            "again": lose_role(folder / "again", "teacher", 8.0, *here, "watch.placement_s=300"),
-            "none": lose_role(folder / "none", "student", None, *here),
+            "again": lose_role(folder / "again", "teacher", Waiting, *here),
+            "none": lose_role(folder / "none", "student", restarts.Restarts, *here, bounded),
             "log": (folder / "log").read_text(),
         }
     finally:

@@ -268,9 +268,7 @@ def test_where_no_room_comes_in_time_or_the_run_is_told_to_stop_it_ends(tmp_path
         raise NoRoomError("node 7 is gone.")
 
     since = time.monotonic() - 9
-    with pytest.raises(
-        NoRoomError, match=r"gone\. After \d+ s .* \(watch\.placement_s=8\)"
-    ):
+    with pytest.raises(NoRoomError, match=r"gone\. After \d+ s .* \(watch\.placement_s=8\)"):
         with_a_restart(tmp_path, placement_s=8.0).when_there_is_room(start, since)
     with StopSignals() as stop, stop.held():
         made = with_a_restart(tmp_path, stop)
