@@ -17,11 +17,12 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.restarts import Restarts
 from trainer.run_folder.step_start import StepStart
-from verl_like.errors import PlacementError, WorkerDiedError, WorkerError
+from verl_like.errors import NoRoomError, PlacementError, WorkerDiedError, WorkerError
 
 TURN_S = 60.0
 """So long the other processes may go on with what they are doing; then they count as lost, too."""
@@ -58,11 +59,13 @@ def bring_back(
     groups: WorkerGroups,
     replaceable: ReplaceableRoles,
     step_start: StepStart | None,
+    restarts: Restarts,
     since: float,
 ) -> BroughtBack | None:
     """Start what is lost anew, and have the rest ready to go on; None: no group can be kept.
 
-    `step_start` is of the step that failed, where it had begun.
+    `step_start` is of the step that failed, where it had begun. A pool whose node is lost moves to
+    another, which is waited for while the rest stays.
     """
     lost = groups.lost_pools(TURN_S)
     roles_of = groups.roles_of_pools()
@@ -77,9 +80,11 @@ def bring_back(
         step_start = None
     try:
         for pool in lost:
-            groups.restart(pool)
+            restarts.when_there_is_room(partial(groups.restart, pool), since)
         if step_start is None:
             _make_empty(groups, replaceable, set(lost))
+    except NoRoomError:
+        raise  # nor has the cluster room for all of them
     except (WorkerError, PlacementError) as error:
         logger.warning("the lost group cannot be brought back, so all are started anew: %s", error)
         return None
@@ -104,7 +109,9 @@ def replace_within_step(
     restarts.wait_for_next(error, step)
     try:
         for pool in lost:
-            groups.restart(pool)
+            restarts.when_there_is_room(partial(groups.restart, pool), since)
+    except NoRoomError:
+        raise
     except PlacementError as problem:
         error.add_note(str(problem))
         raise error from None

@@ -6,6 +6,7 @@ VerlLikeError
 ├── DispatchError (TypeError)          a call that a group cannot split or collect
 ├── ConfigError (ValueError)           a setting that cannot work
 ├── PlacementError (ValueError)        pools, roles and devices that do not fit together
+│   └── NoRoomError                    the nodes that live have too little for a pool
 ├── WorkerError (RuntimeError)         something went wrong in or around a worker process
 │   ├── WorkerDiedError                the process is gone
 │   └── WaitTimeoutError (TimeoutError) a wait with a name passed its deadline
@@ -49,6 +50,10 @@ class ConfigError(VerlLikeError, ValueError):
 
 class PlacementError(VerlLikeError, ValueError):
     """Pools, roles and devices do not fit together."""
+
+
+class NoRoomError(PlacementError):
+    """The nodes that live have too little for a pool: another node would do."""
 
 
 class WorkerError(VerlLikeError, RuntimeError):

@@ -38,6 +38,14 @@ def numbers(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def calls(folder: Path, method: str) -> list[dict[str, Any]]:
-    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
-    return [event for event in events if event["ph"] == "X" and event["name"] == method]
+def calls(folder: Path, method: str = "") -> list[dict[str, Any]]:
+    """The events of a method, or of all; what the timeline says of their lanes is in `args`."""
+    lanes: dict[tuple[int, int], dict[str, Any]] = {}
+    found = []
+    for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]:
+        if event["name"] == "thread_name":
+            lanes[event["pid"], event["tid"]] = event["args"]
+        elif event["ph"] == "X" and method in ("", event["name"]):
+            lane = lanes[event["pid"], event["tid"]]
+            found.append(event | {"cat": lane["role"], "args": {**lane, **event["args"]}})
+    return found

@@ -188,8 +188,11 @@ def why_gone(node_id: str) -> str | None:
 
 
 def has_one_node() -> bool:
-    """Whether the whole cluster is one machine: its processes then talk over loopback."""
-    return sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+    """Whether the whole cluster is one machine: its processes then talk over loopback.
+
+    A node that was lost counts: its like may come, and has to reach what is started until then.
+    """
+    return len(ray.nodes()) == 1
 
 
 def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> list[Node]:
