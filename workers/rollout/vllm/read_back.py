@@ -9,12 +9,14 @@
 vLLM fuses projections, pads vocabularies, cuts tensors over its ranks and loads layers into memory
 that it copies from. Its own loaders know where each tensor goes. So every copy that they make is
 noted: the part of the parameter, and the hash of the bytes that belong there. Afterwards the same
-parts are read again. Weights that a layer packs or quantises for its kernel are no longer there as
-bytes: those are not read back, and are named.
+parts are read again. What linear layers on CPUs have packed for their kernels is not there as bytes
+(`packed` looks at it). What a layer has quantised is not read back, and is named.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,13 +41,19 @@ class Held:
     damaged: tuple[str, ...] = ()
     """Tensors of which a part is held otherwise."""
 
+    def __add__(self, other: Held) -> Held:
+        """What two readings of different layers have found."""
+        num_elements = Counter(self.num_elements) + Counter(other.num_elements)
+        damaged = {*self.damaged, *other.damaged}
+        return Held(dict(num_elements), tuple(sorted(damaged)))
+
 
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, stride and offset of a part of some memory."""
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """A part of a parameter, and the hash of what was written there."""
 
     name: str
@@ -54,6 +62,21 @@ class _Piece:
     offset: int
     dtype: torch.dtype
     value: int
+
+    def __len__(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.size)
+
+    def is_in(self, weight: Tensor) -> bool:
+        """Whether the memory of `weight` has it bit for bit."""
+        part = weight.detach().as_strided(self.size, self.stride, self.offset)
+        return _hash(part) == self.value
+
+    def rows_of(self, weight: Tensor) -> slice:
+        """The rows of a contiguous matrix in which it lies."""
+        first = self.offset - weight.storage_offset()
+        last = first + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return slice(first // weight.stride(0), last // weight.stride(0) + 1)
 
 
 class WrittenPieces(TorchDispatchMode):
@@ -65,7 +88,7 @@ class WrittenPieces(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._sources: dict[StorageWeakRef, str] = {}
-        self._pieces: dict[StorageWeakRef, dict[_Place, _Piece]] = {}
+        self._pieces: dict[StorageWeakRef, dict[_Place, Piece]] = {}
 
     def expect(self, name: str, tensor: Tensor) -> None:
         """This tensor is about to be loaded."""
@@ -93,7 +116,7 @@ class WrittenPieces(TorchDispatchMode):
         if source is not None and name is not None:
             value = _hash(source.to(into.dtype).expand(into.shape))
             where = tuple(into.shape), into.stride(), into.storage_offset()
-            after[where] = _Piece(name, *where, into.dtype, value)
+            after[where] = Piece(name, *where, into.dtype, value)
         elif source is not None and origin in self._pieces and _is_whole(into, source):
             # a layer that was loaded elsewhere is copied to where its kernel looks
             shift = into.storage_offset() - source.storage_offset()
@@ -103,17 +126,20 @@ class WrittenPieces(TorchDispatchMode):
         if before or after:
             self._pieces[place] = after
 
+    def pieces_of(self, weight: Tensor) -> list[Piece]:
+        """Those that were written into the memory of a weight, and not over since."""
+        return list(self._pieces.get(_storage(weight), {}).values())
+
     def read_back(self, model: nn.Module) -> Held:
         """Hash what the model's parameters and buffers hold where pieces were written."""
         num_elements: dict[str, int] = {}
         damaged: set[str] = set()
         for weight, is_plain in _weights(model):
-            for piece in self._pieces.get(_storage(weight), {}).values():
+            for piece in self.pieces_of(weight):
                 if weight.dtype != piece.dtype:
                     continue  # a kernel's own type
-                part = weight.detach().as_strided(piece.size, piece.stride, piece.offset)
-                if _hash(part) == piece.value:
-                    num_elements[piece.name] = num_elements.get(piece.name, 0) + part.numel()
+                if piece.is_in(weight):
+                    num_elements[piece.name] = num_elements.get(piece.name, 0) + len(piece)
                 elif is_plain:
                     damaged.add(piece.name)
         return Held(num_elements, tuple(sorted(damaged)))
@@ -135,7 +161,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _overlap(piece: _Piece, other: Tensor) -> bool:
+def _overlap(piece: Piece, other: Tensor) -> bool:
     """Whether the ranges of memory of a piece and of a part of the same storage meet."""
     if 0 in piece.size or not other.numel():
         return False

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms
 from workers.rollout.vllm.handover import Arrivals, hash_in_float32
+from workers.rollout.vllm.packed import PackedLinears, watch_packing
 from workers.rollout.vllm.read_back import WrittenPieces
 
 
@@ -72,11 +73,13 @@ class WorkerExtension:
     vllm_config: Any
     _arrivals: Arrivals
     _written: WrittenPieces
+    _packed: PackedLinears
 
     def install_sampler(self) -> list[str]:
         """Replace the sampler; returns the classes of the layers' methods: which quantization."""
         if not isinstance(self.model_runner.sampler, Sampler):
             self.model_runner.sampler = Sampler(self.model_runner, self.model_runner.sampler)
+            watch_packing(self.model_runner.model, lambda *packed: self._packed.note(*packed))
         methods = set()
         for module in self.model_runner.model.modules():
             method = getattr(module, "quant_method", None)
@@ -101,6 +104,7 @@ class WorkerExtension:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._arrivals, self._written = Arrivals({}), WrittenPieces()
+        self._packed = PackedLinears(self._written)
         _forget_expert_kernels(self.model_runner.model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.model)
@@ -141,7 +145,9 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             with self._written:
                 finalize_layerwise_reload(model, self.model_runner.model_config)
-            return replace(self._arrivals, held=self._written.read_back(model))
+                self._packed.pack_tied(model)
+            held = self._written.read_back(model) + self._packed.read_back(model)
+            return replace(self._arrivals, held=held)
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:
