@@ -17,16 +17,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.replicas import Replicas, abort_generation, save_replicas
+from trainer.replicas import Replicas, save_replicas
 from trainer.restarts import Restarts
 from trainer.run_folder.step_start import StepStart
 from verl_like.errors import PlacementError, WorkerDiedError, WorkerError
 
 TURN_S = 60.0
 """So long the other processes may go on with what they are doing; then they count as lost, too."""
+ABORT_S = 5.0
+"""So long is waited for a generation to be broken off; it may go on then."""
 logger = logging.getLogger(__name__)
 
 
@@ -41,7 +45,7 @@ class ReplaceableRoles:
     replicas: Replicas = field(default_factory=dict)
     """Of roles that learn and whose whole state is held more than once."""
     generating: frozenset[str] = frozenset()
-    """They have `abort`."""
+    """They sample, which `abort` breaks off."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ def bring_back(
 
     `step_start` is of the step that failed, where it had begun.
     """
+    _abort_generation(groups, replaceable.generating)
     until = time.monotonic() + TURN_S
     lost = groups.lost_pools(TURN_S)
     roles_of = groups.roles_of_pools()
@@ -110,9 +115,15 @@ def _whole_start(
         return replace(step_start, replicas=None)
     if not replaceable.replicas.keys() >= set(learning):
         return None
-    abort_generation(groups, replaceable.generating.intersection(roles))
     saved = save_replicas(groups, learning, replaceable.replicas, until)
     return None if saved is None else replace(step_start, replicas=saved)
+
+
+def _abort_generation(groups: WorkerGroups, roles: Iterable[str]) -> None:
+    """End what is being sampled: nobody waits for it any more, but others would, for their turn."""
+    for role in roles:
+        with suppress(WorkerError):  # of ranks that are gone, or hang
+            groups[role].abort.remote().get(ABORT_S)
 
 
 def replace_within_step(

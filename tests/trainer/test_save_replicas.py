@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.verl_like.mortal_transport import NEVER, mortal_group
+from trainer import replicas
 from trainer.replicas import save_replicas
 from verl_like import Dispatch, Worker, register
 from verl_like.calls import answers
@@ -47,6 +48,7 @@ class Groups(dict[str, Any]):
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "AFTER_DEATH_S", 0.0)
+    monkeypatch.setattr(replicas, "LEAST_S", 0.1)
 
 
 def save(folder: Path, group: Any) -> Any:

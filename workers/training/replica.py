@@ -4,7 +4,7 @@ Under ddp every rank holds all weights and moments; with `fsdp_size` below the n
 does every group of so many. Such ranks are a replica. The driver's `trainer.replicas` calls:
 
     parts = group.save_replica(folder, ranks)    # no collective: the others would not come
-    complete_replica(folder, parts)              # the manifest over the files of these ranks
+    write_manifest(folder, parts)                # over the files of all these ranks
     new_group.load_checkpoint(folder)            # as one that another number of ranks has written
 
 It is the state of the last finished step only where the role has not begun to learn since.
@@ -12,7 +12,6 @@ It is the state of the last finished step only where the role has not begun to l
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
-from verl_like.files import fingerprint, write_whole
+from verl_like.files import fingerprint
 from verl_like.process.random_state import random_state_text
 from workers.training.checkpoint import Checkpointed, manifest_of, saved_tensors
-from workers.training.manifest import MANIFEST
 from workers.training.shards import own_piece, write_pieces
 
 if TYPE_CHECKING:
@@ -87,11 +85,3 @@ def _save_part(
         raise CheckpointError(f"rank {rank} cannot write {path}: {error}") from error
     steps = engine.scheduler.num_steps
     return manifest_of(engine, steps, len(ranks), CONTENTS, tensors, files)
-
-
-def complete_replica(folder: Path, parts: Sequence[dict[str, Any]]) -> None:
-    """Write the manifest, of the parts that all ranks of a replica have given."""
-    files: dict[str, Any] = {}
-    for part in parts:
-        files |= part["files"]
-    write_whole(folder / MANIFEST, json.dumps(parts[0] | {"files": files}, indent=1))

@@ -15,8 +15,8 @@ from verl_like.errors import CheckpointError
 from workers.config import FSDPConfig, OptimConfig
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
+from workers.training.manifest import write_manifest
 from workers.training.refresh import own_part
-from workers.training.replica import complete_replica
 
 ROWS = 4
 
@@ -89,7 +89,7 @@ def test_a_group_made_anew_goes_on_bit_for_bit(
     files = sorted(path.name for path in (tmp_path / "shards").iterdir())
     assert files == [f"{rank}.safetensors" for rank in ranks]
 
-    complete_replica(tmp_path, [parts[rank] for rank in ranks])
+    write_manifest(tmp_path, [parts[rank] for rank in ranks])
     again = run_kept(world, load_and_go_on, cls, tiny_dir, tmp_path, *sharding)
     assert again == [tuple(rest) for _, *rest in found]
 
