@@ -61,7 +61,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     "trainer": [
         ("config", "hooks", "report"),
         ("alarms", "data", "groups", "memory", "run_folder"),
-        ("chaos", "restarts"),
+        ("chaos", "replicas", "restarts"),
         ("recovery",),
         ("loop",),
         ("command_errors", "compare", "dry_run"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
-from trainer.report.restarts import RESTARTS_FILE
+from trainer.report.restarts import RESTARTS_FILE, lost_in_words
 from trainer.run_folder.marker import committed
 from trainer.run_folder.signals import StopSignals
 from verl_like.calls.waiting import Deadlines, Patience
@@ -55,12 +55,21 @@ class Restarts:
         self._stop = stop or StopSignals()
         self._record = Path(config.trainer.default_local_dir) / RESTARTS_FILE
         self._failures: Counter[int] = Counter()
-        self._furthest = self._in_a_row = 0
-        """The last step that failed, and the restarts in which the run got no further."""
+        self._last_failed = self._furthest = self._in_a_row = 0
+        """The step that failed last, the furthest of them, and the restarts in which the run got no
+        further.
+        """
 
-    def begin(self, step: int) -> None:
-        """An attempt begins after `step`; the record of a run that began earlier stays."""
-        if step == 0 and not self._made:
+    def begin(self, step: int, source: str) -> None:
+        """An attempt begins after `step`, with the state of `source`.
+
+        The record of a run that began earlier stays.
+        """
+        if self._made:
+            again = max(self._last_failed - 1 - step, 0)
+            logger.warning("the state comes from %s: %s.", source, lost_in_words(again))
+            self._write(self._last_failed, state_from=source, finished_steps_made_again=again)
+        elif step == 0:
             self._record.unlink(missing_ok=True)
 
     def wait_for_next(self, error: VerlLikeError, step: int) -> None:
@@ -76,7 +85,7 @@ class Restarts:
             raise error
 
         self._in_a_row = 0 if step > self._furthest else self._in_a_row + 1
-        self._furthest = max(self._furthest, step)
+        self._last_failed, self._furthest = step, max(self._furthest, step)
         seconds = FIRST_WAIT_S * 2**self._in_a_row
         self._made += 1
         logger.warning(

@@ -139,6 +139,7 @@ class WorkerGroups:
             group.transport.finished.extend(before.transport.take_finished())
             self._groups.update(group.spawn(self._roles(pool)))
             self._new_roles.update(self._roles(pool))
+            group.transport.changed_roles.update(self._roles(pool))
             self._watch_each_other()
             self.may_be_replaced(self._replaceable)
 
@@ -161,8 +162,10 @@ class WorkerGroups:
 
     def construct_again(self, pool: str) -> None:
         """Construct the roles of a pool anew, in the processes that it has: they hold nothing."""
-        self._fused[pool].transport.construct_again()
+        transport = self._fused[pool].transport
+        transport.construct_again()
         self._new_roles.update(self._roles(pool))
+        transport.changed_roles.update(self._roles(pool))
 
     def take_new_roles(self) -> set[str]:
         """The roles that were constructed since the last time, and have no model yet."""
@@ -193,7 +196,9 @@ class WorkerGroups:
             group.transport.changed_roles.clear()
 
     def changed_roles(self) -> set[str]:
-        """Roles that had a call which may have changed their state (`@register(keeps_state=)`)."""
+        """Roles that were constructed anew, or had a call which may have changed their state
+        (`@register(keeps_state=)`).
+        """
         found = [group.transport.changed_roles for group in self._fused.values()]
         return set().union(*found)
 

@@ -45,6 +45,12 @@ def data_axes(world_size: int, sharding: Sharding) -> dict[str, int]:
     return {"replicate": world_size // size, "shard": size}
 
 
+def replicas(world_size: int, sharding: Sharding) -> list[list[int]]:
+    """Ranks that hold a role's whole state together, one list for each time that it is held."""
+    size = data_axes(world_size, sharding)["shard"]
+    return [list(range(first, first + size)) for first in range(0, world_size, size)]
+
+
 def build_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
     """The mesh of one role from its axes' sizes: "shard", under "replicate" if that is above 1."""
     known = (*DATA_AXES, *MODEL_AXES)
