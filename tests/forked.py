@@ -136,6 +136,7 @@ def _run_program(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [program.__module__, *arguments]
+    fork_children()
     program()
 
 
