@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-from tests.fork_server import fork_server, write_python
+from tests.fork_server import fork_server, python_of_tests, write_python
 from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
 from tests.forked_ray import ask_for_forks
 
@@ -58,6 +59,17 @@ def pytest_collection_finish() -> None:
     """The modules stay to the end: the garbage collector need not walk them (a seventh of all)."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """The processes of pytest-xdist are forks, and what they fork is of the same server."""
+    stack = ExitStack()
+    stack.enter_context(fork_server())
+    config.add_cleanup(stack.close)
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = python_of_tests()
 
 
 def load(path: str) -> ModuleType:
