@@ -22,7 +22,11 @@ import pytest
 import torch
 
 from tests.fork_server import fork_server, write_python
-from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
+from tests.forked import (
+    forked_workers,  # noqa: F401 - a fixture of every test
+    join_shared_server,
+    share_server,
+)
 from tests.forked_ray import ask_for_forks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +43,10 @@ torch.set_num_threads(1)
 PRELOADED = [
     "tests.rare_collections",
     "trainer.launch",
+    "trainer.ppo.step",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
+    "verl_like.backends.local.child",
     "workers.roles.actor",
     "workers.roles.critic",
     "workers.roles.reference",
@@ -52,6 +58,14 @@ PRELOADED = [
     "tests.frozen",
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of pytest-xdist have one server of forks, which this run starts for them."""
+    if hasattr(config, "workerinput"):
+        join_shared_server()
+    elif config.getoption("dist", "no") != "no":
+        share_server()
 
 
 def pytest_collection_finish() -> None:
@@ -113,6 +127,13 @@ def drawings() -> Iterator[list[tuple[ModuleType, str, Any]]]:
 @pytest.fixture
 def figures(drawings: list[tuple[ModuleType, str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by a test that looks at the figures of a run's report."""
+    draw_figures(drawings, monkeypatch)
+
+
+def draw_figures(
+    drawings: list[tuple[ModuleType, str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a fixture that several tests share."""
     for module, name, draw in drawings:
         monkeypatch.setattr(module, name, draw)
 

@@ -27,6 +27,8 @@ from verl_like.process import child
 
 FORKED = ("verl_like.backends.local.child",)
 """Programs that are forked from the server that has torch."""
+SHARED = "TESTS_SHARED_SERVER"
+"""The environment variable with the address of the server that test runs side by side share."""
 start_python = child._start_python
 
 
@@ -68,6 +70,21 @@ def fork_children() -> None:
     multiprocessing.current_process()._config["daemon"] = False  # which may have no children
     forkserver._forkserver.ensure_running = lambda: None  # it runs, but is not this one's child
     child._start_python = start_forked
+
+
+def share_server() -> None:
+    """Start the server now, for the test runs that this process starts, too: it loads once."""
+    server = forkserver._forkserver
+    server.ensure_running()
+    os.environ[SHARED] = server._forkserver_address
+
+
+def join_shared_server() -> None:
+    """In a test run that another one has started: processes are forks of the other's server."""
+    server = forkserver._forkserver
+    server._forkserver_address = os.environ[SHARED]
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # whoever started it ends it
+    server.ensure_running = lambda: None
 
 
 class _Descriptors:

@@ -6,9 +6,11 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.conftest import draw_figures
 from tests.trainer.report.report_runs import make_run
 from trainer.report.calls import last_steps, overlap_share, pools_at_work
 from trainer.report.figures import PANELS, WINDOWS, curves, panels_of, running_mean
@@ -24,12 +26,19 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("run") / "ppo", 20)
 
 
+@pytest.fixture(scope="module")
+def page(run_dir: Path, drawings: list[Any]) -> str:
+    """The report of `run_dir`, with its figures."""
+    with pytest.MonkeyPatch.context() as patch:
+        draw_figures(drawings, patch)
+        return page_of(run_dir)
+
+
 def page_of(folder: Path) -> str:
     return write_report(folder).read_text(encoding="utf-8")
 
 
-def test_every_panel_the_timeline_and_the_tables_are_there(run_dir: Path) -> None:
-    page = page_of(run_dir)
+def test_every_panel_the_timeline_and_the_tables_are_there(page: str) -> None:
     shown = re.findall(r'data-figure="([^"]+)"', page)
     assert shown == [*(panel.title for panel in PANELS), "Timeline", "Phases"]
     assert page.count("<svg") == len(shown)
@@ -38,8 +47,8 @@ def test_every_panel_the_timeline_and_the_tables_are_there(run_dir: Path) -> Non
         assert f"<td>{cell}</td>" in page
 
 
-def test_the_page_needs_nothing_from_outside(run_dir: Path) -> None:
-    page = re.sub(r'xmlns(:xlink)?="[^"]*"|<!DOCTYPE[^>]*>', "", page_of(run_dir))
+def test_the_page_needs_nothing_from_outside(page: str) -> None:
+    page = re.sub(r'xmlns(:xlink)?="[^"]*"|<!DOCTYPE[^>]*>', "", page)
     assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)[^)]*\)|@import', page) == []
 
 
