@@ -93,11 +93,17 @@ def make_tiny() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny_dir(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `verl-like make-tiny DIR` writes: model/, train.parquet, val.parquet.
+    """What `verl-like make-tiny DIR` writes: model/, train.parquet, val.parquet; and few.parquet.
 
     Read only.
     """
-    return make_tiny.make(tmp_path_factory.mktemp("tiny"))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder: Path = make_tiny.make(tmp_path_factory.mktemp("tiny"))
+    few = pa.Table.from_pylist(make_tiny.make_rows(64, "train"))
+    pq.write_table(few, folder / "few.parquet")
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Which modules an import loads, found in forks of one interpreter that has loaded nothing.
 
-    python -P -m tests.loaded_modules MODULES --torch MODULES    # the later ones find torch loaded
+python -P -m tests.loaded_modules MODULES --torch MODULES    # the later ones find torch loaded
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from tests.import_graph import (
     FOR_TYPES,
     IN_FUNCTION,
     PACKAGES,
-    ROOT,
     Import,
     all_imports,
     cycles,

@@ -29,11 +29,8 @@ NAMES = (
 
 def curve(tiny: Path, folder: Path) -> list[dict[str, float]]:
     """The numbers of five steps in this process."""
-    run(
-        load_config(
-            overrides(tiny, folder, *SETTINGS, "trainer.backend=local", "placement=colocate")
-        )
-    )
+    more = (f"data.train_files={tiny}/train.parquet", "trainer.backend=local", "placement=colocate")
+    run(load_config(overrides(tiny, folder, *SETTINGS, *more)))
     return [{name: line[name] for name in NAMES} for line in numbers(folder)]
 
 

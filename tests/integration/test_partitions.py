@@ -36,10 +36,10 @@ def step(
     make_tiny: ModuleType, classifier: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Step]:
     """The metrics of a first step of real roles on these pools, without those of the clock."""
-    tiny = make_tiny.make(tmp_path_factory.mktemp("tiny"), num_train=2, hidden_size=16, num_layers=1)
-    reward_model = f"reward_model.model.path={classifier}"
-    folder = tmp_path_factory.mktemp("run")
-    config = load_config(overrides(tiny, folder, reward_model, *SETTINGS))
+    folder = tmp_path_factory.mktemp("partitions")
+    tiny = make_tiny.make(folder / "tiny", num_train=2, hidden_size=16, num_layers=1)
+    files = (f"data.train_files={tiny}/train.parquet", f"reward_model.model.path={classifier}")
+    config = load_config(overrides(tiny, folder / "run", *files, *SETTINGS))
     with ExitStack() as at_end:
         inputs = PPOTrainer.prepare(config, at_end)
         yield partial(run_step, config, inputs, inputs[1].state_dict())

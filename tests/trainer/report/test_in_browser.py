@@ -62,7 +62,8 @@ def test_the_report_is_right_in_a_browser(tmp_path: Path) -> None:
         for width in WIDTHS
     ]
     (tmp_path / f"{page.name}.html").write_text(page.read_text() + PROBE)
-    probed.write_text(f"<!doctype html><body>{''.join(frames)}<script>{READ_FRAMES}</script></body>")
+    body = f"{''.join(frames)}<script>{READ_FRAMES}</script>"
+    probed.write_text(f"<!doctype html><body>{body}</body>")
     done = subprocess.run(
         [
             BROWSER, "--headless", "--no-sandbox", "--disable-gpu",
