@@ -100,7 +100,8 @@ def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -
         **{"made_again": 3, "not_finished": 0},
     }, "the actor was lost three steps after a checkpoint"
     (line,) = faults_in_words(folders["ppo"])
-    assert f"1 x kill_worker; steps: {STEPS + 3} begun = {STEPS} kept + 3 made again" in line
+    assert "2 x drop_bucket, 1 x kill_worker, 2 x delay; steps: " in line
+    assert f"steps: {STEPS + 3} begun = {STEPS} kept + 3 made again" in line
 
 
 def test_a_maker_that_is_killed_costs_samples_and_no_step(folders: dict[str, Path]) -> None:
