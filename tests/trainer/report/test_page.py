@@ -18,8 +18,6 @@ from trainer.report.page import close_run, write_report
 from trainer.report.read import phase_shares, read_run
 from verl_like.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("figures")
-
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -100,6 +98,7 @@ def test_samples_are_escaped_and_cut(tmp_path: Path) -> None:
     assert "more characters)" in page
 
 
+@pytest.mark.usefixtures("figures")
 def test_a_thousand_steps_take_seconds_and_few_megabytes(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 1000, samples=8)
     began = time.process_time()
@@ -118,6 +117,7 @@ def test_another_recipe_s_numbers_have_a_figure_each_those_of_validation_too(
     assert titles == ["train/loss", "train/accuracy", "val-core/rm/accuracy", "Overlap"]
 
 
+@pytest.mark.usefixtures("figures")
 def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 3)
     metrics = folder / "metrics.jsonl"
@@ -158,6 +158,7 @@ def test_what_is_not_ours_in_a_folder_is_left_out(
     assert note in " ".join(read_run(folder).notes)
 
 
+@pytest.mark.usefixtures("figures")
 def test_a_run_without_a_step_has_a_report_with_its_failure(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     close_run(tmp_path, RuntimeError("the critic's node is gone"))
