@@ -40,8 +40,10 @@ torch.set_num_threads(1)
 PRELOADED = [
     "tests.rare_collections",
     "trainer.launch",
+    "trainer.ppo.step",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
+    "verl_like.backends.local.child",
     "workers.roles.actor",
     "workers.roles.critic",
     "workers.roles.reference",
@@ -91,11 +93,17 @@ def make_tiny() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny_dir(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `verl-like make-tiny DIR` writes: model/, train.parquet, val.parquet.
+    """What `verl-like make-tiny DIR` writes: model/, train.parquet, val.parquet; and few.parquet.
 
     Read only.
     """
-    return make_tiny.make(tmp_path_factory.mktemp("tiny"))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder: Path = make_tiny.make(tmp_path_factory.mktemp("tiny"))
+    few = pa.Table.from_pylist(make_tiny.make_rows(64, "train"))
+    pq.write_table(few, folder / "few.parquet")
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +133,13 @@ def drawings() -> Iterator[list[tuple[ModuleType, str, Any]]]:
 @pytest.fixture
 def figures(drawings: list[tuple[ModuleType, str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by a test that looks at the figures of a run's report."""
+    draw_figures(drawings, monkeypatch)
+
+
+def draw_figures(
+    drawings: list[tuple[ModuleType, str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a fixture that several tests share."""
     for module, name, draw in drawings:
         monkeypatch.setattr(module, name, draw)
 

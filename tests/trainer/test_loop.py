@@ -9,8 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -282,16 +280,3 @@ def test_a_class_that_is_no_trainer_is_refused(tmp_path: Path) -> None:
 def test_the_recipe_is_small() -> None:
     code = Path(regression.__file__).read_text(encoding="utf-8").splitlines()
     assert len([line for line in code if line.strip()]) <= 60
-
-
-def test_the_loop_loads_no_recipe_and_no_language_model() -> None:
-    program = "import sys, trainer.loop, trainer.launch; print(*sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    loaded = set(done.stdout.split())
-    assert "trainer.loop" in loaded
-    assert not loaded & {
-        "transformers",
-        "trainer.ppo.step",
-        "trainer.data.prompts",
-        "workers.roles",
-    }
