@@ -67,4 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except EOFError:
+        sys.exit(1)  # the tests are over, and nobody is left to whom it matters
