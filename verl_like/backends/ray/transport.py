@@ -35,7 +35,7 @@ from verl_like.backends.ray.ending import RELEASE_S, within
 from verl_like.backends.ray.host import Location
 from verl_like.backends.ray.packing import pack
 from verl_like.backends.ray.probes import ClusterProbe
-from verl_like.backends.ray.stored import put_once
+from verl_like.backends.ray.stored import small_or_stored
 from verl_like.calls import stacks
 from verl_like.calls.answers import wait_for_start
 from verl_like.calls.messages import Answer, Call, Header, Held, Pending, payload_of
@@ -272,9 +272,8 @@ class RayTransport(Transport):
             ray.kill(actor)
 
     def share(self, value: Any) -> tuple[Any, Any]:
-        """Into the object store, once for all ranks, and for calls whose futures are held."""
-        stored = put_once(value)
-        return stored.reference, stored
+        """Into the object store, once for all ranks, unless it is small without its padding."""
+        return small_or_stored(value)
 
     def hold(self, reference: Any) -> Any:
         """The reference itself: Ray resolves only what is a task's own argument."""
