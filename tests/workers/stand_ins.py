@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from verl_like.errors import WeightSyncError
-from workers.weights.checksum import checksum_of
+from workers.weights.checksum import Seen, checksum_of
 from workers.weights.delivery import WeightPublisher
 from workers.weights.sink import WeightSink
 from workers.weights.sync import WeightReceiver, sync_weights
@@ -59,7 +59,7 @@ class PlainEngine:
         self.module, self.version = TiedModel(seed), None
 
     def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], hashes: Mapping[str, int] | None = None
+        self, tensors: Iterable[tuple[str, torch.Tensor]], seen: Mapping[str, Seen] | None = None
     ) -> None:
         self.version = None
         sink = WeightSink(self.module)
