@@ -197,6 +197,9 @@ def _card_bytes(gib: str) -> int | None:
     if not gib:
         return None
     try:
-        return int(float(gib) * 2**30)
-    except ValueError as error:
-        raise ConfigError(f"{CARD}{gib}: give a card's memory in GiB, as 80.") from error
+        num_bytes = int(float(gib) * 2**30)
+    except (ValueError, OverflowError):
+        num_bytes = 0
+    if num_bytes <= 0:
+        raise ConfigError(f"{CARD}{gib}: give a card's memory in GiB, as 80.")
+    return num_bytes

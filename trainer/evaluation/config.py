@@ -17,7 +17,7 @@ from trainer.best_of_n.config import (
     PromptsConfig,
     SampledPolicyConfig,
 )
-from trainer.config.schema import RunConfig
+from trainer.config.schema import NAME_A_FOLDER, RunConfig
 from verl_like.config_key import When, key
 from workers.config import (
     RewardConfig,
@@ -92,7 +92,7 @@ class EvaluationTrainerConfig(BestOfNTrainerConfig):
     """Minutes between checkpoints."""
     experiment_name: str = key("eval", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""
-    default_local_dir: str = key("runs/verl_like/eval", allows="a folder")
+    default_local_dir: str = key("runs/verl_like/eval", allows="a folder", required=NAME_A_FOLDER)
     """Run folder: configuration, metrics, samples, logs, report."""
     resume_mode: str = key("disable", choices=("auto", "disable", "resume_path"))
     """disable writes over an earlier evaluation in the same folder."""
