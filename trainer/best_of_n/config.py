@@ -137,8 +137,8 @@ class BestOfNTrainerConfig(TrainerConfig):
 
 
 @dataclass(kw_only=True)
-class BestOfNConfig(RunConfig):
-    """A run that samples, scores and selects."""
+class SamplingOnlyConfig(RunConfig):
+    """A run that samples and scores, and trains nothing."""
 
     data: PromptsConfig = key(factory=PromptsConfig)
     """Prompts."""
@@ -154,6 +154,12 @@ class BestOfNConfig(RunConfig):
     """Scores."""
     reward: ScoringConfig = key(factory=ScoringConfig)
     """Failures, and the sandbox of reward functions."""
+
+
+@dataclass(kw_only=True)
+class BestOfNConfig(SamplingOnlyConfig):
+    """A run that samples, scores and selects."""
+
     selection: SelectionConfig = key(factory=SelectionConfig)
     """Which samples are kept."""
     trainer: BestOfNTrainerConfig = key(factory=BestOfNTrainerConfig)

@@ -16,17 +16,11 @@ from trainer.best_of_n.config import (
     GenerationConfig,
     PromptsConfig,
     SampledPolicyConfig,
+    SamplingOnlyConfig,
 )
-from trainer.config.schema import NAME_A_FOLDER, RunConfig
+from trainer.config.schema import NAME_A_FOLDER
 from verl_like.config_key import When, key
-from workers.config import (
-    RewardConfig,
-    RewardFunctionConfig,
-    RewardModelConfig,
-    ScoringConfig,
-    ValidationSamplingConfig,
-)
-from workers.config.conditions import NO_REWARD_LIST
+from workers.config import ValidationSamplingConfig
 
 IN_STEPS = When("a recipe has steps", lambda *_: False, "an evaluation is one step")
 BY_VAL_KWARGS = When(
@@ -99,22 +93,12 @@ class EvaluationTrainerConfig(BestOfNTrainerConfig):
 
 
 @dataclass(kw_only=True)
-class EvaluationConfig(RunConfig):
+class EvaluationConfig(SamplingOnlyConfig):
     """A run that samples, scores and counts."""
 
     data: EvaluationDataConfig = key(factory=EvaluationDataConfig)
     """Prompts."""
     actor_rollout_ref: EvaluatedPolicyConfig = key(factory=EvaluatedPolicyConfig)
     """Policy."""
-    rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
-    """Any number of rewards, added up by weight; in place of the two sections that follow."""
-    custom_reward_function: RewardFunctionConfig = key(
-        factory=RewardFunctionConfig, read_when=NO_REWARD_LIST
-    )
-    """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
-    reward_model: RewardModelConfig = key(factory=RewardModelConfig)
-    """Scores."""
-    reward: ScoringConfig = key(factory=ScoringConfig)
-    """Failures, and the sandbox of reward functions."""
     trainer: EvaluationTrainerConfig = key(factory=EvaluationTrainerConfig)
     """The run."""
