@@ -13,9 +13,11 @@ VerlLikeError
 ├── RewardError (RuntimeError)         a reward that may not fail has failed
 ├── CallbackError (RuntimeError)       a callback of the user's has raised
 ├── RolloutError (RuntimeError)        generation refused or broke
+│   └── LostSamplesError               also a WorkerDiedError: the process had samples in the making
 ├── WeightSyncError (RuntimeError)     weights that are not provably the trainer's
 ├── LedgerError (RuntimeError)         a sample that was lost or counted twice
-└── CheckpointError (RuntimeError)     a checkpoint that cannot be written or trusted
+└── CheckpointError (RuntimeError)     a checkpoint that cannot be written, found or trusted
+    └── DamagedCheckpointError         its files are not those that were written
 """
 
 from __future__ import annotations

@@ -135,6 +135,9 @@ def main(arguments: Sequence[str]) -> None:
         "--gsm8k", action="store_true", help="also sums in the format of GSM8K's own files"
     )
     args = vars(parser.parse_args(arguments))
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     with_gsm8k = args.pop("gsm8k")
     folder = make(args.pop("folder"), **args)
     if with_gsm8k:

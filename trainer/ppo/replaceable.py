@@ -7,8 +7,7 @@ from typing import Any
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.recovery import ReplaceableRoles
 from trainer.replicas import Replicas
-from workers.parallel.fsdp import replicas
-from workers.parallel.sharding import settle
+from workers.parallel.sharding import replicas, settle
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import ReferenceWorker

@@ -195,15 +195,19 @@ def has_one_node() -> bool:
     return len(ray.nodes()) == 1
 
 
+def living_nodes() -> list[dict[str, Any]]:
+    """What Ray says of each of its living nodes, by address."""
+    nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
+    return sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+
+
 def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> list[Node]:
     """The living nodes, by address.
 
     With their GPUs, or (where there are none) with that many CPU slots, or one slot per CPU.
     """
     nodes = []
-    for node in sorted(
-        (n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"])
-    ):
+    for node in living_nodes():
         have = node["Resources"]
         gpus, cpus = int(have.get("GPU", 0)) if use_gpu else 0, float(have.get("CPU", 0.0))
         devices = gpus or (int(cpus) if slots_per_node is None else slots_per_node)
