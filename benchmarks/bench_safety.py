@@ -102,6 +102,7 @@ def without_watch() -> list[Restore]:
         swap(Transport, "gone", lambda self, ranks: {}),
         swap(Transport, "check_companions", lambda self, what: None),
         swap(CallTimes, "limit_s", lambda self, name, rows, limits: limits.call_s),
+        swap(CallTimes, "add", lambda self, name, seconds, rows: None),
     ]
 
 

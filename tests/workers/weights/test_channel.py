@@ -14,10 +14,18 @@ import torch.distributed as dist
 
 from tests.verl_like.calls.threads_of_others import leave_out
 from tests.workers.rollout_engines import beside, wait_until
-from tests.workers.stand_ins import Group, Receiver, checksums, refused, train, versions
+from tests.workers.stand_ins import (
+    Group,
+    Receiver,
+    checksums,
+    refused,
+    train,
+    unconnected,
+    versions,
+)
 from verl_like.calls.progress import AT_LOCK, progress_of_call
 from workers.weights import channel as weight_channel
-from workers.weights.checksum import Hashing, Seen, byte_view, hash_of
+from workers.weights.checksum import Seen, byte_view, hash_of
 from workers.weights.sync import WeightReceiver, sync_weights
 
 
@@ -172,9 +180,7 @@ def test_a_bucket_of_another_size_than_announced_is_caught(
 
 
 def test_buckets_stay_within_their_size_and_two_buffers_serve_all() -> None:
-    channel = weight_channel.Channel.__new__(weight_channel.Channel)
-    channel._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-    channel.hashing = Hashing()
+    channel = unconnected()
     tensors = [(f"w{i}", torch.full((7 * i + 1,), float(i))) for i in range(40)]
     seen, sizes = {}, []
     for held, payload in channel._buckets(iter(tensors), 600, {}):

@@ -11,22 +11,13 @@ import pytest
 import torch
 
 from tests.workers.rollout_engines import load, make_engine, make_model
-from tests.workers.stand_ins import TiedModel
+from tests.workers.stand_ins import TiedModel, unconnected
 from verl_like.errors import WeightSyncError
 from workers.rollout.module_engine import ModuleEngine
-from workers.weights.channel import Channel
 from workers.weights.checksum import Hashing, byte_view
 
 PLACES = [(0, 1), (0, 128), (-1, 1), (-1, 128)]
 """(byte, bit) of those that are flipped."""
-
-
-def unconnected() -> Channel:
-    """An end of a channel that leads nowhere."""
-    channel = Channel.__new__(Channel)
-    channel._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-    channel.hashing, channel.corrupt, channel.manifest, channel.seen = Hashing(), [], {}, {}
-    return channel
 
 
 @pytest.mark.parametrize("limit", [20, 10**6])
