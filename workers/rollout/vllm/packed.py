@@ -1,18 +1,20 @@
-"""Linear layers that compute with a copy of their weight which vLLM has packed for a kernel.
+"""Weights that vLLM packs for its kernels on CPUs, checked where they are no longer as they came.
 
-    packed = PackedLinears(written)
-    watch_packing(model, packed.note)      # once a model: `note` is called in every load
+    packed = PackedWeights(written)
+    watch_packing(model, packed.packing)   # once a model: around the packing of every load
     held = packed.read_back(model)         # after the load
 
-On CPUs vLLM gives such a layer a function, `cpu_linear`, whose packed weight nobody else can read,
-and drops the weight itself; an embedding keeps it beside. So the weight is compared bit for bit
-with what came when it has just been packed, and the packed copy after the load, by what it computes
-(`probes`).
+A linear layer gets a function, `cpu_linear`, whose packed weight nobody else can read, and drops
+the weight itself; an embedding keeps it beside. So the weight is compared bit for bit with what
+came when it has just been packed, and the packed copy after the load, by what it computes
+(`probes`). Experts are packed into a parameter with the same elements in another order: once that
+is seen to be so, it is read back as other weights are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,26 +26,35 @@ from torch.utils._python_dispatch import _disable_current_modes
 from workers.rollout.vllm.probes import Product, probes
 from workers.rollout.vllm.read_back import Held, Piece, WrittenPieces
 
-Note = Callable[[nn.Module, Tensor], None]
+Watch = Callable[[nn.Module], AbstractContextManager[None]]
 
 
-def watch_packing(model: nn.Module, note: Note) -> None:
-    """Have `note(layer, weight)` called whenever a layer of a loaded model has packed a weight."""
-    methods = {id(layer.quant_method): layer.quant_method for layer in _packing_layers(model)}
+def watch_packing(model: nn.Module, watch: Watch) -> None:
+    """Have a loaded model's layers on CPUs pack their weights within `watch(layer)`."""
+    layers = [layer for layer in model.modules() if _packs(layer) or _packs_experts(layer)]
+    methods: dict[int, Any] = {id(layer.quant_method): layer.quant_method for layer in layers}
     for method in methods.values():
         process = method.process_weights_after_loading
-        method.process_weights_after_loading = partial(_process_and_note, process, note)
+        method.process_weights_after_loading = partial(_process_within, watch, process)
 
 
-def _process_and_note(process: Callable[[nn.Module], None], note: Note, layer: nn.Module) -> None:
-    weight = layer.weight
-    assert isinstance(weight, Tensor), f"{type(layer).__name__}.weight is no tensor"
-    process(layer)
-    note(layer, weight)
+def _process_within(watch: Watch, process: Callable[[nn.Module], None], layer: nn.Module) -> None:
+    with watch(layer):
+        process(layer)
 
 
-def _packing_layers(model: nn.Module) -> Iterator[Any]:
-    return (layer for layer in model.modules() if hasattr(layer, "cpu_linear"))
+def _packs(layer: nn.Module) -> bool:
+    return hasattr(layer, "cpu_linear")
+
+
+def _packs_experts(layer: nn.Module) -> bool:
+    weight = next(layer.parameters(recurse=False), None)
+    has_kernel = hasattr(getattr(layer, "quant_method", None), "moe_kernel")
+    return has_kernel and weight is not None and weight.device.type == "cpu"
+
+
+def _linear_layers(model: nn.Module) -> Iterator[Any]:
+    return filter(_packs, model.modules())
 
 
 @dataclass(frozen=True)
@@ -70,8 +81,8 @@ class _Matrix:
         return {piece.name for piece, rows in self.pieces if wrong[rows].any()}
 
 
-class PackedLinears:
-    """The packed weights of one load; what was written into them is known by `written`."""
+class PackedWeights:
+    """Those of one load; what was written into them is known by `written`."""
 
     def __init__(self, written: WrittenPieces) -> None:
         self._written = written
@@ -79,15 +90,27 @@ class PackedLinears:
         self._dropped: dict[nn.Module, _Matrix] = {}
         self._damaged: set[str] = set()
 
-    def note(self, layer: nn.Module, weight: Tensor) -> None:
-        """This layer has just packed this weight; looks at it where the layer has dropped it."""
+    @contextmanager
+    def packing(self, layer: nn.Module) -> Iterator[None]:
+        """While this layer packs its weights; looks at those that it then has no longer."""
+        weights = dict(layer.named_parameters(recurse=False))
+        pieces = {name: self._written.pieces_of(weight) for name, weight in weights.items()}
+        yield
         self._new.add(layer)
-        if layer.weight is weight:
-            return
         with _disable_current_modes():  # `written` need not look on
-            pieces = self._written.pieces_of(weight)
-            self._damaged |= {piece.name for piece in pieces if not piece.is_in(weight)}
+            for name, weight in weights.items():
+                now = getattr(layer, name)
+                if now is not weight:
+                    self._look_at(layer, weight, pieces[name], now)
+
+    def _look_at(self, layer: nn.Module, weight: Tensor, pieces: list[Piece], now: Tensor) -> None:
+        """A weight that has just been packed, while it is still there."""
+        self._damaged |= {piece.name for piece in pieces if not piece.is_in(weight)}
+        if _packs(layer) and weight.dim() == 2:
             self._dropped[layer] = _Matrix.of(weight, pieces)
+        elif (now.shape, now.dtype) == (weight.shape, weight.dtype):
+            found = [piece.reordered(weight, now) for piece in pieces]
+            self._written.add(now, [piece for piece in found if piece is not None])
 
     def pack_tied(self, model: nn.Module) -> None:
         """Have layers pack their weight that this load has filled by its other name alone.
@@ -95,7 +118,7 @@ class PackedLinears:
         A head that is tied to the embedding would compute with what was packed before: vLLM takes
         it for a layer without new weights.
         """
-        for layer in _packing_layers(model):
+        for layer in _linear_layers(model):
             if layer not in self._new and layer.weight.dim() == 2:
                 layer.quant_method.process_weights_after_loading(layer)
 
@@ -103,7 +126,7 @@ class PackedLinears:
         """What the layers compute with; weights that they keep beside are counted elsewhere."""
         num_elements: dict[str, int] = {}
         damaged = set(self._damaged)
-        for layer in _packing_layers(model):
+        for layer in _linear_layers(model):
             matrix = self._dropped.get(layer)
             if matrix is not None:
                 for piece, _ in matrix.pieces:

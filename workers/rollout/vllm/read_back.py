@@ -9,7 +9,7 @@
 vLLM fuses projections, pads vocabularies, cuts tensors over its ranks and loads layers into memory
 that it copies from. Its own loaders know where each tensor goes. So every copy that they make is
 noted: the part of the parameter, and the hash of the bytes that belong there. Afterwards the same
-parts are read again. What linear layers on CPUs have packed for their kernels is not there as bytes
+parts are read again. What layers on CPUs have packed for their kernels is not there as it came
 (`packed` looks at it). What a layer has quantised is not read back, and is named.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +62,8 @@ class Piece:
     offset: int
     dtype: torch.dtype
     value: int
+    is_packed: bool = False
+    """Its layer has packed it: nothing computes it anew any more."""
 
     def __len__(self) -> int:
         """How many elements it has."""
@@ -71,6 +73,19 @@ class Piece:
         """Whether the memory of `weight` has it bit for bit."""
         part = weight.detach().as_strided(self.size, self.stride, self.offset)
         return _hash(part) == self.value
+
+    def reordered(self, weight: Tensor, packed: Tensor) -> Piece | None:
+        """Itself in a copy of `weight` that has its elements in another order; None if not there.
+
+        They are known by their sum as integers: any one that differs changes it.
+        """
+        offset = self.offset - weight.storage_offset() + packed.storage_offset()
+        part = packed.detach().as_strided(self.size, self.stride, offset)
+        words = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
+        own = weight.detach().as_strided(self.size, self.stride, self.offset)
+        if part.contiguous().view(words).sum() != own.contiguous().view(words).sum():
+            return None
+        return replace(self, offset=offset, value=_hash(part), is_packed=True)
 
     def rows_of(self, weight: Tensor) -> slice:
         """The rows of a contiguous matrix in which it lies."""
@@ -130,6 +145,11 @@ class WrittenPieces(TorchDispatchMode):
         """Those that were written into the memory of a weight, and not over since."""
         return list(self._pieces.get(_storage(weight), {}).values())
 
+    def add(self, weight: Tensor, pieces: Iterable[Piece]) -> None:
+        """Its memory has these as well, though no copy put them there."""
+        found = {(piece.size, piece.stride, piece.offset): piece for piece in pieces}
+        self._pieces.setdefault(_storage(weight), {}).update(found)
+
     def read_back(self, model: nn.Module) -> Held:
         """Hash what the model's parameters and buffers hold where pieces were written."""
         num_elements: dict[str, int] = {}
@@ -140,7 +160,7 @@ class WrittenPieces(TorchDispatchMode):
                     continue  # a kernel's own type
                 if piece.is_in(weight):
                     num_elements[piece.name] = num_elements.get(piece.name, 0) + len(piece)
-                elif is_plain:
+                elif is_plain or piece.is_packed:
                     damaged.add(piece.name)
         return Held(num_elements, tuple(sorted(damaged)))
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms
 from workers.rollout.vllm.handover import Arrivals, hash_in_float32
-from workers.rollout.vllm.packed import PackedLinears, watch_packing
+from workers.rollout.vllm.packed import PackedWeights, watch_packing
 from workers.rollout.vllm.read_back import WrittenPieces
 
 
@@ -73,13 +73,13 @@ class WorkerExtension:
     vllm_config: Any
     _arrivals: Arrivals
     _written: WrittenPieces
-    _packed: PackedLinears
+    _packed: PackedWeights
 
     def install_sampler(self) -> list[str]:
         """Replace the sampler; returns the classes of the layers' methods: which quantization."""
         if not isinstance(self.model_runner.sampler, Sampler):
             self.model_runner.sampler = Sampler(self.model_runner, self.model_runner.sampler)
-            watch_packing(self.model_runner.model, lambda *packed: self._packed.note(*packed))
+            watch_packing(self.model_runner.model, lambda layer: self._packed.packing(layer))
         methods = set()
         for module in self.model_runner.model.modules():
             method = getattr(module, "quant_method", None)
@@ -104,7 +104,7 @@ class WorkerExtension:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._arrivals, self._written = Arrivals({}), WrittenPieces()
-        self._packed = PackedLinears(self._written)
+        self._packed = PackedWeights(self._written)
         _forget_expert_kernels(self.model_runner.model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.model)

@@ -132,6 +132,7 @@ def test_two_tensor_parallel_ranks_take_equal_weights_and_decode_as_one(tmp_path
             changed = make_model(tmp_path / "again", seed=version)
             load(engine, changed, version)
             assert len(engine.rank_checksums) == ranks
+            assert engine.unread == []
             assert set(engine.rank_checksums) == {checksum_of(changed.named_parameters())}
         load(engine, model, 2)
         checksums.append(engine.weights_checksum())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.workers.distributed import run
 from tests.workers.rollout_engines import full_logits, make_prompts, requests_of, settings
@@ -16,7 +17,7 @@ from workers.models.state import named_state, persistent_buffers
 from workers.rollout.base import EngineLimits
 from workers.rollout.vllm.handover import Arrivals, Handover, hash_in_float32
 from workers.rollout.vllm.setup import expected_weights
-from workers.weights.checksum import checksum_of
+from workers.weights.checksum import byte_view, checksum_of
 
 SIZES: dict[str, Any] = dict(
     vocab_size=64,
@@ -90,6 +91,22 @@ def test_a_name_that_no_rank_has_a_place_for_is_an_error(tmp_path: Path) -> None
     assert handover.verify([Arrivals(found, words), Arrivals(found)])
 
 
+def refuse_a_damaged_expert(engine: Any, model: Any) -> None:
+    """The lowest bit of a number of an expert changes when it has been packed."""
+    reload: Any = importlib.import_module("vllm.model_executor.model_loader.reload")
+    finalize = reload.finalize_layerwise_reload
+
+    def finalize_and_flip(module: nn.Module, *args: object) -> None:
+        finalize(module, *args)
+        held = next(weight for name, weight in module.named_parameters() if "w2_weight" in name)
+        byte_view(held.data[2]).numpy()[400] ^= 1
+
+    with pytest.MonkeyPatch.context() as damaging:
+        damaging.setattr(reload, "finalize_layerwise_reload", finalize_and_flip)
+        with pytest.raises(WeightSyncError, match=r"1 held otherwise .*layers.0.*experts.2."):
+            engine.load_weights((name, weight.detach()) for name, weight in named_state(model))
+
+
 def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
     """vLLM's and transformers', of greedy tokens after each load; checksums are compared."""
     from workers.rollout.vllm.engine import VllmEngine, VllmSettings
@@ -110,6 +127,9 @@ def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, T
         for prompt, output in zip(prompts, outputs, strict=True):
             steps = full_logits(model, prompt, output.tokens).log_softmax(-1)
             found.append((output.log_probs, steps.gather(1, output.tokens[:, None])[:, 0]))
+
+    assert engine.unread == []
+    refuse_a_damaged_expert(engine, model)
 
     renamed = {"model.norm.scales": torch.ones(128)}
     engine.expected.checkpoint.stored = lambda tensors: iter([*tensors, *renamed.items()])

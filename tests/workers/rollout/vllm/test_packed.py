@@ -25,7 +25,7 @@ from tests.workers.rollout_engines import (
 from tests.workers.rollout_engines import load as load_weights
 from tests.workers.stand_ins import Group, PlainTrainer, Receiver, Sender
 from verl_like.errors import RolloutError, WeightSyncError
-from workers.rollout.vllm.packed import PackedLinears, watch_packing
+from workers.rollout.vllm.packed import PackedWeights, watch_packing
 from workers.rollout.vllm.read_back import Held, WrittenPieces
 from workers.weights.sync import sync_weights
 
@@ -69,8 +69,8 @@ class Load:
 
     def __init__(self) -> None:
         self.model, self.written = Model().requires_grad_(False), WrittenPieces()
-        self.packed = PackedLinears(self.written)
-        watch_packing(self.model, lambda *packed: self.packed.note(*packed))
+        self.packed = PackedWeights(self.written)
+        watch_packing(self.model, self.packed.packing)
 
     def run(self, flaw: Callable[[Any], None] = lambda weight: None) -> None:
         """`flaw` gets at the fused weight before it is packed."""
@@ -131,6 +131,48 @@ def test_a_head_that_is_tied_gets_new_weights_too(loaded: Load) -> None:
     assert model.head.packed.equal(model.embedding.weight)
     model.head.packed.copy_(torch.randn(6, 5))
     assert loaded.held().damaged == ("embedding",)
+
+
+class ExpertsMethod:
+    """Stands for that of experts: turns the columns of each around, and keeps the rows."""
+
+    moe_kernel = None
+    flaw = 0.0
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        packed = layer.weight.detach().flip(2).contiguous()
+        packed[1, 0, 0] += self.flaw
+        layer.weight = nn.Parameter(packed, requires_grad=False)
+
+
+@pytest.fixture
+def experts() -> Any:
+    """Two experts of three rows, that are loaded and not yet packed."""
+    layer: Any = nn.Module()
+    layer.weight = nn.Parameter(torch.empty(2, 3, 4), requires_grad=False)
+    layer.quant_method = ExpertsMethod()
+    layer.written = WrittenPieces()
+    layer.watched = PackedWeights(layer.written)
+    watch_packing(layer, layer.watched.packing)
+    with layer.written:
+        for number in range(2):
+            tensor = torch.randn(3, 4)
+            layer.written.expect(f"experts.{number}", tensor)
+            layer.weight.data[number].copy_(tensor)
+    return layer
+
+
+def test_experts_in_another_order_are_read_as_they_are_kept(experts: Any) -> None:
+    experts.quant_method.process_weights_after_loading(experts)
+    assert experts.written.read_back(experts) == Held({"experts.0": 12, "experts.1": 12})
+    experts.weight.data.view(torch.int32)[1, 2, 3] ^= 1
+    assert experts.written.read_back(experts) == Held({"experts.0": 12}, ("experts.1",))
+
+
+def test_an_expert_that_came_out_of_its_packing_otherwise_counts_as_unread(experts: Any) -> None:
+    experts.quant_method.flaw = 0.01
+    experts.quant_method.process_weights_after_loading(experts)
+    assert experts.written.read_back(experts) == Held({"experts.0": 12})
 
 
 def test_a_layer_that_got_nothing_is_not_read() -> None:
