@@ -24,6 +24,7 @@ from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
 from trainer import PPOTrainer, launch, load_config, restarts, run
 from trainer.recovery import ReplaceableRoles
 from verl_like.errors import NoRoomError
+from verl_like.process.machine import process_state
 
 PPO_POOLS = (
     "resource_pool_spec={train_pool: [1], rollout_pool: [1]}",
@@ -45,11 +46,14 @@ class Losing:
 
     @classmethod
     def lose_node_of(cls, groups: Any, role: str) -> None:
-        """Its daemon and its processes are gone without a word."""
+        """Its daemon is gone without a word, and its process a moment later."""
+        pid = groups[role].transport.started[0].pid
         pool = groups.placement.role_mapping[role]
         (node,) = groups.placement.pools[pool].nodes
         cls.lost_at.append(time.monotonic())
         cls.cluster.remove_node(cls.nodes.pop(node.key), allow_graceful=False)
+        while process_state(pid) not in (None, "Z") and time.monotonic() < cls.lost_at[0] + 60:
+            time.sleep(0.05)
 
     @classmethod
     def add_node(cls) -> None:

@@ -77,6 +77,4 @@ def test_where_none_comes_the_run_ends_by_the_name_of_the_node_and_the_pool(
     assert found["seconds"] < 60
     folder = lost["folder"] / "none"
     assert "watch.placement_s" in (folder / "report.html").read_text(encoding="utf-8")
-    made = numbers(folder)
-    assert len(made) in (2, 3), "a node's processes outlive it for a moment"
-    assert made == numbers(undisturbed)[: len(made)]
+    assert numbers(folder) == numbers(undisturbed)[:2]
