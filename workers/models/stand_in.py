@@ -73,6 +73,8 @@ PERIODS = (
     "num_kv_shared_layers num_dense_layers every_n_layers moe_layer_start_index block_types"
 ).split()
 """Parts of the names of fields that say which layers are of another kind."""
+LEFT_OUT = ("dtype", "torch_dtype", "architectures", "quantization_config")
+"""Fields that a stand-in, which is in float32, does not have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +91,10 @@ class ConfigByContent:
 
     @classmethod
     def whole(cls, config: Any) -> ConfigByContent:
-        """All of it, wherever its folder is."""
+        """All of it, wherever its folder is and whatever type its weights are stored in."""
         content = config.to_dict()
-        content.pop("_name_or_path", None)
+        for name in ("_name_or_path", *LEFT_OUT):
+            content.pop(name, None)
         return cls(config, json.dumps(content, sort_keys=True, default=str))
 
     def __eq__(self, other: object) -> bool:
@@ -170,7 +173,7 @@ def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
 
     for part in _parts(fields.get("rope_parameters")):
         _shrink_rope(part, fields, longest)
-    for name in ("dtype", "torch_dtype", "architectures", "quantization_config"):
+    for name in LEFT_OUT:
         fields.pop(name, None)
     return type(config).from_dict(fields)
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.nn import functional
 
+from tests.workers.distributed import run
 from workers.cpu import onednn
-from workers.cpu.onednn import linear, linear_binary, linear_silu, supports
+from workers.cpu.onednn import (
+    KERNELS_KEPT,
+    limit_kernel_caches,
+    linear,
+    linear_binary,
+    linear_silu,
+    supports,
+)
 
 SIZES = [(64, 128), (80, 48), (512, 64), (33, 70)]
 
@@ -61,34 +68,34 @@ def test_other_types_devices_and_builds_of_torch_are_left_to_torch(
         onednn._works.cache_clear()
 
 
+class Heap(ctypes.Structure):
+    """What glibc's mallinfo2 says."""
+
+    names = "arena b c d mmapped f g used free keepcost".split()
+    _fields_ = [(name, ctypes.c_size_t) for name in names]
+
+
+def mebibytes_of_further_kernels() -> float:
+    """By which the heap grows from kernel `KERNELS_KEPT` to the last of 700 more."""
+    limit_kernel_caches()
+    heap = ctypes.CDLL(None).mallinfo2
+    heap.restype = Heap
+    states, weight = torch.ones(KERNELS_KEPT + 700, 32), torch.ones(32, 32)
+    for rows in range(1, KERNELS_KEPT + 701):
+        if rows == KERNELS_KEPT:
+            before = heap().used
+        linear(states[:rows], weight)
+    return (heap().used - before) / 2**20
+
+
 @pytest.mark.skipif(not supports(torch.ones(2, 2)), reason="torch without oneDNN's operation")
 def test_kernels_that_are_not_used_again_are_forgotten() -> None:
     """In a process of its own, as it looks at the whole heap:
 
     900 kernels take 200 MiB where torch keeps them.
     """
-    code = """
-import ctypes, torch
-from workers.cpu.onednn import KERNELS_KEPT, limit_kernel_caches, linear
-
-limit_kernel_caches()
-
-class Heap(ctypes.Structure):  # glibc's mallinfo2
-    names = "arena b c d mmapped f g used free keepcost".split()
-    _fields_ = [(name, ctypes.c_size_t) for name in names]
-
-heap = ctypes.CDLL(None).mallinfo2
-heap.restype = Heap
-torch.set_num_threads(1)
-states, weight = torch.ones(KERNELS_KEPT + 700, 32), torch.ones(32, 32)
-for rows in range(1, KERNELS_KEPT + 701):
-    if rows == KERNELS_KEPT:
-        before = heap().used
-    linear(states[:rows], weight)
-print((heap().used - before) / 2**20)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 40
+    (grown,) = run(1, mebibytes_of_further_kernels)
+    assert grown < 40
 
 
 def test_a_limit_that_the_user_set_for_the_kernel_caches_stays(

@@ -23,6 +23,7 @@ from workers.models.state import named_state, persistent_buffers
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.rollout import RolloutWorker
+from workers.rollout import hf_proof
 from workers.rollout.vllm.setup import expected_weights
 from workers.training.microbatch import Budget
 from workers.weights.checksum import checksum_of
@@ -42,6 +43,8 @@ SIZES: dict[str, Any] = dict(
 ROUTED = dict(moe_intermediate_size=16, num_experts_per_tok=2)
 LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 GROUPS = dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1)
+NUM_STEPS = 2
+"""Of the proof that an engine decodes such a model."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": ROUTED | LATENT | GROUPS,
     "glm4_moe": ROUTED | GROUPS | dict(head_dim=8, partial_rotary_factor=1.0),
@@ -57,6 +60,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_kv_shared_layers=0,
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def short_proof_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take most of the time, and nothing is decoded here."""
+    monkeypatch.setattr(hf_proof, "NUM_STEPS", NUM_STEPS)
 
 
 def save_model(folder: Path, family: str) -> Path:
@@ -164,6 +173,7 @@ def sharded_actor_and_lonely_rollout(folder: Path) -> list[Any]:
     os.environ.update({"RANK": "0", "WORLD_SIZE": "1"} if rank == 2 else {"WORLD_SIZE": "2"})
     config = tiny_config(folder, ppo_mini_batch_size=4)
     config.actor_rollout_ref.rollout.name = "hf"
+    hf_proof.NUM_STEPS = NUM_STEPS
     if rank == 2:
         rollout = started(RolloutWorker, config)
         report = rollout.receive_weights(store.get("address").decode(), 0)
