@@ -17,15 +17,25 @@ from numpy.typing import NDArray
 
 WORTH_IT = 2
 """There are at least so many entries to a run, or the column travels as it is."""
+STEPS_ITEMSIZE = 8
+"""Bytes of an entry, of columns that may count up, as `position_ids` do."""
 NARROW = (np.dtype(np.int16), np.dtype(np.int32))
 """Types that whole numbers of 8 bytes travel in, where they fit."""
 
-Runs = tuple[bytes, bytes, str]
-"""A bit for every entry, whether a run begins there; the value of every run; and their type."""
+Runs = tuple[bytes, bytes, str, bool]
+"""A bit for every entry, whether a run begins there; the value of every run; their type; and
+whether the entries are sums of what the runs hold, as positions are."""
 
 
 def pack_runs(flat: NDArray[Any]) -> Runs | None:
     """The runs of a flat array of integers, which stand for entries of any type of that size."""
+    runs = _runs_of(flat, are_steps=False)
+    if runs is None and flat.itemsize == STEPS_ITEMSIZE:
+        runs = _runs_of(np.diff(flat, prepend=flat.dtype.type(0)), are_steps=True)
+    return runs
+
+
+def _runs_of(flat: NDArray[Any], are_steps: bool) -> Runs | None:
     begins = np.empty(len(flat), dtype=bool)
     begins[0] = True
     np.not_equal(flat[1:], flat[:-1], out=begins[1:])
@@ -34,17 +44,18 @@ def pack_runs(flat: NDArray[Any]) -> Runs | None:
     values = flat[begins]
     if values.itemsize > NARROW[-1].itemsize:
         values = values.astype(_narrowest(values), copy=False)
-    return np.packbits(begins).tobytes(), values.tobytes(), values.dtype.str
+    return np.packbits(begins).tobytes(), values.tobytes(), values.dtype.str, are_steps
 
 
 def unpack_runs(runs: Runs, num_entries: int, itemsize: int) -> NDArray[Any]:
     """The flat array again, in memory of its own."""
-    bits, content, kind = runs
+    bits, content, kind, are_steps = runs
     begins = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=num_entries)
     run_of_entry = np.cumsum(begins, dtype=np.int32)
     run_of_entry -= 1
     values = np.frombuffer(content, dtype=kind).astype(f"i{itemsize}", copy=False)
-    return values.take(run_of_entry)
+    flat = values.take(run_of_entry)
+    return flat.cumsum(dtype=flat.dtype) if are_steps else flat
 
 
 def _narrowest(values: NDArray[Any]) -> np.dtype[Any]:

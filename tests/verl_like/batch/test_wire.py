@@ -102,6 +102,15 @@ def test_a_column_that_hardly_repeats_itself_or_is_large_is_shared_as_it_is():
         assert [buffer.raw().nbytes for buffer in buffers] == [column.nbytes]
 
 
+@pytest.mark.parametrize("first", [0, 7, -(2**63), 2**63 - 100])
+def test_positions_travel_as_their_steps(first):
+    column = torch.arange(256).repeat(64, 1) + first  # past the largest number it goes on below
+    data = DataProto.from_dict({"position_ids": column})
+    content = pickle.dumps(data)
+    assert len(content) < column.nbytes / 20
+    assert_same(pickle.loads(content), data)
+
+
 @pytest.mark.parametrize("largest", [2**15 - 1, 2**15, 2**31 - 1, 2**31, 2**63 - 1])
 def test_whole_numbers_travel_narrow_and_keep_their_value(largest):
     column = torch.zeros(8, 200, dtype=torch.int64)
