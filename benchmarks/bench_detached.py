@@ -1,12 +1,14 @@
 """Detached PPO beside the synchronous run, and beside its makers and its trainer alone.
 
-    python benchmarks/bench_detached.py [--only speed,ray,slow,memory] [--rounds 2] [--json FILE]
+    python benchmarks/bench_detached.py [--only speed,ray,driver,slow,memory] [--json FILE]
+        [--rounds 2] [--steps 20]
     python benchmarks/bench_detached.py --learning      rewards at equal samples, over seeds
 
 prints a table and which limits hold. Every side is a process of its own, one thread each
 (`detached_side.py`); sides run in turn, and the median over rounds counts. A rate is samples a
 second of the steps after `WARM_UP`. The last steps of a detached run, for which nothing is made any
-more, do not count. `speed` is `backend=local`, whose makers are child processes; `ray` is Ray.
+more, do not count. `speed` is `backend=local`, whose makers are child processes; `ray` is Ray, and
+`driver` what the driver's process takes of a core there, by threads.
 Run it on an idle machine with two cores.
 """
 
@@ -23,11 +25,11 @@ from typing import Any
 
 from bench_ppo import ENV, HERE
 from detached_learning import WITHOUT
-from detached_side import NUM_PROMPTS, NUM_SAMPLES
+from detached_side import LAST, NUM_PROMPTS, NUM_SAMPLES, WARM_UP
 
 SIDE = str(HERE / "detached_side.py")
-STEPS, WARM_UP, LAST = 20, 4, 5
-"""Steps of a run; those that do not count at its begin and at its end."""
+STEPS = 20
+"""Steps of a run."""
 ALONE = ("makers_alone", "trainer_alone")
 SIDES = {
     "local": ("synchronous", "staleness_0", "staleness_1", "staleness_4", *ALONE),
@@ -131,6 +133,23 @@ def speed(folder: str, backend: str, rounds: int, steps: int) -> dict[str, float
     return found
 
 
+def driver(folder: str, rounds: int, steps: int) -> dict[str, float]:
+    """Milliseconds of a core that the driver's process takes a step, by kind of thread, on Ray.
+
+    On a machine that is not idle they are more, but far less so than times by the clock.
+    """
+    found: dict[str, list[float]] = {}
+    for name, samples in (("staleness_1", 64), ("staleness_1_large", 256)):
+        for _ in range(rounds):
+            facts = answer(start(name, folder, "ray", str(steps)))
+            taken = [key for key in facts if key.startswith("cpu_s of ")]
+            ms = {key: 1e3 * (facts[key][1] - facts[key][0]) for key in taken}
+            for key, value in {"all": sum(ms.values()), **ms}.items():
+                row = f"{samples} samples: {key.removeprefix('cpu_s of ')}, ms a step"
+                found.setdefault(row, []).append(value / (steps - LAST - WARM_UP))
+    return {row: statistics.median(values) for row, values in found.items()}
+
+
 def slow(folder: str, rounds: int) -> dict[str, float]:
     """Twenty steps with a slow send and a slow update: overlapped over one after the other."""
     seconds: dict[str, list[float]] = {"slow_serial": [], "slow_overlapped": []}
@@ -217,7 +236,7 @@ def show(figures: dict[str, float], limits: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     """Measure what was asked for, then say which limits hold."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="speed,ray,slow,memory")
+    parser.add_argument("--only", default="speed,ray,driver,slow,memory")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--learning", action="store_true", help="only rewards, over seeds")
@@ -236,6 +255,8 @@ def main() -> None:
             if section in ("speed", "ray"):
                 backend = "local" if section == "speed" else "ray"
                 found = speed(folder, backend, options.rounds, options.steps)
+            elif section == "driver":
+                found = driver(folder, options.rounds, options.steps)
             elif section == "slow":
                 found = slow(folder, 1)
             elif section == "memory":
@@ -243,7 +264,7 @@ def main() -> None:
             elif section == "learning":
                 found = learning(f"{folder}/letters", options.seeds, options.learning_steps)
             else:
-                sys.exit(f"--only {section}: there are speed, ray, slow, memory.")
+                sys.exit(f"--only {section}: there are speed, ray, driver, slow, memory.")
             found = {f"{section}: {key}": value for key, value in found.items()}
             show(found, judge(found))
             figures |= found

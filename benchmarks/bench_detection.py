@@ -58,14 +58,17 @@ HEADS = {
 }
 TURN_S = 5.0
 """What others get to finish after a fault, so that the next one comes soon: 60 by default."""
+POOLS = (
+    "resource_pool_spec={policies: [2], samples: [2]}",
+    "role_mapping={actor: policies, ref: policies, rollout: samples, critic: samples, "
+    "reward_model: samples}",
+)
 SETTINGS = [
     "trainer.device=cpu",
     "trainer.logger=[]",
     "trainer.save_freq=1",
     "trainer.n_gpus_per_node=4",
-    "resource_pool_spec={policies: [2], samples: [2]}",
-    "role_mapping={actor: policies, ref: policies, rollout: samples, critic: samples, "
-    "reward_model: samples}",
+    *POOLS,
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.ppo_mini_batch_size=16",
     "reward_model.enable=true",

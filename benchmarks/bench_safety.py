@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -68,20 +69,21 @@ def without_sandbox() -> list[Restore]:
 
 def without_hashes() -> list[Restore]:
     """In a worker process: every hash of weights is a constant, and what came is not read back."""
+    from workers.rollout import base
     from workers.rollout.module_engine import ModuleEngine
     from workers.weights import checksum
-    from workers.weights.checksum import CopyCheck, Fingerprint, Hashing
+    from workers.weights.checksum import Hashing
 
-    def of_copied(self: Hashing, target: Any, source: Any) -> int:
-        target.copy_(source)
+    def of_copied(self: Hashing, into: Any, own: Any) -> int:
+        into[:] = own
         return 0
 
     undo = [
         swap(Hashing, "of", lambda self, payload: 0),
         swap(Hashing, "of_copied", of_copied),
+        swap(Hashing, "of_pieces", lambda self, payload, pieces: repeat((0, None), len(pieces))),
         swap(ModuleEngine, "_damaged", lambda self: []),
-        swap(CopyCheck, "watch", lambda self, tensors, hashes=None: tensors),
-        swap(Fingerprint, "watch", lambda self, tensors: tensors),
+        swap(base, "noted", lambda tensors, *others: tensors),
     ]
     constants = {"hash_of": lambda payload: 0, "digest_of": lambda hashes: "0" * 64}
     for name, stub in constants.items():
@@ -100,6 +102,7 @@ def without_watch() -> list[Restore]:
         swap(Transport, "gone", lambda self, ranks: {}),
         swap(Transport, "check_companions", lambda self, what: None),
         swap(CallTimes, "limit_s", lambda self, name, rows, limits: limits.call_s),
+        swap(CallTimes, "add", lambda self, name, seconds, rows: None),
     ]
 
 

@@ -1,12 +1,13 @@
 """A long run whose workers are killed again and again, beside one that nothing disturbs.
 
-    python benchmarks/bench_soak.py [--steps 1000] [--kill-every 100] [--folder FOLDER]
+    python benchmarks/bench_soak.py [--steps 1000] [--kill-every 100] [--folder FOLDER] [--wide]
 
 makes both, the tiny model on two worker processes of the local backend, one after the other in a
 process of its own. The kills are those of `chaos.kill_worker`, of a seed that has one kill in
 `--kill-every` steps on the average. It prints whether all lines of `metrics.jsonl` are equal but
 for times, the memory of driver and workers, the kB of the run folder a step, and the restarts. A
-run in FOLDER that was broken off goes on from its last checkpoint.
+run in FOLDER that was broken off goes on from its last checkpoint. With `--wide` there are two
+pools of two processes, and a critic, a reference and a reward model, too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench_detection import POOLS, make_judge
 from bench_ppo import ENV, HERE
 
 SAVE_FREQ = 20
@@ -31,6 +33,13 @@ LOOKED_AT = (0.2, 0.6, 1.0)
 """The shares of a run after which memory and run folder are measured."""
 SHOWN = ("step", "critic/score/mean", "actor/pg_loss", "actor/grad_norm")
 """Of the last lines of metrics.jsonl."""
+WIDE = (
+    *POOLS,
+    *("trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", "reward_model.enable=true"),
+    *("actor_rollout_ref.actor.use_kl_loss=true", "data.train_batch_size=4"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+)
+"""Settings of `--wide`, over those of both runs."""
 CHANGES = ("timing", "perf/")
 """What the clock decides among the metrics begins with these."""
 
@@ -99,7 +108,7 @@ def seed_of(kills: int, steps: int, chance: float) -> int:
     return next(seed for seed in count(1) if drawn(seed) == kills)
 
 
-def side(folder: Path, tiny: Path, steps: int, kill_every: int) -> dict[str, Any]:
+def side(folder: Path, tiny: Path, steps: int, kill_every: int, wide: bool) -> dict[str, Any]:
     """One run; with 0 for `kill_every`, an undisturbed one."""
     from trainer import load_config, run
 
@@ -114,6 +123,8 @@ def side(folder: Path, tiny: Path, steps: int, kill_every: int) -> dict[str, Any
         *("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"),
         *("actor_rollout_ref.actor.optim.lr=1e-3", "trainer.logger=[]"),
     ]
+    if wide:
+        overrides += [*WIDE, f"reward_model.model.path={tiny}/judge"]
     if kill_every:
         kills, chance = steps // kill_every, 1 / kill_every
         seed = seed_of(kills, steps, chance)
@@ -161,11 +172,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--kill-every", type=int, default=100)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--wide", action="store_true")
     parser.add_argument("--side", choices=["undisturbed", "killed"], help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.side:
         every = asked.kill_every if asked.side == "killed" else 0
-        facts = side(asked.folder / asked.side, asked.folder / "tiny", asked.steps, every)
+        tiny = asked.folder / "tiny"
+        facts = side(asked.folder / asked.side, tiny, asked.steps, every, asked.wide)
         print(json.dumps(facts))
         return
 
@@ -173,11 +186,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as made:
         folder = asked.folder or Path(made)
-        make_tiny(folder / "tiny")
+        make_judge(make_tiny(folder / "tiny"))
         sides = {}
         for name in ("undisturbed", "killed"):
             command = [sys.executable, __file__, "--side", name, "--folder", str(folder)]
             command += ["--steps", str(asked.steps), "--kill-every", str(asked.kill_every)]
+            command += ["--wide"] * asked.wide
             env = ENV | {"PYTHONPATH": str(HERE.parent)}
             done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
             sides[name] = json.loads(done.stdout.splitlines()[-1])

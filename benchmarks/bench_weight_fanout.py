@@ -94,7 +94,7 @@ class Rollout:
     def __init__(self, size: str) -> None:
         self.module, self.version = layers(size), -1
 
-    def load_weights(self, tensors: NamedTensors, hashes: Any = None) -> None:
+    def load_weights(self, tensors: NamedTensors, seen: Any = None) -> None:
         """Into the module."""
         sink = WeightSink(self.module)
         for name, tensor in tensors:

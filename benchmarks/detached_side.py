@@ -15,8 +15,10 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,12 @@ NUM_PROMPTS, NUM_SAMPLES = 16, 4
 MEAN_LENGTH, WIDTH = 32, 256
 DELAY_S = 0.2
 """Of a slow send, and of a slow update."""
+WARM_UP, LAST = 4, 5
+"""Steps that do not count at a run's begin and at its end."""
 KEPT_BATCHES = 4
 """Batches that a trainer alone is given in turn."""
+KINDS = {"main": "the step", "maker": "makers", "reward": "rewards", "ray": "Ray's own"}
+"""Word in the name of a thread -> what it is for."""
 
 
 class Replayed(SampleSource):
@@ -123,6 +129,7 @@ SHORT = (
     "data.max_response_length=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
 )
+LARGE = ("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
 SLOW = (*SHORT, "role_workers.rollout=benchmarks.detached_side.SlowSend")
 
 SIDES = {
@@ -130,6 +137,7 @@ SIDES = {
     "split": Side(("placement=split", TWO_POOLS), is_detached=False),
     "staleness_0": Side(("detached.max_staleness=0",)),
     "staleness_1": Side(("detached.max_staleness=1",)),
+    "staleness_1_large": Side(("detached.max_staleness=1", *LARGE)),
     "staleness_4": Side(("detached.max_staleness=4",)),
     "makers_alone": Side(("detached.max_staleness=1000",), trainer=MakersAlone),
     "trainer_alone": Side(ROLLOUT_APART, is_detached=False, trainer=TrainerAlone),
@@ -137,6 +145,20 @@ SIDES = {
     "slow_overlapped": Side((*SLOW, "detached.max_staleness=1"), trainer=SlowUpdate),
     "memory": Side((*SHORT, "detached.max_staleness=1")),
 }
+
+
+def cpu_by_kind() -> Counter[str]:
+    """Seconds of a core that the threads of this process have used, by kind of thread."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    used: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        name = names.get(int(task.name), "Ray's own")
+        kind = next((word for word in KINDS if word in name.lower()), None)
+        if kind is not None:
+            with suppress(OSError):  # it has ended
+                used[KINDS[kind]] += int((task / "schedstat").read_text().split()[0]) / 1e9
+    used["others, and ended threads"] += time.process_time() - used.total()
+    return used
 
 
 class Meter:
@@ -151,6 +173,9 @@ class Meter:
         """Called by the trainer."""
         import psutil
 
+        if trainer.global_step in (WARM_UP, trainer.total_steps - LAST):
+            for kind, seconds in cpu_by_kind().items():
+                self.facts[f"cpu_s of {kind}"].append(seconds)
         self.facts["ended"].append(time.time())
         self.facts["cpu_s"].append(time.process_time())
         self.facts["rss_mib"].append(psutil.Process().memory_info().rss / 2**20)

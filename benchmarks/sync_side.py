@@ -67,7 +67,7 @@ class Engine:
     def __init__(self) -> None:
         self.module = Weights()
 
-    def load_weights(self, tensors: Any, hashes: Any = None) -> None:
+    def load_weights(self, tensors: Any, seen: Any = None) -> None:
         """Write and verify."""
         from workers.weights.sink import WeightSink
 
@@ -116,9 +116,12 @@ def rank_main(rank: int, port: int, path: str) -> None:
         def of(self, payload: torch.Tensor) -> int:
             return 0
 
-        def of_copied(self, target: torch.Tensor, source: torch.Tensor) -> int:
-            target.copy_(source)
+        def of_copied(self, into: Any, own: Any) -> int:
+            into[:] = own
             return 0
+
+        def of_pieces(self, payload: torch.Tensor, pieces: Any) -> Any:
+            return ((0, None) for _ in pieces)
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-from tests.fork_server import fork_server, write_python
+from tests.fork_server import fork_server, python_of_tests, write_python
 from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
 from tests.forked_ray import ask_for_forks
 
@@ -39,8 +40,10 @@ torch.set_num_threads(1)
 PRELOADED = [
     "tests.rare_collections",
     "trainer.launch",
+    "trainer.ppo.step",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
+    "verl_like.backends.local.child",
     "workers.roles.actor",
     "workers.roles.critic",
     "workers.roles.reference",
@@ -58,6 +61,17 @@ def pytest_collection_finish() -> None:
     """The modules stay to the end: the garbage collector need not walk them (a seventh of all)."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """The processes of pytest-xdist are forks, and what they fork is of the same server."""
+    stack = ExitStack()
+    stack.enter_context(fork_server())
+    config.add_cleanup(stack.close)
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = python_of_tests()
 
 
 def load(path: str) -> ModuleType:
@@ -79,11 +93,17 @@ def make_tiny() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny_dir(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `verl-like make-tiny DIR` writes: model/, train.parquet, val.parquet.
+    """What `verl-like make-tiny DIR` writes: model/, train.parquet, val.parquet; and few.parquet.
 
     Read only.
     """
-    return make_tiny.make(tmp_path_factory.mktemp("tiny"))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder: Path = make_tiny.make(tmp_path_factory.mktemp("tiny"))
+    few = pa.Table.from_pylist(make_tiny.make_rows(64, "train"))
+    pq.write_table(few, folder / "few.parquet")
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +133,13 @@ def drawings() -> Iterator[list[tuple[ModuleType, str, Any]]]:
 @pytest.fixture
 def figures(drawings: list[tuple[ModuleType, str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by a test that looks at the figures of a run's report."""
+    draw_figures(drawings, monkeypatch)
+
+
+def draw_figures(
+    drawings: list[tuple[ModuleType, str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a fixture that several tests share."""
     for module, name, draw in drawings:
         monkeypatch.setattr(module, name, draw)
 

@@ -3,6 +3,7 @@
     python fork_client.py ARGUMENTS             a Ray daemon's worker: this process ends at once
     python fork_client.py --python ARGUMENTS    what `python ARGUMENTS` does: it ends as that does,
                                                 and hands on the signals that it gets
+    python fork_client.py --tests ARGUMENTS     the same for a process that runs tests itself
 
 Nothing is imported here that takes long.
 """
@@ -15,7 +16,7 @@ import sys
 
 ADDRESS = "TESTS_FORK_SERVER"
 """The environment variable with the path of the socket at which a fork is asked for."""
-AS_PYTHON = "--python"
+AS_PYTHON, AS_TESTS = "--python", "--tests"
 NUMBER = 8
 """Bytes of a number in a message."""
 Request = tuple[list[str], dict[str, str], str]
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> int:
         connection.connect(os.environ[ADDRESS])
         send(connection, (arguments, dict(os.environ), os.getcwd()), [0, 1, 2])
         process = read_number(connection)
-        if arguments[0] != AS_PYTHON:
+        if arguments[0] not in (AS_PYTHON, AS_TESTS):
             return 0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: os.kill(process, number))
@@ -66,4 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except EOFError:
+        sys.exit(1)  # the tests are over, and nobody is left to whom it matters

@@ -1,9 +1,10 @@
 """A server that has torch and transformers loaded, and forks what else would be started.
 
 A new interpreter spends seconds on importing them; a fork has them at once. `fork_client.py` asks
-for one in the place of a worker of a Ray cluster (`tests/forked_ray.py`) and of the Python that
-scripts run (`forked_python`). Program, arguments, environment, folder, input, output, exit status
-and signals are as in a process of its own.
+for one in the place of a worker of a Ray cluster (`tests/forked_ray.py`), of the Python that
+scripts run (`forked_python`) and of the processes of pytest-xdist (`tests/conftest.py`). Program,
+arguments, environment, folder, input, output, exit status and signals are as in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 import multiprocessing
 import os
 import runpy
+import shlex
 import signal
 import socket
 import sys
@@ -23,49 +25,64 @@ import traceback
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from tests import fork_client
-from tests.fork_client import ADDRESS, AS_PYTHON, Request, packed, receive, send
+from tests.fork_client import ADDRESS, AS_PYTHON, AS_TESTS, Request, packed, receive, send
 from tests.forked import fork_children
 from tests.forked_ray import ask_for_forks
 
 
 @contextmanager
 def fork_server() -> Iterator[None]:
-    """Within, this process and its children find the server."""
+    """Within, this process and its children find the server: one that is there, or their own.
+
+    A server ends with whoever has started it.
+    """
+    if ADDRESS in os.environ:
+        yield
+        return
+    context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         address = f"{folder}/forks"
-        with socket.socket(socket.AF_UNIX) as listening:
+        theirs, ours = context.Pipe(duplex=False)
+        with socket.socket(socket.AF_UNIX) as listening, theirs:
             listening.bind(address)
             listening.listen(64)
-            server = multiprocessing.get_context("forkserver").Process(
-                target=serve, args=(listening,), daemon=True
-            )
+            server = context.Process(target=serve, args=(listening, theirs), daemon=True)
             server.start()
         patch.setenv(ADDRESS, address)
-        yield
-        server.kill()
+        with ours:
+            yield
         server.join()
 
 
 def write_python(folder: Path) -> Path:
     """An executable for scripts that takes `python`'s arguments."""
     program = folder / "python"
-    client = f"{sys.executable} -I -S {fork_client.__file__} {AS_PYTHON}"
-    program.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {_asking(AS_PYTHON)} "$@"\n')
     program.chmod(0o755)
     return program
 
 
-def serve(listening: socket.socket) -> None:
-    """A fork for every request, until the tests end."""
+def python_of_tests() -> str:
+    """The same as a command, for processes that run tests."""
+    return _asking(AS_TESTS)
+
+
+def _asking(kind: str) -> str:
+    return shlex.join([sys.executable, "-I", "-S", fork_client.__file__, kind])
+
+
+def serve(listening: socket.socket, starter: Connection) -> None:
+    """A fork for every request, until the other end of `starter` is closed."""
     asking = asking_until_their_end()
     ray_servers: dict[frozenset[tuple[str, str]], socket.socket] = {}
-    while True:
+    while starter not in wait([listening, starter]):
         connection, _ = listening.accept()
         try:
             descriptors, request = receive(connection, 3)
@@ -73,15 +90,17 @@ def serve(listening: socket.socket) -> None:
             connection.close()
             continue
         arguments, environment, _ = request
-        if arguments[0] == AS_PYTHON:
-            fork(request, descriptors, connection, asking, [listening, *ray_servers.values()])
+        if arguments[0] in (AS_PYTHON, AS_TESTS):
+            kept = [listening, starter, *ray_servers.values()]
+            fork(request, descriptors, connection, asking, kept)
             continue
 
         settings = ray_settings(environment)
         if settings not in ray_servers:
             ours, theirs = socket.socketpair()
             if os.fork() == 0:
-                for one in (listening, connection, ours, *asking.values(), *ray_servers.values()):
+                others = (listening, starter, connection, ours)
+                for one in (*others, *asking.values(), *ray_servers.values()):
                     one.close()
                 os.environ.update(settings)
                 serve_ray(theirs)
@@ -121,7 +140,7 @@ def fork(
     descriptors: list[int],
     connection: socket.socket,
     asking: dict[int, socket.socket],
-    ours: list[socket.socket],
+    ours: list[socket.socket | Connection],
 ) -> None:
     """A process for the request, which `connection` asks for; `ours` are not for it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -170,10 +189,13 @@ def run(
     os.environ.update(environment)
     modules = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = filter(None, modules)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - until the end of the process
 
     code = 0
     try:
         if arguments[0] == AS_PYTHON:
+            ask_for_forks(pytest.MonkeyPatch())
+        if arguments[0] in (AS_PYTHON, AS_TESTS):
             run_python(*arguments[1:])
         else:
             run_ray_worker(arguments)
@@ -205,12 +227,15 @@ def run_ray_worker(arguments: list[str]) -> None:
 
 
 def run_python(*arguments: str) -> None:
-    """`-c CODE`, `-m MODULE` or a file, and what follows; before them perhaps `-P`."""
-    adds_folder = arguments[0] != "-P"
-    kind, *rest = arguments[not adds_folder :]
+    """`-c CODE`, `-m MODULE` or a file, and what follows; before them perhaps `-P` or `-u`."""
+    option, *rest = arguments
+    adds_folder = option != "-P"
+    if option == "-u":
+        for output in (sys.stdout, sys.stderr):
+            output.reconfigure(write_through=True)
+    kind, *rest = rest if option in ("-P", "-u") else arguments
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     fork_children()
-    ask_for_forks(pytest.MonkeyPatch())
     if kind in ("-c", "-m"):
         what, *rest = rest
         if adds_folder:

@@ -56,7 +56,7 @@ def start_forked(
 
     process = multiprocessing.get_context("forkserver").Process(
         target=_run,
-        args=(program, pipe, arguments, dict(environment), _Descriptors(1, 2)),
+        args=(program, pipe, arguments, dict(environment), Descriptors()),
         daemon=True,
     )
     process.start()
@@ -70,10 +70,12 @@ def fork_children() -> None:
     child._start_python = start_forked
 
 
-class _Descriptors:
-    """Files of this process that become standard output and error where this is unpickled."""
+class Descriptors:
+    """Files of this process, its own output and errors unless said otherwise, that become standard
+    output and error where this is unpickled.
+    """
 
-    def __init__(self, output: int, errors: int) -> None:
+    def __init__(self, output: int = 1, errors: int = 2) -> None:
         self.numbers = output, errors
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -109,7 +111,7 @@ def run_program(
     For programs whose imports are not what is tested. The function must stand at the top of a file.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        descriptors = _Descriptors(output.fileno(), errors.fileno())
+        descriptors = Descriptors(output.fileno(), errors.fileno())
         process = multiprocessing.get_context("forkserver").Process(
             target=_run_program,
             args=(program, arguments, str(folder), {**os.environ, **environment}, descriptors),
@@ -134,6 +136,7 @@ def _run_program(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [program.__module__, *arguments]
+    fork_children()
     program()
 
 

@@ -7,13 +7,17 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 import workers.losses  # noqa: F401
 from tests.conftest import load
 from tests.forked import run_program
+from tests.workers.rollout_engines import make_engine, make_model
+from tests.workers.stand_ins import unconnected
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from workers.losses.registry import POLICY_LOSSES
 from workers.training import lm_head
+from workers.weights import checksum
 
 BENCHMARKS = sorted((Path(__file__).resolve().parent.parent / "benchmarks").glob("*.py"))
 PACKAGES = ("verl_like", "workers", "trainer")
@@ -111,3 +115,34 @@ def test_the_memory_of_a_detached_run_is_bounded_in_samples(tmp_path: Path) -> N
     rows = load("benchmarks/bench_detached_memory.py").measure(tmp_path, steps=4)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["open_groups"] <= 2 * 8 and row["queued"] <= 2 * 16 for row in rows)
+
+
+def test_the_benchmark_of_safety_switches_all_hashes_of_a_sync_off_and_on_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_hashes, take = [], checksum.xxhash.xxh3_64_intdigest
+    monkeypatch.setattr(
+        checksum.xxhash, "xxh3_64_intdigest", lambda content: num_hashes.append(1) or take(content)
+    )
+    model = make_model(tmp_path)
+    engine = make_engine("native", model, tmp_path)
+    state = dict(model.named_parameters())
+
+    def sync() -> tuple[int, int]:
+        num_hashes.clear()
+        (sent, payload), *_ = unconnected()._buckets(iter(state.items()), 2**24, {})
+        arriving = unconnected()
+        tensors = arriving._verified(0, payload, {"number": 0, "tensors": sent})
+        engine.load_weights(tensors, arriving.seen)
+        engine.commit(1)
+        for name, weight in engine.named_weights():
+            assert torch.equal(weight, state[name])
+        return len(num_hashes), engine.weights_id
+
+    on = sync()
+    assert on[0] == 3 * len(state)
+    undo = load("benchmarks/bench_safety.py").without_hashes()
+    assert sync() == (0, checksum.Fingerprint().value())
+    while undo:
+        undo.pop()()
+    assert sync() == on

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.import_graph import ROOT, parsed, sources
+from tests.import_graph import PACKAGES, ROOT, parsed, sources
 from trainer import load_config
 from trainer.config.keys import config_keys
 from trainer.config.recipe import Recipe
@@ -49,10 +49,9 @@ def pages() -> list[object]:
 
 
 @functools.cache
-def messages(*packages: str) -> list[str]:
-    """Every string of the packages as the program says it, however its source is cut into lines."""
-    paths = [path for package in packages for path in sources(package)]
-    return [text for path in paths for text in strings(parsed(path))]
+def messages(package: str) -> str:
+    """Every string of a package as the program says it, however its source is cut into lines."""
+    return "\n".join(text for path in sources(package) for text in strings(parsed(path)))
 
 
 def strings(tree: ast.Module) -> Iterator[str]:
@@ -74,7 +73,7 @@ def test_the_symptoms_that_troubleshooting_quotes_are_the_codes_words() -> None:
         for quote in re.findall("`([^`]+)`", row):
             quoted += filter(None, quote.split("..."))
 
-    code = "\n".join(messages("trainer", "verl_like", "workers"))
+    code = "\n".join(map(messages, PACKAGES))
     code += (ROOT / "tools" / "install.sh").read_text(encoding="utf-8")
     assert len(quoted) >= 8
     assert [part for part in quoted if part.strip() not in code] == []
@@ -116,10 +115,10 @@ def test_the_first_run_of_ones_own_is_fifteen_lines() -> None:
 @pytest.mark.parametrize("page", ["first_run.md", "reading_the_report.md"])
 def test_the_metrics_that_a_page_looks_at_are_written_by_the_code(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    code = messages("trainer", "workers")
+    code = messages("trainer") + messages("workers")
     named = set(re.findall(r"`(?:actor|reward|training)/(\w+)`", text))
     assert len(named) >= 5
-    assert [name for name in named if not any(name in message for message in code)] == []
+    assert [name for name in named if name not in code] == []
 
 
 def commands() -> Iterator[object]:

@@ -1,7 +1,7 @@
 """Loaded by the server of forked processes (`PRELOADED` in `tests/conftest.py`).
 
 What it has found out about the tiny model, its forks need not find out again: how its rows may be
-packed, and that engines decode with it.
+packed, and that either engine decodes with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from tests.integration.runs import overrides
 from trainer import load_config
 from trainer.cli import make_tiny
 from workers.rollout.build import build_engine
+from workers.rollout.hf_proof import why_no_cache
 from workers.training.row_proof import prove_rows
+
+LONGEST = 64
+"""Tokens of a row; the tiny model has no limit that any number would pass."""
 
 
 def prove_tiny_model() -> None:
@@ -32,6 +36,7 @@ def prove_tiny_model() -> None:
         tiny = make_tiny.make(Path(folder))
         engine = build_engine(load_config(overrides(tiny, Path(folder))), worker)
     prove_rows(engine.module, device, may_pack=True)
+    assert why_no_cache(engine.module.config, LONGEST) == ""
     logging.enable_progress_bar()
 
 

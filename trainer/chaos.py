@@ -11,7 +11,6 @@ step alone. Each comes once: a step that is made again after a restart is spared
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from contextlib import suppress
@@ -23,7 +22,7 @@ from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.report.faults import CHAOS_FILE, FATES, LEDGER
 from verl_like.errors import LedgerError, WorkerDiedError
-from verl_like.files import json_line, lines_of
+from verl_like.files import json_line, json_objects
 
 logger = logging.getLogger(__name__)
 
@@ -128,4 +127,5 @@ def _pools_to_kill_in(groups: WorkerGroups) -> list[list[tuple[str, int]]]:
 
 def _steps_of(folder: Path) -> list[int]:
     """The steps that `metrics.jsonl` has lines of, in its order."""
-    return [int(json.loads(line)["step"]) for line in lines_of(folder / "metrics.jsonl")]
+    lines, _ = json_objects(folder / "metrics.jsonl")
+    return [int(line["step"]) for line in lines]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ import torch
 from trainer.chaos import Chaos
 from trainer.config.schema import RunConfig
 from trainer.dry_run import look_at
-from trainer.groups.nodes import needs_of_pools
+from trainer.groups.nodes import plan_on
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
 from trainer.loop import Trainer
@@ -32,9 +33,9 @@ from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.starts import note_start
+from trainer.run_folder.step_start import StepStart
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError, VerlLikeError
-from verl_like.files import write_whole
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
 from verl_like.process.sandbox import refuse_runs_inside
@@ -86,7 +87,7 @@ def run(
                         ended = True
                     except LOSSES as error:
                         of_attempt.close()
-                        attempts.go_on_after(error)
+                        attempts.go_on_after(error, of_attempt)
                         inputs = trainer_cls.prepare(attempts.config, of_attempt)
             chaos.close()
         finally:
@@ -108,7 +109,7 @@ class Attempts:
         """Nothing is started yet."""
         self.config, self._trainer_cls = config, trainer_cls
         self._callbacks, self._stop, self._chaos = callbacks, stop, chaos
-        self._restarts = Restarts(config)
+        self._restarts = Restarts(config, stop)
         self._step = 0
         """The last one that failed; 0: the run had not begun."""
         self._groups: WorkerGroups | None = None
@@ -119,10 +120,12 @@ class Attempts:
     def make(self, folder: Path, inputs: tuple[Any, ...]) -> None:
         """Start the processes that are not there, and train."""
         note_start(folder)
+        if self._failed_at:
+            self._trainer = None
+            gc.collect()  # the last attempt's objects refer to each other, and `fit` keeps old ones
         if self._groups is None:
-            code = self._trainer_cls.worker_code(self.config)
-            self._groups = WorkerGroups(self.config, code)
-            write_whole(folder / "placement.txt", f"{self._groups.placement}\n")
+            self._groups = self._restarts.when_there_is_room(self._start_groups, self._failed_at)
+            self._groups.note_placement()
             show_plan(self._groups.placement, self.config, self._trainer_cls)
         self._trainer = trainer = self._trainer_cls(self.config, self._groups, *inputs)
         trainer.callbacks, trainer.stop = self._callbacks, self._stop
@@ -136,23 +139,46 @@ class Attempts:
         finally:
             self._step, self._failed_at = trainer.global_step or self._step, time.monotonic()
 
-    def go_on_after(self, error: VerlLikeError) -> None:
-        """Wait for another attempt, with the groups that can be kept; raise where there is none."""
-        self._restarts.wait_for_next(error, self._step)
-        self.config, self._brought_back = self._restarts.resuming(self.config), None
-        if self._groups is None or self._trainer is None:
-            return
-        if self.config.trainer.backend == "ray":
-            from verl_like.backends.ray.ending import leave_if_broken
+    def _start_groups(self) -> WorkerGroups:
+        code = self._trainer_cls.worker_code(self.config)
+        return WorkerGroups(self.config, code, after_loss=self._failed_at > 0)
 
-            if leave_if_broken():
-                self.close()
-                return
-        replaceable = self._trainer.replaceable_roles()
-        start, since = self._trainer.step_start, self._failed_at
-        self._brought_back = bring_back(self._groups, replaceable, start, since)
-        if self._brought_back is None:
+    def go_on_after(self, error: VerlLikeError, of_attempt: ExitStack) -> None:
+        """Wait for another attempt, with the groups that can be kept; raise where there is none.
+
+        Where the run can go on from what lives, a signal that comes until then lets it save that.
+        """
+        start = None if self._trainer is None else self._trainer.step_start
+        where = f"in step {self._step}, which lost a worker"
+        if start is None:
+            self._stop.end(where)
+        else:
+            of_attempt.enter_context(self._stop.held())
+        self._restarts.wait_for_next(error, self._step)
+        self.config = self._restarts.resuming(self.config)
+        self._brought_back = self._bring_back(start)
+        if self._brought_back is None or self._brought_back.step_start is None:
+            self._stop.end(where)  # what could be saved is in the last checkpoint
+            of_attempt.close()
+
+    def _bring_back(self, start: StepStart | None) -> BroughtBack | None:
+        """The groups that are kept, with the lost ones started anew; None: all have been ended."""
+        if self._groups is None or self._trainer is None:
+            return None
+        found = None
+        if not self._has_lost_its_cluster():
+            roles = self._trainer.replaceable_roles()
+            found = bring_back(self._groups, roles, start, self._restarts, self._failed_at)
+        if found is None:
             self.close()
+        return found
+
+    def _has_lost_its_cluster(self) -> bool:
+        if self.config.trainer.backend != "ray":
+            return False
+        from verl_like.backends.ray.ending import leave_if_broken
+
+        return leave_if_broken()
 
     def close(self) -> None:
         """End every process."""
@@ -202,8 +228,7 @@ def nominal_placement(config: RunConfig) -> Placement:
         Node(f"node {number}", trainer.n_gpus_per_node, cpus, kind)
         for number in range(trainer.nnodes)
     ]
-    spec, needs = config.resource_pool_spec, needs_of_pools(config)
-    return Placement.plan(spec, config.role_mapping, nodes, config.cpus_per_process, needs)
+    return plan_on(config, nodes)
 
 
 def trainer_class(config: RunConfig) -> type[Trainer]:

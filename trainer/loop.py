@@ -181,7 +181,7 @@ class Trainer(Hooks, ABC):
             self.init_models()
         if self.brought_back is not None:
             self.brought_back.log(self.global_step)
-        self.restarts.begin(self.global_step)
+        self.restarts.begin(self.global_step, self._source_of_state())
         self.chaos.begin_attempt(self.global_step)
         self.call_hook("on_init_end")
 
@@ -189,6 +189,12 @@ class Trainer(Hooks, ABC):
         if self.global_step == 0 and (scores := self.validate()):
             tracking.log(scores, 0)
         timeline.add(self.take_calls())  # or the first step's times would begin with these
+
+    def _source_of_state(self) -> str:
+        """What an attempt that goes on has the roles' state from, in words."""
+        if self.step_start is not None:
+            return self.step_start.source
+        return self.checkpoints.start.name if self.checkpoints.start else "the beginning"
 
     def _steps(self, tracking: Tracking, timeline: Timeline) -> str:
         """Step after step; gives the goal that one has reached, if that ends the run.
@@ -244,7 +250,8 @@ class Trainer(Hooks, ABC):
 
     def remember_start(self) -> None:
         """Keep what the step that begins can be made again from, if there are roles to replace."""
-        if self.config.trainer.max_restarts and self.replaceable_roles().roles:
+        roles = self.replaceable_roles()
+        if self.config.trainer.max_restarts and (roles.roles or roles.replicas):
             self.groups.forget_changes()
             self.step_start = StepStart.after(self.global_step, self.state_dict())
 

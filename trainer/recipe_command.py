@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -72,6 +73,7 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
         rest = [a for a in arguments if a not in overrides]
         own = own_files(rest)
         try:
+            _refuse_words(rest, recipe)
             set_by_user = prepare_overrides(overrides, recipe, own)
             overrides = [*prepare_overrides(given, recipe), *set_by_user]
             if tuple(option for option in rest if option != RESOLVE) in SHOW_TREE:
@@ -137,6 +139,16 @@ def own_files(options: Sequence[str]) -> OwnFiles | None:
     parser.add_argument("--config-name", "-cn")
     found, _ = parser.parse_known_args(options)
     return OwnFiles(found.config_dir, found.config_name) if found.config_dir else None
+
+
+def _refuse_words(rest: Sequence[str], recipe: Recipe[Any]) -> None:
+    """Refuse arguments that are neither settings nor Hydra's options, such as `--epochs 3`."""
+    options, unknown = get_args_parser().parse_known_args(rest)
+    if wrong := [*unknown, *options.overrides]:
+        raise ConfigError(
+            f"{wrong[0]} is no setting. Settings are written key=value, without dashes, as in "
+            f"trainer.seed=2. All keys: verl-like {recipe.name} --cfg job"
+        )
 
 
 def is_override(argument: str) -> bool:

@@ -10,14 +10,23 @@ import copy
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
-from trainer.report.restarts import RESTARTS_FILE
+from trainer.report.restarts import RESTARTS_FILE, lost_in_words
 from trainer.run_folder.marker import committed
-from verl_like.errors import VerlLikeError, WaitTimeoutError, WeightSyncError, WorkerDiedError
+from trainer.run_folder.signals import StopSignals
+from verl_like.calls.waiting import Deadlines, Patience
+from verl_like.errors import (
+    NoRoomError,
+    VerlLikeError,
+    WaitTimeoutError,
+    WeightSyncError,
+    WorkerDiedError,
+)
 from verl_like.files import json_line
 from verl_like.masking import mask_text
 
@@ -27,24 +36,40 @@ POISON = 3
 """So often a step may fail: then it is the step that kills its workers."""
 FIRST_WAIT_S = 2.0
 """Before a restart; each further one waits twice as long while no step after it succeeds."""
+FIRST_WORD_S, LOOK_AGAIN_S = 1.0, 1.0
+"""While a run waits for a node: the first line about it, and how often it looks."""
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 Config = TypeVar("Config", bound=RunConfig)
 
 
 class Restarts:
     """Those of one run; `restarts.jsonl` of its folder has a line a restart."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """None yet; `trainer.max_restarts` says how many there may be."""
+    def __init__(self, config: RunConfig, stop: StopSignals | None = None) -> None:
+        """None yet; `trainer.max_restarts` says how many there may be.
+
+        Where the run is told to `stop`, no pause is waited for.
+        """
         self._config, self._made = config, 0
+        self._stop = stop or StopSignals()
         self._record = Path(config.trainer.default_local_dir) / RESTARTS_FILE
         self._failures: Counter[int] = Counter()
-        self._furthest = self._in_a_row = 0
-        """The last step that failed, and the restarts in which the run got no further."""
+        self._last_failed = self._furthest = self._in_a_row = 0
+        """The step that failed last, the furthest of them, and the restarts in which the run got no
+        further.
+        """
 
-    def begin(self, step: int) -> None:
-        """An attempt begins after `step`; the record of a run that began earlier stays."""
-        if step == 0 and not self._made:
+    def begin(self, step: int, source: str) -> None:
+        """An attempt begins after `step`, with the state of `source`.
+
+        The record of a run that began earlier stays.
+        """
+        if self._made:
+            again = max(self._last_failed - 1 - step, 0)
+            logger.warning("the state comes from %s: %s.", source, lost_in_words(again))
+            self._write(self._last_failed, state_from=source, finished_steps_made_again=again)
+        elif step == 0:
             self._record.unlink(missing_ok=True)
 
     def wait_for_next(self, error: VerlLikeError, step: int) -> None:
@@ -60,7 +85,7 @@ class Restarts:
             raise error
 
         self._in_a_row = 0 if step > self._furthest else self._in_a_row + 1
-        self._furthest = max(self._furthest, step)
+        self._last_failed, self._furthest = step, max(self._furthest, step)
         seconds = FIRST_WAIT_S * 2**self._in_a_row
         self._made += 1
         logger.warning(
@@ -68,7 +93,32 @@ class Restarts:
             *(step, error, self._made, self._config.trainer.max_restarts, seconds),
         )
         self._write(step, lost=mask_text(str(error).splitlines()[0]))
-        time.sleep(seconds)
+        self._pause(seconds)
+
+    def when_there_is_room(self, start: Callable[[], Result], since: float) -> Result:
+        """What `start` gives, once the cluster has room for it: a node may come back, or another.
+
+        NoRoomError: none has come within `watch.placement_s` after the failure, which was noticed
+        at `since`; or this is no restart. Where the run is told to stop, it stops.
+        """
+        limits = Deadlines.of(self._config.watch)
+        patience = Patience("the restart", limits.placement_s, FIRST_WORD_S, since)
+        while True:
+            try:
+                return start()
+            except NoRoomError as error:
+                if not self._made:
+                    raise
+                self._stop.end("while it waited for a node in the place of a lost one")
+                if patience.over():
+                    raise NoRoomError(
+                        f"{error} After {patience.age_s:.0f} s without another node "
+                        f"(watch.placement_s={limits.placement_s:g}) the run ends. Bring the node "
+                        "back, or give the cluster another, and start the same command again: it "
+                        "goes on from the last checkpoint."
+                    ) from None
+                patience.warn_if_old(f"a node ({str(error).rstrip('.')})")
+            self._pause(LOOK_AGAIN_S)
 
     def are_left(self, step: int) -> bool:
         """Whether there is another attempt if this step fails now."""
@@ -98,6 +148,12 @@ class Restarts:
         if self._made >= self._config.trainer.max_restarts:
             return f"after {self._made} restarts (trainer.max_restarts)" if self._made else ""
         return None
+
+    def _pause(self, seconds: float) -> None:
+        """Wait so long, or until the run is told to stop."""
+        while seconds > 0 and not self._stop.received:
+            time.sleep(min(seconds, LOOK_AGAIN_S))
+            seconds -= LOOK_AGAIN_S
 
     def _write(self, step: int, **facts: Any) -> None:
         """A line of the run folder's record."""

@@ -6,15 +6,18 @@ VerlLikeError
 ├── DispatchError (TypeError)          a call that a group cannot split or collect
 ├── ConfigError (ValueError)           a setting that cannot work
 ├── PlacementError (ValueError)        pools, roles and devices that do not fit together
+│   └── NoRoomError                    the nodes that live have too little for a pool
 ├── WorkerError (RuntimeError)         something went wrong in or around a worker process
 │   ├── WorkerDiedError                the process is gone
 │   └── WaitTimeoutError (TimeoutError) a wait with a name passed its deadline
 ├── RewardError (RuntimeError)         a reward that may not fail has failed
 ├── CallbackError (RuntimeError)       a callback of the user's has raised
 ├── RolloutError (RuntimeError)        generation refused or broke
+│   └── LostSamplesError               also a WorkerDiedError: the process had samples in the making
 ├── WeightSyncError (RuntimeError)     weights that are not provably the trainer's
 ├── LedgerError (RuntimeError)         a sample that was lost or counted twice
-└── CheckpointError (RuntimeError)     a checkpoint that cannot be written or trusted
+└── CheckpointError (RuntimeError)     a checkpoint that cannot be written, found or trusted
+    └── DamagedCheckpointError         its files are not those that were written
 """
 
 from __future__ import annotations
@@ -49,6 +52,10 @@ class ConfigError(VerlLikeError, ValueError):
 
 class PlacementError(VerlLikeError, ValueError):
     """Pools, roles and devices do not fit together."""
+
+
+class NoRoomError(PlacementError):
+    """The nodes that live have too little for a pool: another node would do."""
 
 
 class WorkerError(VerlLikeError, RuntimeError):

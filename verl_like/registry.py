@@ -128,6 +128,8 @@ def load_from(path: str, name: str, what: str) -> Any:
 def _imported(path: str, subject: str) -> Any:
     """The object at a dotted path; a message of refusal begins with `subject`."""
     module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{subject} is no dotted path, such as my_module.MyClass.")
     module = _module(module_name, subject, "Is its folder on PYTHONPATH on every node?")
     if not hasattr(module, name):
         raise ConfigError(

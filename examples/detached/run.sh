@@ -17,7 +17,7 @@ if ! "$py" -c "import trainer" 2>/dev/null; then
 fi
 if [ ! -e "$run_dir/tiny/val.parquet" ]; then "$py" examples/tiny/make.py "$run_dir/tiny" >/dev/null 2>&1; fi
 
-"$py" -c "from trainer.cli.main import main; main()" detached detached.topology="$topology" \
+exec "$py" -c "from trainer.cli.main import main; main()" detached detached.topology="$topology" \
     trainer.backend="${BACKEND:-ray}" trainer.device=cpu trainer.resume_mode=disable \
     actor_rollout_ref.model.path="$run_dir/tiny/model" data.train_files="$run_dir/tiny/train.parquet" \
     data.train_batch_size=16 data.max_prompt_length=16 data.max_response_length=8 \

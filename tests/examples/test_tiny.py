@@ -2,6 +2,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from trainer.cli.make_tiny import main
+from verl_like.errors import ConfigError
 from workers.rewards.functions import default_compute_score
 
 
@@ -45,3 +47,9 @@ def test_the_same_seed_makes_the_same_files(make_tiny, tiny_dir, tmp_path):
     for name in ("train.parquet", "model/model.safetensors"):
         assert (again / name).read_bytes() == (tiny_dir / name).read_bytes()
         assert (other / name).read_bytes() != (tiny_dir / name).read_bytes()
+
+
+@pytest.mark.parametrize("option", ["--num-train=0", "--num-layers=-1", "--hidden-size=12"])
+def test_sizes_that_make_no_model_or_data_are_refused(option, tmp_path):
+    with pytest.raises(ConfigError, match=f"{option}: it must be"):
+        main([str(tmp_path), option])

@@ -27,13 +27,19 @@ NAMES = (
 )  # fmt: skip
 
 
+def on_all_prompts(tiny: Path, folder: Path, *more: str) -> list[str]:
+    """As `overrides`, on the prompts that the curve was made with."""
+    return overrides(tiny, folder, f"data.train_files={tiny}/train.parquet", *more)
+
+
+def settings(tiny: Path, folder: Path, *more: str) -> list[str]:
+    """Those of the five steps."""
+    return on_all_prompts(tiny, folder, *SETTINGS, *more)
+
+
 def curve(tiny: Path, folder: Path) -> list[dict[str, float]]:
     """The numbers of five steps in this process."""
-    run(
-        load_config(
-            overrides(tiny, folder, *SETTINGS, "trainer.backend=local", "placement=colocate")
-        )
-    )
+    run(load_config(settings(tiny, folder, "trainer.backend=local", "placement=colocate")))
     return [{name: line[name] for name in NAMES} for line in numbers(folder)]
 
 

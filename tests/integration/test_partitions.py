@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -32,12 +33,13 @@ Step = Callable[[list[list[str]], str], Metrics]
 
 @pytest.fixture(scope="module")
 def step(
-    tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory
+    make_tiny: ModuleType, classifier: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Step]:
     """The metrics of a first step of real roles on these pools, without those of the clock."""
-    folder = tmp_path_factory.mktemp("run")
-    reward_model = f"reward_model.model.path={classifier}"
-    config = load_config(overrides(tiny_dir, folder, reward_model, *SETTINGS))
+    folder = tmp_path_factory.mktemp("partitions")
+    tiny = make_tiny.make(folder / "tiny", num_train=2, hidden_size=16, num_layers=1)
+    files = (f"data.train_files={tiny}/train.parquet", f"reward_model.model.path={classifier}")
+    config = load_config(overrides(tiny, folder / "run", *files, *SETTINGS))
     with ExitStack() as at_end:
         inputs = PPOTrainer.prepare(config, at_end)
         yield partial(run_step, config, inputs, inputs[1].state_dict())

@@ -20,6 +20,7 @@ import pytest
 from tests.conftest import draw_no_figures
 from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
+from trainer.run_folder.signals import RunStopped
 from verl_like.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,6 +147,26 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_change_nothing_in_it(
     (updated,) = [c for c in calls(tmp_path, "update_actor") if c["args"]["step"] == 5]
     assert saved["ts"] < updated["ts"] < written["ts"] + written["dur"]
     assert files_of(tmp_path / "global_step_4") == files_of(whole / "global_step_4")
+
+
+class ToldToStopInStep5:
+    """A callback; the checkpoint of step 4 is being written then."""
+
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_is_told_to_stop_while_it_writes_commits_that_and_its_last_step(
+    whole: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = settings_of(tiny_dir, tmp_path, *LOCAL, f"{ACTORS}.HeldBackActor")
+    with pytest.raises(RunStopped, match="SIGTERM after step 5 of 6, saved in .*global_step_5"):
+        run(load_config(settings), callbacks=[ToldToStopInStep5()])
+    committed = sorted(path.parent.name for path in tmp_path.glob("global_step_*/commit.json"))
+    assert committed == ["global_step_4", "global_step_5"]
+    run_settings(settings)
+    assert numbers(tmp_path) == numbers(whole)
 
 
 def test_a_write_that_fails_ends_the_run_a_step_later_and_is_no_checkpoint(

@@ -18,7 +18,7 @@ import pytest
 
 from tests.integration import golden
 from tests.integration.recording import RecordingTrainer, VerifiedTrainer
-from tests.integration.runs import calls, lines, numbers, overrides
+from tests.integration.runs import calls, lines, numbers
 from trainer import PPOTrainer, load_config, run
 
 COMMAND = Path(sys.executable).parent / "verl-like"
@@ -51,9 +51,7 @@ def folder_of(
     key = backend, placement
     if key not in made:
         made[key] = tmp_path_factory.mktemp("run")
-        settings = overrides(
-            tiny_dir, made[key], *golden.SETTINGS, *placement, f"trainer.backend={backend}"
-        )
+        settings = golden.settings(tiny_dir, made[key], *placement, f"trainer.backend={backend}")
         run(load_config(settings), trainer)
     return made[key]
 
@@ -158,8 +156,8 @@ def test_a_role_is_added_by_one_class_one_entry_and_one_override(
         "+role_workers.verifier=tests.integration.recording.LengthVerifier",
         "+role_mapping.verifier=global_pool",
     )
-    settings = overrides(tiny_dir, tmp_path, *role, "placement=colocate", "trainer.backend=local")
-    run(load_config(settings), VerifiedTrainer)
+    more = (*role, "placement=colocate", "trainer.backend=local")
+    run(load_config(golden.on_all_prompts(tiny_dir, tmp_path, *more)), VerifiedTrainer)
     with_role, without = lines(tmp_path)[0], json.loads(golden.FILE.read_text(encoding="utf-8"))[0]
     assert with_role["verifier/mean"] > 0
     assert with_role["critic/score/mean"] == pytest.approx(
@@ -181,7 +179,7 @@ def test_the_console_command_is_not_misled_by_namesakes(
         (tmp_path / name).write_text(
             "raise SystemExit('the namesake was imported')", encoding="utf-8"
         )
-    settings = overrides(
+    settings = golden.on_all_prompts(
         tiny_dir,
         tmp_path / "run",
         *pools,

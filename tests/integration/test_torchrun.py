@@ -24,6 +24,7 @@ from trainer.cli.main import main
 from trainer.config.compose import load_config
 from trainer.ppo.recipe import PPO
 from trainer.sft.recipe import SFT
+from trainer.sft.step import SFTTrainer
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process import child
 from workers.roles.sft import SFTWorker
@@ -38,6 +39,22 @@ class DiesOnRank1(SFTWorker):
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(*args)
+
+
+class GetsSIGTERM(SFTWorker):
+    """As torchrun hands it on: to the processes of all ranks."""
+
+    def loss(self, *args: Any) -> Any:
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().loss(*args)
+
+
+class DriverGetsSIGTERM(SFTTrainer):
+    """The driver gets it in the first step."""
+
+    def on_step_begin(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def program() -> None:
@@ -95,6 +112,20 @@ def test_a_rank_that_dies_ends_the_run_with_its_cause(
     assert driver.returncode == 1
     assert "sft rank 1 of 2" in driver.stderr
     assert "has ended; torchrun, which started it, says how" in driver.stderr
+
+
+def test_a_torchrun_that_is_told_to_stop_saves_its_step(
+    settings: Sequence[str], tmp_path: Path
+) -> None:
+    here = "tests.integration.test_torchrun"
+    told = f"role_workers.sft={here}.GetsSIGTERM", f"trainer.cls={here}.DriverGetsSIGTERM"
+    folder = f"trainer.default_local_dir={tmp_path}/run"
+    driver, other = torchrun("sft", *settings, *told, folder, folder=tmp_path)
+    assert driver.returncode == 143, driver
+    assert "Stopped by SIGTERM after step 1 of 2, saved in" in driver.stderr
+    assert other.returncode == 0
+    assert (tmp_path / "run" / "global_step_1" / "commit.json").is_file()
+    assert len(numbers(tmp_path / "run")) == 1
 
 
 def test_what_torchrun_decides_is_set_unless_the_user_did(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.integration.test_three_steps import lines, numbers, overrides
+from tests.integration.runs import lines, numbers, overrides
 from trainer import load_config, run
 from trainer.ppo.step import PPOTrainer
 

@@ -22,7 +22,7 @@ from trainer.report.faults import faults_in_words
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, LedgerError
 
-STEPS = 30
+STEPS = 12
 OF_DETACHED_RUNS = ("detached/", "training/weights_changed_share")
 """What they have among their metrics beside those of PPO."""
 
@@ -70,9 +70,9 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folders(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of two runs that had every kind of fault."""
     found = {name: tmp_path_factory.mktemp(name) for name in ("ppo", "detached")}
-    more = (*LOCAL, *CHAOS, *OWN_PROCESS, "trainer.save_freq=10", "chaos.seed=56")
+    more = (*LOCAL, *CHAOS, *OWN_PROCESS, "trainer.save_freq=5", "chaos.seed=753")
     run(load_config(overrides(tiny_dir, found["ppo"], *more), CHILD))
-    detached = ("detached.max_staleness=0", "detached.on_maker_loss=restart", "chaos.seed=15")
+    detached = ("detached.max_staleness=0", "detached.on_maker_loss=restart", "chaos.seed=54")
     more = (*LOCAL, *CHAOS, *detached)
     run(load_config(overrides(tiny_dir, found["detached"], *more), DETACHED))
     return found
@@ -100,7 +100,8 @@ def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -
         **{"made_again": 3, "not_finished": 0},
     }, "the actor was lost three steps after a checkpoint"
     (line,) = faults_in_words(folders["ppo"])
-    assert "1 x kill_worker; steps: 33 begun = 30 kept + 3 made again" in line
+    assert "2 x drop_bucket, 1 x kill_worker, 2 x delay; steps: " in line
+    assert f"steps: {STEPS + 3} begun = {STEPS} kept + 3 made again" in line
 
 
 def test_a_maker_that_is_killed_costs_samples_and_no_step(folders: dict[str, Path]) -> None:

@@ -9,8 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -229,6 +227,37 @@ class Validated(RegressionTrainer):
         return {"val-core/constant": 1.0}
 
 
+class SignalledAsItValidates(Validated):
+    """Gets a signal in every validation."""
+
+    def validation_metrics(self) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().validation_metrics()
+
+
+def test_a_signal_in_a_validation_lets_it_end_and_its_step_be_saved(
+    whole: Path, tmp_path: Path
+) -> None:
+    settings = {"save_freq": -1, "test_freq": 4, "val_before_train": False}
+    with pytest.raises(RunStopped, match="SIGTERM after step 4 of 6, saved in"):
+        run(config(tmp_path, **settings), SignalledAsItValidates)
+    assert lines(tmp_path)[-1]["val-core/constant"] == 1.0
+    run(config(tmp_path))
+    assert numbers(tmp_path)[4:] == numbers(whole)[4:]
+
+
+def test_a_signal_in_the_validation_before_the_first_step_stops_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RunStopped, match="SIGTERM at once"):
+        run(config(tmp_path), SignalledAsItValidates)
+    assert not list(tmp_path.glob("global_step_*"))
+
+
+def test_a_run_saves_by_the_clock(tmp_path: Path) -> None:
+    settings = {"save_freq": -1, "max_ckpt_to_keep": 9, "total_training_steps": 2}
+    run(config(tmp_path, save_every_minutes=1e-9, **settings))
+    assert len(list(tmp_path.glob("global_step_*"))) == 2
+
+
 def test_validations_come_when_they_are_due(tmp_path: Path) -> None:
     run(config(tmp_path, test_freq=4), Validated)
     found = [line["step"] for line in lines(tmp_path) if "val-core/constant" in line]
@@ -251,16 +280,3 @@ def test_a_class_that_is_no_trainer_is_refused(tmp_path: Path) -> None:
 def test_the_recipe_is_small() -> None:
     code = Path(regression.__file__).read_text(encoding="utf-8").splitlines()
     assert len([line for line in code if line.strip()]) <= 60
-
-
-def test_the_loop_loads_no_recipe_and_no_language_model() -> None:
-    program = "import sys, trainer.loop, trainer.launch; print(*sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    loaded = set(done.stdout.split())
-    assert "trainer.loop" in loaded
-    assert not loaded & {
-        "transformers",
-        "trainer.ppo.step",
-        "trainer.data.prompts",
-        "workers.roles",
-    }

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import re
-import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 
 from tests.integration.runs import calls, numbers, overrides
-from trainer import load_config, restarts, run
+from tests.trainer.killing import SHORT, Killed, Kills, differing, killed
+from trainer import load_config, run
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.ppo.step import PPOTrainer
-from verl_like.errors import WaitTimeoutError
 
 POOLS = (
     "resource_pool_spec={train_pool: [1], rollout_pool: [1], ref_pool: [1]}",
@@ -29,8 +24,8 @@ TWO_ROLLOUTS = (
     "resource_pool_spec={train_pool: [1], rollout_pool: [2], ref_pool: [1]}",
     "trainer.n_gpus_per_node=4",
 )
-SHORT = ("data.train_batch_size=4", "data.max_response_length=4", "trainer.total_training_steps=3")
-ROLES = ("actor", "critic", "rollout", "ref")
+SAVED = ("trainer.save_freq=2",)
+LIVING = ("the processes that live", 0)
 
 
 @dataclass(kw_only=True)
@@ -43,73 +38,6 @@ class ChildConfig(PPOConfig):
 
 
 CHILD = replace(PPO, schema=ChildConfig)
-
-
-class Killing(PPOTrainer):
-    """Kills the process of a role, by the step and its stage."""
-
-    kills: ClassVar[dict[tuple[int, str], str]] = {}
-    pids: ClassVar[list[dict[str, int]]] = []
-    """Of every role, when a step begins."""
-    hangs_too: ClassVar[tuple[int, str]] = (2, "update")
-    """Here a call is late besides."""
-
-    def on_step_begin(self) -> None:
-        self.pids.append({role: pid_of(self, role) for role in ROLES})
-        self.kill("begin")
-
-    def score(self, batch: Any) -> Any:
-        self.kill("score")
-        return super().score(batch)
-
-    def update(self, batch: Any) -> Any:
-        self.kill("update")
-        return super().update(batch)
-
-    def kill(self, stage: str) -> None:
-        role = self.kills.pop((self.global_step, stage), None)
-        if role is not None:
-            os.kill(pid_of(self, role), signal.SIGKILL)
-            if (self.global_step, stage) == self.hangs_too:
-                raise WaitTimeoutError("somebody did not finish")
-
-
-def pid_of(trainer: Any, role: str) -> int:
-    """The process of the last rank."""
-    return int(trainer.groups[role].transport.started[-1].pid)
-
-
-@dataclass(frozen=True)
-class Killed:
-    """What is left of a run whose workers were killed."""
-
-    folder: Path
-    pids: list[dict[str, int]]
-    log: str
-
-
-def killed(
-    tiny: Path, folder: Path, recipe: Any, kills: dict[tuple[int, str], str], *more: str
-) -> Killed:
-    """A run with these kills; its warnings come from the loggers of `trainer`."""
-    messages = logging.StreamHandler((folder / "log").open("w"))
-    logging.getLogger("trainer").addHandler(messages)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
-            patch.setattr(Killing, "kills", dict(kills))
-            patch.setattr(Killing, "pids", [])
-            settings = (*POOLS, *SHORT, "trainer.save_freq=2", *more)
-            run(load_config(overrides(tiny, folder, *settings), recipe), Killing)
-            assert not Killing.kills, "all of them came about"
-            return Killed(folder, Killing.pids, (folder / "log").read_text())
-    finally:
-        logging.getLogger("trainer").removeHandler(messages)
-        messages.stream.close()
-
-
-def differing(before: dict[str, int], after: dict[str, int]) -> list[str]:
-    return [role for role in ROLES if before[role] != after[role]]
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +53,11 @@ def disturbed(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Kille
     """A rank of the rollout is lost when it is idle, when it generates, and when another call is
     late; then the actor is.
     """
-    kills = {(1, "update"): "rollout", (2, "begin"): "rollout"}
-    kills |= {(2, "update"): "rollout", (3, "score"): "actor"}
+    kills: Kills = {(1, "update"): ("rollout",), (2, "begin"): ("rollout",)}
+    kills |= {(2, "update"): ("rollout",), (3, "score"): ("actor",)}
     folder = tmp_path_factory.mktemp("killed")
     more = ("trainer.backend=local", "trainer.max_restarts=4", *TWO_ROLLOUTS)
-    return killed(tiny_dir, folder, CHILD, kills, *more)
+    return killed(tiny_dir, folder, CHILD, kills, *POOLS, *SAVED, *more, late=(2, "update"))
 
 
 def test_numbers_are_those_of_an_undisturbed_run(disturbed: Killed, whole: Path) -> None:
@@ -152,8 +80,9 @@ def test_of_a_rollout_that_is_lost_in_a_generation_the_lost_ranks_samples_alone_
     assert disturbed.log.count("are kept") == 1
     assert "step 2: 4 samples of the lost group are kept, 4 are made again." in disturbed.log
     record = (disturbed.folder / "restarts.jsonl").read_text().splitlines()
-    lost, samples, _ = [line for line in map(json.loads, record) if line["step"] == 2]
+    lost, samples, _, state = [line for line in map(json.loads, record) if line["step"] == 2]
     assert "rank 1 of 2" in lost["lost"]
+    assert (state["state_from"], state["finished_steps_made_again"]) == LIVING
     assert (samples["samples_kept"], samples["samples_made_again"]) == (4, 4)
 
     made = [event["args"] for event in calls(disturbed.folder, "generate_sequences")]
@@ -181,9 +110,10 @@ def test_a_lost_actor_takes_all_back_and_the_other_processes_stay(disturbed: Kil
 def test_on_ray_the_same_holds(
     tiny_dir: Path, whole: Path, tmp_path: Path, ray_session: None
 ) -> None:
-    kills = {(1, "begin"): "rollout", (2, "score"): "ref", (3, "begin"): "actor"}
+    kills: Kills = {(1, "begin"): ("rollout",), (2, "score"): ("ref",), (3, "begin"): ("actor",)}
     backend = "trainer.backend=ray", "cpus_per_process=0.4"
-    found = killed(tiny_dir, tmp_path, PPO, kills, *backend, *TWO_ROLLOUTS)
+    settings = *POOLS, *SAVED, *backend, *TWO_ROLLOUTS
+    found = killed(tiny_dir, tmp_path, PPO, kills, *settings)
     assert numbers(tmp_path) == numbers(whole)
     first, second, failed, last = found.pids
     assert differing(first, second) == ["rollout"]

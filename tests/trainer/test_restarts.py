@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
+import time
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +17,9 @@ import pytest
 from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, restarts, run
-from verl_like.errors import ConfigError, WeightSyncError, WorkerDiedError
+from trainer.recovery import ReplaceableRoles
+from trainer.run_folder.signals import RunStopped, StopSignals
+from verl_like.errors import ConfigError, NoRoomError, WeightSyncError, WorkerDiedError
 
 
 @dataclass(kw_only=True)
@@ -37,6 +43,32 @@ class Killer(RegressionTrainer):
         return super().step()
 
 
+class ChildrenConfig(RegressionConfig):
+    """Student and teacher have processes of their own."""
+
+    @property
+    def child_pools(self) -> frozenset[str]:
+        return frozenset({"student_pool", "teacher_pool"})
+
+
+class Stopped(RegressionTrainer):
+    """Its fourth step loses a role, and the run is told to stop at some moment of that."""
+
+    loses: ClassVar[str] = "teacher"
+    replaceable: ClassVar[frozenset[str]] = frozenset()
+    is_told_before: ClassVar[bool] = False
+
+    def replaceable_roles(self) -> ReplaceableRoles:
+        return ReplaceableRoles(self.replaceable)
+
+    def step(self) -> dict[str, float]:
+        if self.global_step == 4:
+            if self.is_told_before:
+                signal.raise_signal(signal.SIGTERM)
+            os.kill(self.groups[self.loses].transport.pid_here(0), signal.SIGKILL)
+        return super().step()
+
+
 class Poisoned(RegressionTrainer):
     """Its third step loses its worker every time."""
 
@@ -50,8 +82,11 @@ class Refusing(RegressionTrainer):
     """In its third step a weight sync is refused, once."""
 
     refusals: ClassVar[int] = 0
+    made: ClassVar[weakref.WeakSet[RegressionTrainer]] = weakref.WeakSet()
 
     def step(self) -> dict[str, float]:
+        Refusing.made.add(self)
+        self.me = self  # only the collector frees it
         if self.global_step == 3 and not Refusing.refusals:
             Refusing.refusals += 1
             raise WeightSyncError("version 3 was not taken over")
@@ -71,14 +106,21 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(config(folder))
+    return folder
+
+
 def test_a_killed_worker_is_replaced_and_the_step_made_again_to_the_same_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(config(tmp_path / "whole"))
     monkeypatch.setattr(Killer, "kills", 1)
     with caplog.at_level("WARNING"):
         run(config(tmp_path / "killed", ChildConfig), Killer)
-    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert numbers(tmp_path / "killed") == numbers(whole)
     assert "Restart 1 of 3 (trainer.max_restarts)" in caplog.text
     assert "group student (student_pool) is back after" in caplog.text
     assert "the run goes on after step 2." in caplog.text
@@ -87,24 +129,38 @@ def test_a_killed_worker_is_replaced_and_the_step_made_again_to_the_same_numbers
 
 @pytest.mark.ray
 def test_on_ray_a_killed_worker_is_replaced_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None
 ) -> None:
-    run(config(tmp_path / "whole"))
     monkeypatch.setattr(Killer, "kills", 2)
     run(config(tmp_path / "killed", backend="ray", device="cpu"), Killer)
-    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert numbers(tmp_path / "killed") == numbers(whole)
     assert Killer.kills == 0
 
 
 def test_after_a_refused_weight_sync_the_run_goes_on_from_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Refusing, "refusals", 0)
-    run(config(tmp_path / "whole"))
     with caplog.at_level("WARNING"):
         run(config(tmp_path / "refused"), Refusing)
-    assert numbers(tmp_path / "refused") == numbers(tmp_path / "whole")
+    assert numbers(tmp_path / "refused") == numbers(whole)
     assert "step 3 failed: version 3 was not taken over. Restart 1 of 3" in caplog.text
+
+
+def test_nothing_is_kept_of_the_attempt_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps records
+    monkeypatch.setattr(Refusing, "refusals", 0)
+    monkeypatch.setattr(Refusing, "made", weakref.WeakSet())
+    left = []
+
+    class Counter:
+        def on_step_end(self, trainer: RegressionTrainer, metrics: dict[str, float]) -> None:
+            left.append(set(Refusing.made) - {trainer})
+
+    run(config(tmp_path), Refusing, callbacks=[Counter()])
+    assert left == [set()] * 6
 
 
 def test_a_step_that_fails_three_times_ends_the_run_by_its_name(tmp_path: Path) -> None:
@@ -144,3 +200,99 @@ def test_an_error_of_the_run_itself_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         run(config(tmp_path), Wrong)
     assert Wrong.tries == 1
+
+
+@pytest.mark.parametrize(
+    ("loses", "replaceable", "is_told_before", "where", "saved"),
+    [
+        ("teacher", {"teacher"}, False, "after step 3 of 6, saved in .*global_step_3", 3),
+        ("teacher", {"teacher"}, True, "after step 3 of 6, saved in .*global_step_3", 3),
+        ("student", {"teacher"}, False, "in step 4, which lost a worker", 2),
+        ("student", set(), True, "in step 4, which lost a worker", 2),
+        ("student", set(), False, "at once", 2),
+    ],
+)
+def test_a_run_that_is_told_to_stop_while_it_loses_a_role_saves_what_lives(
+    loses: str,
+    replaceable: set[str],
+    is_told_before: bool,
+    where: str,
+    saved: int,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = {"loses": loses, "replaceable": frozenset(replaceable)}
+    for name, value in (facts | {"is_told_before": is_told_before}).items():
+        monkeypatch.setattr(Stopped, name, value)
+    told = (lambda *_: None) if is_told_before else (lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(restarts.Restarts, "_pause", told)
+    with pytest.raises(RunStopped, match=f"Stopped by SIGTERM {where}"):
+        run(config(tmp_path, ChildrenConfig), Stopped)
+    newest = tmp_path / "latest_checkpointed_iteration.txt"
+    assert newest.read_text() == str(saved)
+    run(config(tmp_path))
+    assert numbers(tmp_path) == numbers(whole)
+
+
+def test_a_pause_ends_when_the_run_is_told_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    with StopSignals() as stop, stop.held():
+        made = restarts.Restarts(config(tmp_path), stop)
+
+        def sleep(seconds: float) -> None:
+            waited.append(seconds)
+            signal.raise_signal(signal.SIGTERM)
+
+        monkeypatch.setattr(restarts.time, "sleep", sleep)
+        monkeypatch.setattr(restarts, "FIRST_WAIT_S", 1000.0)
+        made.wait_for_next(WorkerDiedError("gone"), 1)
+    assert waited == [restarts.LOOK_AGAIN_S]
+
+
+def with_a_restart(folder: Path, stop: StopSignals | None = None, **watch: float) -> Any:
+    """Of a run that waits for nodes so long."""
+    settings = config(folder)
+    settings.watch |= watch
+    made = restarts.Restarts(settings, stop)
+    made.wait_for_next(WorkerDiedError("gone"), 1)
+    return made
+
+
+def test_a_restart_waits_for_room_and_a_first_start_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(restarts, "FIRST_WORD_S", 0.0)
+    monkeypatch.setattr(restarts, "LOOK_AGAIN_S", 0.001)
+    tries: list[int] = []
+
+    def start() -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            raise NoRoomError("node 7 is gone.")
+        return "started"
+
+    since = time.monotonic()
+    with pytest.raises(NoRoomError, match=r"^node 7 is gone\.$"):
+        restarts.Restarts(config(tmp_path)).when_there_is_room(start, since)
+    with caplog.at_level("WARNING"):
+        assert with_a_restart(tmp_path).when_there_is_room(start, since) == "started"
+    assert len(tries) == 3
+    said = r"the restart: waiting for a node \(node 7 is gone\) since \d+ s \(limit 120 s\)"
+    assert re.search(said, caplog.text)
+
+
+def test_where_no_room_comes_in_time_or_the_run_is_told_to_stop_it_ends(tmp_path: Path) -> None:
+    def start() -> None:
+        raise NoRoomError("node 7 is gone.")
+
+    since = time.monotonic() - 9
+    with pytest.raises(NoRoomError, match=r"gone\. After \d+ s .* \(watch\.placement_s=8\)"):
+        with_a_restart(tmp_path, placement_s=8.0).when_there_is_room(start, since)
+    with StopSignals() as stop, stop.held():
+        made = with_a_restart(tmp_path, stop)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(RunStopped, match="SIGTERM while it waited for a node"):
+            made.when_there_is_room(start, since)

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.forked import Descriptors
+
 
 def run(
     world: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0
@@ -35,7 +37,9 @@ def run(
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_child, args=(rank, world, store.port, call, theirs), daemon=True
+                target=_child,
+                args=(rank, world, store.port, call, theirs, Descriptors()),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -72,7 +76,7 @@ def collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _child(rank: int, world: int, port: int, call: bytes, pipe: Connection) -> None:
+def _child(rank: int, world: int, port: int, call: bytes, pipe: Connection, _output: None) -> None:
     become_rank(rank, world, port)
     pipe.send_bytes(answer(call))
     leave_groups()

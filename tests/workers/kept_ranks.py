@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.forked import Descriptors
 from tests.workers.distributed import answer, become_rank, collect, leave_groups
 
 PACKAGES = ("verl_like", "workers")
@@ -37,7 +38,8 @@ class Rank:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        arguments = theirs, Descriptors()
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -76,7 +78,7 @@ def run_kept(
     return results
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, _output: None) -> None:
     while True:
         try:
             path, place, module, call = pipe.recv()

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from verl_like.errors import WeightSyncError
-from workers.weights.checksum import checksum_of
+from workers.weights.channel import Channel
+from workers.weights.checksum import Hashing, Seen, checksum_of
 from workers.weights.delivery import WeightPublisher
 from workers.weights.sink import WeightSink
 from workers.weights.sync import WeightReceiver, sync_weights
@@ -59,7 +60,7 @@ class PlainEngine:
         self.module, self.version = TiedModel(seed), None
 
     def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], hashes: Mapping[str, int] | None = None
+        self, tensors: Iterable[tuple[str, torch.Tensor]], seen: Mapping[str, Seen] | None = None
     ) -> None:
         self.version = None
         sink = WeightSink(self.module)
@@ -80,6 +81,14 @@ class Receiver(WeightReceiver):
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size, self.device = rank, world_size, CPU
         self.engine = PlainEngine(10 + rank)
+
+
+def unconnected() -> Channel:
+    """An end of a channel that leads nowhere."""
+    channel = Channel.__new__(Channel)
+    channel._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+    channel.hashing, channel.corrupt, channel.manifest, channel.seen = Hashing(), [], {}, {}
+    return channel
 
 
 class Group:

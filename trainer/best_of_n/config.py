@@ -23,11 +23,11 @@ from workers.config import (
 )
 from workers.config.conditions import NO_REWARD_LIST
 
-IN_TRAINING = When("a recipe trains", lambda *_: False, "best-of-n trains nothing")
+IN_TRAINING = When("a recipe trains", lambda *_: False, "this recipe trains nothing")
 IN_ORDER = When(
-    "a recipe has epochs", lambda *_: False, "best-of-n takes every prompt once, in order"
+    "a recipe has epochs", lambda *_: False, "this recipe takes every prompt once, in order"
 )
-IN_VALIDATION = When("a recipe validates", lambda *_: False, "best-of-n validates nothing")
+IN_VALIDATION = When("a recipe validates", lambda *_: False, "this recipe has no validations")
 WRITES_SFT = When(
     "`write` is sft", lambda selection, _: selection.write == "sft", "a pair is one of each prompt"
 )
@@ -57,7 +57,7 @@ class SampledModelConfig(ModelConfig):
     """Run rows end to end without their padding in a forward and backward pass."""
     use_fused_kernels: bool = key(True, read_when=IN_TRAINING)
     """Compute log-probs from hidden states in chunks."""
-    lora_rank: int = key(0, allows="a rank, or 0", read_when=IN_TRAINING)
+    lora_rank: int = key(0, at_least=0, read_when=IN_TRAINING)
     """Rank of LoRA adapters."""
 
 
@@ -137,8 +137,8 @@ class BestOfNTrainerConfig(TrainerConfig):
 
 
 @dataclass(kw_only=True)
-class BestOfNConfig(RunConfig):
-    """A run that samples, scores and selects."""
+class SamplingOnlyConfig(RunConfig):
+    """A run that samples and scores, and trains nothing."""
 
     data: PromptsConfig = key(factory=PromptsConfig)
     """Prompts."""
@@ -154,6 +154,12 @@ class BestOfNConfig(RunConfig):
     """Scores."""
     reward: ScoringConfig = key(factory=ScoringConfig)
     """Failures, and the sandbox of reward functions."""
+
+
+@dataclass(kw_only=True)
+class BestOfNConfig(SamplingOnlyConfig):
+    """A run that samples, scores and selects."""
+
     selection: SelectionConfig = key(factory=SelectionConfig)
     """Which samples are kept."""
     trainer: BestOfNTrainerConfig = key(factory=BestOfNTrainerConfig)

@@ -23,12 +23,12 @@ def check(config: BestOfNConfig) -> None:
     """The rules between fields; they look into the rewards and the engines."""
     from trainer.ppo.quantization import check_quantized_device
     from trainer.ppo.reward_checks import check_rewards
-    from workers.rollout.sampling_settings import check_sampling_kwargs
+    from workers.rollout.sampling_settings import check_sampling
 
     check_rewards(config)
     check_quantized_device(config)
     rollout, selection = config.actor_rollout_ref.rollout, config.selection
-    check_sampling_kwargs(rollout.sampling_kwargs, config.data.max_response_length)
+    check_sampling(rollout, config.data.max_response_length)
     for number, reward in enumerate(config.rewards):
         if reward.normalize:
             raise ConfigError(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_like.files import json_lines, write_whole
+from verl_like.files import json_lines, lines_of, parse_json, write_whole
 
 Row = dict[str, Any]
 
@@ -22,9 +21,8 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSONL file; a line ends with a newline, whatever else a text may hold."""
-    with path.open(encoding="utf-8", newline="\n") as file:
-        return [json.loads(line) for line in file]
+    """The rows of a JSONL file of `write_rows`."""
+    return [parse_json(line) for line in lines_of(path)]
 
 
 def _parquet(rows: Sequence[Row]) -> bytes:

@@ -240,48 +240,56 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("run_dir", nargs="?", help="a run folder, whose measured seconds are taken")
     for name in PHASES:
-        add(f"--{name}", type=_seconds, help="seconds of a batch, or several with commas")
-    add("--makers", type=_counts, default=[1, 2], help="numbers of makers")
-    add("--trainers", type=_counts, default=[1], help="numbers of trainers")
-    add("--staleness", type=_bounds, default=[0, 1, 4], help="bounds, in versions")
-    add("--pieces", type=_bound, default=0, help="pieces of a batch; 0: as many as makers")
-    add("--limit", type=_bound, default=0, help="pieces queued or being made at once; 0: any")
+        add(f"--{name}", type=seconds, help="seconds of a batch, or several with commas")
+    add("--makers", type=counts, default=[1, 2], help="numbers of makers")
+    add("--trainers", type=counts, default=[1], help="numbers of trainers")
+    add("--staleness", type=bounds, default=[0, 1, 4], help="bounds, in versions")
+    add("--pieces", type=count, default=0, help="pieces of a batch; 0: as many as makers")
+    add("--limit", type=count, default=0, help="pieces queued or being made at once; 0: any")
     add("--at-once", action="store_true", help="weights are taken in the middle of a piece")
-    add("--fixed-share", type=_share, default=0.0, help="of generation, whatever the rows")
+    add("--fixed-share", type=share, default=0.0, help="of generation, whatever the rows")
     add("--json", action="store_true", help="the same as JSON")
     return parser
 
 
-def _seconds(text: str) -> list[float]:
-    seconds = [float(part) for part in text.split(",")]
-    if not all(0 <= second < math.inf for second in seconds):
+# argparse names these functions in its refusals
+
+
+def seconds(text: str) -> list[float]:
+    """Seconds of one batch, or of several."""
+    found = [float(part) for part in text.split(",")]
+    if not all(0 <= second < math.inf for second in found):
         raise argparse.ArgumentTypeError(f"{text}: seconds are 0 or more")
-    return seconds
+    return found
 
 
-def _counts(text: str) -> list[int]:
-    counts = [int(part) for part in text.split(",")]
-    if min(counts) < 1:
+def counts(text: str) -> list[int]:
+    """Numbers of makers or trainers."""
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
         raise argparse.ArgumentTypeError(f"{text}: at least 1 each")
-    return counts
+    return found
 
 
-def _bounds(text: str) -> list[int]:
-    bounds = [_bound(part) for part in text.split(",")]
-    if max(bounds) < 1:
+def bounds(text: str) -> list[int]:
+    """Bounds of staleness."""
+    found = [count(part) for part in text.split(",")]
+    if max(found) < 1:
         raise argparse.ArgumentTypeError(f"{text}: one above 0, which is always shown")
-    return bounds
+    return found
 
 
-def _bound(text: str) -> int:
-    bound = int(text)
-    if bound < 0:
+def count(text: str) -> int:
+    """A number, or 0."""
+    found = int(text)
+    if found < 0:
         raise argparse.ArgumentTypeError(f"{text}: 0 or more")
-    return bound
+    return found
 
 
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 <= share <= 1:
+def share(text: str) -> float:
+    """A share of a whole."""
+    found = float(text)
+    if not 0 <= found <= 1:
         raise argparse.ArgumentTypeError(f"{text}: from 0 to 1")
-    return share
+    return found

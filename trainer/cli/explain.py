@@ -177,6 +177,9 @@ def main(arguments: Sequence[str]) -> None:
     """Print the explanation, wrapped to the terminal; of a detached run after that word."""
     width = terminal_width() or WIDTH_OF_A_FILE
     settings = [argument for argument in arguments if not argument.startswith((CARD, MEASURED))]
+    for option in settings:
+        if option.startswith("-"):
+            raise ConfigError(f"there is no option {option}, only {CARD}GIB and {MEASURED}RUN_DIR.")
     is_detached = settings[:1] == ["detached"]
     recipe: Recipe[Any] = DETACHED if is_detached else PPO
     config = load_config(settings[is_detached:], recipe)
@@ -197,6 +200,9 @@ def _card_bytes(gib: str) -> int | None:
     if not gib:
         return None
     try:
-        return int(float(gib) * 2**30)
-    except ValueError as error:
-        raise ConfigError(f"{CARD}{gib}: give a card's memory in GiB, as 80.") from error
+        num_bytes = int(float(gib) * 2**30)
+    except (ValueError, OverflowError):
+        num_bytes = 0
+    if num_bytes <= 0:
+        raise ConfigError(f"{CARD}{gib}: give a card's memory in GiB, as 80.")
+    return num_bytes

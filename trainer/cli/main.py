@@ -131,7 +131,7 @@ attention, packed or padded rows, rollout engines, fused CPU functions, the stat
 Only its config.json is needed.
 """,
     "serve-reward": """usage: verl-like serve-reward [--function FILE.py[:NAME]] [--kwargs JSON]
-           [--host HOST] [--port PORT] [--token-env NAME]
+           [--sandbox JSON] [--host HOST] [--port PORT] [--token-env NAME]
            [--sample-timeout-s S] [--batch-timeout-s S]
 
 Loads a reward function, prints the address, and answers until it gets SIGINT or SIGTERM. Without
@@ -139,8 +139,9 @@ Loads a reward function, prints the address, and answers until it gets SIGINT or
 
   rewards='[{name: judge, kind: remote, url: "http://127.0.0.1:8000/score"}]'
 
-with the same numbers as the function in process. It listens on this machine alone (port 8000; 0
-takes a free one), unless --host and a secret in the environment variable --token-env are given.
+with the same numbers as the function in process, and in the same sandbox, whose keys --sandbox
+sets. It listens on this machine alone (port 8000; 0 takes a free one), unless --host and a secret
+in the environment variable --token-env are given.
 """,
     "migrate": """usage: verl-like migrate verl|openrlhf|trl|coati COMMAND-OR-FILE
 
@@ -339,11 +340,12 @@ def _doctor(model: str = "") -> None:
     """What a run needs; or, of one model, which path each part of a run takes."""
     from trainer.cli import doctor
 
-    if not model:
-        doctor.main()
-    from trainer.cli.doctor_model import model_findings
+    if model:
+        from trainer.cli.doctor_model import model_findings
 
-    doctor.main(lambda: model_findings(model), passed="found on a small model of its class")
+        doctor.main(lambda: model_findings(model), passed="found on a small model of its class")
+    else:
+        doctor.main()
 
 
 if __name__ == "__main__":

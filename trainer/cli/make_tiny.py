@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_like.errors import ConfigError
+
+NUM_HEADS = 4
 LETTERS = "abcd"
 WORDS = ("say", "write", "print", "give")
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>")
@@ -59,7 +62,7 @@ def make_model(tokenizer: Any, seed: int = 0, hidden_size: int = 64, num_layers:
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,
-        num_attention_heads=4,
+        num_attention_heads=NUM_HEADS,
         num_key_value_heads=2,
         max_position_embeddings=512,
         bos_token_id=tokenizer.bos_token_id,
@@ -135,6 +138,17 @@ def main(arguments: Sequence[str]) -> None:
         "--gsm8k", action="store_true", help="also sums in the format of GSM8K's own files"
     )
     args = vars(parser.parse_args(arguments))
+    for name in ("num_train", "num_val", "num_layers"):
+        if args[name] < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}={args[name]}: it must be above 0.")
+    if args["hidden_size"] < 1 or args["hidden_size"] % (2 * NUM_HEADS):
+        raise ConfigError(
+            f"--hidden-size={args['hidden_size']}: it must be a multiple of {2 * NUM_HEADS}, for "
+            f"{NUM_HEADS} heads of an even size each."
+        )
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     with_gsm8k = args.pop("gsm8k")
     folder = make(args.pop("folder"), **args)
     if with_gsm8k:

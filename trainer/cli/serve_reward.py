@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 from verl_like.errors import ConfigError, nearest
+from verl_like.files import parse_json
 from verl_like.process.sandbox import Sandbox
 from workers.rewards.process import FunctionSpec
 from workers.rewards.server import RewardServer
@@ -49,14 +50,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("verl-like serve-reward", description=__doc__)
     add = parser.add_argument
     add("--function", default="", help="FILE.py[:NAME] or MODULE[:NAME]; none: by data_source")
-    add("--kwargs", type=json.loads, default={}, help="JSON object of more keyword arguments")
-    add("--sandbox", type=json.loads, default={}, help="JSON object of reward.sandbox's keys")
+    add("--kwargs", type=json_object, default={}, help="JSON object of more keyword arguments")
+    add("--sandbox", type=json_object, default={}, help="JSON object of reward.sandbox's keys")
     add("--host", default="127.0.0.1", help="another one needs --token-env")
     add("--port", type=int, default=8000, help="0 takes a free one")
     add("--token-env", default="", help="environment variable with the bearer token to ask for")
     add("--sample-timeout-s", type=float, default=10.0, help="deadline of one sample")
     add("--batch-timeout-s", type=float, default=120.0, help="deadline of one request")
     return parser
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The object that an option is given as; argparse names this function in its refusals."""
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text} is no JSON object, such as {{"key": 1}}')
+    return found
 
 
 def _function(options: argparse.Namespace) -> FunctionSpec:

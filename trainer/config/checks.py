@@ -11,7 +11,9 @@ from typing import Any
 from trainer.config.keys import Key, leaf_keys, read
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
+from verl_like.placement.roles import expand_roles
 from verl_like.registry import registry_of
+from workers.parallel.sharding import Sharding, data_axes
 
 
 def check_fields(config: RunConfig) -> None:
@@ -93,6 +95,8 @@ def _check_choices(key: Key, value: Any) -> None:
 
 def _check_range(key: Key, value: Any) -> None:
     rules = key.rules
+    if value != value:
+        raise ConfigError(f"{key.name}={value}: it must be a number.")
     if value is None or value == rules.or_exactly:
         return
 
@@ -105,6 +109,18 @@ def _check_range(key: Key, value: Any) -> None:
 
 def _with_hint(key: Key, words: str) -> str:
     return f"{words}, {key.rules.hint}." if key.rules.hint else f"{words}."
+
+
+def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:
+    """Refuse a sharding that the ranks of the role's pool cannot have."""
+    pool = expand_roles(config.role_mapping).get(role, "")
+    ranks = sum(config.resource_pool_spec.get(pool, []))
+    if ranks == 0:
+        return  # the placement says what is wrong with such a pool
+    try:
+        data_axes(ranks, sharding)
+    except ConfigError as error:
+        raise ConfigError(f"role {role!r} on pool {pool!r}: {error}") from error
 
 
 def check_resume(config: RunConfig) -> None:

@@ -116,7 +116,25 @@ def in_words(err: HydraException, recipe: Recipe[Any], own: OwnFiles | None = No
         why = str(err.__cause__).partition("\n")[0]  # the rest are OmegaConf's own names
         return f"{err}: {why}" if err.__cause__ else str(err)
     where = re.match(r"In '[^']*': ", str(err))
-    return (where[0] if where else "") + no_such_key(cause.full_key, recipe)
+    section = _section_of_items(cause.object_type, recipe)
+    refusal = (
+        no_such_key(cause.full_key, recipe)
+        if section is None
+        else _no_such_item_key(cause.full_key, section)
+    )
+    return (where[0] if where else "") + refusal
+
+
+def _section_of_items(schema: Any, recipe: Recipe[Any]) -> Key | None:
+    """The key whose value is a list of sections with this schema."""
+    keys = config_keys(recipe.schema)
+    return next((key for key in keys if key.item_schema and key.item_schema is schema), None)
+
+
+def _no_such_item_key(name: str, section: Key) -> str:
+    assert section.item_schema is not None, "it was found by that"
+    known = [key.name for key in config_keys(section.item_schema)]
+    return f"An item of {section.name} has no key {name!r}.{nearest(name, known)}"
 
 
 def prepare_overrides(
@@ -249,7 +267,7 @@ def _did_you_mean(name: str, keys: Sequence[Key], groups: Sequence[str]) -> str:
     """The key with verl's name, else those with the same last word, else the nearest one or group
     of presets.
     """
-    ours = [key.name for key in keys if key.rules.verl == name]
+    ours = [key.name for key in keys if name and key.rules.verl == name]
     if ours:
         return f" Here it is {ours[0]!r}."
 

@@ -45,6 +45,9 @@ RESUMES_FROM_PATH = When(
 )
 
 
+NAME_A_FOLDER = "name the folder that the run writes into"
+
+
 def check_tracker(tracker: Any, subject: str) -> None:
     """Refuse what does not make a tracker, and what is made without its two methods."""
     check_call(tracker, subject, Call("config", "total_steps"))
@@ -92,13 +95,15 @@ class TrainerConfig:
     """local runs the same workers without a cluster; torchrun in the processes that it started."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"), may_change_on_resume=True)
     """auto takes GPUs where there are any."""
-    seed: int = key(1, allows="a number")
+    seed: int = key(1, at_least=0)
     """Decides data order, sampling and initial heads."""
     project_name: str = key("verl_like", allows="a name", may_change_on_resume=True)
     """First part of the run folder's name."""
     experiment_name: str = key("run", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""
-    default_local_dir: str = key("runs/verl_like/run", allows="a folder", may_change_on_resume=True)
+    default_local_dir: str = key(
+        "runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER, may_change_on_resume=True
+    )
     """Run folder: configuration, metrics, timeline, rollouts, logs, checkpoints."""
     test_freq: int = key(
         -1, above=0, or_exactly=-1, hint="or -1 for none between steps", may_change_on_resume=True

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from trainer.data.files import listing
 from verl_like.errors import ConfigError, nearest
+from verl_like.files import read_json_object
 from workers.models.folder import model_folder
 
 
@@ -22,14 +22,16 @@ def read_model_config(key: str, path: str) -> dict[str, Any]:
             else ""
         )
         there = (
-            f"it holds {listing(folder)}" if folder.is_dir() else f"there is no such folder.{near}"
+            f"it holds {listing(folder)}." if folder.is_dir() else f"there is no such folder.{near}"
         )
         raise ConfigError(
             f"{key}={path} is not a Hugging Face model folder (no config.json): {there} "
             "`verl-like make-tiny DIR` makes a tiny one in DIR/model."
         )
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    try:
+        return read_json_object(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}={path}: {file} is damaged: {error}") from error
 
 
 def num_positions(described: dict[str, Any]) -> int | None:

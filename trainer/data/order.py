@@ -10,6 +10,7 @@ the answer may depend on nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,24 +21,23 @@ from verl_like.registry import load_object
 from verl_like.signatures import Call, check_call
 
 Positions = np.ndarray[Any, Any]
+_of_last_epoch = lru_cache(maxsize=1)
+"""Every batch asks for the whole order."""
 
 
 def epoch_order(config: DataConfig, seed: int, num_prompts: int) -> Callable[[int], Positions]:
     """Epoch -> positions of its prompts; the one asked for last is kept."""
     if config.sampler is None:
-        return lambda epoch: _own_order(config.shuffle, seed, num_prompts, epoch)
+        return _of_last_epoch(lambda epoch: _own_order(config.shuffle, seed, num_prompts, epoch))
 
     sampler = load_object(config.sampler, "data.sampler")
     call = Call(by_name=("num_prompts", "epoch", "seed"))
     check_call(sampler, f"data.sampler={config.sampler}", call)
-    kept: dict[int, Positions] = {}
 
+    @_of_last_epoch
     def ordered(epoch: int) -> Positions:
-        if epoch not in kept:
-            found = sampler(num_prompts=num_prompts, epoch=epoch, seed=seed)
-            kept.clear()
-            kept[epoch] = _checked(config.sampler, found, num_prompts)
-        return kept[epoch]
+        found = sampler(num_prompts=num_prompts, epoch=epoch, seed=seed)
+        return _checked(config.sampler, found, num_prompts)
 
     return ordered
 

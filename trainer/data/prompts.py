@@ -225,10 +225,9 @@ class PromptLoader:
     def batch(self, number: int) -> DataProto:
         """The batch of that number, the run's first being 0, wherever the loader stands."""
         epoch, index = divmod(number, len(self))
-        order = self.prompts.rows[self._order(epoch)]
         start = index * self._config.train_batch_size
-        chosen = order[start : start + self.num_prompts(number)]
-        return self.prompts.batch(chosen.tolist(), epoch)
+        chosen = self._order(epoch)[start : start + self.num_prompts(number)]
+        return self.prompts.batch(self.prompts.rows[chosen].tolist(), epoch)
 
     def num_prompts(self, number: int) -> int:
         """Prompts of the batch of that number: fewer in the last one of `data.total_prompts`."""

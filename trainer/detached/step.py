@@ -254,7 +254,7 @@ class DetachedTrainer(PPOTrainer):
 
     def replaceable_roles(self) -> ReplaceableRoles:
         """None: makers are looked after by `detached.on_maker_loss`, beside the steps."""
-        return replace(super().replaceable_roles(), roles=frozenset())
+        return replace(super().replaceable_roles(), roles=frozenset(), replicas={})
 
     def init_models(self) -> None:
         """As PPO does; from then on a trainer that is lost is noticed."""

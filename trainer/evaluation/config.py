@@ -16,17 +16,11 @@ from trainer.best_of_n.config import (
     GenerationConfig,
     PromptsConfig,
     SampledPolicyConfig,
+    SamplingOnlyConfig,
 )
-from trainer.config.schema import RunConfig
+from trainer.config.schema import NAME_A_FOLDER
 from verl_like.config_key import When, key
-from workers.config import (
-    RewardConfig,
-    RewardFunctionConfig,
-    RewardModelConfig,
-    ScoringConfig,
-    ValidationSamplingConfig,
-)
-from workers.config.conditions import NO_REWARD_LIST
+from workers.config import ValidationSamplingConfig
 
 IN_STEPS = When("a recipe has steps", lambda *_: False, "an evaluation is one step")
 BY_VAL_KWARGS = When(
@@ -92,29 +86,19 @@ class EvaluationTrainerConfig(BestOfNTrainerConfig):
     """Minutes between checkpoints."""
     experiment_name: str = key("eval", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""
-    default_local_dir: str = key("runs/verl_like/eval", allows="a folder")
+    default_local_dir: str = key("runs/verl_like/eval", allows="a folder", required=NAME_A_FOLDER)
     """Run folder: configuration, metrics, samples, logs, report."""
     resume_mode: str = key("disable", choices=("auto", "disable", "resume_path"))
     """disable writes over an earlier evaluation in the same folder."""
 
 
 @dataclass(kw_only=True)
-class EvaluationConfig(RunConfig):
+class EvaluationConfig(SamplingOnlyConfig):
     """A run that samples, scores and counts."""
 
     data: EvaluationDataConfig = key(factory=EvaluationDataConfig)
     """Prompts."""
     actor_rollout_ref: EvaluatedPolicyConfig = key(factory=EvaluatedPolicyConfig)
     """Policy."""
-    rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
-    """Any number of rewards, added up by weight; in place of the two sections that follow."""
-    custom_reward_function: RewardFunctionConfig = key(
-        factory=RewardFunctionConfig, read_when=NO_REWARD_LIST
-    )
-    """Rule rewards by a function of the user's; without one, the rule of each row's data_source."""
-    reward_model: RewardModelConfig = key(factory=RewardModelConfig)
-    """Scores."""
-    reward: ScoringConfig = key(factory=ScoringConfig)
-    """Failures, and the sandbox of reward functions."""
     trainer: EvaluationTrainerConfig = key(factory=EvaluationTrainerConfig)
     """The run."""

@@ -13,11 +13,11 @@ from trainer.ppo.recipe import extra_roles
 def check(config: EvaluationConfig) -> None:
     """The rules between fields; they look into the rewards and the engines."""
     from trainer.ppo.reward_checks import check_rewards
-    from workers.rollout.sampling_settings import check_sampling_kwargs
+    from workers.rollout.sampling_settings import check_sampling
 
     check_rewards(config)
     rollout = config.actor_rollout_ref.rollout
-    check_sampling_kwargs(rollout.sampling_kwargs, config.data.max_response_length)
+    check_sampling(rollout, config.data.max_response_length)
 
 
 EVAL = Recipe(

@@ -15,6 +15,7 @@ from trainer.config.schema import PoolResources, RunConfig
 from trainer.groups.user_modules import modules_of_the_user
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import PlacementError
+from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node, ProcessNeeds
 
 
@@ -48,14 +49,25 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
 
 
 def _join_cluster(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
-    from verl_like.backends import ray as ray_backend
-
     _connect(config, worker_code)
-    device, slots = _device_of_nodes(config), config.trainer.n_gpus_per_node
-    nodes = ray_backend.cluster_nodes(slots, use_gpu=device != "cpu")
-    if device == "cuda" and not any(node.kind == "GPU" for node in nodes):
+    nodes = nodes_of_cluster(config)
+    if _device_of_nodes(config) == "cuda" and not any(node.kind == "GPU" for node in nodes):
         raise _no_gpu(config, f"none of the {len(nodes)} node(s) of the cluster has one")
     return nodes
+
+
+def nodes_of_cluster(config: RunConfig) -> list[Node]:
+    """What the Ray cluster that this process is in has for the run."""
+    from verl_like.backends import ray as ray_backend
+
+    slots, has_gpus = config.trainer.n_gpus_per_node, _device_of_nodes(config) != "cpu"
+    return ray_backend.cluster_nodes(slots, use_gpu=has_gpus)
+
+
+def plan_on(config: RunConfig, nodes: Sequence[Node]) -> Placement:
+    """The pools and roles of the configuration on these nodes."""
+    spec, needs = config.resource_pool_spec, needs_of_pools(config)
+    return Placement.plan(spec, config.role_mapping, nodes, config.cpus_per_process, needs)
 
 
 def _connect(config: RunConfig, worker_code: Sequence[str]) -> None:

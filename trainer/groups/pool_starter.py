@@ -14,7 +14,7 @@ from trainer.config.schema import RunConfig
 from verl_like.calls.group import WorkerGroup
 from verl_like.calls.waiting import Deadlines
 from verl_like.calls.worker_classes import ClassWithInitArgs, create_colocated_worker_cls
-from verl_like.errors import PlacementError, WorkerDiedError
+from verl_like.errors import PlacementError
 from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.placement.pools import ResourcePool
 from verl_like.process.worker import Worker
@@ -69,24 +69,19 @@ class PoolStarter:
         return LocalWorkerGroup(ResourcePool(plan.process_on_nodes), recipe, **options)
 
     def check_restart(self, plan: PoolPlan) -> None:
-        """Refuse a restart that cannot come about: no process to start, or its node is gone."""
-        backend = self.config.trainer.backend
+        """Refuse a restart of a pool that has no process to start."""
         if not self.has_own_processes(plan):
-            whose = "torchrun started" if backend == "torchrun" else "are the driver's own"
+            is_served = self.config.trainer.backend == "torchrun"
+            whose = "torchrun started" if is_served else "are the driver's own"
             raise PlacementError(
                 f"pool '{plan.name}' cannot be restarted: its processes {whose}. On "
                 "trainer.backend=ray every pool has processes that can be started anew."
             )
-        if backend != "ray":
-            return
-        from verl_like.backends.ray.cluster import why_gone
 
-        for node in plan.nodes:
-            if reason := why_gone(node.key):
-                raise WorkerDiedError(
-                    f"pool '{plan.name}' cannot be restarted: {reason} Bring the node back, or "
-                    "start the run anew on the others."
-                )
+    def leave(self, pool: str) -> None:
+        """Give a pool's places on the cluster back; its next start is on those of its plan."""
+        if pool in self._ray_pools:
+            self._ray_pools.pop(pool).release()
 
     def release(self) -> None:
         """Give the places on the cluster back; the groups on them have ended."""
@@ -94,7 +89,7 @@ class PoolStarter:
             pool.release()
 
     def _ray_pool(self, plan: PoolPlan) -> RayResourcePool:
-        """The places of a pool: a restart takes those that it had."""
+        """The places of a pool: a restart takes those that it had, unless it has left them."""
         from verl_like.backends.ray import RayResourcePool
 
         if plan.name not in self._ray_pools:

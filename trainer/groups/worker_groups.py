@@ -10,19 +10,23 @@ Roles are strings. One of your own needs `role_workers.<role>=<dotted path>` and
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.groups.nodes import find_nodes, needs_of_pools, require_shared_folder
+from trainer.groups.lost_nodes import living_nodes, without_lost_nodes
+from trainer.groups.nodes import find_nodes, plan_on, require_shared_folder
 from trainer.groups.pool_starter import PoolStarter, side_by_side
 from verl_like.calls.group import WorkerGroup
 from verl_like.calls.transport import Transport
 from verl_like.errors import ConfigError, PlacementError, WorkerError, nearest
-from verl_like.placement.plan import Placement, PoolPlan
+from verl_like.files import write_whole
+from verl_like.placement.plan import PoolPlan
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
 
@@ -35,6 +39,7 @@ ROLE_WORKERS = {
     "reward_model": "workers.roles.reward_model.RewardModelWorker",
 }
 """The built-in roles, in the order in which they are constructed inside a process."""
+logger = logging.getLogger(__name__)
 
 
 def worker_class(config: RunConfig, role: str) -> type[Worker]:
@@ -51,28 +56,32 @@ def worker_class(config: RunConfig, role: str) -> type[Worker]:
 class WorkerGroups:
     """The worker group of every role. Leaving the `with` block ends all processes."""
 
-    def __init__(self, config: RunConfig, worker_code: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        worker_code: Sequence[str] | None = None,
+        after_loss: bool = False,
+    ) -> None:
         """Check the whole placement and import every class; only then start processes.
 
         `worker_code` are the dotted paths that workers import; by default their classes alone.
+        `after_loss` of a node, only those that answer are planned with.
         Pools with processes of their own start at once. Before them, those of the driver's own
         thread start one by one: there a role may find neighbours from other pools.
         """
         self.config = config
         self._life, self._is_over = threading.Lock(), False
+        self._planning = threading.Lock()
         self._fused: dict[str, WorkerGroup] = {}
         self._groups: dict[str, WorkerGroup] = {}
         self._new_roles: set[str] = set()
         self._replaceable: frozenset[str] = frozenset()
 
         code = list(config.role_workers.values() if worker_code is None else worker_code)
-        self.placement = Placement.plan(
-            config.resource_pool_spec,
-            config.role_mapping,
-            find_nodes(config, code),
-            config.cpus_per_process,
-            needs_of_pools(config),
-        )
+        nodes = find_nodes(config, code)
+        if after_loss and config.trainer.backend == "ray":
+            nodes = living_nodes(config)
+        self.placement = plan_on(config, nodes)
         self._classes = {role: worker_class(config, role) for role in self.placement.role_mapping}
         plans = self.placement.pools.values()
         require_shared_folder(config, (node for plan in plans for node in plan.nodes))
@@ -108,7 +117,8 @@ class WorkerGroups:
     def restart(self, pool: str) -> None:
         """Start the processes of one pool anew, on the places that it had; other pools go on.
 
-        What is left of them is ended: calls that wait for them fail. The roles are constructed, no
+        In the place of a node that is lost it takes another one, or raises `NoRoomError`. What is
+        left of its processes is ended: calls that wait for them fail. The roles are constructed, no
         more, and `groups[role]` is another group from now on.
         """
         if pool not in self.placement.pools:
@@ -117,24 +127,45 @@ class WorkerGroups:
                 f"there is no pool '{pool}' to restart.{hint} Pools: "
                 f"{', '.join(self.placement.pools)}."
             )
-        plan = self.placement.pools[pool]
-        self._starter.check_restart(plan)
-        before = self._fused[pool]
+        self._starter.check_restart(self.placement.pools[pool])
+        has_moved, before = self._leave_lost_nodes(pool), self._fused[pool]
         before.shutdown()
-        self._start(plan)
+        if has_moved:
+            self._starter.leave(pool)
+        self._start(self.placement.pools[pool])
 
         group = self._fused[pool]
         if group is not before:
             group.transport.finished.extend(before.transport.take_finished())
             self._groups.update(group.spawn(self._roles(pool)))
             self._new_roles.update(self._roles(pool))
+            group.transport.changed_roles.update(self._roles(pool))
             self._watch_each_other()
             self.may_be_replaced(self._replaceable)
 
+    def _leave_lost_nodes(self, pool: str) -> bool:
+        """Plan a pool that has lost a node on others; whether that has changed anything."""
+        with self._planning:  # of two pools that move, the second one sees where the first goes
+            before = self.placement
+            self.placement = without_lost_nodes(self.config, before, pool)
+        if self.placement.pools[pool] == before.pools[pool]:
+            return False
+        nodes = ", ".join(f"{n.name} ({n.key[:8]})" for n in self.placement.pools[pool].nodes)
+        logger.warning("pool %s has lost a node, and moves: it is on %s from now on.", pool, nodes)
+        self.note_placement()
+        return True
+
+    def note_placement(self) -> None:
+        """Write `placement.txt` of the run folder: who is where."""
+        folder = Path(self.config.trainer.default_local_dir)
+        write_whole(folder / "placement.txt", f"{self.placement}\n")
+
     def construct_again(self, pool: str) -> None:
         """Construct the roles of a pool anew, in the processes that it has: they hold nothing."""
-        self._fused[pool].transport.construct_again()
+        transport = self._fused[pool].transport
+        transport.construct_again()
         self._new_roles.update(self._roles(pool))
+        transport.changed_roles.update(self._roles(pool))
 
     def take_new_roles(self) -> set[str]:
         """The roles that were constructed since the last time, and have no model yet."""
@@ -165,7 +196,9 @@ class WorkerGroups:
             group.transport.changed_roles.clear()
 
     def changed_roles(self) -> set[str]:
-        """Roles that had a call which may have changed their state (`@register(keeps_state=)`)."""
+        """Roles that were constructed anew, or had a call which may have changed their state
+        (`@register(keeps_state=)`).
+        """
         found = [group.transport.changed_roles for group in self._fused.values()]
         return set().union(*found)
 

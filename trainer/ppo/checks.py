@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 
+from trainer.config.checks import check_ranks
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import get_estimator
 from trainer.ppo.config import PPOConfig
@@ -22,8 +23,8 @@ from workers.config import critic_optim
 from workers.config.passes import tokens_per_pass
 from workers.losses.registry import get_policy_loss, token_chooser
 from workers.parallel.sharding import settle
-from workers.rollout.sampling_settings import check_sampling_kwargs
-from workers.training.schedules import check_schedule
+from workers.rollout.sampling_settings import check_sampling
+from workers.training.schedules import check_optim
 
 
 def validate(config: PPOConfig) -> None:
@@ -43,14 +44,12 @@ def validate(config: PPOConfig) -> None:
     _check_lengths_count(config)
     _check_token_choice(config)
     _check_sharding(config)
-    _check_schedules(config)
+    _check_optims(config)
     _check_reference(config)
     _check_average(config)
     check_quantization(config)
     check_contradictions(config)
-    check_sampling_kwargs(
-        config.actor_rollout_ref.rollout.sampling_kwargs, config.data.max_response_length
-    )
+    check_sampling(config.actor_rollout_ref.rollout, config.data.max_response_length)
 
 
 def _check_normalised_rewards(config: PPOConfig) -> None:
@@ -231,18 +230,24 @@ def _check_token_choice(config: PPOConfig) -> None:
 
 
 def _check_sharding(config: PPOConfig) -> None:
-    """A strategy and the `fsdp_config` beside it do not contradict each other."""
+    """A strategy fits the `fsdp_config` beside it and the ranks of its role."""
     policy, critic = config.actor_rollout_ref, config.critic
     strategy = policy.actor.strategy
-    settle(strategy, policy.actor.fsdp_config, "actor_rollout_ref.actor.fsdp_config")
-    settle(strategy, policy.ref.fsdp_config, "actor_rollout_ref.ref.fsdp_config")
-    settle(critic.strategy, critic.model.fsdp_config, "critic.model.fsdp_config")
+    shardings = {
+        "actor": settle(strategy, policy.actor.fsdp_config, "actor_rollout_ref.actor.fsdp_config"),
+        "ref": settle(strategy, policy.ref.fsdp_config, "actor_rollout_ref.ref.fsdp_config"),
+        "critic": settle(critic.strategy, critic.model.fsdp_config, "critic.model.fsdp_config"),
+    }
+    if policy.ref.quantization:
+        del shardings["ref"]  # whole on every rank
+    for role, sharding in shardings.items():
+        check_ranks(config, role, sharding)
 
 
-def _check_schedules(config: PPOConfig) -> None:
-    """The learning rates of actor and critic can be computed."""
-    check_schedule(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
-    check_schedule(critic_optim(config), "critic.optim")
+def _check_optims(config: PPOConfig) -> None:
+    """Actor and critic can take steps, and their learning rates can be computed."""
+    check_optim(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
+    check_optim(critic_optim(config), "critic.optim")
 
 
 def _check_reference(config: PPOConfig) -> None:

@@ -10,7 +10,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.schema import RunConfig, TrainerConfig
+from trainer.config.schema import NAME_A_FOLDER, RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
 from verl_like.config_key import When, key
 from verl_like.registry import registry_of
@@ -77,9 +77,9 @@ class KLControlConfig:
     """Whether the coefficient stays, or steers the KL to a target."""
     kl_coef: float = key(0.001, at_least=0)
     """Its (first) value."""
-    horizon: int = key(10000, allows="above 0", read_when=KL_ADAPTS)
+    horizon: int = key(10000, above=0, read_when=KL_ADAPTS)
     """Samples over which the adaptive controller reacts."""
-    target_kl: float = key(0.1, allows="above 0", read_when=KL_ADAPTS)
+    target_kl: float = key(0.1, above=0, read_when=KL_ADAPTS)
     """What the adaptive controller steers to."""
 
 
@@ -175,7 +175,9 @@ class PPOTrainerConfig(TrainerConfig):
     """Dotted path of the trainer: PPOTrainer, or a subclass that overrides stages or hooks."""
     experiment_name: str = key("ppo", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""
-    default_local_dir: str = key("runs/verl_like/ppo", allows="a folder", may_change_on_resume=True)
+    default_local_dir: str = key(
+        "runs/verl_like/ppo", allows="a folder", required=NAME_A_FOLDER, may_change_on_resume=True
+    )
     """Run folder: configuration, metrics, timeline, rollouts, logs, checkpoints."""
     test_freq: int = key(
         -1,
@@ -193,7 +195,7 @@ class PPOTrainerConfig(TrainerConfig):
     max_rollouts_to_keep: int | None = key(
         100, at_least=1, hint="or null to keep all", may_change_on_resume=True
     )
-    """Newest steps whose samples stay whole in `rollouts/`; of older ones 4 kB of each stay."""
+    """Newest steps whose samples stay whole in `rollouts/`; of older ones 2 kB of each stay."""
     max_batches_to_keep: int = key(
         0, at_least=0, hint="0 keeps none", read_when=SAVES, may_change_on_resume=True
     )

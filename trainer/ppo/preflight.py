@@ -13,7 +13,9 @@ from trainer.ppo.fit_passes import fit_passes
 from trainer.ppo.memory import check_memory
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
-from workers.config import rewards_of
+from workers.config import critic_model, rewards_of
+from workers.models.load import check_score_head
+from workers.models.memory_shapes import check_adapter
 from workers.models.random_init import check_weights
 from workers.models.tokenizers import check_same_tokenizer
 from workers.rollout.build import own_engine
@@ -23,8 +25,10 @@ from workers.rollout.vllm.setup import check_version
 def preflight(config: PPOConfig) -> None:
     """Refuse models that are not there or too short, engines and offloads that are not there."""
     check_model(config, "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
+    check_adapter(config.actor_rollout_ref.model, "token")
     if "critic" in config.role_mapping:
         check_model(config, "critic.model.path", config.critic.model.path)
+        check_adapter(critic_model(config), "scalar")
     if "teacher" in config.role_mapping:
         teacher = config.distillation.teacher_model.model_path
         check_model(config, "distillation.teacher_model.model_path", teacher)
@@ -73,11 +77,12 @@ def check_model(config: Any, key: str, path: str) -> None:
 
 
 def check_reward_models(config: Any) -> None:
-    """Refuse reward models that are not there, or too short."""
+    """Refuse reward models that are not there, too short, or without a score."""
     for number, reward in enumerate(rewards_of(config)):
         if reward.kind == "model":
             key = f"rewards[{number}].path" if config.rewards else "reward_model.model.path"
             check_model(config, key, reward.path)
+            check_score_head(key, reward.path)
 
 
 def check_rollout(config: Any) -> None:

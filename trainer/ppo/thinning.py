@@ -11,7 +11,7 @@ from pathlib import Path
 
 from verl_like.files import write_whole
 
-BYTES_OF_OLD_STEP = 4096
+BYTES_OF_OLD_STEP = 2048
 """What stays of a step's samples at most; one sample stays, however long."""
 
 

@@ -45,16 +45,17 @@ def read_timeline(path: Path, notes: list[str]) -> tuple[list[Call], list[str]]:
 
 def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
     pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    lanes = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
 
     calls = []
     for e in events:
         if e["ph"] != "X":  # names of pools and lanes
             continue
+        lane = lanes[e["pid"], e["tid"]]
         call = Call(
             pool=pools[e["pid"]],
-            lane=lanes[e["pid"], e["tid"]],
-            role=e["cat"],
+            lane=lane["name"],
+            role=lane["role"] if "role" in lane else e["cat"],  # as older runs have it
             method=e["name"],
             start=e["ts"] / 1e6,
             end=(e["ts"] + e["dur"]) / 1e6,

@@ -17,6 +17,7 @@ from trainer.report import figures as report_figures
 from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import FAILURE_FILE, STOPPED, RunData, phase_shares, read_run
 from trainer.report.summary import summary
+from verl_like.files import write_whole
 from verl_like.masking import mask_text
 
 if TYPE_CHECKING:
@@ -67,10 +68,8 @@ def write_report(folder: str | Path) -> Path:
 def _write(data: RunData) -> Path:
     page = _template().render(_content(data))
     path = data.folder / REPORT_FILE
-    partial = path.with_name(path.name + ".part")
     # a lone surrogate of a sample has no UTF-8: it is shown by its number
-    partial.write_text(page, encoding="utf-8", errors="backslashreplace")
-    partial.replace(path)
+    write_whole(path, page.encode(errors="backslashreplace"), to_disk=False)
     return path
 
 

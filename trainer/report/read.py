@@ -16,7 +16,6 @@ from verl_like.files import json_objects
 FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by "
 """How the failure of a run begins that was asked to stop."""
-"""What is in `FAILURE_FILE` where nothing failed."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
 SHOWN_STARTS = 5
 WRITTEN_FIELDS = ("step", "uid", "sample", "data_source", "input", "output", "gts", "score")

@@ -48,7 +48,8 @@ def _time(data: RunData) -> str:
     largest = sorted(shares, key=lambda phase: phase[2], reverse=True)[:BIGGEST_PHASES]
     phases = ", ".join(f"{name} {share:.0f} %" for name, _, share in largest)
     mean = sum(seconds) / len(seconds)
-    return f"{len(seconds)} steps of {mean:.3g} s: {phases}"
+    steps = f"{len(seconds)} steps" if len(seconds) > 1 else "1 step"
+    return f"{steps} of {mean:.3g} s: {phases}"
 
 
 def _best_validations(data: RunData) -> Iterator[str]:

@@ -15,8 +15,10 @@ def load_registries() -> None:
 def check_rows_config(config: RowConfig) -> None:
     """The rules between fields that all of them have."""
     from workers.parallel.sharding import settle
+    from workers.training.schedules import check_optim
 
     settle(config.model.strategy, config.model.fsdp_config, "model.fsdp_config")
+    check_optim(config.optim, "optim")
     _check_pass(config, 1, "{length} does not fit into a pass of {room}")
 
 

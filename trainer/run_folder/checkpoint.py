@@ -210,7 +210,7 @@ class Checkpoints:
         One that turns out damaged when it is read makes room for the newest before it.
         """
         if self._step_start is not None:
-            return self._step_start.restore()
+            return self._step_start.restore(groups)
         while self.start is not None:
             try:
                 return self._load(self.start, groups)

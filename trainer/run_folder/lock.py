@@ -18,9 +18,9 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 from verl_like.errors import ConfigError
+from verl_like.files import read_json_object
 
 LOCK_FILE = "run.lock"
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def _owner(path: Path) -> str:
     try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        facts = read_json_object(path)
         return f"process {facts['pid']} on {facts['host']}, a run since {facts['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         return "another run, which has just started or ended"

@@ -62,11 +62,11 @@ class StopSignals:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Within, the first signal is only noted."""
-        self._holds = True
+        before, self._holds = self._holds, True
         try:
             yield
         finally:
-            self._holds = False
+            self._holds = before
 
     def end(self, where: str) -> None:
         """Raise `RunStopped` if a signal was noted; `where` the run stands is for its message."""

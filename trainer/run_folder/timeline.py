@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_like.files import parse_json
 
@@ -19,16 +19,28 @@ logger = logging.getLogger(__name__)
 _TAIL = b"\n]}\n"
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 """Whole microseconds and no blanks: a run has many thousands of these lines."""
-FACTS = ("pid", "rank", "cpu_s", "step", "stage")
-"""What an event says of its call beside its time, method, role and lane."""
+FACTS = ("cpu_s", "step", "stage")
+"""What an event says of its call beside its time, method and lane."""
+FACTS_OF_LANE = ("role", "rank", "pid")
+"""What a lane's name comes with: here `pid` is the worker's process; elsewhere in a trace, a pool.
+"""
 
 Record = Mapping[str, Any]
 """A call: role, method, rank, pid (of the worker), start, end (seconds of one clock), cpu_s, pool.
 """
 
 
+class _Lane(NamedTuple):
+    tid: int
+    process: int | None
+    """The worker's; None in a file that does not say."""
+
+
 class Timeline:
-    """The trace file. A lane group per pool, in it a lane per role and rank, in it the calls."""
+    """The trace file. A lane group per pool, in it a lane per role and rank, in it the calls.
+
+    What a lane's calls have in common is said once, with its name.
+    """
 
     def __init__(self, path: str | Path, resume: bool = False, stages: Sequence[str] = ()) -> None:
         """Begin the file anew, or go on in the one that is there.
@@ -38,7 +50,7 @@ class Timeline:
         self.path = Path(path)
         self._origin: float | None = None
         self._pools: dict[str, int] = {}
-        self._lanes: dict[tuple[str, str], int] = {}
+        self._lanes: dict[tuple[str, str], _Lane] = {}
         self._is_empty = True
         if not (resume and self.path.is_file() and self._goes_on()):
             facts = json.dumps({"displayTimeUnit": "ms", "otherData": {"stages": list(stages)}})
@@ -70,7 +82,6 @@ class Timeline:
         event = {
             "ph": "X",
             "name": record["method"],
-            "cat": record["role"],
             "pid": pid,
             "tid": tid,
             "ts": round((record["start"] - self._origin) * 1e6),
@@ -78,11 +89,14 @@ class Timeline:
         }
         facts = {name: record[name] for name in FACTS if name in record}
         if "cpu_s" in facts:
-            facts["cpu_s"] = round(facts["cpu_s"], 6)
+            facts["cpu_s"] = round(facts["cpu_s"], 4)
         return [*first, *names, {**event, "args": facts}]
 
     def _lane(self, record: Record) -> tuple[int, int, list[dict[str, Any]]]:
-        """Numbers of the call's pool and lane, and the events that name them if they are new."""
+        """Numbers of the call's pool and lane, and the events that name them if they are new.
+
+        A lane is named again when another process goes on in it.
+        """
         pool = record["pool"]
         lane = f"{record['role']}-{record['rank']}"
         names: list[dict[str, Any]] = []
@@ -92,11 +106,14 @@ class Timeline:
             names.append({"name": "process_name", "pid": self._pools[pool], "args": {"name": pool}})
         pid = self._pools[pool]
 
-        if (pool, lane) not in self._lanes:
-            self._lanes[pool, lane] = len(self._lanes) + 1
-            tid = self._lanes[pool, lane]
-            names.append({"name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
-        return pid, self._lanes[pool, lane], [{"ph": "M", **event} for event in names]
+        known, process = self._lanes.get((pool, lane)), record.get("pid")
+        if known is None or known.process != process:
+            tid = len(self._lanes) + 1 if known is None else known.tid
+            self._lanes[pool, lane] = known = _Lane(tid, process)
+            facts = {fact: record[fact] for fact in FACTS_OF_LANE if fact in record}
+            args = {"name": lane, **facts}
+            names.append({"name": "thread_name", "pid": pid, "tid": tid, "args": args})
+        return pid, known.tid, [{"ph": "M", **event} for event in names]
 
     def _goes_on(self) -> bool:
         """Whether the file is one to go on in; another, or half of one, is set aside."""
@@ -131,7 +148,8 @@ class Timeline:
                     pool_of[event["pid"]] = event["args"]["name"]
                     self._pools[event["args"]["name"]] = event["pid"]
                 elif event["name"] == "thread_name":
-                    self._lanes[pool_of[event["pid"]], event["args"]["name"]] = event["tid"]
+                    lane = _Lane(event["tid"], event["args"].get("pid"))
+                    self._lanes[pool_of[event["pid"]], event["args"]["name"]] = lane
         if last != _TAIL[1:]:
             raise ValueError("it does not end as a run's does")
 

@@ -37,7 +37,10 @@ class Tracker(Protocol):
 
 
 class JsonLines:
-    """`metrics.jsonl`: a line a step, on disk when `write` returns, numbers with every digit."""
+    """`metrics.jsonl`: a line a step, on disk when `write` returns.
+
+    Numbers have every digit, times those of microseconds.
+    """
 
     def __init__(self, folder: str | Path):
         """Go on with the file in `folder`; what is not there is made."""
@@ -53,11 +56,17 @@ class JsonLines:
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append a line, to what has that name now: a resume may have cut the file back."""
+        numbers = {name: _in_microseconds(name, value) for name, value in metrics.items()}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json_line({"step": step, **metrics}))
+            file.write(json_line({"step": step, **numbers}))
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _in_microseconds(name: str, value: float) -> float:
+    """A time without the digits that no clock has; another number as it is."""
+    return round(value, 6) if name.startswith("timing_") else value
 
 
 class TensorBoard:

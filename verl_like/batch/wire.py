@@ -1,11 +1,13 @@
 """How a batch is pickled: its columns travel as out-of-band buffers of pickle protocol 5.
 
 A large contiguous CPU tensor is copied on neither side. So what arrives may be memory that other
-processes see too: `DataProto.writable_copy` makes it private.
+processes see too: `DataProto.writable_copy` makes it private. One of less than `LARGE_BYTES` that
+is mostly padding travels as its runs (`verl_like.batch.runs`), inside the pickle.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -14,13 +16,18 @@ import torch
 from numpy.typing import NDArray
 
 from verl_like.batch.columns import Array, tensors_of
+from verl_like.batch.runs import pack_runs, unpack_runs
 from verl_like.batch.tensordict_import import TensorDict
 
 SMALL_BYTES = 4096
 """Up to this size a column is copied when it is loaded: a view of the bytes would take longer."""
+ENTRY_SIZES = (1, 2, 4, 8)
+"""Bytes of an entry that an integer can stand for."""
+LARGE_BYTES = 1 << 20
+"""From this size on a column is not looked at, but shared: that is quicker than any packing."""
 
 Columns = dict[str, tuple[torch.dtype, tuple[int, ...], Any]]
-"""Tensors in a pickle: dtype, shape and bytes of each."""
+"""Tensors in a pickle: dtype, shape, and bytes or runs of each."""
 
 Tensors = tuple[int, Columns]
 """A TensorDict in a pickle: number of rows, and its columns."""
@@ -60,16 +67,24 @@ def pack_array(column: Array) -> Array:
 
 
 def _buffer_of(column: torch.Tensor, protocol: int) -> Any:
-    """The bytes of a tensor."""
+    """The bytes of a tensor, or its runs."""
     if not column.numel():
         return b""
     # one dim first: a view of another dtype wants the last stride to be 1
     flat: Any = column.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    size = column.element_size()
+    if SMALL_BYTES < flat.nbytes < LARGE_BYTES and size in ENTRY_SIZES:
+        runs = pack_runs(flat.view(f"i{size}"))
+        if runs is not None:
+            return runs
     return pickle.PickleBuffer(flat) if protocol >= 5 else flat.tobytes()
 
 
 def _tensor_over(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
     """A tensor over a buffer: without a copy, unless the copy is quicker."""
+    if isinstance(buffer, tuple):
+        entries = unpack_runs(buffer, math.prod(shape), dtype.itemsize)
+        return torch.from_numpy(entries).view(dtype).view(shape)
     num_bytes = len(buffer if isinstance(buffer, bytes) else memoryview(buffer))
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)

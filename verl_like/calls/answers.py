@@ -18,6 +18,8 @@ from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
 
 NAMED_LATE = 8
 """Ranks that a message names as late, at most."""
+STACKS_S = 5.0
+"""How long a process has to show its stack before it is asked by signal."""
 AFTER_DEATH_S = 1.0
 """What the other ranks get to finish, at most, when one has died: its death explains the rest."""
 
@@ -179,7 +181,7 @@ def _with_others(failures: list[BaseException]) -> BaseException:
 
 
 def _diagnosis(transport: Transport, what: str, calls: _OpenCalls, way_out: str) -> str:
-    stacks = transport.stacks(5.0)
+    stacks = transport.stacks(STACKS_S)
     lines = [
         f"{calls.name}: {what}.",
         likely_cause(stacks, [p.rank for p in calls.open.values()]),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import dataclass
 
 from verl_like.calls.waiting import Deadlines
 
@@ -19,12 +18,12 @@ KEPT = 25
 """Calls of a method that the median is of."""
 
 
-@dataclass(frozen=True)
-class _Took:
-    """A call that has ended: from its launch to the last rank's answer, and the rows it was for."""
+class _Calls:
+    """The last calls of a method: seconds from launch to the last rank's answer, and rows."""
 
-    seconds: float
-    rows: int
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=KEPT)
+        self.rows: deque[int] = deque(maxlen=KEPT)
 
 
 class CallTimes:
@@ -32,21 +31,27 @@ class CallTimes:
 
     def __init__(self) -> None:
         """None yet."""
-        self._of: dict[str, deque[_Took]] = {}
+        self._of: dict[str, _Calls] = {}
 
     def add(self, name: str, seconds: float, rows: int) -> None:
         """A call has ended; `rows` is 0 where nobody knows."""
-        self._of.setdefault(name, deque(maxlen=KEPT)).append(_Took(seconds, rows))
+        calls = self._of.get(name) or self._of.setdefault(name, _Calls())
+        calls.rows.append(rows)
+        calls.seconds.append(seconds)
 
     def limit_s(self, name: str, rows: int, limits: Deadlines) -> float:
         """Seconds after which a call is late: never before `late_s`, nor after `call_s`.
 
         One of more rows than usual gets more time in proportion: a validation, say.
         """
-        took = list(self._of.get(name, ()))
-        if len(took) < KNOWN_AFTER:
+        calls = self._of.get(name)
+        if calls is None or len(calls.seconds) < KNOWN_AFTER:
             return limits.call_s
-        usual = statistics.median(call.rows for call in took)
+        seconds, rows_before = list(calls.seconds), list(calls.rows)
+        if rows <= min(rows_before) and LATE_AT * max(seconds) <= limits.late_s:
+            return min(limits.call_s, limits.late_s)  # whatever the medians are, which cost more
+
+        usual = statistics.median(rows_before)
         share = max(1.0, rows / usual) if usual else 1.0
-        median = statistics.median(call.seconds for call in took)
+        median = statistics.median(seconds)
         return min(limits.call_s, max(limits.late_s, LATE_AT * median * share))

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from verl_like.calls.stacks import is_inside
+from verl_like.process.machine import children, cpu_s_of
 
 IDLE, IN_COLLECTIVE, AT_LOCK, ELSEWHERE = "idle", "collective", "lock", "elsewhere"
 OWN_THREADS = ("side channel", "request", "pipe", "coroutines")
@@ -74,7 +75,7 @@ def progress_of_call(
     if not calling:
         return Progress(num_calls, IDLE)
     stack = " ".join(_places(frames[calling[0]]))
-    cpu_s = time.process_time() + _cpu_s_of_children()
+    cpu_s = time.process_time() + sum(map(cpu_s_of, children(os.getpid())))
     if len(calling) > 1 or (loop is not None and asyncio.all_tasks(loop)):
         return Progress(num_calls, ELSEWHERE, stack, cpu_s=cpu_s)
 
@@ -121,15 +122,3 @@ def _places(frame: FrameType | None) -> Iterator[str]:
     while frame is not None:
         yield f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-
-
-def _cpu_s_of_children() -> float:
-    """Of the processes that this one has started and that are there."""
-    ticks = 0
-    with suppress(OSError, IndexError):
-        for children in Path("/proc/self/task").glob("*/children"):
-            for pid in children.read_text(encoding="utf-8").split():
-                fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
-                user, system = fields.split()[11:13]
-                ticks += int(user) + int(system)
-    return ticks / os.sysconf("SC_CLK_TCK")

@@ -20,18 +20,17 @@ class CallSite:
     """Names for messages about a call: `critic.compute_values`, and what it calls its arguments."""
 
     def __init__(self, role: str, method: str, function: Callable[..., Any]):
-        """Parameters are those after `self`."""
+        """Of a method of the role's class."""
         self.role, self.name = role, f"{role}.{method}"
-        self.parameters = list(inspect.signature(function).parameters)[1:]
+        self._function = function
 
     def __str__(self) -> str:
         return self.name
 
     def argument(self, position: int) -> str:
         """The name of a positional argument."""
-        if position < len(self.parameters):
-            return f"argument '{self.parameters[position]}'"
-        return f"argument {position}"
+        _, *names = inspect.signature(self._function).parameters  # without `self`
+        return f"argument '{names[position]}'" if position < len(names) else f"argument {position}"
 
 
 class CallTarget(Protocol):

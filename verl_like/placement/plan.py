@@ -15,10 +15,10 @@ where they exist and CPU slots otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from verl_like.errors import PlacementError
+from verl_like.errors import NoRoomError, PlacementError
 from verl_like.placement.pools import Node, ProcessNeeds, ResourcePool, cpu_share
 from verl_like.placement.roles import roles_by_pool
 from verl_like.terminal import draw_table
@@ -49,6 +49,12 @@ class PoolPlan:
     def world_size(self) -> int:
         """Processes in all."""
         return sum(self.process_on_nodes)
+
+    @property
+    def needs(self) -> ProcessNeeds:
+        """What one process takes of its node."""
+        gpus = self.gpus_per_process or None
+        return ProcessNeeds(self.device_kind, self.cpus_per_process, gpus, self.resources)
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,27 @@ class Placement:
             parts = tuple(per_node), chosen, tuple(roles[pool])
             plans[pool] = PoolPlan(pool, *parts, need.cpus or 0.0, gpus, need.resources)
         return cls(plans)
+
+    def moved(self, pool: str, nodes: Sequence[Node]) -> Placement:
+        """The plan after a loss of nodes: `nodes` are those that live.
+
+        What the pool has on them stays. The rest goes where the other pools leave room, to a node
+        of its own for every entry.
+        """
+        plan, rooms = self.pools[pool], {node.key: _Room(node) for node in nodes}
+        for other in self.pools.values():
+            for count, node in zip(other.process_on_nodes, other.nodes, strict=True):
+                if node.key in rooms:
+                    rooms[node.key].take(count, other.needs)
+
+        places = dict.fromkeys(node.key for node in plan.nodes if node.key in rooms)
+        chosen = []
+        for count, node in zip(plan.process_on_nodes, plan.nodes, strict=True):
+            if node.key not in rooms:
+                node = _another_node(plan, count, node, rooms, places)
+                places[node.key] = None
+            chosen.append(node)
+        return Placement({**self.pools, pool: replace(plan, nodes=tuple(chosen))})
 
     @property
     def role_mapping(self) -> dict[str, str]:
@@ -139,7 +166,7 @@ def _settle_cpus(
     if cpus is None and num_others:
         cpus = cpu_share(left, num_others)
         if cpus <= 0:
-            raise PlacementError(
+            raise NoRoomError(
                 f"the CPUs of pool_resources leave {left:g} of "
                 f"{sum(node.cpus for node in nodes):g} for the {num_others} processes of the other "
                 "pools. Lower pool_resources.<pool>.cpus, or give every pool its own."
@@ -201,7 +228,7 @@ def _choose_nodes(
             each = [f"{need.cpus:g} CPU"]
             each += [f"{amount:g} {name}" for name, amount in need.resources.items()]
             way_out = _way_out(pool, need, lacking) or _more_devices(pool, counts, rooms)
-            raise PlacementError(
+            raise NoRoomError(
                 f"pool '{pool}' needs {len(per_node)} node(s), one with {count} processes of "
                 f"{' and '.join(each)} each, and none has room: {_shown(rooms, chosen)}. To mend "
                 f"it, {way_out}."
@@ -209,6 +236,26 @@ def _choose_nodes(
         fitting[0].take(count, need)
         chosen.append(fitting[0])
     return tuple(room.node for room in chosen)
+
+
+def _another_node(
+    plan: PoolPlan,
+    count: int,
+    lost: Node,
+    rooms: Mapping[str, _Room],
+    taken: Collection[str],
+) -> Node:
+    """Where processes go whose node is lost; not to one that is taken by others of their pool."""
+    for key, room in rooms.items():
+        if key not in taken and not room.lacks(count, plan.needs):
+            room.take(count, plan.needs)
+            return room.node
+    own = [room for key, room in rooms.items() if key in taken]
+    raise NoRoomError(
+        f"node {lost.name} ({lost.key[:8]}) is gone, and no other has room for the {count} "
+        f"process(es) of {plan.cpus_per_process:g} CPU each that pool '{plan.name}' had there: "
+        f"{_shown(list(rooms.values()), own)}."
+    )
 
 
 def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:

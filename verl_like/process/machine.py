@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 CONTAINER = Path("/sys/fs/cgroup")
@@ -19,11 +21,52 @@ def process_state(pid: int) -> str | None:
 
     None if there is no such process, or the system does not say.
     """
+    fields = _fields_of(pid)
+    return fields[0] if fields else None
+
+
+def cpu_s_of(pid: int) -> float:
+    """Processor time that a process has used; 0 when it is gone, or the system does not say."""
+    fields = _fields_of(pid)
+    user, system = fields[11:13] if fields else ("0", "0")
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _fields_of(pid: int) -> list[str]:
+    """What Linux says of a process, after the program's name, which may be any text."""
     try:
         facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None
-    return facts.rpartition(")")[2].split()[0]  # after the program's name, which may be any text
+        return []
+    return facts.rpartition(")")[2].split()
+
+
+def children(pid: int) -> Iterator[int]:
+    """The processes that a process has started and that are there; none without /proc."""
+    tasks = f"/proc/{pid}/task"
+    with contextlib.suppress(OSError):  # that process is gone
+        for thread in os.listdir(tasks):
+            yield from map(int, words_of(f"{tasks}/{thread}/children"))
+
+
+def words_of(path: str) -> list[bytes]:
+    """Those of a file in /proc, none if its process is gone.
+
+    Read without a file object: whoever watches processes asks for many of them.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return []
+    content = b""
+    try:
+        while chunk := os.read(file, 65536):
+            content += chunk
+    except OSError:  # its process has gone meanwhile
+        return []
+    finally:
+        os.close(file)
+    return content.split()
 
 
 def memory_gb(field: str) -> float | None:

@@ -11,7 +11,6 @@ ended. Nothing here imports torch.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -23,10 +22,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from verl_like.errors import ConfigError
+from verl_like.process.machine import children, words_of
 from verl_like.process.sandbox import Sandbox, isolate_network
 
 WATCH_S = 0.2
@@ -225,7 +225,7 @@ def _excess(sandbox: Sandbox) -> str | None:
 
 def _own_memory(pid: int) -> int:
     """Bytes that a process holds and shares with no file; 0 when it is gone."""
-    words = _words(f"/proc/{pid}/statm")
+    words = words_of(f"/proc/{pid}/statm")
     if not words:
         return 0
     return (int(words[1]) - int(words[2])) * _PAGE
@@ -236,34 +236,10 @@ def descendants(pid: int) -> list[int]:
     found: list[int] = []
     ahead = [pid]
     while ahead:
-        children = list(_children(ahead.pop()))
-        found += children
-        ahead += children
+        started = list(children(ahead.pop()))
+        found += started
+        ahead += started
     return found
-
-
-def _children(pid: int) -> Iterator[int]:
-    tasks = f"/proc/{pid}/task"
-    with contextlib.suppress(OSError):  # that process is gone
-        for thread in os.listdir(tasks):
-            yield from map(int, _words(f"{tasks}/{thread}/children"))
-
-
-def _words(path: str) -> list[bytes]:
-    """Those of a file in /proc, read at every look and so without a file object; none if gone."""
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except OSError:
-        return []
-    content = b""
-    try:
-        while chunk := os.read(file, 65536):
-            content += chunk
-    except OSError:  # its process has gone meanwhile
-        return []
-    finally:
-        os.close(file)
-    return content.split()
 
 
 def kill_descendants() -> None:

@@ -30,7 +30,7 @@ class CriticModelConfig:
     """Folder of the model."""
     enable_gradient_checkpointing: bool = key(False, may_change_on_resume=True)
     """Recompute activations in the backward pass."""
-    lora_rank: int = key(0, allows="a rank, or 0")
+    lora_rank: int = key(0, at_least=0)
     """Rank of LoRA adapters, which are then trained with the head alone; 0 trains every weight."""
     fsdp_config: FSDPConfig = key(factory=FSDPConfig)
     """Sharding."""

@@ -38,6 +38,9 @@ STRATEGIES_ELSEWHERE = {
     "colossalai_gemini_cpu": "fsdp+offload",
 }
 """Other systems' words for the same."""
+DTYPES = ("float32", "bfloat16")
+"""Types that weights may be kept in, and that passes compute in."""
+ATTENTIONS = ("auto", "flash_attention_2", "sdpa", "eager")
 QUANTIZATIONS = ("int8",)
 """How a role that is not trained may hold its linear weights."""
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
@@ -56,7 +59,7 @@ class OptimConfig:
         (0.9, 0.999), allows="two numbers", read_when=optimizer_takes("betas")
     )
     """Decay rates of the two moments."""
-    eps: float = key(1e-8, allows="a number", read_when=optimizer_takes("eps"))
+    eps: float = key(1e-8, at_least=0, read_when=optimizer_takes("eps"))
     """Floor of the denominator."""
     weight_decay: float = key(0.01, at_least=0, read_when=optimizer_takes("weight_decay"))
     """Decoupled weight decay."""
@@ -70,7 +73,7 @@ class OptimConfig:
     """Where the schedule ends, as a share of `lr`."""
     wsd_decay_ratio: float = key(0.1, above=0, read_when=schedule_takes("wsd_decay_ratio"))
     """Share of the calls after the warm-up in which wsd decays."""
-    max_skipped_steps: int = key(5, allows="a number of steps", may_change_on_resume=True)
+    max_skipped_steps: int = key(5, at_least=0, may_change_on_resume=True)
     """Steps in a row with a non-finite gradient that are skipped; one more stops the run."""
 
 
@@ -78,7 +81,9 @@ class OptimConfig:
 class FrozenFSDPConfig:
     """How a module without an optimizer is sharded over its role's ranks."""
 
-    fsdp_size: int = key(-1, allows="a number of ranks, or -1", may_change_on_resume=True)
+    fsdp_size: int = key(
+        -1, above=0, or_exactly=-1, hint="or -1 for the whole pool", may_change_on_resume=True
+    )
     """Ranks per sharding group; -1 shards over the whole pool."""
     param_offload: bool | None = key(None, may_change_on_resume=True)
     """Keep parameters in host memory between calls; null is what the strategy says."""
@@ -107,7 +112,7 @@ class ModelConfig:
     """Recompute activations in the backward pass."""
     attn_implementation: str = key(
         "auto",
-        allows="auto, or an implementation",
+        choices=ATTENTIONS,
         may_change_on_resume=True,
         verl="actor_rollout_ref.model.override_config.attn_implementation",
     )
@@ -117,14 +122,14 @@ class ModelConfig:
     use_fused_kernels: bool = key(True, may_change_on_resume=True)
     """Where the logits of a pass exceed 256 MiB, compute log-probs from hidden states in chunks."""
     dtype: str = key(
-        "float32", allows="a torch type", verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
+        "float32", choices=DTYPES, verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
     )
     """Type of the weights and the optimizer's moments; bfloat16 rounds most small steps away."""
-    compute_dtype: str | None = key(None, allows="a torch type")
+    compute_dtype: str | None = key(None, choices=DTYPES)
     """Type that passes compute in, with gradients added up in `dtype`; null is bfloat16 on CUDA."""
-    lora_rank: int = key(0, allows="a rank, or 0")
+    lora_rank: int = key(0, at_least=0)
     """Rank of LoRA adapters, which are then all that is trained; 0 trains every weight."""
-    lora_alpha: int = key(16, allows="a number", read_when=HAS_LORA)
+    lora_alpha: int = key(16, above=0, read_when=HAS_LORA)
     """Adapters count lora_alpha / lora_rank times."""
     target_modules: Any = key(
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA

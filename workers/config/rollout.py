@@ -19,7 +19,7 @@ from workers.config.conditions import (
     VALIDATION_SAMPLES,
     WEIGHTS_COME_AT_ONCE,
 )
-from workers.config.model import QUANTIZATIONS
+from workers.config.model import DTYPES, QUANTIZATIONS
 
 ENGINES: Registry[Any] = Registry("rollout engine")
 """What `rollout.name` may be: the built-in ones, and a class by its dotted path."""
@@ -51,7 +51,7 @@ class RolloutConfig:
 
     name: str = key("native", registry="rollout engine")
     """Engine."""
-    dtype: str | None = key(None, allows="a torch type")
+    dtype: str | None = key(None, choices=DTYPES)
     """Type of the engine's weights, cast at each sync; null is what the trainer computes in."""
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=ENGINE_IS_NOT_VLLM)
     """int8: linear weights are quantised at each sync; null keeps them as they come."""

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from verl_like.errors import ConfigError, nearest
+from workers.config.model import ATTENTIONS
 
 logger = logging.getLogger(__name__)
 
-ATTENTIONS = ("auto", "flash_attention_2", "sdpa", "eager")
 INSTALL_FLASH = 'pip install torch, then pip install -e ".[flash-attn]" --no-build-isolation'
 """From a checkout. flash-attn is built against the torch that is there, so not in isolation."""
 

@@ -7,11 +7,11 @@ folder need be shared.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from pathlib import Path
 
 from verl_like.errors import ConfigError
+from verl_like.files import read_json_object
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
@@ -53,7 +53,7 @@ def generation_eos(path: str) -> tuple[int, ...]:
     if not file.is_file():
         return ()
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        found = read_json_object(file).get("eos_token_id")
     except ValueError as error:
-        raise ConfigError(f"{file} is no JSON: {error}. Mend or remove it.") from error
+        raise ConfigError(f"{file} is damaged: {error}. Mend or remove it.") from error
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)

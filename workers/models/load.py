@@ -9,7 +9,6 @@ other numbers without a word.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_like.errors import ConfigError
+from verl_like.files import read_json_object
 from workers.config.conditions import is_bare_config
 from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
 from workers.models.checkpoint_format import Group, checkpoint_format
@@ -43,6 +43,10 @@ COMPUTED = (
 """Entries of older folders that models compute today: rotary tables, positions, causal masks."""
 SCORE = "score.weight"
 """The scalar head's weight, as sequence classifiers name it."""
+NO_SCORE = (
+    f"has no {SCORE} of [1, hidden]: it is no reward model with one output (a sequence classifier "
+    "with num_labels=1)."
+)
 logger = logging.getLogger(__name__)
 
 
@@ -89,10 +93,7 @@ def load_weights(
     if isinstance(module, ScalarHeadModel):
         _check_head(module, config, source)
     if head == "score" and SCORE in missing:
-        raise ConfigError(
-            f"model.path={config.path!r} has no score.weight of [1, hidden]: it is no reward "
-            "model with one output (a sequence classifier with num_labels=1)."
-        )
+        raise ConfigError(f"model.path={config.path!r} {NO_SCORE}")
     _refuse_unfit(config, unfit)
     taken: set[str] = set()
     if missing:
@@ -103,6 +104,16 @@ def load_weights(
         _load_through_transformers(module, config, missing, shard)
     else:
         refuse_extra(module, config, source.unknown_to(module, taken))
+
+
+def check_score_head(key: str, path: str) -> None:
+    """Refuse a reward model's folder without a score, before a process loads it.
+
+    One that is still on the hub says nothing.
+    """
+    names = Folder(model_folder(path, weights=False), "").files
+    if names and SCORE not in names:
+        raise ConfigError(f"{key}={path!r} {NO_SCORE}")
 
 
 def _check_head(module: ScalarHeadModel, config: ModelConfig, source: Folder) -> None:
@@ -158,7 +169,7 @@ class Folder:
         index = path / "model.safetensors.index.json"
         self.files: dict[str, str] = {}
         if index.is_file():
-            self.files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self.files = _files_of_index(index)
         elif (path / "model.safetensors").is_file():
             self.files = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
 
@@ -201,6 +212,15 @@ class Folder:
                     f"model.path: {self.path / file} cannot be read: {error}"
                 ) from error
         return self.opened[file]
+
+
+def _files_of_index(index: Path) -> dict[str, str]:
+    """Tensor name -> its file."""
+    try:
+        files: dict[str, str] = read_json_object(index)["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path: {index} cannot be read: {error}") from error
+    return files
 
 
 def _load_converted(

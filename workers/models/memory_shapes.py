@@ -161,6 +161,12 @@ def meta_model(config: ModelConfig, head: Head) -> Any:
     return module
 
 
+def check_adapter(config: ModelConfig, head: Head) -> None:
+    """Refuse `target_modules` that the model of `config.path` does not have; nothing is loaded."""
+    if config.lora_rank > 0:
+        meta_model(config, head)
+
+
 NUM_TRACED = 256
 """Tokens of the traced pass; what is saved grows with them in proportion."""
 

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.errors import ConfigError, nearest
+from workers.config.model import DTYPES
 
 if TYPE_CHECKING:
     from workers.config import ActorRolloutRefConfig, ModelConfig
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,8 @@ def dtype_of(name: str, key: str = "model.dtype") -> torch.dtype:
         raise ConfigError(
             f"{key}={name!r} is unknown; valid: {', '.join(DTYPES)}.{nearest(name, DTYPES)}"
         )
-    return DTYPES[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -130,6 +130,19 @@ def stand_in(config: Any, attention: str, longest: int | None = None) -> Any:
     raise ValueError("; ".join(failures).splitlines()[0])
 
 
+def reach(config: Any, longest: int) -> int:
+    """The least number of tokens of which rows pass the same limits as rows of `longest`.
+
+    So long are the rows that their stand-in is for: more runs share one, and what it has proven.
+    """
+    fields = config.to_dict()
+    rope = fields.get("rope_parameters")
+    limits = [fields.get(name) for name in LIMITS]
+    limits += [part.get("original_max_position_embeddings") for part in _parts(rope)]
+    passed = [value for value in limits if isinstance(value, int) and value < longest]
+    return 1 + max(passed, default=0)
+
+
 def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
     """The config of the tiny model; without `with_widths` only what is not a layer's width."""
     fields = copy.deepcopy(config.to_dict())
@@ -155,10 +168,8 @@ def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
             if isinstance(fields.get(name), int):
                 fields[name] = min(fields[name], 8)
 
-    rope = fields.get("rope_parameters")
-    if isinstance(rope, dict):
-        for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-            _shrink_rope(part, fields, longest)
+    for part in _parts(fields.get("rope_parameters")):
+        _shrink_rope(part, fields, longest)
     for name in ("dtype", "torch_dtype", "architectures", "quantization_config"):
         fields.pop(name, None)
     return type(config).from_dict(fields)
@@ -228,6 +239,13 @@ def _shrink_widths(fields: dict[str, Any]) -> None:
         fields["mamba_d_ssm"] = inner
     if fields.get("model_type") == "mamba2":
         fields["head_dim"] = inner // 4
+
+
+def _parts(rope: Any) -> list[dict[str, Any]]:
+    """Rotary parameters: of all layers, and of each kind of layer."""
+    if not isinstance(rope, dict):
+        return []
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
 def _small_limit(value: int, longest: int | None) -> int:

@@ -28,23 +28,6 @@ SMALL_ELEMENTS = 16 * 2**20
 """Weights up to which a model is one unit of FSDP2: 64 MiB in float32, and again for gradients."""
 
 
-def data_axes(world_size: int, sharding: Sharding) -> dict[str, int]:
-    """Sizes of the mesh's axes for one role's ranks, by name."""
-    if sharding.strategy == "single" and world_size > 1:
-        raise ConfigError(
-            f"strategy=single is for a pool of one process, this one has {world_size}; take ddp "
-            "or fsdp."
-        )
-    size = world_size if sharding.fsdp_size == -1 else sharding.fsdp_size
-    if size < 1 or world_size % size:
-        valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ConfigError(
-            f"fsdp_config.fsdp_size={sharding.fsdp_size} does not divide the {world_size} ranks; "
-            f"valid: -1 (all), {valid}."
-        )
-    return {"replicate": world_size // size, "shard": size}
-
-
 def build_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
     """The mesh of one role from its axes' sizes: "shard", under "replicate" if that is above 1."""
     known = (*DATA_AXES, *MODEL_AXES)

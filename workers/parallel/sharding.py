@@ -70,3 +70,26 @@ def settle(
             )
         offload[name] = offloads or bool(wanted)
     return Sharding(base, 1 if whole else config.fsdp_size, **offload)
+
+
+def data_axes(world_size: int, sharding: Sharding) -> dict[str, int]:
+    """Sizes of the mesh's axes for one role's ranks, by name."""
+    if sharding.strategy == "single" and world_size > 1:
+        raise ConfigError(
+            f"strategy=single is for a pool of one process, this one has {world_size}; take ddp "
+            "or fsdp."
+        )
+    size = world_size if sharding.fsdp_size == -1 else sharding.fsdp_size
+    if size < 1 or world_size % size:
+        valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ConfigError(
+            f"fsdp_config.fsdp_size={sharding.fsdp_size} does not divide the {world_size} ranks; "
+            f"valid: -1 (all), {valid}."
+        )
+    return {"replicate": world_size // size, "shard": size}
+
+
+def replicas(world_size: int, sharding: Sharding) -> list[list[int]]:
+    """Ranks that hold a role's whole state together, one list for each time that it is held."""
+    size = data_axes(world_size, sharding)["shard"]
+    return [list(range(first, first + size)) for first in range(0, world_size, size)]

@@ -141,13 +141,14 @@ class RolloutWorker(WeightReceiver, Worker):
         """Let it go on."""
         self.engine.control.resume()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True, keeps_state=True)
     def abort(self) -> None:
         """End the generation in flight: it returns what it has.
 
         Unfinished samples have the finish reason "abort".
         """
-        self.engine.control.abort()
+        if hasattr(self, "engine"):  # one that is being built generates nothing
+            self.engine.control.abort()
 
     def sampling_of(self, data: DataProto) -> SamplingParams:
         """The config's settings under those of the batch; for validation `val_kwargs` alone.

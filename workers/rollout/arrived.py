@@ -37,7 +37,9 @@ class ArrivedWeights:
         """Names of the int8 weights that are not what was made of their tensors."""
         names = []
         for name, weight in weights:
-            if isinstance(weight, Int8Weight) and self._hashes[name][1] != _held_hashes(weight):
+            if not isinstance(weight, Int8Weight) or name not in self._hashes:
+                continue
+            if self._hashes[name][1] != _held_hashes(weight):
                 names.append(name)
         return names
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.control import GenerationControl
-from workers.weights.checksum import CopyCheck, Fingerprint, checksum_of
+from workers.weights.checksum import CopyCheck, Fingerprint, Seen, checksum_of, noted
 from workers.weights.sink import refuse_problems
 
 
@@ -197,12 +197,12 @@ class RolloutEngine(ABC):
         return stop
 
     def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int] | None = None
+        self, tensors: Iterable[tuple[str, Tensor]], seen: Mapping[str, Seen] | None = None
     ) -> None:
         """Overwrite every weight; names and shapes must be exactly the module's.
 
-        What the engine then holds is read back and compared with what came, whose `hashes` are
-        taken on the way unless they are known, by name. Leaves the engine stale.
+        What the engine then holds is read back and compared with what came, which is hashed on the
+        way unless it was `seen` as it arrived. Leaves the engine stale.
         """
         if self.control.in_flight and not self.control.is_paused:
             raise WeightSyncError(
@@ -212,8 +212,8 @@ class RolloutEngine(ABC):
         self.version = None
         self.wake_up()
         self._fingerprint = Fingerprint()
-        self._came = CopyCheck()
-        self._load(self._came.watch(self._fingerprint.watch(tensors), hashes))
+        self._came.begin()
+        self._load(noted(tensors, self._came, self._fingerprint, seen))
         damaged = self._damaged()
         self.hash_s = self._came.seconds
         refuse_problems("engine", **{"held otherwise than they were sent": damaged})
@@ -231,6 +231,7 @@ class RolloutEngine(ABC):
             )
         if not self.asleep and self.owns_weights:
             self.version = None
+            self._came = CopyCheck()  # the other one keeps their memory
             self._free()
         self.asleep = True
 
@@ -272,8 +273,7 @@ class RolloutEngine(ABC):
 
     def _damaged(self) -> list[str]:
         """Names of the weights of this load that the engine does not hold as they came."""
-        held = self.named_weights()
-        return self._came.damaged((name, weight) for name, weight in held if name in self._came)
+        return self._came.damaged(self.named_weights())
 
     def _check_ready(self) -> None:
         if self.version is None or self.asleep:

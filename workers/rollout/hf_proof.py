@@ -31,7 +31,7 @@ def why_no_cache(config: Any, longest: int) -> str:
     return _PROOF.what_is_wrong(config, longest)
 
 
-def _judge(model: Any, longest: int) -> str:
+def _judge(model: Any) -> str:
     # row after row from the cache, as in a run; a pass without it would clear what a row leaves
     found = [_greedy_logits(model, length, use_cache=True) for length in PROMPTS]
     plain = [_greedy_logits(model, length, use_cache=False) for length in PROMPTS]

@@ -44,10 +44,9 @@ class ModuleEngine(RolloutEngine):
 
     def _damaged(self) -> list[str]:
         """An int8 weight must still be what was made of its tensor, any other what came."""
-        state, self._written = self._written, {}
-        came = [(name, weight) for name, weight in state.items() if name in self._came]
-        as_sent = [(name, weight) for name, weight in came if not isinstance(weight, Int8Weight)]
-        return self.arrived.damaged(came) + self._came.damaged(as_sent)
+        held, self._written = self._written.items(), {}
+        as_sent = ((name, weight) for name, weight in held if not isinstance(weight, Int8Weight))
+        return self.arrived.damaged(held) + self._came.damaged(as_sent)
 
     def weights_checksum(self) -> str:
         """Hash of the full weights, comparable with the trainer's; of int8 ones as they arrived."""

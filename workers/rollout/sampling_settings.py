@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import ConfigError, nearest
 from workers.rollout.base import SamplingParams
+
+if TYPE_CHECKING:
+    from workers.config import RolloutConfig
+
+DRAWN_BY = ("temperature", "top_k", "top_p")
+"""What decides a draw; of no effect in greedy decoding."""
 
 STOPS = ("stop_strings", "stop_token_ids")
 """Where a response ends, however it is sampled: of a training's settings all that validation reads.
@@ -41,13 +47,19 @@ def _stop_ids_in(settings: dict[str, Any]) -> tuple[int, ...]:
     return ids
 
 
-def check_sampling_kwargs(settings: dict[str, Any], max_tokens: int) -> None:
-    """Refuse what `sampling_params` would not understand or draw nothing from."""
-    for name in settings:
+def check_sampling(config: RolloutConfig, max_tokens: int) -> None:
+    """Refuse settings of training and of validation that nothing could be drawn by."""
+    for name in config.sampling_kwargs:
         if name not in EXTRA_SAMPLING:
             valid = ", ".join(EXTRA_SAMPLING)
             raise ConfigError(
                 f"rollout.sampling_kwargs names {name!r}; valid: "
                 f"{valid}.{nearest(name, EXTRA_SAMPLING)}"
             )
-    sampling_params(settings, max_tokens, (0,))
+    sections = {"rollout": config, "rollout.val_kwargs": config.val_kwargs}
+    for name, section in sections.items():
+        drawn = {key: getattr(section, key) for key in DRAWN_BY} if section.do_sample else {}
+        try:
+            sampling_params(config.sampling_kwargs | drawn, max_tokens, (0,))
+        except ConfigError as error:
+            raise ConfigError(f"actor_rollout_ref.{name}: {error}") from error

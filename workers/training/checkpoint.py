@@ -143,16 +143,29 @@ def _write(
         folder, is_first = part / "huggingface", ranks.mine == 0
         ranks.all_do(lambda: export_huggingface(engine, folder, is_first, writer=writer))
 
+    files = ranks.share_files(part, fingerprint)
+    return manifest_of(engine, step, ranks.count, contents, tensors, files)
+
+
+def manifest_of(
+    engine: TrainEngine,
+    step: int,
+    num_ranks: int,
+    contents: list[str],
+    tensors: dict[str, Tensor],
+    files: Files,
+) -> dict[str, Any]:
+    """What a manifest says of `tensors`, which so many ranks have written into these files."""
     return {
         "step": step,
-        "num_ranks": ranks.count,
+        "num_ranks": num_ranks,
         "contents": list(contents),
         "schedule_step": engine.scheduler.num_steps,
         "skipped_steps": engine.guard.total,
         "tensors": {
             name: {"shape": list(t.shape), "dtype": str(t.dtype)} for name, t in tensors.items()
         },
-        "files": ranks.share_files(part, fingerprint),
+        "files": files,
     }
 
 

@@ -45,14 +45,13 @@ from workers.parallel.fsdp import (
     add_up_gradients,
     begin_pass,
     build_mesh,
-    data_axes,
     full_tensor,
     reshard,
     resident,
     shard,
     tensor_on_first,
 )
-from workers.parallel.sharding import settle
+from workers.parallel.sharding import data_axes, settle
 from workers.training.attention import describe, packed_rows
 from workers.training.lm_head import token_columns
 from workers.training.microbatch import (

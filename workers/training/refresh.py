@@ -20,7 +20,7 @@ from workers.parallel.collectives import Ranks
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import FileCopies, writer_of
 from workers.training.shards import read_shards, write_shards
-from workers.weights.checksum import CopyCheck
+from workers.weights.checksum import CopyCheck, Seen
 from workers.weights.sink import refuse_problems
 
 
@@ -51,12 +51,12 @@ class FollowingEngine(TrainEngine):
 
     @torch.no_grad()
     def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], hashes: Mapping[str, int] | None = None
+        self, tensors: Iterable[tuple[str, Tensor]], seen: Mapping[str, Seen] | None = None
     ) -> None:
         """Move towards these whole tensors; those that do not fit this model are refused.
 
-        What is copied, not averaged, is read back and compared. `hashes` are for engines that keep
-        what came as it came.
+        What is copied, not averaged, is read back and compared. What was `seen` of them as they
+        arrived is for engines that keep them so.
         """
         self.version = None
         came = CopyCheck()
@@ -75,8 +75,8 @@ class FollowingEngine(TrainEngine):
             else:
                 self._move(name, target, whole, came)
 
-        copied = (item for item in named_state(self.module) if item[0] in came)
-        held_otherwise = came.damaged((name, own_part(weight)) for name, weight in copied)
+        held = ((name, own_part(weight)) for name, weight in named_state(self.module))
+        held_otherwise = came.damaged(held)
         self.hash_s = came.seconds
         refuse_problems(
             "frozen model",

@@ -94,8 +94,12 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     return schedule(progress, **_settings_of(schedule, config))
 
 
-def check_schedule(config: OptimConfig, section: str) -> None:
-    """Refuse shares above 1, and a schedule of the user's that asks for what the config lacks."""
+def check_optim(config: OptimConfig, section: str) -> None:
+    """Refuse decay rates and shares above 1, and a schedule that asks for what the config lacks."""
+    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
+        raise ConfigError(
+            f"{section}.betas={list(config.betas)}: it must be two numbers, each from 0 to below 1."
+        )
     for name in ("lr_warmup_steps_ratio", "min_lr_ratio", "wsd_decay_ratio"):
         share = getattr(config, name)
         if share > 1:

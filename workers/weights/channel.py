@@ -34,7 +34,7 @@ from torch import Tensor
 from verl_like.errors import WeightSyncError
 from verl_like.process.store import SIGNATURE_BYTES, SignedStore
 from workers.weights.address import LOOPBACK
-from workers.weights.checksum import Hashing, NamedTensors, byte_view
+from workers.weights.checksum import Hashing, NamedTensors, Seen, byte_view
 
 END = -1
 """In the place of a bucket's size: there are no more."""
@@ -71,7 +71,7 @@ class Channel:
         self.summary: dict[str, Any] = {}
         """Of the whole, where parts of it are held already: its manifest, and how to merge it."""
         self.hashing = Hashing()
-        self.hashes: dict[str, int] = {}
+        self.seen: dict[str, Seen] = {}
         """Of the tensors that have arrived, as they arrived."""
         self.drops_first = False
         """The first bucket gets lost: a fault on purpose."""
@@ -168,9 +168,11 @@ class Channel:
             return
 
         pieces = torch.split(payload, sizes)
-        for (name, dtype, shape, value), piece in zip(tensors, pieces, strict=True):
-            self.hashes[name] = arrived = self.hashing.of(piece)
-            if arrived != value:
+        dtypes = [dtype for _, dtype, _, _ in tensors]
+        found = self.hashing.of_pieces(payload, list(zip(sizes, dtypes, strict=True)))
+        for (name, dtype, shape, value), piece, seen in zip(tensors, pieces, found, strict=True):
+            self.seen[name] = seen
+            if seen[0] != value:
                 self.corrupt.append(name)
             yield name, _aligned(piece, dtype).view(dtype).reshape(shape)
 
@@ -219,11 +221,11 @@ class Channel:
                 yield [(*fact, self.hashing.of(own) if value is None else value)], own
                 continue
 
-            place = self._room(turn, limit)[filled : filled + len(own)]
+            place = self._room(turn, limit).numpy()[filled : filled + len(own)]
             if value is None:
-                value = self.hashing.of_copied(place, own)
+                value = self.hashing.of_copied(place, own.numpy())
             else:
-                place.copy_(own)
+                place[:] = own.numpy()
             sent.append((*fact, value))
             filled += len(own)
         if sent:

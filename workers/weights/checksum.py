@@ -3,16 +3,17 @@
 checksum_of(named_tensors)    every byte: two roles hold the same weights
 CopyCheck                     what an engine holds is what was written into it
 Fingerprint                   64 values of every tensor: which weights made a sample
-Hashing                       hashes of single tensors on their way, with the time they cost
+noted                         tensors as they pass, for both of these
+Hashing                       hashes of tensors on their way, with the time they cost
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ import xxhash
 from torch import Tensor
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Seen = tuple[int, bytes | None]
+"""What is known of a tensor that has arrived: its hash, and its values in a fingerprint, if any."""
 
 
 def byte_view(tensor: Tensor) -> Tensor:
@@ -60,14 +64,13 @@ class Hashing:
         self.seconds += time.perf_counter() - began
         return value
 
-    def of_copied(self, target: Tensor, source: Tensor) -> int:
-        """Of CPU bytes that are being copied, at less than half the price."""
-        into, own = target.numpy(), source.numpy()
+    def of_copied(self, into: Bytes, own: Bytes) -> int:
+        """Of bytes that are being copied, at less than half the price."""
         if len(own) <= self.CHUNK:
-            into[:] = own
             began = time.perf_counter()
-            value = xxhash.xxh3_64_intdigest(into)
+            value = xxhash.xxh3_64_intdigest(own)
             self.seconds += time.perf_counter() - began
+            into[:] = own
             return value
 
         hasher = xxhash.xxh3_64()
@@ -78,6 +81,30 @@ class Hashing:
             hasher.update(chunk)
             self.seconds += time.perf_counter() - began
         return hasher.intdigest()
+
+    def of_pieces(
+        self, payload: Tensor, pieces: Sequence[tuple[int, torch.dtype]]
+    ) -> Iterator[Seen]:
+        """Of tensors that lie behind each other in CPU bytes, by their sizes and types, in turn.
+
+        As many are looked at in one go as whoever takes them then finds in the L2 cache. Of small
+        ones the calls cost more than the bytes: here they are few.
+        """
+        content = payload.numpy()
+        whole, numbers = memoryview(content), content[: len(content) // 4 * 4].view(np.float32)
+        start = at = 0
+        while at < len(pieces):
+            began, limit = time.perf_counter(), start + self.CHUNK
+            found: list[Seen] = []
+            while at < len(pieces) and (not found or start + pieces[at][0] <= limit):
+                size, dtype = pieces[at]
+                end, values = start + size, None
+                if dtype is torch.float32 and start % 4 == 0:
+                    values = numbers[start // 4 : end // 4 : _step(size // 4)].tobytes()
+                found.append((xxhash.xxh3_64_intdigest(whole[start:end]), values))
+                start, at = end, at + 1
+            self.seconds += time.perf_counter() - began
+            yield from found
 
 
 def checksum_of(tensors: NamedTensors) -> str:
@@ -95,29 +122,47 @@ def digest_of(hashes: Iterable[tuple[str, Iterable[int], int]]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+_CPU = torch.device("cpu")
+
+
+class _Found(NamedTuple):
+    """The bytes of a float32 weight on the CPU.
+
+    They keep its memory, so that nothing else can come to lie at that address.
+    """
+
+    weight: Tensor
+    address: int
+    size: int
+    content: memoryview
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether this weight still lies there."""
+        return (
+            weight is self.weight
+            and weight.data_ptr() == self.address
+            and weight.numel() == self.size
+            and weight.is_contiguous()
+        )
+
+
 class CopyCheck:
     """Whether weights that were written into an engine are held as they came, bit for bit.
 
-    `watch` sees them go in; `damaged` reads what the engine then holds. Weights that come and stay
-    on a GPU are hashed there.
+    `note` sees them go in; `damaged` reads what the engine then holds. Weights that come and stay
+    on a GPU are hashed there. Where an engine's weights lie is remembered for its next load: with
+    small ones, most of the time goes to finding their bytes.
     """
 
     def __init__(self) -> None:
-        """`seconds` are those that hashes have cost so far."""
+        """`seconds` are those that the hashes of this load have cost so far."""
         self.seconds = 0.0
         self._came: dict[str, tuple[torch.dtype, torch.device, int]] = {}
+        self._found: dict[str, _Found] = {}
 
-    def __contains__(self, name: str) -> bool:
-        """Whether a weight of this name came."""
-        return name in self._came
-
-    def watch(
-        self, tensors: NamedTensors, hashes: Mapping[str, int] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, hashed as they pass, unless their `hashes` are known by then."""
-        for name, tensor in tensors:
-            self.note(name, tensor, None if hashes is None else hashes.get(name))
-            yield name, tensor
+    def begin(self) -> None:
+        """The next load: nothing has come."""
+        self.seconds, self._came = 0.0, {}
 
     def note(self, name: str, tensor: Tensor, known: int | None = None) -> None:
         """This is what the engine is to hold; its hash is taken, unless it is `known`."""
@@ -125,15 +170,39 @@ class CopyCheck:
         self._came[name] = tensor.dtype, tensor.device, value
 
     def damaged(self, held: NamedTensors) -> list[str]:
-        """Names of the weights that are not as they came; another dtype must have kept all bits."""
+        """Names of the weights that are not as they came; another dtype must have kept all bits.
+
+        Of one that did not come nothing is said.
+        """
         names = []
         for name, weight in held:
+            if name not in self._came:
+                continue
             dtype, device, value = self._came[name]
-            if weight.dtype is not dtype or weight.device != device:
-                weight = weight.detach().to(device, dtype)
-            if self._hash(weight) != value:
+            if dtype is torch.float32 and device == _CPU and self._is_found(name, weight):
+                began = time.perf_counter()
+                is_same = xxhash.xxh3_64_intdigest(self._found[name].content) == value
+                self.seconds += time.perf_counter() - began
+            else:
+                if weight.dtype is not dtype or weight.device != device:
+                    weight = weight.detach().to(device, dtype)
+                is_same = self._hash(weight) == value
+            if not is_same:
                 names.append(name)
         return names
+
+    def _is_found(self, name: str, weight: Tensor) -> bool:
+        """Whether its bytes are known: those that lie at its address now, of its size."""
+        found = self._found.get(name)
+        if found is not None and found.is_of(weight):
+            return True
+        numbers = array_of(weight)
+        if numbers is None or not numbers.flags.c_contiguous:
+            self._found.pop(name, None)
+            return False
+        content = memoryview(numbers.reshape(-1).view(np.uint8))
+        self._found[name] = _Found(weight, weight.data_ptr(), numbers.size, content)
+        return True
 
     def _hash(self, tensor: Tensor) -> int:
         began = time.perf_counter()
@@ -161,6 +230,11 @@ def hash_on_device(payload: Tensor, chunk: int = 2**22) -> int:
     return int(total)
 
 
+def _step(count: int) -> int:
+    """From one number of a fingerprint to the next: of so many it has 64, or a few more."""
+    return max(1, count // 64)
+
+
 @lru_cache(maxsize=2**14)
 def _described(name: str, shape: torch.Size) -> bytes:
     return f"{name} {list(shape)} ".encode()
@@ -176,23 +250,34 @@ class Fingerprint:
     def __init__(self) -> None:
         self._parts: dict[str, bytes] = {}
 
-    def note(self, name: str, tensor: Tensor) -> None:
-        """Take a full tensor in."""
-        step = max(1, tensor.numel() // 64)
-        numbers = array_of(tensor)
-        if numbers is not None:
-            values = numbers.reshape(-1)[::step].tobytes()
-        else:
-            values = tensor.detach().reshape(-1)[::step].float().cpu().numpy().tobytes()
+    def note(self, name: str, tensor: Tensor, known: bytes | None = None) -> None:
+        """Take a full tensor in; its values are read, unless they are `known`."""
+        values = _values_of(tensor) if known is None else known
         self._parts[name] = _described(name, tensor.shape) + values
-
-    def watch(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, noted as they pass."""
-        for name, tensor in tensors:
-            self.note(name, tensor)
-            yield name, tensor
 
     def value(self) -> int:
         """63 bits."""
         whole = b"\n".join(self._parts[name] for name in sorted(self._parts))
         return int.from_bytes(hashlib.blake2b(whole, digest_size=8).digest(), "little") >> 1
+
+
+def _values_of(tensor: Tensor) -> bytes:
+    numbers, step = array_of(tensor), _step(tensor.numel())
+    if numbers is not None:
+        return numbers.reshape(-1)[::step].tobytes()
+    return tensor.detach().reshape(-1)[::step].float().cpu().numpy().tobytes()
+
+
+def noted(
+    tensors: NamedTensors,
+    came: CopyCheck,
+    fingerprint: Fingerprint,
+    seen: Mapping[str, Seen] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors, noted as they pass; of those that were `seen` by then, nothing is read."""
+    seen = {} if seen is None else seen
+    for name, tensor in tensors:
+        known, values = seen.get(name, (None, None))
+        came.note(name, tensor, known)
+        fingerprint.note(name, tensor, values)
+        yield name, tensor

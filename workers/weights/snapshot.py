@@ -48,8 +48,8 @@ class Snapshot:
             own = before.pop(name, None)
             if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
                 own = torch.empty(tensor.shape, dtype=tensor.dtype)
-            source = byte_view(tensor.detach().cpu().contiguous())
-            self.hashes[name] = hashing.of_copied(byte_view(own), source)
+            source = byte_view(tensor.detach().cpu().contiguous()).numpy()
+            self.hashes[name] = hashing.of_copied(byte_view(own).numpy(), source)
             self.tensors[name] = own
         self.version = version
 

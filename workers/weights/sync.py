@@ -35,7 +35,7 @@ from verl_like.process.store import SignedStore, new_secret
 from workers.models.lora import adapter_facts
 from workers.weights.address import Address, join_weight_store, open_weight_store
 from workers.weights.channel import FORM_TIMEOUT, Channel
-from workers.weights.checksum import NamedTensors
+from workers.weights.checksum import NamedTensors, Seen
 from workers.weights.kept import KeptWeights, announce, changes
 from workers.weights.sink import describe_problems
 
@@ -173,7 +173,7 @@ class _ReceivingEngine(Protocol):
     hash_s: float
 
     def load_weights(
-        self, tensors: NamedTensors, hashes: Mapping[str, int] | None = None
+        self, tensors: NamedTensors, seen: Mapping[str, Seen] | None = None
     ) -> None: ...
 
     def commit(self, version: int) -> None: ...
@@ -369,7 +369,7 @@ class WeightReceiver:
         problems: list[str] = []
         try:
             if self.kept is None:
-                self.engine.load_weights(arriving, channel.hashes)
+                self.engine.load_weights(arriving, channel.seen)
             else:
                 self.engine.load_weights(self.kept.taken(channel, arriving))
         except WeightSyncError as problem:

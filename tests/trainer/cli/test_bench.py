@@ -103,6 +103,12 @@ def test_an_option_out_of_its_range_ends_with_one_line(
     assert wrong.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_number_that_is_none_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--gen=x"])
+    assert "argument --gen: invalid seconds value: 'x'" in capsys.readouterr().err
+
+
 def test_another_benchmark_shows_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["verl-like", "bench", "speed"])
     with pytest.raises(SystemExit, match="usage: verl-like bench overlap"):

@@ -98,3 +98,15 @@ def test_a_detached_run_is_explained_with_its_makers_and_how_fast_it_will_be(
 def test_only_a_detached_run_is_predicted() -> None:
     with pytest.raises(ConfigError, match=r"--measured=x tells of a run of `explain detached"):
         main(["--measured=x", *NEEDED])
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--cardgb=80", "no option --cardgb=80, only --card-gb=GIB"),
+        ("--card-gb=inf", "--card-gb=inf: give a card's memory in GiB"),
+    ],
+)
+def test_an_option_that_says_nothing_is_refused(option: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        main([option, *NEEDED])

@@ -46,3 +46,9 @@ def test_it_serves_a_function_until_a_signal(tmp_path: Path) -> None:
 def test_what_cannot_serve_is_refused(options: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         serve_reward.main(options)
+
+
+def test_arguments_that_are_no_object_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve_reward.main(["--kwargs", "[1]"])
+    assert "argument --kwargs: [1] is no JSON object" in capsys.readouterr().err

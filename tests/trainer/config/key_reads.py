@@ -61,7 +61,7 @@ class Reads(ast.NodeVisitor):
         self.protocols: dict[str, set[str]] = {}
         self.names: list[Names] = [{}]
         self.inside: list[str] = []
-        self.strings: list[list[str]] = [[]]
+        self.functions: list[ast.AST] = []
 
     def of(self, node: ast.AST | None) -> Classes:
         """The config dataclasses that an expression may be; what it reads is noted."""
@@ -118,10 +118,10 @@ class Reads(ast.NodeVisitor):
         for kind in first:
             if name == "vars" or (name == "asdict" and self._is_flat(kind)):
                 self._note(first, *self.tree.fields[kind])
-        strings = strings_in(node)
-        if name == "getattr" and not isinstance(node.args[1], ast.Constant):
-            strings = self.strings[-1]
-        self._note(first, *strings)
+        if first:
+            by_name = name == "getattr" and not isinstance(node.args[1], ast.Constant)
+            for within in self.functions[-1:] if by_name else [node]:
+                self._note(first, *strings_in(within))
         return first if name == "replace" else self.returns[name]
 
     def _is_flat(self, kind: type) -> bool:
@@ -165,9 +165,9 @@ class Reads(ast.NodeVisitor):
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         self.names.append({one.arg: self.annotated(one.annotation) for one in arguments})
-        self.strings.append(strings_in(node))
+        self.functions.append(node)
         self.generic_visit(node)
-        self.strings.pop()
+        self.functions.pop()
         self.names.pop()
 
     def visit_Assign(self, node: ast.Assign) -> None:

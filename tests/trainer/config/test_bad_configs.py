@@ -96,6 +96,11 @@ SETTINGS = [
         ],
     ),
     ("placement=diagonal", ["diagonal", "colocate"]),
+    ("trainer.cls=MyTrainer", ["trainer.cls=MyTrainer is no dotted path", "my_module.MyClass"]),
+    (
+        "actor_rollout_ref.model.lora_rank=4 actor_rollout_ref.model.target_modules=[q_projj]",
+        ["model.target_modules=['q_projj']", "Did you mean 'q_proj'"],
+    ),
     (
         "actor_rollout_ref.actor.ppo_mini_batch_size=3",
         ["=3 prompts", "train_batch_size=8", "the nearest values that do are 2 and 4"],
@@ -283,7 +288,19 @@ def another_run(tiny: Path, folder: Path) -> str:
     return f"trainer.default_local_dir={folder}/other"
 
 
+def reward_model_without_score(tiny: Path, folder: Path) -> str:
+    return f"rewards=[{{name: model, kind: model, path: {tiny}/model}}]"
+
+
+def model_with_half_a_config(tiny: Path, folder: Path) -> str:
+    shutil.copytree(tiny / "model", folder / "model")
+    (folder / "model" / "config.json").write_text('{"model_type": ', encoding="utf-8")
+    return f"actor_rollout_ref.model.path={folder}/model"
+
+
 FILES = [
+    (reward_model_without_score, ["rewards[0].path=", "has no score.weight"]),
+    (model_with_half_a_config, ["config.json is damaged: Expecting value"]),
     (row_without_prompt, ["p.jsonl, line 2", "nothing in column 'prompt'", "data.on_bad_row=skip"]),
     (unknown_source, ["data_source 'openai/gsm9k'", "openai/gsm8k", "custom_reward_function.path"]),
     (model_without("token*"), ["No tokenizer loads", "it holds", "model.safetensors"]),

@@ -117,3 +117,11 @@ def test_files_of_ones_own_compose_with_presets_of_another_recipe(
     text = GOOD.replace("ppo_trainer", "detached_trainer, {override algorithm: grpo}")
     arguments = ("--config-name", "mine", N)
     assert said(monkeypatch, tmp_path, {"mine.yaml": text}, *arguments, recipe=DETACHED) == ""
+
+
+@pytest.mark.parametrize("arguments", [["--epochs", "3"], ["--epochs=3"], ["data.train_files"]])
+def test_words_that_are_no_settings_are_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str]
+) -> None:
+    text = said(monkeypatch, tmp_path, {}, *arguments)
+    assert f"{arguments[0]} is no setting. Settings are written key=value" in text

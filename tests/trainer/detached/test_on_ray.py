@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import overrides
+from tests.integration.runs import calls, overrides
 from tests.trainer.detached.test_lost_trainer import KillTrainer
 from tests.trainer.detached.test_topologies import curves
 from trainer import load_config, run
@@ -23,9 +23,8 @@ MAKING = {"__init__", "init_model", "receive_weights", "generate_sequences"}
 def methods_by_process(folder: Path) -> dict[int, set[tuple[str, str]]]:
     """Process -> (role, method) of what ran in it."""
     found: dict[int, set[tuple[str, str]]] = {}
-    for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]:
-        if event["ph"] == "X":
-            found.setdefault(event["args"]["pid"], set()).add((event["cat"], event["name"]))
+    for event in calls(folder):
+        found.setdefault(event["args"]["pid"], set()).add((event["cat"], event["name"]))
     return found
 
 

@@ -19,7 +19,7 @@ LOCAL = "trainer.backend=local"
 
 
 def detached(tiny: Path, folder: Path, *more: str) -> Path:
-    """The folder of a detached run of three steps."""
+    """The folder of a detached run, of three steps unless it is told."""
     run(load_config(overrides(tiny, folder, LOCAL, *more), DETACHED))
     return folder
 
@@ -50,12 +50,13 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(
 
 
 VALIDATED = ("trainer.test_freq=1", "actor_rollout_ref.actor.ema_decay=0.5")
+TWO_STEPS = "trainer.total_training_steps=2"
 
 
 @pytest.mark.parametrize(
     ("settings", "makers"),
     [
-        (("actor_rollout_ref.rollout.name=hf",), "1m1t"),
+        (("actor_rollout_ref.rollout.name=hf", "data.max_response_length=4"), "1m1t"),
         (("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"), "2m1t"),
         ((*VALIDATED, "data.val_files={tiny}/val.parquet"), "1m1t"),
     ],
@@ -64,7 +65,7 @@ VALIDATED = ("trainer.test_freq=1", "actor_rollout_ref.actor.ema_decay=0.5")
 def test_staleness_0_is_the_synchronous_run_of_other_settings_bit_for_bit(
     tiny_dir: Path, tmp_path: Path, settings: tuple[str, ...], makers: str
 ) -> None:
-    more = [setting.format(tiny=tiny_dir) for setting in settings]
+    more = [TWO_STEPS, *(setting.format(tiny=tiny_dir) for setting in settings)]
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     ours = (f"detached.topology={makers}", "detached.max_staleness=0")
     folder = detached(tiny_dir, tmp_path / "detached", *more, *ours)
@@ -78,7 +79,7 @@ def test_responses_made_in_parts_are_those_made_at_once(
         "of_all": "actor_rollout_ref.rollout.max_new_tokens_per_call=3",
         "of_one": "detached.maker_settings.0={max_new_tokens_per_call: 3}",
     }
-    ours = ("detached.max_staleness=0", "trainer.total_training_steps=2")
+    ours = ("detached.max_staleness=0", TWO_STEPS)
     assert len(calls(plain, "generate_sequences")) == 3
     for name, setting in parts.items():
         folder = detached(tiny_dir, tmp_path / name, *ours, setting)
@@ -117,7 +118,7 @@ def test_a_lost_maker_ends_the_run_by_its_name_unless_told_otherwise(
 
 
 def test_adapters_are_trained_as_in_the_synchronous_run(tiny_dir: Path, tmp_path: Path) -> None:
-    more = ("actor_rollout_ref.model.lora_rank=2", "trainer.total_training_steps=2")
+    more = ("actor_rollout_ref.model.lora_rank=2", TWO_STEPS)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     ours = (*more, "detached.makers=2", "detached.max_staleness=0")
     folder = detached(tiny_dir, tmp_path / "detached", *ours)
@@ -192,7 +193,7 @@ def test_a_resumed_synchronous_run_goes_on_bit_for_bit(
 ) -> None:
     in_background = "role_workers.actor=tests.integration.background_actors.BackgroundActor"
     settings = ("detached.max_staleness=0", "trainer.save_freq=1", in_background)
-    folder = detached(tiny_dir, tmp_path, *settings, "trainer.total_training_steps=2")
+    folder = detached(tiny_dir, tmp_path, *settings, TWO_STEPS)
     assert calls(folder, "write_checkpoint"), "that of step 1, beside step 2"
     detached(tiny_dir, tmp_path, *settings)
     assert shared_numbers(folder) == shared_numbers(plain)
@@ -204,12 +205,12 @@ def test_a_resumed_run_repeats_no_sample_and_loses_none(
 ) -> None:
     staleness = ("detached.max_staleness=2", f"detached.on_resume={on_resume}")
     settings = (*staleness, "detached.makers=2", "trainer.save_freq=1")
-    detached(tiny_dir, tmp_path, *settings, "trainer.total_training_steps=3")
-    detached(tiny_dir, tmp_path, *settings, "trainer.total_training_steps=6")
-    texts = [(tmp_path / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 7)]
+    detached(tiny_dir, tmp_path, *settings, TWO_STEPS)
+    detached(tiny_dir, tmp_path, *settings, "trainer.total_training_steps=4")
+    texts = [(tmp_path / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 5)]
     uids = [json.loads(line)["uid"] for text in texts for line in text.splitlines()]
-    assert len(set(uids)) == 6 * 8
-    assert ledger_of(tmp_path)["trainers"] == {"0": 6 * 16}
+    assert len(set(uids)) == 4 * 8
+    assert ledger_of(tmp_path)["trainers"] == {"0": 4 * 16}
 
 
 def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import calls, lines, overrides
-from tests.trainer.detached.test_run import LOCAL, detached, ledger_of, shared_numbers
+from tests.trainer.detached.test_run import (
+    LOCAL,
+    TWO_STEPS,
+    detached,
+    ledger_of,
+    shared_numbers,
+)
 from trainer import load_config, run
 from trainer.detached.config import DetachedConfig
 from trainer.detached.plan import plan_lines
@@ -50,7 +56,7 @@ def configured(*more: str) -> DetachedConfig:
 def test_scores_of_makers_are_those_of_the_synchronous_run_bit_for_bit(
     tiny_dir: Path, classifier: Path, tmp_path: Path, makers: str
 ) -> None:
-    more = (two_models(classifier), *(ROW_BY_ROW if makers == "2m1t" else ()))
+    more = (two_models(classifier), TWO_STEPS, *(ROW_BY_ROW if makers == "2m1t" else ()))
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     ours = (f"detached.topology={makers}", "detached.max_staleness=0", ON_MAKER)
     folder = detached(tiny_dir, tmp_path / "detached", *more, *ours)
@@ -68,7 +74,7 @@ def test_responses_made_in_parts_are_scored_when_they_are_whole(
     tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:
     parts = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
-    ours = ("detached.max_staleness=0", "trainer.total_training_steps=2")
+    ours = ("detached.max_staleness=0", TWO_STEPS)
     in_parts = detached(tiny_dir, tmp_path, *ours, parts, ON_MAKER)
     assert shared_numbers(in_parts) == shared_numbers(plain)[:2]
     assert len(calls(in_parts, "compute_values")) == 2
@@ -90,7 +96,7 @@ def test_makers_that_run_ahead_have_values_of_the_version_that_they_took(
 
 def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path: Path) -> None:
     settings = ("detached.on_resume=restore", "detached.max_staleness=2", "trainer.save_freq=1")
-    detached(tiny_dir, tmp_path, ON_MAKER, *settings, "trainer.total_training_steps=2")
+    detached(tiny_dir, tmp_path, ON_MAKER, *settings, TWO_STEPS)
     detached(tiny_dir, tmp_path, ON_MAKER, *settings, "trainer.total_training_steps=4")
     assert roles_of(tmp_path)["compute_values"] == {"critic_copy"}
     assert len(calls(tmp_path, "compute_values")) <= len(calls(tmp_path, "generate_sequences"))
@@ -117,7 +123,7 @@ def test_groups_that_dynamic_sampling_draws_are_scored_on_makers(
     tiny_dir: Path, classifier: Path, tmp_path: Path
 ) -> None:
     more = (two_models(classifier), "algorithm.filter_groups.enable=true")
-    folder = detached(tiny_dir, tmp_path, ON_MAKER, *more, "trainer.total_training_steps=2")
+    folder = detached(tiny_dir, tmp_path, ON_MAKER, *more, TWO_STEPS)
     num_made, num_scored = (
         len(calls(folder, name)) for name in ("generate_sequences", "compute_rm_score")
     )

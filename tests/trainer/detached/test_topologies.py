@@ -12,7 +12,11 @@ from tests.integration.runs import calls, numbers, overrides
 from trainer import load_config, run
 from trainer.detached.recipe import DETACHED
 
-SETTINGS = ("trainer.backend=local", "detached.max_staleness=0")
+SETTINGS = (
+    "trainer.backend=local",
+    "detached.max_staleness=0",
+    "trainer.total_training_steps=2",
+)
 OTHER_WEIGHTS = "role_workers.rollout=tests.trainer.detached.rigged_workers.OtherWeights"
 
 
@@ -54,13 +58,13 @@ def test_shards_of_the_weights_and_more_makers_change_no_curve(
     hashes = Hashes()
     run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[hashes])
     assert hashes.makers == hashes.trainers
-    assert [len(each) for each in hashes.trainers] == [1, 1, 1]
-    assert len(set.union(*hashes.trainers)) == 3
+    assert [len(each) for each in hashes.trainers] == [1, 1]
+    assert len(set.union(*hashes.trainers)) == 2
     assert len({c["args"]["pid"] for c in calls(tmp_path, "generate_sequences")}) == makers
     assert len({c["args"]["pid"] for c in calls(tmp_path, "update_actor")}) == trainers
 
     ledger = json.loads((tmp_path / "detached.json").read_text())["ledger"]
-    assert sum(ledger["trainers"].values()) == 3 * 8 * 2
+    assert sum(ledger["trainers"].values()) == 2 * 8 * 2
     assert len(curves(one_by_one)[0]) >= 5
     for ours, theirs in zip(curves(tmp_path), curves(one_by_one), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)

@@ -145,6 +145,11 @@ def test_roles_whose_state_a_call_may_have_changed_are_known(groups: WorkerGroup
     groups["actor"].who()
     assert groups.changed_roles() == {"actor"}
 
+    groups.forget_changes()
+    groups.construct_again("maker_1_pool")
+    groups.restart("maker_0_pool")
+    assert groups.changed_roles() == {"rollout", "rollout_1"}, "they hold nothing any more"
+
 
 def test_what_has_no_process_of_its_own_is_not_restarted(tmp_path: Path) -> None:
     config = reporting(tmp_path, {"actor": "trainer_pool"}, trainer_pool=1)

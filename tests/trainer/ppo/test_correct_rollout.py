@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.integration.runs import calls, lines, overrides
-from tests.workers.distributed import run as on_ranks
+from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from trainer import load_config, run
 from trainer.config.keys import read
@@ -146,7 +146,7 @@ def test_a_corrected_update_is_the_same_at_every_number_of_ranks_and_any_cut(
 ) -> None:
     whole = learned_on_ranks(tiny_dir, 8)
     assert whole[2]["rollout_corr/rollout_rs_masked_fraction"] > 0
-    for found in on_ranks(2, learned_on_ranks, tiny_dir, 1):
+    for found in run_kept(2, learned_on_ranks, tiny_dir, 1):
         for ours, expected in zip(found, whole, strict=True):
             assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)
 

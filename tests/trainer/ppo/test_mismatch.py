@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.test_three_steps import overrides
+from tests.integration.runs import overrides
 from trainer import PPOTrainer, load_config, run
 from trainer.ppo.mismatch import GapFacts, explain_gap, self_test
 from workers.losses import blocks

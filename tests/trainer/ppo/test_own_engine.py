@@ -29,6 +29,7 @@ def steps(tiny_dir: Path, folder: Path, name: str) -> list[dict[str, float]]:
     settings = [
         f"actor_rollout_ref.rollout.name={name}",
         "trainer.backend=local",
+        "data.max_response_length=2",
         "trainer.total_training_steps=1",
     ]
     run(load_config(overrides(tiny_dir, folder, *settings)))

@@ -13,8 +13,15 @@ from trainer import load_config
 from trainer.groups.worker_groups import ROLE_WORKERS
 from trainer.ppo.replaceable import replaceable_roles
 from verl_like.registry import load_object
+from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
 from workers.roles.sampler import SamplerWorker
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+class OwnActor(ActorWorker):
+    """Of a user, too."""
 
 
 class OwnRollout(RolloutWorker):
@@ -24,7 +31,7 @@ class OwnRollout(RolloutWorker):
 def groups(**own: type) -> Any:
     """In the place of a run's groups: of every built-in role its class."""
     classes = {role: load_object(path, role) for role, path in ROLE_WORKERS.items()} | own
-    return {role: SimpleNamespace(roles={role: cls}) for role, cls in classes.items()}
+    return {role: SimpleNamespace(roles={role: cls}, world_size=4) for role, cls in classes.items()}
 
 
 @pytest.mark.parametrize(
@@ -55,3 +62,21 @@ def test_an_engine_with_processes_of_its_own_goes_with_its_worker(
     config = load_config(overrides(tiny_dir, tmp_path))
     config.actor_rollout_ref.rollout.name = "vllm"
     assert replaceable_roles(config, groups()).with_processes == {"rollout"}
+
+
+@pytest.mark.parametrize(
+    ("more", "own", "held"),
+    [
+        ((), {}, {}),
+        ((f"{ACTOR}.strategy=ddp",), {}, {"actor": [[0], [1], [2], [3]]}),
+        ((f"{ACTOR}.strategy=ddp",), {"actor": OwnActor}, {}),
+        (("critic.model.fsdp_config.fsdp_size=2",), {}, {"critic": [[0, 1], [2, 3]]}),
+    ],
+)
+def test_the_ranks_that_hold_a_whole_state_are_known(
+    tiny_dir: Path, tmp_path: Path, more: tuple[str, ...], own: dict[str, type], held: Any
+) -> None:
+    config = load_config(overrides(tiny_dir, tmp_path, "trainer.n_gpus_per_node=4", *more))
+    found = replaceable_roles(config, groups(**own))
+    assert found.replicas == held
+    assert found.generating == {"rollout"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.report.report_runs import CALLS, make_run
-from trainer.report.calls import Call, last_steps, without_pauses
+from trainer.report.calls import Call, last_steps, read_timeline, without_pauses
 from trainer.report.page import write_report
 from trainer.report.read import read_run
 from trainer.run_folder.timeline import Timeline
@@ -48,6 +48,18 @@ def test_steps_that_overlap_stay_so() -> None:
     shown, cuts = without_pauses(calls)
     assert cuts == []
     assert {call.start for call in shown} == {call.start for call in calls}
+
+
+def test_a_timeline_of_older_code_is_read_too(tmp_path: Path) -> None:
+    named = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "train"}}
+    lane = {**named, "tid": 2, "name": "thread_name", "args": {"name": "actor-1"}}
+    call = {"ph": "X", "name": "update_actor", "cat": "actor", "pid": 1, "tid": 2}
+    call |= {"ts": 500000, "dur": 250000, "args": {"pid": 9, "rank": 1, "step": 3}}
+    trace = {"traceEvents": [named, lane, call], "otherData": {"stages": ["update"]}}
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps(trace))
+    read = Call("train", "actor-1", "actor", "update_actor", 0.5, 0.75, 3)
+    assert read_timeline(path, []) == ([read], ["update"])
 
 
 def test_no_call_is_no_axis() -> None:

@@ -6,9 +6,11 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.conftest import draw_figures
 from tests.trainer.report.report_runs import make_run
 from trainer.report.calls import last_steps, overlap_share, pools_at_work
 from trainer.report.figures import PANELS, WINDOWS, curves, panels_of, running_mean
@@ -16,20 +18,25 @@ from trainer.report.page import close_run, write_report
 from trainer.report.read import phase_shares, read_run
 from verl_like.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("figures")
-
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("run") / "ppo", 20)
 
 
+@pytest.fixture(scope="module")
+def page(run_dir: Path, drawings: list[Any]) -> str:
+    """The report of `run_dir`, with its figures."""
+    with pytest.MonkeyPatch.context() as patch:
+        draw_figures(drawings, patch)
+        return page_of(run_dir)
+
+
 def page_of(folder: Path) -> str:
     return write_report(folder).read_text(encoding="utf-8")
 
 
-def test_every_panel_the_timeline_and_the_tables_are_there(run_dir: Path) -> None:
-    page = page_of(run_dir)
+def test_every_panel_the_timeline_and_the_tables_are_there(page: str) -> None:
     shown = re.findall(r'data-figure="([^"]+)"', page)
     assert shown == [*(panel.title for panel in PANELS), "Timeline", "Phases"]
     assert page.count("<svg") == len(shown)
@@ -38,8 +45,8 @@ def test_every_panel_the_timeline_and_the_tables_are_there(run_dir: Path) -> Non
         assert f"<td>{cell}</td>" in page
 
 
-def test_the_page_needs_nothing_from_outside(run_dir: Path) -> None:
-    page = re.sub(r'xmlns(:xlink)?="[^"]*"|<!DOCTYPE[^>]*>', "", page_of(run_dir))
+def test_the_page_needs_nothing_from_outside(page: str) -> None:
+    page = re.sub(r'xmlns(:xlink)?="[^"]*"|<!DOCTYPE[^>]*>', "", page)
     assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)[^)]*\)|@import', page) == []
 
 
@@ -91,6 +98,7 @@ def test_samples_are_escaped_and_cut(tmp_path: Path) -> None:
     assert "more characters)" in page
 
 
+@pytest.mark.usefixtures("figures")
 def test_a_thousand_steps_take_seconds_and_few_megabytes(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 1000, samples=8)
     began = time.process_time()
@@ -109,6 +117,7 @@ def test_another_recipe_s_numbers_have_a_figure_each_those_of_validation_too(
     assert titles == ["train/loss", "train/accuracy", "val-core/rm/accuracy", "Overlap"]
 
 
+@pytest.mark.usefixtures("figures")
 def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 3)
     metrics = folder / "metrics.jsonl"
@@ -149,6 +158,7 @@ def test_what_is_not_ours_in_a_folder_is_left_out(
     assert note in " ".join(read_run(folder).notes)
 
 
+@pytest.mark.usefixtures("figures")
 def test_a_run_without_a_step_has_a_report_with_its_failure(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     close_run(tmp_path, RuntimeError("the critic's node is gone"))

@@ -33,6 +33,18 @@ def test_restarts_are_counted_by_step_and_samples_by_their_fate(
     ]
 
 
+def test_it_is_said_where_the_state_came_from_and_what_that_has_cost(
+    record: Restarts, tmp_path: Path
+) -> None:
+    for failed, goes_on_after, source in ((3, 2, "actor rank 1"), (9, 6, "global_step_6")):
+        record.wait_for_next(WorkerDiedError("rank 0 is gone"), failed)
+        record.begin(goes_on_after, source)
+    assert restarts_in_words(tmp_path) == [
+        "restarts: 2, in step 3, 9; in step 3 with the state of actor rank 1, no finished step is "
+        "lost; in step 9 with the state of global_step_6, 2 finished steps made again"
+    ]
+
+
 def test_a_run_without_restarts_says_nothing(record: Restarts, tmp_path: Path) -> None:
     assert restarts_in_words(tmp_path) == []
 
@@ -48,11 +60,14 @@ def test_a_run_that_begins_anew_begins_its_record_anew_and_a_restart_does_not(
     record: Restarts, tmp_path: Path
 ) -> None:
     (tmp_path / "restarts.jsonl").write_text('{"step": 9, "lost": "of an earlier run"}\n')
-    record.begin(0)
+    record.begin(0, "the beginning")
     assert restarts_in_words(tmp_path) == []
     record.wait_for_next(WorkerDiedError("rank 1 is gone"), 1)
-    record.begin(0)
-    assert restarts_in_words(tmp_path) == ["restarts: 1, in step 1"]
+    record.begin(0, "the beginning")
+    assert restarts_in_words(tmp_path) == [
+        "restarts: 1, in step 1; in step 1 with the state of the beginning, "
+        "no finished step is lost"
+    ]
 
 
 def test_whether_a_restart_is_left_is_what_the_next_failure_would_find(record: Restarts) -> None:

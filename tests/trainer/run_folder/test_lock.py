@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -37,6 +38,65 @@ def test_the_second_run_is_refused_with_host_and_pid_of_the_first(tmp_path: Path
     assert not (tmp_path / "run.lock").exists()
     with FolderLock(tmp_path):
         pass
+
+
+KILLED_WITH_A_CHILD = """
+import os, subprocess, sys
+from trainer.run_folder.lock import FolderLock
+FolderLock(sys.argv[1]).__enter__()
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False)
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_process_that_a_killed_run_left_does_not_hold_the_folder(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", KILLED_WITH_A_CHILD, str(tmp_path)]
+    done = subprocess.run(program, check=False, stdout=subprocess.PIPE, text=True)
+    try:
+        with FolderLock(tmp_path):
+            pass
+    finally:
+        os.kill(int(done.stdout), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "since": "yesterday"}),
+        json.dumps({"host": "another", "pid": 1, "since": "yesterday"}),
+        '{"host": "half a li',
+        "[]",
+    ],
+    ids=["a number that another process has now", "another host", "half a line", "no object"],
+)
+def test_whoever_the_file_names_the_system_says_whether_a_run_is_at_work(
+    tmp_path: Path, left: str
+) -> None:
+    (tmp_path / "run.lock").write_text(left)
+    with FolderLock(tmp_path):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+        (tmp_path / "run.lock").write_text(left)
+        with pytest.raises(ConfigError, match="is in use by"):
+            FolderLock(tmp_path).take()
+
+
+def test_a_lock_whose_owner_ends_just_then_is_that_of_a_file_which_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, flock = FolderLock(tmp_path), fcntl.flock
+    first.take()
+
+    def end_first(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.__exit__()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", end_first)
+    with FolderLock(tmp_path):
+        assert (tmp_path / "run.lock").is_file()
+        with pytest.raises(ConfigError, match="is in use by"):
+            FolderLock(tmp_path).take()
 
 
 def test_what_a_killed_run_left_is_taken_over(

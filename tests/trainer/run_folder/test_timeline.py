@@ -45,13 +45,14 @@ def test_calls_keep_their_times_workers_and_lanes(tmp_path: Path) -> None:
         ("update_actor", 1e6, 2e6),
         ("update_actor", 1.5e6, 1.5e6),
     ]
-    assert drawn[2]["args"] == {"pid": 101, "rank": 1, "cpu_s": 0.25, "step": 7}
+    assert drawn[2]["args"] == {"cpu_s": 0.25, "step": 7}
     assert len({(c["pid"], c["tid"]) for c in drawn}) == 3
     assert drawn[1]["pid"] == drawn[2]["pid"] != drawn[0]["pid"]
 
     described = [e for e in events(path) if e["ph"] == "M" and e["name"] != "trace_origin"]
-    names = {e["args"]["name"] for e in described}
-    assert names == {"a", "b", "actor-0", "actor-1", "critic-0"}
+    lanes = {e["args"]["name"]: e["args"] for e in described}
+    assert lanes.keys() == {"a", "b", "actor-0", "actor-1", "critic-0"}
+    assert lanes["actor-1"] == {"name": "actor-1", "role": "actor", "rank": 1, "pid": 101}
 
 
 def test_the_file_is_whole_json_after_every_step_and_without_calls(tmp_path: Path) -> None:
@@ -76,6 +77,27 @@ def test_a_resumed_run_goes_on_in_its_lanes_and_on_its_clock(tmp_path: Path) -> 
     assert path.read_text() == whole.read_text()
     Timeline(path).add(second)
     assert len(calls(path)) == 2
+
+
+def test_a_lane_is_named_again_when_another_process_goes_on_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    timeline = Timeline(path)
+    for pid in (100, 100, 200):
+        timeline.add([{**record("a", "actor", 0, 10.0, 11.0), "pid": pid}])
+    Timeline(path, resume=True).add([{**record("a", "actor", 0, 12.0, 13.0), "pid": 200}])
+    named = [e for e in events(path) if e["name"] == "thread_name"]
+    assert [(e["tid"], e["args"]["pid"]) for e in named] == [(1, 100), (1, 200)]
+
+
+def test_a_call_takes_little_room(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    timeline = Timeline(path)
+    long = {"method": "compute_ref_log_prob", "stage": "score", "cpu_s": 0.123456789}
+    calls = [{**record("a", "ref", 0, t, t + 0.37), **long, "step": t} for t in range(1000, 1100)]
+    timeline.add(calls[:50])
+    before = path.stat().st_size
+    timeline.add(calls[50:])
+    assert path.stat().st_size - before < 50 * 140
 
 
 def test_a_long_run_is_gone_on_with_in_little_memory(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""A step's numbers are on disk when `log` returns, with every digit, and wherever else the config
-says.
+"""A step's numbers are on disk when `log` returns, with every digit but for times, and wherever
+else the config says.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ def test_a_line_is_on_disk_at_once_with_every_digit(tmp_path: Path) -> None:
             lines = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
             assert json.loads(lines[-1]) == {"step": step, "loss": float(value)}
         assert len(lines) == 2
+
+
+def test_times_are_written_to_the_microsecond(tmp_path: Path) -> None:
+    JsonLines(tmp_path).write({"timing_s/gen": 0.123456789, "perf/x": 0.123456789}, 1)
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert line == '{"step": 1, "timing_s/gen": 0.123457, "perf/x": 0.123456789}\n'
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def out_of_band(data):
 
 def test_tensors_and_numeric_arrays_leave_the_pickle():
     data = DataProto.from_dict(
-        {"a": torch.zeros(1000, 100), "b": torch.zeros(1000).bfloat16()},
+        {"a": torch.rand(1000, 100), "b": torch.zeros(1000).bfloat16()},
         {"n": np.zeros(1000), "uid": ["x"] * 1000},
     )
     head, buffers = out_of_band(data)
@@ -42,7 +42,7 @@ def test_every_dtype_survives_read_only_buffers_without_a_warning(rows):
 
 def test_loading_copies_nothing_large_and_a_writable_copy_copies_everything():
     memory = bytearray(of_every_dtype(3000).batch["torch.float32"].numpy().tobytes())
-    data = DataProto.from_dict({"a": torch.zeros(3000, 2)}, {"n": np.zeros(3000)}, {"t": 1})
+    data = DataProto.from_dict({"a": torch.rand(3000, 2)}, {"n": np.zeros(3000)}, {"t": 1})
     head, buffers = out_of_band(data)
     back = pickle.loads(head, buffers=[memory, bytes(buffers[1].raw())])
     assert back.batch["a"][:3].tolist() == [[0, 1], [2, 3], [4, 5]]
@@ -75,6 +75,47 @@ def test_any_layout_of_tensor_travels(column, tmp_path):
         assert_same(pickle.loads(pickle.dumps(data, protocol=protocol)), data)
     data.save_to_disk(tmp_path / "batch")
     assert_same(DataProto.load_from_disk(tmp_path / "batch"), data)
+
+
+def padded(dtype: torch.dtype, width: int = 256) -> torch.Tensor:
+    """Rows of 1 to 40 entries, and padding to that width."""
+    rows = torch.zeros(64, width)
+    for row in range(64):
+        rows[row, : row % 40 + 1] = torch.randn(row % 40 + 1) * 100
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_padding_does_not_travel_and_comes_back_bit_for_bit(dtype, protocol):
+    column = padded(dtype)
+    data = DataProto.from_dict({"a": column})
+    content = pickle.dumps(data, protocol=protocol)
+    assert len(content) < column.nbytes / 2
+    assert_same(pickle.loads(content), data)
+
+
+def test_a_column_that_hardly_repeats_itself_or_is_large_is_shared_as_it_is():
+    few_runs, many_runs = padded(torch.float32, width=1 << 12), torch.rand(64, 256)
+    for column in (few_runs, many_runs):
+        _, buffers = out_of_band(DataProto.from_dict({"a": column}))
+        assert [buffer.raw().nbytes for buffer in buffers] == [column.nbytes]
+
+
+@pytest.mark.parametrize("largest", [2**15 - 1, 2**15, 2**31 - 1, 2**31, 2**63 - 1])
+def test_whole_numbers_travel_narrow_and_keep_their_value(largest):
+    column = torch.zeros(8, 200, dtype=torch.int64)
+    column[3, 7:90], column[4, 5] = largest, -largest - 1
+    data = DataProto.from_dict({"a": column})
+    assert_same(pickle.loads(pickle.dumps(data)), data)
+
+
+def test_bits_of_nan_and_of_minus_zero_survive_the_runs():
+    bits = torch.zeros(8, 200, dtype=torch.int32)
+    bits[2, 5:50], bits[3, :9], bits[4, 0] = 0x7FC00001, 0x7F800002, -(2**31)
+    back = pickle.loads(pickle.dumps(DataProto.from_dict({"a": bits.view(torch.float32)})))
+    assert torch.equal(back.batch["a"].view(torch.int32), bits)
+    back.batch["a"][0] = 1.0  # memory of its own
 
 
 def test_objects_meta_and_shard_travel_by_pickle():

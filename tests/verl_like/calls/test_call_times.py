@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import pytest
@@ -47,6 +48,19 @@ def test_more_rows_than_usual_have_more_time_and_fewer_have_no_less() -> None:
     assert times.limit_s("actor.update_actor", 0, LIMITS) == 200.0
 
 
+@pytest.mark.parametrize("slowest", [5.9, 6.0, 6.1, 30.0])
+@pytest.mark.parametrize("rows", [0, 3, 4, 5, 12])
+def test_the_limit_is_that_of_the_medians_whether_or_not_they_are_looked_at(
+    slowest: float, rows: int
+) -> None:
+    times, seconds = CallTimes(), [0.5, slowest, slowest]
+    for took, of_rows in zip(seconds, (8, 4, 4), strict=True):
+        times.add("a", took, of_rows)
+    share = max(1.0, rows / statistics.median((8, 4, 4)))
+    limit = max(60.0, 10.0 * statistics.median(seconds) * share)
+    assert times.limit_s("a", rows, LIMITS) == limit
+
+
 def test_a_call_that_does_not_end_is_late_by_what_its_group_has_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -55,7 +69,7 @@ def test_a_call_that_does_not_end_is_late_by_what_its_group_has_seen(
     batch = DataProto.from_dict({"x": torch.zeros(4)})
     for _ in range(3):
         group.echo(batch)
-    assert len(group.transport.call_times._of["modes.echo"]) == 3
+    assert len(group.transport.call_times._of["modes.echo"].seconds) == 3
 
     monkeypatch.setattr(group.transport, "wait", lambda references, seconds: time.sleep(0.01) or [])
     with pytest.raises(WaitTimeoutError, match=r"(?s)modes.echo: .*raise watch.late_s"):

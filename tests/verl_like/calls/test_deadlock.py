@@ -114,7 +114,7 @@ def test_sleep_is_no_deadlock_and_a_collective_that_a_rank_has_left_is(
     with start("child", roles, [2], deadlines=QUICK) as fused:
         groups = fused.spawn(roles)
         groups["adder"].allreduce()
-        assert groups["faulty"].sleeps(2.0).get() == [0, 1]
+        assert groups["faulty"].sleeps(1.5).get() == [0, 1]
         began = time.monotonic()
         with pytest.raises(WaitTimeoutError, match="rank 0 in barrier .* rank 1 never entered"):
             groups["faulty"].leaves_the_others().get()

@@ -14,6 +14,7 @@ from tests.forked import run_program
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, Faulty
 from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, gather
+from verl_like.calls import answers
 from verl_like.calls.stacks import likely_cause
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
@@ -95,8 +96,11 @@ def test_a_timeout_may_be_followed_by_another_try(groups) -> None:
     assert future.get() == [0, 1]
 
 
-def test_native_code_that_holds_the_interpreter_is_asked_by_signal(groups) -> None:
-    hanging = groups["faulty"].holds_the_interpreter(7)
+def test_native_code_that_holds_the_interpreter_is_asked_by_signal(
+    groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "STACKS_S", 0.5)
+    hanging = groups["faulty"].holds_the_interpreter(3)
     time.sleep(0.3)
     with pytest.raises(WaitTimeoutError, match="(?s)asked by signal.*in holds_the_interpreter"):
         hanging.get(timeout=0.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl_like import Placement
-from verl_like.errors import PlacementError
+from verl_like.errors import NoRoomError, PlacementError
 from verl_like.placement.pools import Node, ProcessNeeds
 
 NODES = [Node("a", devices=4, cpus=4.0), Node("b", devices=2, cpus=2.0)]
@@ -137,3 +137,47 @@ def test_custom_resources_are_counted_where_they_are_known() -> None:
     one = {"maker_pool": [1], "trainer_pool": [1]}
     plan = Placement.plan(one, ROLES, known[::-1], needs=needs)
     assert [node.name for node in plan.pools["maker_pool"].nodes] == ["a"]
+
+
+def cluster(*nodes: Node) -> Placement:
+    """Trainers on the first node with room for two processes, makers on those with room for one."""
+    spec, mapping = {"trainers": [2], "makers": [1, 1]}, {"actor": "trainers", "rollout": "makers"}
+    return Placement.plan(spec, mapping, nodes, cpus_per_process=1.0)
+
+
+def node(name: str, devices: int) -> Node:
+    return Node(name, devices, float(devices), key=name)
+
+
+def test_a_pool_that_has_lost_a_node_moves_alone_and_only_as_far_as_it_must() -> None:
+    large, small, other, spare = (node(n, d) for n, d in (("a", 2), ("b", 1), ("c", 1), ("d", 1)))
+    before = cluster(large, small, other, spare)
+    assert before.pools["makers"].nodes == (small, other)
+    after = before.moved("makers", [large, other, spare])
+    assert after.pools["makers"].nodes == (spare, other)
+    assert after.pools["trainers"] == before.pools["trainers"]
+    assert before.moved("makers", [large, small, other]) == before
+
+
+def test_a_pool_moves_to_no_node_that_others_fill_or_that_holds_another_part_of_it() -> None:
+    before = cluster(node("a", 2), node("b", 1), node("c", 1))
+    wide = node("c", 3)  # it holds the other part, and has room for two more
+    with pytest.raises(NoRoomError) as error:
+        before.moved("makers", [node("a", 2), wide])
+    assert "node b (b) is gone, and no other has room for the 1 process(es) of 1 CPU" in str(
+        error.value
+    )
+    assert "pool 'makers' had there: a: 0 of 2 CPU slots" in str(error.value)
+    assert "c: 2 of 3 CPU slots and 2 of 3 CPUs free (holds another part of this pool)" in str(
+        error.value
+    )
+
+
+def test_on_gpus_it_moves_to_gpus() -> None:
+    first, slots, second = (
+        Node("a", 1, 4.0, "GPU", "a"),
+        Node("b", 4, 4.0, "CPU slot", "b"),
+        Node("c", 1, 4.0, "GPU", "c"),
+    )
+    before = Placement.plan({"p": [1]}, {"actor": "p"}, [first], 1.0)
+    assert before.moved("p", [slots, second]).pools["p"].nodes == (second,)

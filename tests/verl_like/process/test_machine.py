@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from verl_like.process.machine import process_state
+from verl_like.process.machine import children, cpu_s_of, process_state
 
 
 def test_a_process_sleeps_is_stopped_ends_and_is_gone(tmp_path: Path) -> None:
@@ -25,6 +25,17 @@ def test_a_process_sleeps_is_stopped_ends_and_is_gone(tmp_path: Path) -> None:
 
 def test_this_process_runs() -> None:
     assert process_state(os.getpid()) == "R"
+
+
+def test_a_child_is_found_while_it_is_there_with_its_processor_time() -> None:
+    with subprocess.Popen(["/bin/sh", "-c", "while :; do :; done"]) as process:
+        assert process.pid in children(os.getpid())
+        while cpu_s_of(process.pid) == 0:
+            time.sleep(0.01)
+        process.kill()
+    assert process.pid not in children(os.getpid())
+    assert cpu_s_of(process.pid) == 0
+    assert list(children(process.pid)) == []
 
 
 def await_state(pid: int, state: str) -> None:

@@ -15,8 +15,8 @@ from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, OptimConfig
 from workers.models.load import load_model
-from workers.parallel.fsdp import build_mesh, data_axes, move_states, pinned
-from workers.parallel.sharding import Sharding, settle
+from workers.parallel.fsdp import build_mesh, move_states, pinned
+from workers.parallel.sharding import Sharding, data_axes, settle
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
 

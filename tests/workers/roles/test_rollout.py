@@ -91,6 +91,7 @@ def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_repo
     config, samples = tiny_config(tiny_dir), []
     for kind, count in (("local", 1), (backend, 2)):
         with engines(config, kind, count) as group:
+            group.abort()  # nothing is being generated before there is an engine
             group.init_model()
             group.be_current()
             samples += [

@@ -13,10 +13,11 @@ from tests.workers.prompts import META, prompt_batch
 from tests.workers.samples import started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, RolloutError
+from workers.config import RolloutConfig, ValidationSamplingConfig
 from workers.models.folder import generation_eos
 from workers.models.load import load_model
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.sampling_settings import check_sampling_kwargs, sampling_params
+from workers.rollout.sampling_settings import check_sampling, sampling_params
 
 GREEDY = META | {"do_sample": False}
 
@@ -85,10 +86,17 @@ def test_a_model_without_any_eos_is_refused(tiny_dir: Path, tmp_path: Path) -> N
 
 
 def test_stop_ids_that_are_no_ids_are_refused() -> None:
-    check_sampling_kwargs({"stop_token_ids": [5]}, 8)
+    check_sampling(RolloutConfig(sampling_kwargs={"stop_token_ids": [5]}), 8)
     with pytest.raises(ConfigError, match="for text there is stop_strings"):
-        check_sampling_kwargs({"stop_token_ids": ["</s>"]}, 8)
+        check_sampling(RolloutConfig(sampling_kwargs={"stop_token_ids": ["</s>"]}), 8)
     assert sampling_params({"stop_token_ids": 5}, 8, (2,)).stop_token_ids == (2, 5)
+
+
+def test_a_temperature_of_0_is_refused_where_something_is_drawn_by_it() -> None:
+    check_sampling(RolloutConfig(val_kwargs=ValidationSamplingConfig(temperature=0)), 8)
+    draws = ValidationSamplingConfig(temperature=0, do_sample=True)
+    with pytest.raises(ConfigError, match=r"rollout\.val_kwargs: .*temperature=0"):
+        check_sampling(RolloutConfig(val_kwargs=draws), 8)
 
 
 def test_validation_reads_val_kwargs_alone_but_ends_where_training_does(tiny_dir: Path) -> None:

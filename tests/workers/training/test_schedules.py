@@ -9,7 +9,7 @@ import pytest
 
 from verl_like.errors import ConfigError
 from workers.config import OptimConfig
-from workers.training.schedules import LR_SCHEDULES, check_schedule, lr_factor
+from workers.training.schedules import LR_SCHEDULES, check_optim, lr_factor
 
 TOTAL = 20
 WARMUP = 4
@@ -82,15 +82,15 @@ def test_a_schedule_of_the_users_is_found_by_its_path_and_gets_its_settings() ->
 
 def test_a_parameter_that_is_no_key_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'min_lr_ration' is no key.*'min_lr_ratio'"):
-        check_schedule(optim(f"{__name__}.asks_for_more"), "optim")
+        check_optim(optim(f"{__name__}.asks_for_more"), "optim")
 
 
 @pytest.mark.parametrize("key", ["lr_warmup_steps_ratio", "min_lr_ratio", "wsd_decay_ratio"])
 def test_a_share_above_one_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"critic.optim.{key}=1.5 is a share"):
-        check_schedule(optim("wsd", **{key: 1.5}), "critic.optim")
+        check_optim(optim("wsd", **{key: 1.5}), "critic.optim")
 
 
 def test_an_unknown_schedule_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
-        check_schedule(optim("cosin"), "optim")
+        check_optim(optim("cosin"), "optim")

@@ -14,10 +14,18 @@ import torch.distributed as dist
 
 from tests.verl_like.calls.threads_of_others import leave_out
 from tests.workers.rollout_engines import beside, wait_until
-from tests.workers.stand_ins import Group, Receiver, checksums, refused, train, versions
+from tests.workers.stand_ins import (
+    Group,
+    Receiver,
+    checksums,
+    refused,
+    train,
+    unconnected,
+    versions,
+)
 from verl_like.calls.progress import AT_LOCK, progress_of_call
 from workers.weights import channel as weight_channel
-from workers.weights.checksum import Hashing, byte_view, hash_of
+from workers.weights.checksum import Seen, byte_view, hash_of
 from workers.weights.sync import WeightReceiver, sync_weights
 
 
@@ -38,19 +46,20 @@ def test_a_flipped_bit_is_caught_and_no_version_flips(
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
 
 
-def test_an_engine_is_told_the_hashes_of_what_has_arrived(actor: Group) -> None:
-    told: dict[str, int] = {}
+def test_an_engine_is_told_what_was_seen_of_what_has_arrived(actor: Group) -> None:
+    told: dict[str, Seen] = {}
     receiver = Receiver()
     load = receiver.engine.load_weights
 
-    def note(tensors: Any, hashes: dict[str, int]) -> None:
+    def note(tensors: Any, seen: dict[str, Seen]) -> None:
         load(tensors)
-        told.update(hashes)
+        told.update(seen)
 
     receiver.engine.load_weights = note
     sync_weights(actor, Group([receiver]), 1, bucket_mb=0.001)
     sent = actor.workers[0].engine.module.named_parameters()
-    assert told == {name: hash_of(byte_view(tensor)) for name, tensor in sent}
+    hashes = {name: value for name, (value, _) in told.items()}
+    assert hashes == {name: hash_of(byte_view(tensor)) for name, tensor in sent}
 
 
 def test_a_receiver_whose_sender_does_not_come_is_seen_to_stand_still(
@@ -171,9 +180,7 @@ def test_a_bucket_of_another_size_than_announced_is_caught(
 
 
 def test_buckets_stay_within_their_size_and_two_buffers_serve_all() -> None:
-    channel = weight_channel.Channel.__new__(weight_channel.Channel)
-    channel._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-    channel.hashing = Hashing()
+    channel = unconnected()
     tensors = [(f"w{i}", torch.full((7 * i + 1,), float(i))) for i in range(40)]
     seen, sizes = {}, []
     for held, payload in channel._buckets(iter(tensors), 600, {}):

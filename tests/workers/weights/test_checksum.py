@@ -12,10 +12,12 @@ from workers.weights.checksum import (
     CopyCheck,
     Fingerprint,
     Hashing,
+    Seen,
     byte_view,
     checksum_of,
     hash_of,
     hash_on_device,
+    noted,
 )
 
 
@@ -36,7 +38,7 @@ def test_a_checksum_depends_on_names_shapes_and_bits_alone() -> None:
 def test_bytes_hashed_as_they_are_copied_have_the_hash_of_the_whole(num_bytes: int) -> None:
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     target, hashing = torch.zeros_like(source), Hashing()
-    value = hashing.of_copied(target, source)
+    value = hashing.of_copied(target.numpy(), source.numpy())
     assert torch.equal(target, source)
     assert value == hashing.of(source) == hash_of(source.clone())
     assert hashing.seconds > 0 or not num_bytes
@@ -53,7 +55,7 @@ def test_a_flipped_bit_or_two_values_that_changed_places_change_the_hash() -> No
 def test_a_copy_is_checked_for_every_bit_that_its_engine_holds() -> None:
     weights = {"a": torch.randn(5, 3), "b": torch.randn(7).bfloat16(), "c": torch.zeros(0)}
     check = CopyCheck()
-    held = {name: tensor.clone() for name, tensor in check.watch(weights.items())}
+    held = {name: tensor.clone() for name, tensor in noted(weights.items(), check, Fingerprint())}
     held["b"] = held["b"].float()  # no bit of it is lost
     assert check.damaged(held.items()) == []
     held["a"].view(torch.int32)[4, 2] ^= 1
@@ -64,16 +66,16 @@ def test_a_copy_is_checked_for_every_bit_that_its_engine_holds() -> None:
 
 def test_a_hash_that_is_known_is_compared_with_and_not_taken_again() -> None:
     weights = {"a": torch.randn(5, 3), "b": torch.randn(7), "c": torch.randn(2)}
-    known: dict[str, int] = {}
+    seen: dict[str, Seen] = {}
 
     def arriving() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights.items():
             if name != "c":
-                known[name] = hash_of(byte_view(tensor)) + (name == "b")
+                seen[name] = hash_of(byte_view(tensor)) + (name == "b"), None
             yield name, tensor
 
     check = CopyCheck()
-    held = dict(check.watch(arriving(), known))
+    held = dict(noted(arriving(), check, Fingerprint(), seen))
     assert check.damaged(held.items()) == ["b"]
 
 
@@ -84,6 +86,27 @@ def test_a_fingerprint_is_of_values_whatever_holds_them() -> None:
     strided = torch.zeros(9, 30)[:, ::2].copy_(values)
     assert fingerprint_of(strided) == fingerprint_of(values)
     assert fingerprint_of(values.t()) != fingerprint_of(values) != fingerprint_of(values.flatten())
+
+
+@pytest.mark.parametrize("sizes", [[(5, 3), (130,), (0,), (64,), ()], [(400, 400), (3,), (2, 7)]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_seen_of_tensors_in_a_row_is_what_each_of_them_is(
+    sizes: list[tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    odd = torch.arange(3, dtype=torch.bfloat16)
+    for first in ([], [odd]):  # after an odd one, no float32 begins where one may
+        tensors = [*first, *(torch.randn(size).to(dtype) for size in sizes)]
+        payload = torch.cat([byte_view(tensor) for tensor in tensors])
+        pieces = [(tensor.nbytes, tensor.dtype) for tensor in tensors]
+        hashing, alone, together = Hashing(), Fingerprint(), Fingerprint()
+        seen = list(hashing.of_pieces(payload, pieces))
+        assert [value for value, _ in seen] == [hash_of(byte_view(tensor)) for tensor in tensors]
+        for number, (tensor, (_, values)) in enumerate(zip(tensors, seen, strict=True)):
+            alone.note(f"{number}", tensor)
+            together.note(f"{number}", tensor, values)
+            assert (values is not None) == (tensor.dtype is torch.float32 and not first)
+        assert together.value() == alone.value()
+        assert hashing.seconds > 0
 
 
 def fingerprint_of(tensor: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ from verl_like import Dispatch, Worker, register
 from verl_like.calls import deadlock, stopped
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import VerlLikeError, WaitTimeoutError, WeightSyncError, WorkerDiedError
-from workers.weights import channel
+from workers.weights import channel, sync
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
 from workers.weights.sync import WeightReceiver, sync_weights
 
@@ -76,6 +76,7 @@ def groups(
         request.getfixturevalue("ray_session")
     monkeypatch.setattr(deadlock, "LOOK_EVERY_S", 0.5)
     monkeypatch.setattr(stopped, "STOPPED_S", 1.0)
+    monkeypatch.setattr(sync, "ALONE_S", 0.5)
     with ExitStack() as stack:
         pools = {
             role: stack.enter_context(start(backend, {role: (cls, ())}, [2], deadlines=QUICK))
@@ -131,8 +132,8 @@ def test_a_rank_that_does_not_come_is_named_and_not_waited_for(
     publish_weights(actor, 1)
     absent = {"actor": "the sender .actor rank 0.", "rollout": "rollout rank 0"}[role]
     began = time.monotonic()
-    for sync in (sync_weights, deliver_weights):
+    for bring in (sync_weights, deliver_weights):
         with pytest.raises(WeightSyncError, match=f"waited 2 s for {absent}: not there") as caught:
-            sync(actor, rollout, 1)
+            bring(actor, rollout, 1)
         assert f"{role} rank 0" in " ".join(caught.value.__notes__), "who is still waited for"
     assert time.monotonic() - began < 20

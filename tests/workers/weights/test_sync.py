@@ -256,7 +256,7 @@ def test_one_rank_that_refuses_keeps_all_versions_from_flipping(
 def test_an_engine_that_is_generating_refuses_and_no_one_waits_for_it(
     actor: Group, rollout: Group
 ) -> None:
-    def load_weights(tensors: Any, hashes: Any = None) -> None:
+    def load_weights(tensors: Any, seen: Any = None) -> None:
         raise WeightSyncError("engine: 7 samples are being generated")
 
     rollout.workers[0].engine.load_weights = load_weights

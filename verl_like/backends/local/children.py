@@ -214,12 +214,7 @@ class ChildTransport(Transport):
 
     def stacks(self, seconds: float) -> dict[int, str]:
         """Asked of every child past its queue; of one that cannot answer, by signal."""
-        asked = {rank: child.request("stacks")[0] for rank, child in enumerate(self.children)}
-        wait_futures(asked.values(), seconds)
-        found = {}
-        for rank, answer in asked.items():
-            if answer.done() and answer.exception() is None:
-                found[rank] = answer.result()
+        found: dict[int, str] = self._answered("stacks", seconds)
         for rank, child in enumerate(self.children):
             path = self.facts[rank].log_path()
             if rank not in found and path and (text := stacks.by_signal(child.process.pid, path)):
@@ -228,9 +223,13 @@ class ChildTransport(Transport):
 
     def progress(self, seconds: float) -> dict[int, Progress]:
         """Asked of every child past its queue."""
-        asked = {rank: child.request("progress")[0] for rank, child in enumerate(self.children)}
+        return self._answered("progress", seconds)
+
+    def _answered(self, method: str, seconds: float) -> dict[int, Any]:
+        """What the children answer in that time, by rank, of those that do."""
+        asked = {rank: child.request(method)[0] for rank, child in enumerate(self.children)}
         wait_futures(asked.values(), seconds)
-        found: dict[int, Progress] = {}
+        found = {}
         for rank, answer in asked.items():
             if answer.done() and answer.exception() is None:
                 found[rank] = answer.result()

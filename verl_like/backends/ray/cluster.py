@@ -188,8 +188,17 @@ def why_gone(node_id: str) -> str | None:
 
 
 def has_one_node() -> bool:
-    """Whether the whole cluster is one machine: its processes then talk over loopback."""
-    return sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+    """Whether the whole cluster is one machine: its processes then talk over loopback.
+
+    A node that was lost counts: its like may come, and has to reach what is started until then.
+    """
+    return len(ray.nodes()) == 1
+
+
+def living_nodes() -> list[dict[str, Any]]:
+    """What Ray says of each of its living nodes, by address."""
+    nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
+    return sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
 
 
 def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> list[Node]:
@@ -198,9 +207,7 @@ def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> li
     With their GPUs, or (where there are none) with that many CPU slots, or one slot per CPU.
     """
     nodes = []
-    for node in sorted(
-        (n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"])
-    ):
+    for node in living_nodes():
         have = node["Resources"]
         gpus, cpus = int(have.get("GPU", 0)) if use_gpu else 0, float(have.get("CPU", 0.0))
         devices = gpus or (int(cpus) if slots_per_node is None else slots_per_node)

@@ -17,11 +17,9 @@ import ray
 from verl_like.backends.ray import side_channel
 from verl_like.calls.messages import Answer, Call, answer_of
 from verl_like.errors import WorkerError
+from verl_like.process.child import ROOT
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import WorkerHost
-
-ROOT = str(Path(__file__).resolve().parents[3])
-"""The folder that our packages lie in."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from typing import Any
 
 from ray import cloudpickle
 
+from verl_like.batch.protocol import DataProto
+
 OWN_WORDS = (b"__main__", b"\x03ray", b"ray.")
 """In a pickle: a module that other processes cannot import, and those of Ray (the first is the name
 of three letters), whose objects it has to count.
@@ -23,11 +25,16 @@ class Packed:
 
     def __init__(self, head: bytes, buffers: Sequence[pickle.PickleBuffer]) -> None:
         """As `pack` made them."""
-        self._head, self._buffers = head, list(buffers)
+        self.head, self.buffers = head, list(buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        """What travels."""
+        return len(self.head) + sum(buffer.raw().nbytes for buffer in self.buffers)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The buffers travel as buffers again, without a copy."""
-        return _value_of, (self._head, self._buffers)
+        return _value_of, (self.head, self.buffers)
 
 
 def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes | None:
@@ -39,6 +46,13 @@ def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes 
     except Exception:  # noqa: BLE001 - objects of the user's may refuse in any way
         return None
     return None if any(word in head for word in OWN_WORDS) else head
+
+
+def pack_batch(value: Any) -> Packed | None:
+    """The same of a batch, with its buffers; None: it is none, or only Ray can."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pack(value, buffers) if type(value) is DataProto else None
+    return None if head is None else Packed(head, buffers)
 
 
 def _value_of(head: bytes, buffers: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ from functools import partial
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from verl_like.backends.ray.cluster import amounts, connect, free_resources
+from verl_like.backends.ray.cluster import amounts, connect, free_resources, living_nodes
 from verl_like.backends.ray.ending import RELEASE_S, within
 from verl_like.calls.waiting import Deadlines, Patience
 from verl_like.errors import PlacementError, WaitTimeoutError
@@ -260,9 +260,7 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
     """
     if pool.nodes:
         return [node.key or None for node in pool.nodes]
-    nodes = sorted(
-        (n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"])
-    )
+    nodes = living_nodes()
     have = [
         f"{n['NodeManagerAddress']}: {amounts({k: n['Resources'].get(k, 0) for k in need})}"
         for n in nodes

@@ -3,9 +3,10 @@
     endpoint = serve(address, {STACKS: answer_stacks, CALL: answer_call, ...})  # in the worker
     reply = read_reply(send_request(endpoint, CALL, body, seconds))          # on the driver
 
-Every connection carries one request and its reply, both of them bytes. It begins with the server's
-key. Until that has come the connection has no thread, and no more than a few are held: strangers
-cost nothing, and keep no owner of the key waiting. A thread of its own answers each request.
+A connection carries a request and its reply, both of them bytes, and then perhaps the next ones. It
+begins with the server's key. Until that has come the connection has no thread, and no more than a
+few are held: strangers cost nothing, and keep no owner of the key waiting. A thread of its own
+answers what comes on a connection.
 """
 
 from __future__ import annotations
@@ -57,25 +58,42 @@ def serve(address: str, handlers: Mapping[bytes, Handler]) -> Endpoint:
     return endpoint
 
 
-def send_request(endpoint: Endpoint, kind: bytes, body: bytes, seconds: float) -> socket.socket:
-    """The connection on which the reply will come. OSError: no server is there."""
+def connect(endpoint: Endpoint, seconds: float) -> socket.socket:
+    """A connection that may carry requests. OSError: no server is there."""
     connection = socket.create_connection((endpoint.address, endpoint.port), seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(endpoint.key + kind + _SIZE.pack(len(body)) + body)
+    connection.sendall(endpoint.key)
     return connection
 
 
-def read_reply(connection: socket.socket) -> bytes:
+def send(connection: socket.socket, kind: bytes, body: bytes) -> None:
+    """A request, after the reply to the one before. OSError: the server is gone."""
+    connection.sendall(kind + _SIZE.pack(len(body)) + body)
+
+
+def send_request(endpoint: Endpoint, kind: bytes, body: bytes, seconds: float) -> socket.socket:
+    """The connection on which the reply will come. OSError: no server is there."""
+    connection = connect(endpoint, seconds)
+    send(connection, kind, body)
+    return connection
+
+
+def next_reply(connection: socket.socket) -> bytes:
     """The reply; waits as long as the connection's timeout says.
 
     OSError: the process broke off. WorkerError: the handler failed.
     """
-    with connection:
-        status, size = _REPLY.unpack(_read(connection, _REPLY.size))
-        reply = _read(connection, size)
+    status, size = _REPLY.unpack(_read(connection, _REPLY.size))
+    reply = _read(connection, size)
     if status == _FAILED:
         raise WorkerError(cannot_travel(reply.decode()))
     return reply
+
+
+def read_reply(connection: socket.socket) -> bytes:
+    """The same of the only request on a connection, which is closed then."""
+    with connection:
+        return next_reply(connection)
 
 
 def ask_stacks(endpoint: Endpoint, seconds: float) -> str | None:
@@ -146,7 +164,7 @@ class _Entrance:
         self._release(connection)
         if secrets.compare_digest(bytes(came), self._key):
             work = connection, self._handlers
-            threading.Thread(target=_serve_one, args=work, name="request", daemon=True).start()
+            threading.Thread(target=_serve, args=work, name="request", daemon=True).start()
             return
         connection.close()
         if chunk:
@@ -158,20 +176,22 @@ class _Entrance:
         return connection
 
 
-def _serve_one(connection: socket.socket, handlers: Mapping[bytes, Handler]) -> None:
-    """Read one request and send its reply; a client that is gone needs none."""
+def _serve(connection: socket.socket, handlers: Mapping[bytes, Handler]) -> None:
+    """Read requests and send replies, in turn; a client that is gone needs none."""
     with connection, contextlib.suppress(OSError):
         connection.settimeout(REQUEST_S)
-        kind = _read(connection, 1)
-        if kind not in handlers:
-            return
-        body = _read(connection, *_SIZE.unpack(_read(connection, _SIZE.size)))
-        connection.settimeout(None)
-        try:
-            status, reply = _ANSWERED, handlers[kind](body)
-        except Exception as error:  # noqa: BLE001 - whatever a class does when it is (un)pickled
-            status, reply = _FAILED, f"{type(error).__name__}: {error}".encode()
-        connection.sendall(_REPLY.pack(status, len(reply)) + reply)
+        while True:
+            kind = _read(connection, 1)
+            if kind not in handlers:
+                return
+            connection.settimeout(REQUEST_S)
+            body = _read(connection, *_SIZE.unpack(_read(connection, _SIZE.size)))
+            connection.settimeout(None)  # for the handler, and until the next request
+            try:
+                status, reply = _ANSWERED, handlers[kind](body)
+            except Exception as error:  # noqa: BLE001 - whatever a class does when it is (un)pickled
+                status, reply = _FAILED, f"{type(error).__name__}: {error}".encode()
+            connection.sendall(_REPLY.pack(status, len(reply)) + reply)
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -1,15 +1,16 @@
 """Batches in Ray's object store, each of them once: several roles read the same columns of a step.
 
-    stored = put_once(batch)        # in the store now, or already
-    actor.method.remote(stored.reference)
+    part, keeper = small_or_stored(batch)
+    actor.method.remote(part)           # as long as somebody has `keeper`
 
 A batch that is put while somebody holds what an equal one became is that one. `Sender` calls this,
-and the call's future holds it, so that a batch stays no longer than the calls that it was for.
+and the call's future holds it, so that a batch stays no longer than the calls that it was for. One
+that is small without its padding goes with the call: to put it, and to pass a reference, would cost
+the driver several times as much.
 """
 
 from __future__ import annotations
 
-import pickle
 import threading
 import weakref
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 import ray
 import xxhash
 
-from verl_like.backends.ray.packing import Packed, pack
-from verl_like.batch.protocol import DataProto
+from verl_like.backends.ray.packing import Packed, pack_batch
+from verl_like.calls.pack import SHARED_BYTES
 
 
 class Stored:
@@ -34,19 +35,27 @@ _held: weakref.WeakValueDictionary[tuple[str, bytes], Stored] = weakref.WeakValu
 _putting = threading.Lock()
 
 
+def small_or_stored(value: Any) -> tuple[Any, Stored | None]:
+    """What a call gets beside it, and what that needs to be held for."""
+    packed = pack_batch(value)
+    if packed is not None and packed.num_bytes < SHARED_BYTES:
+        return packed, None
+    stored = put_once(value if packed is None else packed)
+    return stored.reference, stored
+
+
 def put_once(value: Any) -> Stored:
-    """The value in the store; a batch is looked for among those that are held."""
-    buffers: list[pickle.PickleBuffer] = []
-    head = pack(value, buffers) if type(value) is DataProto else None
-    if head is None:
+    """The value in the store; a batch, packed or not, is looked for among those that are held."""
+    packed = value if isinstance(value, Packed) else pack_batch(value)
+    if packed is None:
         return Stored(ray.put(value))
 
-    digest = xxhash.xxh3_128(head)
-    for buffer in buffers:
+    digest = xxhash.xxh3_128(packed.head)
+    for buffer in packed.buffers:
         digest.update(buffer.raw())
     key = ray.get_runtime_context().get_worker_id(), digest.digest()
     with _putting:
         stored = _held.get(key)
         if stored is None:
-            stored = _held[key] = Stored(ray.put(Packed(head, buffers)))
+            stored = _held[key] = Stored(ray.put(packed))
         return stored

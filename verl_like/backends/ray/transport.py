@@ -6,9 +6,6 @@ and calls that go past the queue, take the side channel (`verl_like.backends.ray
 
 from __future__ import annotations
 
-import pickle
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +14,6 @@ from contextlib import suppress
 from itertools import repeat
 from typing import Any
 
-import cloudpickle
 import ray
 from ray.exceptions import (
     ObjectLostError,
@@ -34,20 +30,18 @@ from verl_like.backends.ray.death_cause import cause_of_death
 from verl_like.backends.ray.ending import RELEASE_S, within
 from verl_like.backends.ray.host import Location
 from verl_like.backends.ray.packing import pack
+from verl_like.backends.ray.past_queue import CONNECT_S, PastQueue
 from verl_like.backends.ray.probes import ClusterProbe
-from verl_like.backends.ray.stored import put_once
+from verl_like.backends.ray.stored import small_or_stored
 from verl_like.calls import stacks
 from verl_like.calls.answers import wait_for_start
-from verl_like.calls.messages import Answer, Call, Header, Held, Pending, payload_of
+from verl_like.calls.messages import Call, Header, Held, Pending, payload_of
 from verl_like.calls.pieces import regroup_pieces
 from verl_like.calls.progress import Progress
 from verl_like.calls.transport import Transport
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
 from verl_like.process.facts import ProcessFacts
-
-CONNECT_S = 2.0
-"""How long a worker process may take to accept a request on its side channel."""
 
 
 class RayTransport(Transport):
@@ -76,6 +70,7 @@ class RayTransport(Transport):
             self.started = wait_for_start(self, start(self.actors))
             locations: list[Location] = ray.get(self._locations)
             self._endpoints = [location.endpoint for location in locations]
+            self._past_queue = [PastQueue(endpoint) for endpoint in self._endpoints]
             self._nodes = {rank: location.node for rank, location in enumerate(locations)}
             for node in set(self._nodes.values()):
                 self._probe.name(node)  # kept: without its head the cluster does not say
@@ -91,7 +86,7 @@ class RayTransport(Transport):
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """One task of the actor, whose name is for the dashboard only."""
         if call.past_queue:
-            answer = self._request(rank, call)
+            answer = self._past_queue[rank].make(call)
             return Pending(rank, answer, answer, call.role)
 
         what: tuple[Any, ...] = call.role, call.method
@@ -110,23 +105,6 @@ class RayTransport(Transport):
             method = actor.call_for_batch if call.returns_batch else actor.call
             self._tasks[key] = method.options(name=f"{call.role}.{call.method}")
         return self._tasks[key]
-
-    def _request(self, rank: int, call: Call) -> Future[Answer]:
-        """Send a call over the side channel; a thread waits for its answer."""
-        body = cloudpickle.dumps(call)
-        answer = Future[Answer]()
-        try:
-            connection = side_channel.send_request(
-                self._endpoints[rank], side_channel.CALL, body, CONNECT_S
-            )
-        except OSError as error:
-            gone = f"the worker process is gone: its side channel does not answer ({error})"
-            answer.set_exception(WorkerDiedError(gone))
-            return answer
-        connection.settimeout(None)
-        work = connection, answer
-        threading.Thread(target=_receive, args=work, name="past the queue", daemon=True).start()
-        return answer
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
         """Those that are in the store, or failed; none when Ray has been shut down."""
@@ -272,9 +250,8 @@ class RayTransport(Transport):
             ray.kill(actor)
 
     def share(self, value: Any) -> tuple[Any, Any]:
-        """Into the object store, once for all ranks, and for calls whose futures are held."""
-        stored = put_once(value)
-        return stored.reference, stored
+        """Into the object store, once for all ranks, unless it is small without its padding."""
+        return small_or_stored(value)
 
     def hold(self, reference: Any) -> Any:
         """The reference itself: Ray resolves only what is a task's own argument."""
@@ -304,23 +281,6 @@ class HeldReference(Held):
     def get(self) -> Any:
         """Wait for it and bring it to the worker's process."""
         return ray.get(self.value)
-
-
-def _receive(connection: socket.socket, answer: Future[Answer]) -> None:
-    """Wait for the answer to a call past the queue."""
-    try:
-        reply = side_channel.read_reply(connection)
-    except OSError:
-        gone = "the worker process is gone: it broke off while it made the call"
-        answer.set_exception(WorkerDiedError(gone))
-    except WorkerError as error:
-        answer.set_exception(error)
-    else:
-        try:
-            answer.set_result(pickle.loads(reply))
-        except Exception as error:  # noqa: BLE001 - whatever a class does when it is unpickled
-            text = cannot_travel(f"{type(error).__name__}: {error}")
-            answer.set_exception(WorkerError(text))
 
 
 def _location(reference: Any) -> Location | None:

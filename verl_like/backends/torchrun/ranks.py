@@ -6,8 +6,8 @@
     group = LocalWorkerGroup(..., start_rank=ranks.start)
 
 The others come to a socket in a folder that only this user can open: what travels is pickled, and
-no stranger can send it. Then they are what child processes of the local backend are. Several
-machines are for Ray.
+no stranger can send it. Then they are what child processes of the local backend are: a signal that
+torchrun hands on is the driver's alone to obey. Several machines are for Ray.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 
 import torch
 
 from verl_like.backends.local import child
 from verl_like.backends.local.children import ChildProcess, start_child_rank
-from verl_like.errors import ConfigError, PlacementError, WorkerDiedError, WorkerError
+from verl_like.errors import ConfigError, PlacementError, WorkerError
 from verl_like.process.environment import is_under_torchrun
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.private_folder import private_folder
@@ -64,7 +63,6 @@ class ServingRanks:
         self._limit_s = limit_s
         self._arrived: dict[int, _ServingProcess] = {}
         self._socket, self._path = socket.socket(socket.AF_UNIX), _socket_path()
-        signal.signal(signal.SIGTERM, _end_with_the_others)
 
     def start(self, facts: ProcessFacts, env: Mapping[str, str]) -> tuple[ChildProcess, Connection]:
         """The process of one rank, and the pipe to it."""
@@ -111,7 +109,8 @@ class _ServingProcess:
 
 def serve(limit_s: float) -> None:
     """Be the rank that torchrun's variables say, until the driver ends. Ends this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the driver saves first, and ends this process then
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # torchrun shows all to every process
     path, deadline = _socket_path(), time.monotonic() + limit_s
@@ -136,12 +135,3 @@ def _socket_path() -> Path:
     """Where the processes of one start of torchrun meet: its port is no other start's."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return private_folder() / f"{os.environ['MASTER_PORT']}-{restarts}.socket"
-
-
-def _end_with_the_others(_number: int, _frame: FrameType | None) -> None:
-    """torchrun ends all processes when one has: this one leaves its report and its words."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise WorkerDiedError(
-        "torchrun ends this run: the process of another rank has ended, or torchrun was stopped. "
-        "Its last lines say which one, and how it ended."
-    )

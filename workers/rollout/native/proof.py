@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.stand_in import LIMIT, VOCABULARY
-from workers.rollout.decoding_proof import DecodingProof
+from workers.rollout.decoding_proof import LONGEST, DecodingProof
 from workers.rollout.native.grouped_attention import grouped_decoding
 from workers.rollout.native.kv_cache import (
     SlotCache,
@@ -53,7 +53,7 @@ def why_not_native(config: Any, longest: int) -> str:
     return _PROOF.what_is_wrong(config, longest)
 
 
-def _judge(model: Any, longest: int) -> str:
+def _judge(model: Any) -> str:
     decoded = [row for lengths in PROMPTS for row in _decoded(model, lengths)]
     worst = max(_error_of_row(model, row, logits) for row, logits in decoded)
     if worst <= LARGEST_ERROR:
@@ -62,7 +62,7 @@ def _judge(model: Any, longest: int) -> str:
     size = f"off by {worst:.0e}" if worst < torch.inf else "not finite"
     return (
         f"logits of a small model of its class are {size} (its windows, chunks and original "
-        f"lengths are {LIMIT} tokens where this run's rows, of up to {longest} tokens, are longer "
+        f"lengths are {LIMIT} tokens where this run's rows, of up to {LONGEST} tokens, are longer "
         "than the model's)"
     )
 

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.ray
 def test_folders_with_namesakes_of_our_packages_move_behind_ours(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from verl_like.backends.ray.host import ROOT, own_packages, prefer_own_packages
+    from verl_like.backends.ray.host import own_packages, prefer_own_packages
+    from verl_like.process.child import ROOT
 
     for name in ("package", "module", "other"):
         (tmp_path / name).mkdir()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
+import signal
 import socket
 import subprocess
 import threading
@@ -196,6 +198,32 @@ def test_a_cluster_that_does_not_answer_ends_the_wait(
         connect("host:1", deadlines=Deadlines(connect_s=0.2, warn_s=0.1))
     silent.set()
     assert "waiting for the Ray cluster at host:1 since" in caplog.text
+
+
+def test_a_signal_while_the_cluster_starts_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl_like.backends.ray import connect
+
+    silent = threading.Event()
+
+    def start(**options: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        silent.wait(30)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt("told to stop")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(atexit, "unregister", lambda function: None)
+    before = signal.signal(signal.SIGTERM, stop)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt, match="told to stop"):
+            connect("host:1")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        silent.set()
+    assert time.monotonic() - began < 10
 
 
 def test_an_uneven_pool_starts_every_worker_and_a_lost_node_or_memory_is_noticed(

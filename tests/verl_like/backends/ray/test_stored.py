@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import ray
 import torch
@@ -9,7 +11,7 @@ import torch
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Modes
 from verl_like import DataProto
-from verl_like.backends.ray.stored import put_once
+from verl_like.backends.ray.stored import put_once, small_or_stored
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -35,6 +37,20 @@ def test_whatever_differs_makes_another_batch() -> None:
     for other in (changed, renamed, batch(4, temperature=0.5), batch(5)):
         assert put_once(other).reference != first.reference
     assert ray.get(put_once(changed).reference).batch["x"].tolist() == [0, 1, 2, 7]
+
+
+def test_a_batch_that_is_small_without_its_padding_goes_with_the_call() -> None:
+    tokens = torch.zeros(200, 256, dtype=torch.int64)
+    tokens[:, :30] = torch.arange(30)
+    padded, whole = (
+        DataProto.from_dict({"tokens": of}) for of in (tokens, tokens + torch.arange(256))
+    )
+    part, keeper = small_or_stored(padded)
+    assert keeper is None
+    assert torch.equal(pickle.loads(pickle.dumps(part)).batch["tokens"], tokens)
+    part, keeper = small_or_stored(whole)
+    assert keeper is not None
+    assert torch.equal(ray.get(part).batch["tokens"], whole.batch["tokens"])
 
 
 def test_what_is_no_batch_or_cannot_be_compared_is_put_as_it_is() -> None:

@@ -9,6 +9,8 @@ import torch
 
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from verl_like.errors import ConfigError
+from workers.models.stand_in import stand_in
+from workers.rollout import decoding_proof
 from workers.rollout.base import EngineLimits, Request, SamplingParams
 from workers.rollout.native import proof
 from workers.rollout.native.engine import NativeEngine
@@ -67,6 +69,25 @@ def test_limits_that_no_row_of_the_run_passes_do_not_matter(case: str) -> None:
     config = build_tiny(tiny_model_config(case)).config
     assert proof.why_not_native(config, longest=16) == ""
     assert "up to 17 tokens" in proof.why_not_native(config, longest=17)
+
+
+def test_what_is_found_out_holds_for_all_rows_that_pass_the_same_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = []
+
+    def noted(*arguments: Any) -> Any:
+        built.append(arguments)
+        return stand_in(*arguments)
+
+    monkeypatch.setattr(decoding_proof, "stand_in", noted)
+    decoding_proof._what_is_wrong.cache_clear()
+    config = build_tiny(tiny_model_config("mistral")).config
+    for longest in (17, 30, 90):
+        assert f"up to {longest} tokens" in proof.why_not_native(config, longest)
+    for longest in (9, 16):
+        assert proof.why_not_native(config, longest) == ""
+    assert len(built) == 2
 
 
 def test_a_class_without_a_small_model_is_not_believed() -> None:

@@ -1,0 +1,160 @@
+"""Runs on a simulated cluster that lose a node; run by `test_lost_nodes.py`.
+
+    python -m tests.integration.lost_nodes TINY_DIR RUN_DIR        prints what happened as JSON
+
+Each node has room for one process. First there are three, for two pools: one is spare.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from tests.forked_ray import ask_for_forks
+from tests.integration.runs import overrides
+from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
+from trainer import PPOTrainer, launch, load_config, restarts, run
+from trainer.recovery import ReplaceableRoles
+from verl_like.errors import NoRoomError
+
+PPO_POOLS = (
+    "resource_pool_spec={train_pool: [1], rollout_pool: [1]}",
+    "role_mapping={actor: train_pool, critic: train_pool, ref: train_pool, rollout: rollout_pool}",
+)
+SHORT = ("data.train_batch_size=4", "data.max_response_length=4")
+STEPS = 4
+PLACEMENT_S = 15.0
+"""Of the run for which no node comes."""
+
+
+class Losing:
+    """What a trainer does that loses the node of a role in mid-run."""
+
+    cluster: ClassVar[Any]
+    nodes: ClassVar[dict[str, Any]] = {}
+    """By Ray's name of the node."""
+    lost_at: ClassVar[list[float]] = []
+
+    @classmethod
+    def lose_node_of(cls, groups: Any, role: str) -> None:
+        """Its daemon and its processes are gone without a word."""
+        pool = groups.placement.role_mapping[role]
+        (node,) = groups.placement.pools[pool].nodes
+        cls.lost_at.append(time.monotonic())
+        cls.cluster.remove_node(cls.nodes.pop(node.key), allow_graceful=False)
+
+    @classmethod
+    def add_node(cls) -> None:
+        node = cls.cluster.add_node(num_cpus=1)
+        cls.nodes[node.node_id] = node
+
+
+def pids(trainer: Any) -> dict[str, int]:
+    return {role: trainer.groups[role].transport.started[0].pid for role in trainer.groups}
+
+
+class LosesRollout(PPOTrainer):
+    """The rollout's node goes while it generates."""
+
+    pids: ClassVar[list[dict[str, int]]] = []
+    nodes: ClassVar[list[str]] = []
+    """Of the rollout, as a step begins."""
+
+    def on_step_begin(self) -> None:
+        self.pids.append(pids(self))
+        (node,) = self.groups.placement.pools["rollout_pool"].nodes
+        self.nodes.append(f"{node.name} ({node.key[:8]})")
+
+    def roll_out(self, batch: Any, **settings: Any) -> Any:
+        if self.global_step == 2 and not Losing.lost_at:
+            Losing.lose_node_of(self.groups, "rollout")
+        return super().roll_out(batch, **settings)
+
+
+class LosesRole(RegressionTrainer):
+    """In the third step the node of a role goes."""
+
+    role: ClassVar[str]
+    pids: ClassVar[list[dict[str, int]]] = []
+
+    def replaceable_roles(self) -> ReplaceableRoles:
+        return ReplaceableRoles(frozenset({"teacher"}))
+
+    def step(self) -> dict[str, float]:
+        self.pids.append(pids(self))
+        if self.global_step == 3 and not Losing.lost_at:
+            Losing.lose_node_of(self.groups, self.role)
+        return super().step()
+
+
+def lose_rollout(tiny: Path, folder: Path, *here: str) -> dict[str, Any]:
+    """The spare node takes it."""
+    Losing.lost_at.clear()
+    run(load_config(overrides(tiny, folder, *PPO_POOLS, *SHORT, *here)), LosesRollout)
+    return {"pids": LosesRollout.pids, "nodes": LosesRollout.nodes}
+
+
+class Waiting(restarts.Restarts):
+    """While it waits for a node, one comes; a node can be started by the main thread alone."""
+
+    def _pause(self, seconds: float) -> None:
+        super()._pause(seconds)
+        if seconds == restarts.LOOK_AGAIN_S and len(Losing.nodes) < 2:
+            Losing.add_node()
+
+
+def lose_role(folder: Path, role: str, waits: type, *here: str) -> dict[str, Any]:
+    """A run of two pools on two nodes, without a spare one."""
+    Losing.lost_at.clear()
+    LosesRole.role, LosesRole.pids, launch.Restarts = role, [], waits  # type: ignore[misc]
+    settings = (f"trainer.default_local_dir={folder}", f"trainer.total_training_steps={STEPS}")
+    more = ("placement=split", "trainer.logger=[]", "trainer.save_freq=2", *settings, *here)
+    found: dict[str, Any] = {}
+    try:
+        run(load_config(more, REGRESSION), LosesRole)
+    except NoRoomError as error:
+        found = {"error": str(error), "seconds": time.monotonic() - Losing.lost_at[0]}
+    return found | {"pids": LosesRole.pids}
+
+
+def main(tiny: Path, folder: Path) -> dict[str, Any]:
+    """Runs on one cluster, which has a node less after each that gets none instead."""
+    Losing.cluster = cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    for _ in range(3):
+        Losing.add_node()
+    here = (
+        *("trainer.backend=ray", f"ray.address={cluster.address}", "trainer.device=cpu"),
+        *("trainer.nnodes=2", "trainer.n_gpus_per_node=1"),
+    )
+    bounded = f"watch.placement_s={PLACEMENT_S}"
+    folder.mkdir(parents=True)
+    log = logging.FileHandler(folder / "log")
+    for package in ("trainer", "verl_like"):
+        logging.getLogger(package).addHandler(log)
+    try:
+        return {
+            "spare": lose_rollout(tiny, folder / "spare", *here),
+            "again": lose_role(folder / "again", "teacher", Waiting, *here),
+            "none": lose_role(folder / "none", "student", restarts.Restarts, *here, bounded),
+            "log": (folder / "log").read_text(),
+        }
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    patch = pytest.MonkeyPatch()
+    ask_for_forks(patch)
+    patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    print("RESULT " + json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))), flush=True)

@@ -1,0 +1,82 @@
+"""A run that loses a node goes on where there is room, waits for room, or ends by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.lost_nodes import PLACEMENT_S, PPO_POOLS, SHORT, STEPS
+from tests.integration.runs import numbers, overrides
+from tests.trainer.recipes.regression import REGRESSION
+from trainer import load_config, run
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def lost(
+    tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path, forked_python: Path
+) -> dict[str, Any]:
+    """What `lost_nodes.py` found, in a process of its own."""
+    folder = tmp_path_factory.mktemp("lost") / "runs"
+    done = subprocess.run(
+        [forked_python, "-m", "tests.integration.lost_nodes", tiny_dir, folder],
+        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert results, done.stdout[-3000:] + done.stderr[-3000:]
+    return {"folder": folder, **json.loads(results[0].removeprefix("RESULT "))}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of `lost_nodes.LosesRole`, all of it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    settings = ("trainer.backend=local", "trainer.logger=[]", f"trainer.default_local_dir={folder}")
+    run(load_config([*settings, f"trainer.total_training_steps={STEPS}"], REGRESSION))
+    return folder
+
+
+def test_a_rollout_whose_node_is_lost_goes_on_where_there_is_room_to_the_same_numbers(
+    lost: dict[str, Any], tiny_dir: Path, tmp_path: Path
+) -> None:
+    first, last = lost["spare"]["pids"][0], lost["spare"]["pids"][-1]
+    assert [role for role in first if first[role] != last[role]] == ["rollout"]
+    before, _, after = lost["spare"]["nodes"]
+    assert before != after
+    assert f"pool rollout_pool has lost a node, and moves: it is on {after}" in lost["log"]
+    local = ("trainer.backend=local", "trainer.n_gpus_per_node=2", *PPO_POOLS, *SHORT)
+    run(load_config(overrides(tiny_dir, tmp_path, *local)))
+    assert numbers(lost["folder"] / "spare") == numbers(tmp_path)
+
+
+def test_where_there_is_no_room_the_run_waits_for_a_node_while_the_rest_stays(
+    lost: dict[str, Any], undisturbed: Path
+) -> None:
+    assert "the restart: waiting for a node (node " in lost["log"]
+    first, last = lost["again"]["pids"][0], lost["again"]["pids"][-1]
+    assert [role for role in first if first[role] != last[role]] == ["teacher"]
+    assert numbers(lost["folder"] / "again") == numbers(undisturbed)
+
+
+def test_where_none_comes_the_run_ends_by_the_name_of_the_node_and_the_pool(
+    lost: dict[str, Any], undisturbed: Path
+) -> None:
+    found = lost["none"]
+    assert re.search(
+        r"node \S+ \(\w{8}\) is gone, and no other has room for .* pool 'student_pool' had there: "
+        rf".* After \d+ s without another node \(watch\.placement_s={PLACEMENT_S:g}\)",
+        found["error"],
+    )
+    assert found["seconds"] < 60
+    folder = lost["folder"] / "none"
+    assert "watch.placement_s" in (folder / "report.html").read_text(encoding="utf-8")
+    made = numbers(folder)
+    assert len(made) in (2, 3), "a node's processes outlive it for a moment"
+    assert made == numbers(undisturbed)[: len(made)]
