@@ -1,6 +1,6 @@
 """The plan of a run on Ray that has lost a node: who goes where instead.
 
-`WorkerGroups` asks when it starts a pool anew, and when it starts all of them after a loss.
+`WorkerGroups` asks for the nodes that live when it starts, and for the plan when it starts a pool anew.
 """
 
 from __future__ import annotations
