@@ -141,7 +141,7 @@ class Attempts:
 
     def _start_groups(self) -> WorkerGroups:
         code = self._trainer_cls.worker_code(self.config)
-        return WorkerGroups(self.config, code, self._failed_at > 0)
+        return WorkerGroups(self.config, code)
 
     def go_on_after(self, error: VerlLikeError, of_attempt: ExitStack) -> None:
         """Wait for another attempt, with the groups that can be kept; raise where there is none.

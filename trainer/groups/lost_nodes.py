@@ -1,6 +1,6 @@
 """The plan of a run on Ray that has lost a node: who goes where instead.
 
-`WorkerGroups` asks when it starts a pool anew, and when it starts all of them after a loss.
+`WorkerGroups` asks for living nodes when it starts, and for the plan when a pool is restarted.
 """
 
 from __future__ import annotations

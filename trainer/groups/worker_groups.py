@@ -56,16 +56,10 @@ def worker_class(config: RunConfig, role: str) -> type[Worker]:
 class WorkerGroups:
     """The worker group of every role. Leaving the `with` block ends all processes."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        worker_code: Sequence[str] | None = None,
-        after_loss: bool = False,
-    ) -> None:
+    def __init__(self, config: RunConfig, worker_code: Sequence[str] | None = None) -> None:
         """Check the whole placement and import every class; only then start processes.
 
         `worker_code` are the dotted paths that workers import; by default their classes alone.
-        `after_loss` of a node, only those that answer are planned with.
         Pools with processes of their own start at once. Before them, those of the driver's own
         thread start one by one: there a role may find neighbours from other pools.
         """
@@ -79,7 +73,7 @@ class WorkerGroups:
 
         code = list(config.role_workers.values() if worker_code is None else worker_code)
         nodes = find_nodes(config, code)
-        if after_loss and config.trainer.backend == "ray":
+        if config.trainer.backend == "ray":
             nodes = living_nodes(config)
         self.placement = plan_on(config, nodes)
         self._classes = {role: worker_class(config, role) for role in self.placement.role_mapping}
