@@ -107,11 +107,11 @@ def test_a_step_says_where_it_stands_and_what_a_token_took(finished: Path) -> No
         assert (line["training/global_step"], line["training/epoch"]) == (step, 0)
         tokens = line["response_length/mean"] * 16
         assert line["timing_per_token_ms/gen"] == pytest.approx(
-            line["timing_s/gen"] * 1000 / tokens
+            line["timing_s/gen"] * 1000 / tokens, rel=1e-4
         )
         assert line["timing_per_token_ms/update_actor"] * line[
             "perf/total_num_tokens"
-        ] == pytest.approx(line["timing_s/update_actor"] * 1000)
+        ] == pytest.approx(line["timing_s/update_actor"] * 1000, rel=1e-4)
         stages = [line[f"timing_s/{name}"] for name in PPOTrainer.stages]
         assert sum(stages) <= line["timing_s/step"]
         assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,13 @@ class Unstartable(Groups):
         raise PlacementError("no room")
 
 
+class AtOnce:
+    """Instead of a run's restarts: there is room, or there never is."""
+
+    def when_there_is_room(self, start: Callable[[], None], since: float) -> None:
+        start()
+
+
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedReplicas:
     """What ranks that live write, whoever asks them."""
@@ -80,7 +88,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedReplicas:
 
 
 def brought_back(groups: Any) -> Any:
-    return bring_back(groups, ROLES, START, 0.0)
+    return bring_back(groups, ROLES, START, AtOnce(), 0.0)
 
 
 @pytest.mark.parametrize("lost", [["train_pool"], ["train_pool", "rollout_pool"]])

@@ -70,7 +70,6 @@ class Scorer:
         self._function, self._batch_deadline = function, batch_deadline
         count = min(MOST_PROCESSES, usable_cores())
         self._processes = [RewardProcess(function, batch_deadline) for _ in range(count)]
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="scorer")
 
     def start(self) -> None:
         """Have the function loaded once; raises what is wrong with it."""
@@ -93,19 +92,19 @@ class Scorer:
 
     def _score_side_by_side(self, first: Iterator[None], batch: _Batch) -> None:
         """The first process goes on, in a thread as the others are, which start one by one."""
-        running: list[Future[None]] = [self._threads.submit(_finish, first)]
         idle = deque(self._processes[1:])
-        while idle and (batch.goes_on() or not all(future.done() for future in running)):
-            if batch.goes_on():
-                work = self._work(idle.popleft(), batch)
-                running.append(self._threads.submit(_finish, work))
-            wait(running, SLOW_S)
+        with ThreadPoolExecutor(len(self._processes), thread_name_prefix="scorer") as threads:
+            running: list[Future[None]] = [threads.submit(_finish, first)]
+            while idle and (batch.goes_on() or not all(future.done() for future in running)):
+                if batch.goes_on():
+                    work = self._work(idle.popleft(), batch)
+                    running.append(threads.submit(_finish, work))
+                wait(running, SLOW_S)
         for future in running:
             future.result()
 
     def stop(self) -> None:
         """End all processes."""
-        self._threads.shutdown()
         for process in self._processes:
             process.stop()
 
