@@ -42,6 +42,8 @@ class BareProcess:
                 self.returncode = read_number(self._answers)
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
+            except EOFError:  # the tests are over: it has ended with the server
+                self.returncode = -signal.SIGKILL
             self._answers.close()
         return self.returncode
 

@@ -17,7 +17,7 @@ from verl_like.backends.ray.packing import Packed, pack
 
 
 def test_a_packed_batch_is_the_batch_and_its_columns_are_not_copied() -> None:
-    columns = {"x": torch.arange(3000), "half": torch.rand(3000).bfloat16()}
+    columns = {"x": torch.randperm(3000), "half": torch.rand(3000).bfloat16()}
     given = DataProto.from_dict(columns, {"uid": list("abc") * 1000}, {"temperature": 0.5})
     inner: list[pickle.PickleBuffer] = []
     head = pack(given, inner)
