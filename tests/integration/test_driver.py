@@ -225,7 +225,7 @@ def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
         f"trainer.backend={backend}",
         *broken,
     )
-    settings += ("watch.start_s=150", "watch.warn_s=0.25")
+    settings += ("watch.start_s=150", "watch.warn_s=0.02")
     with pytest.raises(FloatingPointError, match="the critic is broken") as caught:
         train(tiny_dir, tmp_path, *settings, trainer=PPOTrainer)
     notes = "\n".join(caught.value.__notes__)
