@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -244,6 +245,7 @@ class Faults:
 @pytest.fixture(scope="module")
 def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, Faults]]:
     """The engine, the trainer's model, and the faults to come."""
+    gc.collect()  # an older engine that goes later takes the process groups of this one along
     reload = importlib.import_module("vllm.model_executor.model_loader.reload")
     folder, faults = tmp_path_factory.mktemp("vllm"), Faults()
     model = make_model(folder)
