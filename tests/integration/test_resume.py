@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import draw_no_figures
+from tests.forked import Descriptors
 from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
 from trainer.run_folder.signals import RunStopped
@@ -49,14 +50,18 @@ def start(settings: list[str]) -> Any:
     """A process of its own that runs these settings."""
     ray_token = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
     process = multiprocessing.get_context("forkserver").Process(
-        target=run_settings, args=(settings, ray_token)
+        target=_run_beside, args=(settings, ray_token, Descriptors())
     )
     process.start()
     return process
 
 
-def run_settings(settings: list[str], environment: dict[str, str] | None = None) -> None:
-    os.environ.update(environment or {})
+def _run_beside(settings: list[str], environment: dict[str, str], _output: None) -> None:
+    os.environ.update(environment)
+    run_settings(settings)
+
+
+def run_settings(settings: list[str]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         draw_no_figures(monkeypatch)
         run(load_config(settings))

@@ -33,7 +33,7 @@ def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
         monkeypatch.setattr(stopped, "STOPPED_S", 0.5)
         os.kill(pid, signal.SIGSTOP)
         idle.transport.is_replaceable = True
-        assert busy.sleeps(3).get() == [0], "whoever calls it next will see"
+        assert busy.sleeps(4).get() == [0], "whoever calls it next will see"
         assert caplog.text.count("It is replaced when it is needed next.") == 1
 
         idle.transport.is_replaceable = False
