@@ -76,7 +76,6 @@ def groups(
         request.getfixturevalue("ray_session")
     monkeypatch.setattr(deadlock, "LOOK_EVERY_S", 0.5)
     monkeypatch.setattr(stopped, "STOPPED_S", 1.0)
-    monkeypatch.setattr(sync, "ALONE_S", 0.5)
     with ExitStack() as stack:
         pools = {
             role: stack.enter_context(start(backend, {role: (cls, ())}, [2], deadlines=QUICK))
@@ -125,8 +124,9 @@ def test_a_rank_that_stops_at_the_vote_ends_the_sync(
 @pytest.mark.parametrize("groups", ["child"], indirect=True)
 @pytest.mark.parametrize("role", ["actor", "rollout"])
 def test_a_rank_that_does_not_come_is_named_and_not_waited_for(
-    groups: dict[str, Any], role: str
+    groups: dict[str, Any], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sync, "ALONE_S", 0.5)
     fail_next_sync(groups, role, "does not come")
     actor, rollout = groups["actor"], groups["rollout"]
     publish_weights(actor, 1)
