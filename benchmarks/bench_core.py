@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-from pathlib import Path
 
-SIDE = Path(__file__).with_name("core_side.py")
+from sides import HERE, ask
+
+SIDE = HERE / "core_side.py"
 LIMITS = {
     "echo_mb_per_s over verl": (">=", 2.5),
     "echo_mb_per_s over bare": (">=", 0.8),
@@ -36,7 +35,6 @@ LIMITS = {
     "entropy_extra_mib": ("<=", 64.0),
     "import_s": ("<=", 3.0),
 }
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 IMPORT = """
 import sys, time
 began = time.perf_counter()
@@ -44,7 +42,7 @@ import verl_like
 from verl_like import DataProto, LocalWorkerGroup, Worker, register
 seconds = time.perf_counter() - began
 assert not {"ray", "transformers"} & set(sys.modules), "ray or transformers was imported"
-print(seconds)
+print([seconds])
 """
 ENTROPY = """
 import resource, torch
@@ -57,18 +55,8 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()
 del gradient
 entropy_from_logits(logits).sum().backward()
-print(peak() - before)
+print([peak() - before])
 """
-
-
-def ask(python: str, *arguments: str) -> str:
-    """The last line that a Python process prints."""
-    done = subprocess.run(
-        [python, *arguments], capture_output=True, text=True, check=False, timeout=900, env=ENV
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(arguments)[:80]} failed:\n{done.stderr[-3000:]}")
-    return done.stdout.strip().splitlines()[-1]
 
 
 def main() -> None:
@@ -83,14 +71,14 @@ def main() -> None:
     rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for _ in range(options.rounds):
         for side, python in sides.items():
-            rounds[side].append(json.loads(ask(python, str(SIDE), side)))
+            rounds[side].append(ask(python, str(SIDE), side))
     figures = {
         side: {k: statistics.median(r[k] for r in all_) for k in all_[0]}
         for side, all_ in rounds.items()
     }
     ours = figures["ours"]
-    ours["import_s"] = statistics.median(float(ask(sys.executable, "-c", IMPORT)) for _ in range(3))
-    ours["entropy_extra_mib"] = float(ask(sys.executable, "-c", ENTROPY))
+    ours["import_s"] = statistics.median(ask(sys.executable, "-c", IMPORT)[0] for _ in range(3))
+    ours["entropy_extra_mib"] = ask(sys.executable, "-c", ENTROPY)[0]
     verdicts = {}
     for name, (relation, limit) in LIMITS.items():
         key, _, peer = name.partition(" over ")

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_ppo import ENV, HERE
+from sides import ENV, HERE
 
 WORDS = 40
 """Of a prompt: some 250 bytes with its row."""

@@ -23,9 +23,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_ppo import ENV, HERE
 from detached_learning import WITHOUT
 from detached_side import LAST, NUM_PROMPTS, NUM_SAMPLES, WARM_UP
+from sides import ENV, HERE
 
 SIDE = str(HERE / "detached_side.py")
 STEPS = 20

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from trainer import load_config, run
 from trainer.cli import make_tiny
 from trainer.detached.recipe import DETACHED
-from trainer.detached.sync_log import resident_bytes
+from verl_like.process.machine import resident_bytes
 
 SETTINGS = (
     "data.train_batch_size=8",
@@ -48,7 +49,7 @@ class Sizes:
         self.rows.append(
             {
                 "step": step,
-                "driver_mib": round((resident_bytes() or 0) / 2**20, 1),
+                "driver_mib": round((resident_bytes(os.getpid()) or 0) / 2**20, 1),
                 "open_groups": len(trainer.ledger._open),
                 "queued": buffer.depth,
                 "pieces_in_flight": len(buffer.in_flight()),

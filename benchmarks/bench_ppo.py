@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,12 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ENV = {
-    **os.environ,
-    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-    "TOKENIZERS_PARALLELISM": "false",
-}
+from sides import HERE, ask
+
 LIMITS: dict[str, tuple[str, float]] = {
     "grpo.steps_per_s over trl": (">=", 1.3),
     "tailed.steps_per_s over trl": (">=", 2.5),
@@ -47,24 +41,11 @@ LIMITS: dict[str, tuple[str, float]] = {
 }
 
 
-def ask(python: str, *arguments: str) -> tuple[Any, float]:
-    """The last line of JSON that a Python process prints, and its wall time."""
-    ours = {"PYTHONPATH": str(HERE.parent)} if python == sys.executable else {}
+def ask_timed(python: str, *arguments: str) -> tuple[Any, float]:
+    """What a side answers, and its wall time."""
     began = time.perf_counter()
-    done = subprocess.run(
-        [python, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=3600,
-        env=ENV | ours,
-    )
-    wall = time.perf_counter() - began
-    if done.returncode:
-        sys.exit(f"{' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
-    # Ray may print after it.
-    answers = [line for line in done.stdout.splitlines() if line[:1] in ("{", "[")]
-    return json.loads(answers[-1] if answers else "null"), wall
+    answer = ask(python, *arguments)
+    return answer, time.perf_counter() - began
 
 
 def compare(folder: Path, kind: str, pythons: dict[str, str], rounds: int) -> dict[str, float]:
@@ -74,8 +55,8 @@ def compare(folder: Path, kind: str, pythons: dict[str, str], rounds: int) -> di
     for seed in range(1, rounds + 1):
         for side, python in pythons.items():
             run = (str(HERE / "grpo_side.py"), side, str(folder), kind)
-            _, short = ask(python, *run, "5", str(seed))
-            rewards, long = ask(python, *run, "25", str(seed))
+            _, short = ask_timed(python, *run, "5", str(seed))
+            rewards, long = ask_timed(python, *run, "25", str(seed))
             reward[side].append(statistics.mean(rewards[17:22]))
             seconds[side].append((long - short) / 20)
 
@@ -136,9 +117,7 @@ def main() -> None:
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        subprocess.run(
-            [sys.executable, str(HERE / "grpo_side.py"), "make", name], check=True, env=ENV
-        )
+        ask(sys.executable, str(HERE / "grpo_side.py"), "make", name)
         for section in options.only.split(","):
             if section in ("grpo", "tailed"):
                 kind = "fixed" if section == "grpo" else "tailed"
@@ -146,7 +125,7 @@ def main() -> None:
             elif section == "advantages":
                 found = advantages()
             else:
-                found, _ = ask(sys.executable, str(HERE / "placement_side.py"), section, name)
+                found = ask(sys.executable, str(HERE / "placement_side.py"), section, name)
             figures |= {f"{section}.{key}": value for key, value in found.items()}
 
     limits = {}

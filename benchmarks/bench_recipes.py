@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-SIDE = Path(__file__).with_name("recipes_side.py")
+from sides import HERE, ask
+
+SIDE = str(HERE / "recipes_side.py")
 KINDS = ("full", "tailed")
 SIDES = {
     "sft": ("ours", "trl", "trl_free"),
@@ -41,27 +40,8 @@ TIMES_TRL = {
 """How many times as fast as TRL a step has to be."""
 LOSSES_APART = 1e-5
 """How far a step's loss may be from TRL's."""
-ENV = {
-    **os.environ,
-    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-    "TOKENIZERS_PARALLELISM": "false",
-}
 Answer = dict[str, dict[str, Any]]
 """Kind of rows -> `step_s`, `cpu_s`, `losses`."""
-
-
-def ask(python: str, *arguments: str) -> Answer:
-    """The JSON that a side prints last."""
-    ours = {"PYTHONPATH": str(SIDE.resolve().parents[1])} if python == sys.executable else {}
-    command = [python, str(SIDE), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=1800, env=ENV | ours
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    lines = done.stdout.strip().splitlines()
-    answer: Answer = json.loads(lines[-1]) if lines else {}
-    return answer
 
 
 def losses_apart(one: Answer, other: Answer, kind: str) -> float:
@@ -119,14 +99,14 @@ def main() -> None:
     print(f"{'seconds of a step':<26}{'ours':>8} {'trl':>8} {'pad.free':>8}", end="")
     print(f"{'times':>9} wanted   by CPU losses apart")
     with tempfile.TemporaryDirectory() as folder:
-        ask(sys.executable, "make", folder)
+        ask(sys.executable, SIDE, "make", folder)
         for recipe in options.only.split(","):
             rounds = []
             for _ in range(options.rounds):
                 answers = {}
                 for side in SIDES[recipe]:
                     python = sys.executable if side == "ours" else options.trl_python
-                    answers[side] = ask(python, side, folder, recipe)
+                    answers[side] = ask(python, SIDE, side, folder, recipe)
                 rounds.append(answers)
             missed += compare(recipe, rounds, figures)
     print(json.dumps(figures, indent=1))

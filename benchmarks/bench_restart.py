@@ -29,10 +29,10 @@ from trainer.cli.make_tiny import make
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.ppo.step import PPOTrainer
+from verl_like.process.machine import cpu_s_of
 
 PROCESSES = {"rollout": 2, "ref": 1, "critic": 1, "actor": 1}
 ROLES = tuple(PROCESSES)
-TICKS = os.sysconf("SC_CLK_TCK")
 FIRST_KILL = 2
 """The step; the one before has brought every process to its usual speed."""
 
@@ -91,19 +91,13 @@ class Killed(PPOTrainer):
         Killed.under_way = None
         moments = self.clock_of_log.at | {"next_step": time.time()}
         seconds = {name: round(at - killed_at, 2) for name, at in moments.items()}
-        cpu = time.process_time() - cpu + cpu_of(self._pid(role))
+        cpu = time.process_time() - cpu + cpu_s_of(self._pid(role))
         backend = self.config.trainer.backend
         facts = {**seconds, "cpu": round(cpu, 2), **self.clock_of_log.samples}
         print(json.dumps({"backend": backend, "lost": role, **facts}))
 
     def _pid(self, role: str) -> int:
         return int(self.groups[role].transport.started[-1].pid)
-
-
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process of this machine so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def measure(backend: str, roles: list[str], tiny: Path, folder: Path) -> None:

@@ -3,10 +3,12 @@
     python benchmarks/bench_safety.py [--rounds 60]
 
 makes PPO steps of the tiny model, driver, actor and rollout in processes of their own
-(`trainer.backend=local`). In each round every part is switched off in a step of its own, and all of
-them in another, in an order that is drawn. It prints CPU seconds of all processes and the wall of a
-step with everything on, over those of the steps with a part off. The lock of the run folder is
-taken once a run: its price is printed by itself.
+(`trainer.backend=local`). In each round every part is switched off for a few steps, and all of them
+for others, in an order that is drawn. The first step after a switch does not count: attributes of
+classes have just been set, and the interpreter looks all of theirs up anew. It prints CPU seconds
+of all processes and the wall of a step with everything on, over those of the steps with a part off;
+and whose CPU seconds they are. The lock of the run folder is taken once a run: its price is printed
+by itself.
 
 - sandbox off: the driver calls the reward function itself.
 - hashes off: weights travel, and nobody hashes them.
@@ -28,6 +30,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from verl_like.process.machine import descendants
+
 PARTS = ("sandbox", "hashes", "watch")
 MODES: dict[str, tuple[str, ...]] = {
     "all on": (),
@@ -36,6 +40,9 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 WARM_UP = 2
 """Rounds that do not count."""
+STEPS = 4
+"""Of one mode, in a row."""
+PROCESSES = ("driver", "actor", "rollout", "rewards")
 Restore = Callable[[], None]
 
 
@@ -99,7 +106,7 @@ def without_watch() -> list[Restore]:
     from verl_like.calls.transport import Transport
 
     return [
-        swap(Transport, "gone", lambda self, ranks: {}),
+        swap(Transport, "lost_or_stopped", lambda self, ranks: {}),
         swap(Transport, "check_companions", lambda self, what: None),
         swap(CallTimes, "limit_s", lambda self, name, rows, limits: limits.call_s),
         swap(CallTimes, "add", lambda self, name, seconds, rows: None),
@@ -132,48 +139,60 @@ class Meter:
     def __init__(self, rounds: int) -> None:
         draw = Random(1)
         orders = [draw.sample(list(MODES), len(MODES)) for _ in range(rounds + WARM_UP)]
-        self.modes = [mode for order in orders for mode in order]
-        self.steps: list[tuple[str, float, float]] = []
-        """(mode, CPU seconds, wall) of every step."""
+        self.modes = [mode for order in orders for mode in order for _ in range(STEPS)]
+        self.steps: list[tuple[float, ...]] = []
+        """Wall, and CPU seconds of `PROCESSES`, of every step."""
 
     def on_step_begin(self, trainer: Any) -> None:
-        """Switch, then read."""
-        off = MODES[self.modes[trainer.global_step - 1]]
-        switch(off)
-        for role in ("actor", "rollout"):
-            trainer.groups[role].execute_func_rank_zero(switch, off)
+        """Switch where another mode begins, then read."""
+        if trainer.global_step % STEPS == 1:
+            off = MODES[self.modes[trainer.global_step - 1]]
+            switch(off)
+            for role in ("actor", "rollout"):
+                trainer.groups[role].execute_func_rank_zero(switch, off)
         self._before = self._clocks(trainer)
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Read."""
-        mode = self.modes[trainer.global_step - 1]
         after = self._clocks(trainer)
-        wall, main, rewards = (b - a for a, b in zip(self._before, after, strict=True))
-        cpu = main + (0.0 if "sandbox" in MODES[mode] else rewards)
-        self.steps.append((mode, cpu, wall))
+        self.steps.append(tuple(b - a for a, b in zip(self._before, after, strict=True)))
 
-    def _clocks(self, trainer: Any) -> tuple[float, float, float]:
-        """Wall; CPU of driver and workers; of the processes of rewards."""
-        import psutil
+    def _clocks(self, trainer: Any) -> tuple[float, ...]:
+        """Wall, and CPU seconds of `PROCESSES`."""
+        actor, rollout = (
+            trainer.groups[role].transport.pid_here(0) for role in ("actor", "rollout")
+        )
+        others = set(descendants(os.getpid())) - {actor, rollout}
+        cpu = time.process_time(), cpu_of(actor), cpu_of(rollout), sum(map(cpu_of, others))
+        return time.perf_counter(), *cpu
 
-        workers = {trainer.groups[role].transport.pid_here(0) for role in ("actor", "rollout")}
-        others = {child.pid for child in psutil.Process().children(recursive=True)} - workers
-        main = time.process_time() + sum(map(cpu_of, workers))
-        return time.perf_counter(), main, sum(map(cpu_of, others))
+    def counted(self) -> dict[str, list[tuple[float, ...]]]:
+        """The steps of each mode that count; those without a sandbox have no process of rewards."""
+        found: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in MODES}
+        for number, (mode, step) in enumerate(zip(self.modes, self.steps, strict=True)):
+            if number < WARM_UP * STEPS * len(MODES) or number % STEPS == 0:
+                continue
+            found[mode].append((*step[:-1], 0.0) if "sandbox" in MODES[mode] else step)
+        return found
 
 
-def report(steps: list[tuple[str, float, float]]) -> None:
+def report(of_mode: dict[str, list[tuple[float, ...]]]) -> None:
     """Ratios of lower quartiles, since neighbours only add; and the median of those in a round."""
-    counted = steps[WARM_UP * len(MODES) :]
-    of_mode = {mode: [s[1:] for s in counted if s[0] == mode] for mode in MODES}
     on = of_mode["all on"]
-    on_cpu, on_wall = map(lower_quartile, zip(*on, strict=True))
-    print(f"{'':14}{'CPU ms':>8}{'wall ms':>9}   all on over it: CPU, of a round; wall")
-    for mode, figures in of_mode.items():
-        cpu, wall = map(lower_quartile, zip(*figures, strict=True))
-        paired = statistics.median(a[0] / b[0] for a, b in zip(on, figures, strict=True))
-        ratios = f"{on_cpu / cpu:6.3f} {paired:6.3f} {on_wall / wall:6.3f}"
-        print(f"{mode:14}{1e3 * cpu:8.1f}{1e3 * wall:9.1f}   {ratios}")
+    on_cpu = [sum(cpu) for _, *cpu in on]
+    on_wall = lower_quartile([wall for wall, *_ in on])
+    names = "".join(f"{name:>9}" for name in PROCESSES)
+    print(f"{'':12}{'CPU ms':>8}{'wall ms':>9}  all on over it: CPU, of a round; wall {names}")
+    for mode, steps in of_mode.items():
+        cpu = [sum(cpu) for _, *cpu in steps]
+        wall, *parts = map(lower_quartile, zip(*steps, strict=True))
+        paired = statistics.median(a / b for a, b in zip(on_cpu, cpu, strict=True))
+        ratio = lower_quartile(on_cpu) / lower_quartile(cpu)
+        of_parts = "".join(f"{1e3 * part:9.2f}" for part in parts)
+        print(
+            f"{mode:12}{1e3 * lower_quartile(cpu):8.1f}{1e3 * wall:9.1f}"
+            f"{ratio:17.3f} {paired:12.3f} {on_wall / wall:8.3f} {of_parts}"
+        )
 
 
 def lower_quartile(values: Sequence[float]) -> float:
@@ -226,7 +245,7 @@ def main() -> None:
         ]
         recipe = replace(PPO, schema=ChildConfig)
         run(load_config(overrides, recipe), callbacks=[meter])
-        report(meter.steps)
+        report(meter.counted())
         print(f"lock of the run folder, once a run: {ms_of_lock(made):.2f} ms")
 
 

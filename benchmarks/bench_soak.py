@@ -26,7 +26,7 @@ from random import Random
 from typing import Any
 
 from bench_detection import POOLS, make_judge
-from bench_ppo import ENV, HERE
+from sides import ENV, HERE
 
 SAVE_FREQ = 20
 LOOKED_AT = (0.2, 0.6, 1.0)

@@ -72,9 +72,9 @@ def median_of_fresh(make: Callable[[int], Any], work: Callable[[Any], Any], repe
     return statistics.median(times[1:])
 
 
-def best_per_call(work: Callable[[], Any], calls: int, rounds: int = 7) -> float:
-    """Seconds a call: the median over rounds of many calls."""
-    return median_of(lambda: [work() for _ in range(calls)], rounds) / calls
+def seconds_per_call(work: Callable[[], Any], calls: int) -> float:
+    """The median over rounds of many calls."""
+    return median_of(lambda: [work() for _ in range(calls)], repeats=7) / calls
 
 
 def framework(side: str) -> SimpleNamespace:
@@ -171,9 +171,9 @@ def grouped(side: str) -> dict[str, float]:
     figures = {"batch_mb": megabytes, "start_2_workers_s": statistics.median(starts)}
     figures["echo_mb_per_s"] = megabytes / median_of_fresh(large, a.echo_changed, ECHOES)
     figures["chain_s"] = median_of(lambda: chain_on(chain(batch)).get())
-    figures["tiny_echo_ms"] = best_per_call(lambda: a.echo(tiny), 50) * 1e3
-    figures["small_echo_ms"] = best_per_call(lambda: a.echo(small), 50) * 1e3
-    figures["one_to_all_noop_ms"] = best_per_call(a.nothing, 100) * 1e3
+    figures["tiny_echo_ms"] = seconds_per_call(lambda: a.echo(tiny), 50) * 1e3
+    figures["small_echo_ms"] = seconds_per_call(lambda: a.echo(small), 50) * 1e3
+    figures["one_to_all_noop_ms"] = seconds_per_call(a.nothing, 100) * 1e3
     figures["two_naps_s"] = median_of(lambda: naps(side, a, b), 3)
     return figures | batch_alone(api.DataProto)
 
@@ -222,22 +222,22 @@ def batch_alone(batch_cls: Any) -> dict[str, float]:
     def unite() -> Any:
         return batch_cls(batch=one.batch.copy(), non_tensor_batch=dict(objects)).union(other)
 
-    copying = best_per_call(
+    copying = seconds_per_call(
         lambda: batch_cls(batch=one.batch.copy(), non_tensor_batch=dict(objects)), 200
     )
     return {
         "dumps_loads_54mb_s": median_of(round_trip),
         "repeat_4_ms": median_of(lambda: quarter.repeat(4)) * 1e3,
-        "construct_us": best_per_call(
+        "construct_us": seconds_per_call(
             lambda: batch_cls.from_dict(small, non_tensors=dict(objects)), 500
         )
         * 1e6,
-        "union_us": (best_per_call(unite, 200) - copying) * 1e6,
-        "select_us": best_per_call(
+        "union_us": (seconds_per_call(unite, 200) - copying) * 1e6,
+        "select_us": seconds_per_call(
             lambda: whole.select(batch_keys=names, non_tensor_batch_keys=["uid"]), 500
         )
         * 1e6,
-        "slice_us": best_per_call(lambda: whole[:2], 500) * 1e6,
+        "slice_us": seconds_per_call(lambda: whole[:2], 500) * 1e6,
     }
 
 
@@ -278,9 +278,9 @@ def bare() -> dict[str, float]:
     megabytes = sum(array.nbytes for array in base.values()) / 1e6
     return {
         "echo_mb_per_s": megabytes / median_of_fresh(large, echo, ECHOES),
-        "tiny_echo_ms": best_per_call(lambda: echo(tiny), 50) * 1e3,
-        "small_echo_ms": best_per_call(lambda: echo(small), 50) * 1e3,
-        "one_to_all_noop_ms": best_per_call(nothing, 100) * 1e3,
+        "tiny_echo_ms": seconds_per_call(lambda: echo(tiny), 50) * 1e3,
+        "small_echo_ms": seconds_per_call(lambda: echo(small), 50) * 1e3,
+        "one_to_all_noop_ms": seconds_per_call(nothing, 100) * 1e3,
     }
 
 

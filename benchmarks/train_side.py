@@ -68,13 +68,13 @@ def make(folder: Path) -> None:
         torch.save(rows, folder / f"{kind}.pt")
 
 
-def batch_of(folder: Path, kind: str, rows: int = ROWS) -> Any:
+def batch_of(folder: Path, kind: str) -> Any:
     """The rows of a kind with every column that an update reads."""
     from verl_like.batch.protocol import DataProto
 
     stored = torch.load(folder / f"{kind}.pt")
-    ids, inside = stored["ids"][:rows], stored["response_mask"][:rows]
-    mask = torch.cat([torch.ones(rows, PROMPT, dtype=torch.long), inside], dim=1)
+    ids, inside = stored["ids"], stored["response_mask"]
+    mask = torch.cat([torch.ones(ROWS, PROMPT, dtype=torch.long), inside], dim=1)
     columns = {
         "input_ids": ids * mask,
         "attention_mask": mask,
@@ -82,7 +82,7 @@ def batch_of(folder: Path, kind: str, rows: int = ROWS) -> Any:
         "responses": ids[:, PROMPT:] * inside,
         "response_mask": inside,
         "old_log_probs": torch.full(inside.shape, -4.2),
-        "advantages": stored["advantages"][:rows, None] * inside,
+        "advantages": stored["advantages"][:, None] * inside,
     }
     return DataProto.from_dict(columns)
 

@@ -22,11 +22,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from tests import ROOT
 from tests.fork_server import fork_server, python_of_tests, write_python
 from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
 from tests.forked_ray import ask_for_forks
 
-ROOT = Path(__file__).resolve().parent.parent
 # The tests are compiled once, whatever is usual on the machine: half of their collection.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -39,17 +39,8 @@ torch.set_num_threads(1)
 # starts the server, which passes over a name that it cannot import without a word.
 PRELOADED = [
     "tests.rare_collections",
-    "trainer.launch",
-    "trainer.ppo.step",
-    "torch.distributed.fsdp",
-    "transformers.models.llama.modeling_llama",
-    "verl_like.backends.local.child",
-    "workers.roles.actor",
-    "workers.roles.critic",
-    "workers.roles.reference",
-    "workers.roles.reward_model",
-    "workers.roles.rollout",
-    "workers.roles.teacher",
+    "tests.foreign_functions",  # torch, transformers, then ours
+    "peft",
     "pytest",
     "tests.warm",
     "tests.frozen",
@@ -104,6 +95,14 @@ def tiny_dir(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
     few = pa.Table.from_pylist(make_tiny.make_rows(64, "train"))
     pq.write_table(few, folder / "few.parquet")
     return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir: Path) -> Any:
+    """That of `tiny_dir`: a token a character. Read only."""
+    from trainer.data.prompts import load_tokenizer
+
+    return load_tokenizer(str(tiny_dir / "model"))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import ROOT
+
 PACKAGES = ("verl_like", "workers", "trainer")
 AT_IMPORT, FOR_TYPES, IN_FUNCTION = "at import", "for types", "in a function"
 

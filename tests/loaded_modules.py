@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from tests.import_graph import ROOT
+from tests import ROOT
 
 AFTER_TORCH = "--torch"
 

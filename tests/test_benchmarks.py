@@ -15,7 +15,10 @@ from tests.forked import run_program
 from tests.workers.rollout_engines import make_engine, make_model
 from tests.workers.stand_ins import unconnected
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from verl_like.calls.call_times import CallTimes
+from verl_like.calls.transport import Transport
 from workers.losses.registry import POLICY_LOSSES
+from workers.rewards.scorer import Scorer
 from workers.training import lm_head
 from workers.weights import checksum
 
@@ -146,3 +149,14 @@ def test_the_benchmark_of_safety_switches_all_hashes_of_a_sync_off_and_on_again(
     while undo:
         undo.pop()()
     assert sync() == on
+
+
+@pytest.mark.parametrize("part", ["sandbox", "watch"])
+def test_the_benchmark_of_safety_finds_what_it_switches_off_in_the_driver(part: str) -> None:
+    owners = (Scorer, Transport, CallTimes)
+    before = [dict(vars(owner)) for owner in owners]
+    undo = getattr(load("benchmarks/bench_safety.py"), f"without_{part}")()
+    assert [dict(vars(owner)) for owner in owners] != before
+    for restore in undo:
+        restore()
+    assert [dict(vars(owner)) for owner in owners] == before

@@ -15,9 +15,9 @@ from tests.conftest import PRELOADED
 from tests.forked import run_program
 
 
-@pytest.mark.parametrize("name", PRELOADED)
+@pytest.mark.parametrize("name", [name for name in PRELOADED if name != "tests.frozen"])
 def test_a_preloaded_module_can_be_imported(name: str) -> None:
-    importlib.import_module(name)
+    importlib.import_module(name)  # not the one that moves all memory of who imports it
 
 
 def loaded() -> list[str]:
@@ -65,7 +65,7 @@ def test_a_forked_python_gets_the_signals_and_ends_as_it_does(forked_python: Pat
     with subprocess.Popen([forked_python, "-c", code], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         process.terminate()
-        assert process.wait(10) == 128 + signal.SIGTERM
+        assert process.wait(30) == 128 + signal.SIGTERM
 
 
 @pytest.mark.ray

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.import_graph import PACKAGES, ROOT, parsed, sources
+from tests import ROOT
+from tests.import_graph import PACKAGES, parsed, sources
 from trainer import load_config
 from trainer.config.keys import config_keys
 from trainer.config.recipe import Recipe

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.import_graph import ROOT, parsed
+from tests import ROOT
+from tests.import_graph import parsed
 
 PAGE = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
 PATH = re.compile(r"`((?:verl_like|workers|trainer|tests)/[\w/.]+)`")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.conftest import load
 from tests.forked import run_program
 
-ROOT = Path(__file__).resolve().parent.parent
 INTERPRETER = f"""#!/usr/bin/env bash
 [ "$1" != -c ] || exec "{sys.executable}" "$@"
 echo "$@" >> "$COMMANDS"

@@ -6,7 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import ROOT
+
 INDEX = re.compile(r"--(extra-)?index-url|https?://\S+/(simple|whl)\b")
 HOME = re.compile(r"(?<![\w.])/(root|home|Users)/\w")
 

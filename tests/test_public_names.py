@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import ROOT
+
 DOCUMENTED = (
     "trainer.PPOConfig",
     "trainer.PPOTrainer",

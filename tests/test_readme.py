@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from pathlib import Path
 
+from tests import ROOT
 from trainer.ppo.step import PPOTrainer
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

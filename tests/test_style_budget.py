@@ -9,7 +9,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.import_graph import ROOT, parsed
+from tests import ROOT
+from tests.import_graph import parsed
 
 MAX_FILE, MAX_FUNCTION, MAX_CLOSURE, MAX_STEP = 400, 60, 10, 40
 PACKAGES = ("verl_like", "workers", "trainer", "examples", "tests")

@@ -1,7 +1,7 @@
 """Loaded by the server of forked processes (`PRELOADED` in `tests/conftest.py`).
 
-What it has found out about the tiny model, its forks need not find out again: how its rows may be
-packed, and that either engine decodes with it.
+What it has found out about the tiny model, of two layers or one, its forks need not find out again:
+how its rows may be packed, and that either engine decodes with it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ LONGEST = 64
 """Tokens of a row; the tiny model has no limit that any number would pass."""
 
 
-def prove_tiny_model() -> None:
+def prove_tiny_models() -> None:
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # which is a thread, and forks are of one
     logging.disable_progress_bar()
     device = torch.device("cpu")
     worker: Any = SimpleNamespace(device=device, rank=0, sibling=lambda role: None)
-    with tempfile.TemporaryDirectory() as folder:
-        tiny = make_tiny.make(Path(folder))
-        engine = build_engine(load_config(overrides(tiny, Path(folder))), worker)
-    prove_rows(engine.module, device, may_pack=True)
-    assert why_no_cache(engine.module.config, LONGEST) == ""
+    for num_layers in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            tiny = make_tiny.make(Path(folder), num_train=1, num_val=1, num_layers=num_layers)
+            engine = build_engine(load_config(overrides(tiny, Path(folder))), worker)
+        prove_rows(engine.module, device, may_pack=True)
+        assert why_no_cache(engine.module.config, LONGEST) == ""
     logging.enable_progress_bar()
 
 
-prove_tiny_model()
+prove_tiny_models()

@@ -1,5 +1,5 @@
-# Sourced by tests/run.sh and examples/quickstart/run.sh, from the repository's root: makes or
-# repairs .venv and installs into it.
+# Sourced by tests/run.sh, tests/run_vllm.sh and examples/quickstart/run.sh, from the repository's
+# root: makes or repairs .venv and installs into it.
 #   install_project            what a run needs
 #   install_project dev        and the extra `dev`
 py=.venv/bin/python
@@ -25,11 +25,39 @@ make_venv() {
 
 # pip would compile 12,000 files, half a minute; Python does so with the tenth that is imported,
 # unless it is told to write no bytecode: then every process would compile them again
-compile=--no-compile
-[ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile
+compile=--no-compile uv_compile=
+[ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile uv_compile=--compile-bytecode
 
-pip_install() {
-    if ! "$py" -m pip install -qq $compile "$@"; then
+# What pip has been told of places to look in, by a file or by variables, as uv wants it.
+pips_places() {
+    local name kind values value
+    "$py" -m pip config list | tr -d "'" | while IFS='=' read -r name values; do
+        kind=${name##*.}
+        case "$kind" in
+            *-url | *-links) # of indexes, and of folders of wheels
+                for value in ${values//\\n/ }; do echo "--$kind=$value"; done
+                ;;
+            no-index) case "$values" in 1 | [Tt]rue | yes | on) echo --no-index ;; esac ;;
+        esac
+    done
+}
+
+# uv takes a tenth of pip's time; a package is looked for in all places, as pip does.
+uv_install() {
+    "$py" -m uv --version >/dev/null 2>&1 || "$py" -m pip install -qq uv >/dev/null || return
+    local place places=()
+    while read -r place; do places+=("$place"); done < <(pips_places)
+    "$py" -m uv pip install -q --python "$py" --index-strategy unsafe-best-match $uv_compile \
+        ${places[@]+"${places[@]}"} "$@"
+}
+
+# Where uv cannot be had, or finds no solution: pip, which says what is wrong.
+install_packages() {
+    uv_install "$@" 2>/dev/null || "$py" -m pip install -qq $compile "$@"
+}
+
+install_or_exit() {
+    if ! install_packages "$@"; then
         say "pip could not install $*: its message is above. Without a network, give pip a folder of wheels (PIP_FIND_LINKS, PIP_NO_INDEX=1)."
         exit 1
     fi
@@ -40,10 +68,10 @@ install_torch() {
         return
     fi
     if nvidia-smi -L >/dev/null 2>&1; then
-        pip_install "torch>=2.11"
-    elif ! "$py" -m pip install -qq $compile "torch==2.13.0+cpu" 2>/dev/null; then
+        install_or_exit "torch>=2.11"
+    elif ! install_packages "torch==2.13.0+cpu" 2>/dev/null; then
         say "no CPU build torch==2.13.0+cpu where pip looks; installing torch==2.13.0 (on Linux with its CUDA packages: several GB)"
-        pip_install "torch==2.13.0"
+        install_or_exit "torch==2.13.0"
     fi
 }
 
@@ -63,6 +91,6 @@ install_project() {
         exit 1
     fi
     install_torch
-    pip_install -e "$target"
+    install_or_exit -e "$target"
     echo "$state $target" >.venv/installed
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from trainer.report.summary import ENTROPY_LEFT, KL_JUMP
 
@@ -25,12 +26,30 @@ Found = Iterator[tuple[str, str]]
 
 
 class Alarms:
-    """What has been said so far, and the numbers that a run began with."""
+    """What has been said so far, and the numbers that a run began with.
+
+    Both are kept in checkpoints; the attempts of a run share one (`trainer.launch`).
+    """
 
     def __init__(self) -> None:
-        """Nothing yet; a resumed run begins with the numbers of its first step."""
+        """Nothing yet."""
         self._first: dict[str, float] = {}
         self._next: dict[str, tuple[int, int]] = {}
+        """Kind of alarm -> the step from which on it is said again, and how many more after that.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON has it."""
+        return {"first": dict(self._first), "next": {k: list(v) for k, v in self._next.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with it; what has been said since in steps that are made again counts as said.
+
+        An older checkpoint has none.
+        """
+        self._first |= state.get("first", {})
+        for kind, (step, wait) in state.get("next", {}).items():
+            self._next[kind] = max(self._next.get(kind, (0, 0)), (step, wait))
 
     def check(self, metrics: Mapping[str, float], step: int) -> list[str]:
         """Log the alarms of this step that were not said just now, and give them."""

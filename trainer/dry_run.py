@@ -6,7 +6,6 @@ words by a run. Of large data the first rows are read, so that it takes seconds.
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ from trainer.loop import Trainer
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.tracking import BUILT_IN
 from verl_like.errors import ConfigError
+from verl_like.files import what_blocks
 
 MOST_ROWS = 10_000
 """Rows that are read of each list of files, beside those of a step."""
@@ -27,6 +27,7 @@ ALL_FOUND = "Nothing is wrong that shows before a process starts."
 
 def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     """Lines about what was found; what cannot work is refused."""
+    _check_machines(config)
     lines = [devices_in_words(config)]
     for role in config.role_workers:
         worker_class(config, role)
@@ -46,13 +47,21 @@ def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     return [*lines, ALL_FOUND]
 
 
+def _check_machines(config: RunConfig) -> None:
+    """Refuse several machines where processes start on this one alone."""
+    if config.trainer.backend == "local" and config.trainer.nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes={config.trainer.nnodes} with trainer.backend=local, which starts "
+            "processes on this machine alone. Set trainer.nnodes=1, or take trainer.backend=ray."
+        )
+
+
 def _check_folder(name: str) -> None:
     """Refuse a run folder that cannot be written, without making it."""
-    folder = Path(name).absolute()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
+    blocks = what_blocks(Path(name))
+    if blocks is not None:
         raise ConfigError(
-            f"trainer.default_local_dir={name} cannot be written: {there} is no folder that this "
+            f"trainer.default_local_dir={name} cannot be written: {blocks} is no folder that this "
             "user may write in. Give another one."
         )
 

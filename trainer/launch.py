@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trainer.alarms import Alarms
 from trainer.chaos import Chaos
 from trainer.config.schema import RunConfig
 from trainer.dry_run import look_at
@@ -109,7 +110,7 @@ class Attempts:
         """Nothing is started yet."""
         self.config, self._trainer_cls = config, trainer_cls
         self._callbacks, self._stop, self._chaos = callbacks, stop, chaos
-        self._restarts = Restarts(config, stop)
+        self._restarts, self._alarms = Restarts(config, stop), Alarms()
         self._step = 0
         """The last one that failed; 0: the run had not begun."""
         self._groups: WorkerGroups | None = None
@@ -130,7 +131,7 @@ class Attempts:
         self._trainer = trainer = self._trainer_cls(self.config, self._groups, *inputs)
         trainer.callbacks, trainer.stop = self._callbacks, self._stop
         trainer.chaos, trainer.restarts = self._chaos, self._restarts
-        trainer.brought_back = self._brought_back
+        trainer.alarms, trainer.brought_back = self._alarms, self._brought_back
         if self._brought_back and self._brought_back.step_start:
             trainer.step_start = self._brought_back.step_start
             trainer.checkpoints.go_on_from(trainer.step_start)

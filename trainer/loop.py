@@ -63,6 +63,7 @@ class Trainer(Hooks, ABC):
         self.folder = Path(config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(config)
         self.alarms = Alarms()
+        """Of the run; of `trainer.launch`, whose attempts share one."""
         self.stop = StopSignals()
         """Signals that ask the run to stop; `trainer.launch` catches them."""
         self.chaos = Chaos(config)
@@ -140,11 +141,12 @@ class Trainer(Hooks, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver itself needs to go on, as JSON has it."""
-        return {"global_step": self.global_step}
+        return {"global_step": self.global_step, "alarms": self.alarms.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.global_step = state["global_step"]
+        self.alarms.load_state_dict(state.get("alarms", {}))
 
     def write_more(self, folder: Path) -> None:
         """Files of a checkpoint that `state_dict`, which was asked for just before, has no room

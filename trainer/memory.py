@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from verl_like.terminal import draw_table
 from workers.config import ModelConfig
 from workers.models.causal_lm import Head
 from workers.models.folder import model_folder
+from workers.models.hf_config import read_hf_config
 from workers.models.memory_shapes import ModelShapes, model_shapes
 from workers.models.precision import name_of, precision_of
 from workers.parallel.sharding import Sharding
@@ -145,18 +144,8 @@ def _activations(
 
 
 def hf_config_of(model: ModelConfig) -> Any:
-    """The configuration of transformers in the model's folder, to be read alone."""
-    folder = model_folder(model.path, weights=False)
-    file = folder / "config.json"
-    return _hf_config(folder, file.stat().st_mtime_ns if file.is_file() else None)
-
-
-@lru_cache(maxsize=16)
-def _hf_config(folder: Path, _written: int | None) -> Any:
-    """Read once for all roles of that folder."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    """The configuration of transformers in the model's folder."""
+    return read_hf_config(model_folder(model.path, weights=False))
 
 
 def _whole(

@@ -26,15 +26,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trainer.command_errors import ending_in_words
-from trainer.config.compose import (
-    compose_tree,
-    from_composed,
-    in_words,
-    prepare_overrides,
-    register,
-)
+from trainer.config.compose import compose_tree, from_composed, prepare_overrides, register
 from trainer.config.own_files import OwnFiles
 from trainer.config.recipe import Recipe
+from trainer.config.refusals import in_words
 from trainer.config.show import annotated_yaml
 from trainer.multirun import Sweep
 from verl_like.errors import ConfigError

@@ -19,7 +19,7 @@ from trainer.config.schema import RunConfig
 from trainer.report.restarts import RESTARTS_FILE, lost_in_words
 from trainer.run_folder.marker import committed
 from trainer.run_folder.signals import StopSignals
-from verl_like.calls.waiting import Deadlines, Patience
+from verl_like.calls.waiting import Deadlines, WaitClock
 from verl_like.errors import (
     NoRoomError,
     VerlLikeError,
@@ -90,7 +90,7 @@ class Restarts:
         self._made += 1
         logger.warning(
             "step %d failed: %s. Restart %d of %d (trainer.max_restarts) in %.0f s.",
-            *(step, error, self._made, self._config.trainer.max_restarts, seconds),
+            *(step, str(error).rstrip("."), self._made, self._config.trainer.max_restarts, seconds),
         )
         self._write(step, lost=mask_text(str(error).splitlines()[0]))
         self._pause(seconds)
@@ -101,24 +101,14 @@ class Restarts:
         NoRoomError: none has come within `watch.placement_s` after the failure, which was noticed
         at `since`; or this is no restart. Where the run is told to stop, it stops.
         """
-        limits = Deadlines.of(self._config.watch)
-        patience = Patience("the restart", limits.placement_s, FIRST_WORD_S, since)
-        while True:
-            try:
-                return start()
-            except NoRoomError as error:
-                if not self._made:
-                    raise
-                self._stop.end("while it waited for a node in the place of a lost one")
-                if patience.over():
-                    raise NoRoomError(
-                        f"{error} After {patience.age_s:.0f} s without another node "
-                        f"(watch.placement_s={limits.placement_s:g}) the run ends. Bring the node "
-                        "back, or give the cluster another, and start the same command again: it "
-                        "goes on from the last checkpoint."
-                    ) from None
-                patience.warn_if_old(f"a node ({str(error).rstrip('.')})")
+        if not self._made:
+            return start()
+
+        def look_again() -> None:
+            self._stop.end("while it waited for a node in the place of a lost one")
             self._pause(LOOK_AGAIN_S)
+
+        return wait_for_room(start, self._config, "the restart", since, look_again)
 
     def are_left(self, step: int) -> bool:
         """Whether there is another attempt if this step fails now."""
@@ -165,3 +155,31 @@ class Restarts:
         """The checkpoint that the next attempt goes on from, if there is one."""
         folder = Path(self._config.trainer.default_local_dir)
         return [f"global_step_{step}" for step in committed(folder)[-1:]]
+
+
+def wait_for_room(
+    start: Callable[[], Result],
+    config: RunConfig,
+    what: str,
+    since: float,
+    look_again: Callable[[], None],
+) -> Result:
+    """What `start` gives, once the cluster has room for it, within `watch.placement_s` of `since`.
+
+    `what` is waited for in messages. `look_again` lasts a moment, or raises what ends the wait.
+    """
+    limit_s = Deadlines.of(config.watch).placement_s
+    clock = WaitClock(what, limit_s, FIRST_WORD_S, since)
+    while True:
+        try:
+            return start()
+        except NoRoomError as error:
+            if clock.over():
+                raise NoRoomError(
+                    f"{error} After {clock.age_s:.0f} s without another node "
+                    f"(watch.placement_s={limit_s:g}) the run ends. Bring the node back, or give "
+                    "the cluster another, and start the same command again: it goes on from the "
+                    "last checkpoint."
+                ) from None
+            clock.warn_if_old(f"a node ({str(error).rstrip('.')})")
+        look_again()

@@ -41,6 +41,15 @@ def make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
+def what_blocks(folder: Path) -> Path | None:
+    """Why files could not be written in a folder, which may be one to be made: the nearest part of
+    its path that exists, where that is no folder or this user may not write there.
+    """
+    folder = folder.absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return None if there.is_dir() and os.access(there, os.W_OK) else there
+
+
 def sync_folder(folder: Path) -> None:
     """Force the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -50,14 +59,18 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def put_in_place(part: Path, folder: Path) -> None:
-    """Rename a finished folder to its name; an older folder of that name goes only then."""
+def put_in_place(part: Path, folder: Path, to_disk: bool = True) -> None:
+    """Rename a finished folder to its name; an older folder of that name goes only then.
+
+    Without `to_disk` nobody waits for the disk, as for a copy that this process alone reads.
+    """
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.replace(old)
     part.replace(folder)
-    sync_folder(folder.parent)
+    if to_disk:
+        sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

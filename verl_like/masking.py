@@ -34,11 +34,13 @@ def is_secret_name(name: str) -> bool:
 
 def masked(tree: Any) -> Any:
     """The same mappings, lists and values, with secrets masked."""
+    if isinstance(tree, str):
+        return _without_passwords(tree)
     if isinstance(tree, Mapping):
         return {name: _masked_value(str(name), value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [masked(value) for value in tree]
-    return _IN_URL.sub(rf"\1:{MASK}", tree) if isinstance(tree, str) else tree
+    return tree
 
 
 def _masked_value(name: str, value: Any) -> Any:
@@ -54,6 +56,11 @@ def mask_text(text: str) -> str:
     for secret in sorted(_known(), key=len, reverse=True):
         if len(secret) >= SHORTEST and secret in text:
             text = text.replace(secret, MASK)
+    return _without_passwords(text)
+
+
+def _without_passwords(text: str) -> str:
+    """Those of the URLs in it."""
     return _IN_URL.sub(rf"\1:{MASK}", text) if "://" in text else text
 
 

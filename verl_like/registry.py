@@ -107,10 +107,10 @@ def load_object(path: str, what: str) -> Any:
     return _imported(path, f"{what}={path}")
 
 
-def load_from(path: str, name: str, what: str) -> Any:
+def load_from(path: str, name: str, what: str, name_key: str = "name") -> Any:
     """The object called `name` in a Python file (`folder/file.py`) or module (`package.module`).
 
-    `what` is the section of the configuration that holds `path` and `name`.
+    `what` is the section of the configuration that holds `path`, and `name` as its `name_key`.
     """
     if path.endswith(".py"):
         module = _module_of_file(Path(path), f"{what}.path={path}")
@@ -121,7 +121,7 @@ def load_from(path: str, name: str, what: str) -> Any:
 
     if not hasattr(module, name):
         there = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
-        raise ConfigError(f"{what}.name={name!r}: {path} has no such name; it has {there}.")
+        raise ConfigError(f"{what}.{name_key}={name!r}: {path} has no such name; it has {there}.")
     return getattr(module, name)
 
 

@@ -7,6 +7,7 @@ set -euo pipefail
 SECONDS=0
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source tools/install.sh
+source examples/stoppable.sh
 install_project
 installed=$SECONDS
 run_dir=${RUN_DIR:-runs/quickstart}
@@ -22,11 +23,10 @@ elif [ -s "$run_dir/metrics.jsonl" ]; then
     say "$run_dir holds a run that was stopped before its first checkpoint; it starts again"
 fi
 
-trap : INT # Ctrl-C ends the run, which ends its workers and writes its report; then this script goes on to say where
 if [ ! -e "$run_dir/tiny/val.parquet" ]; then "$py" examples/tiny/make.py "$run_dir/tiny" >/dev/null 2>&1; fi
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false RAY_DEDUP_LOGS=0
-code=0
-"$py" examples/quickstart/watch.py "$py" -P -m trainer.main_ppo \
+code=0 # a signal ends the run, which ends its workers and writes its report; then this script goes on to say where
+stoppable "$py" examples/quickstart/watch.py "$py" -P -m trainer.main_ppo \
     placement=split trainer.n_gpus_per_node=2 \
     actor_rollout_ref.model.path="$run_dir/tiny/model" data.train_files="$run_dir/tiny/train.parquet" \
     data.train_batch_size=64 data.max_prompt_length=16 data.max_response_length=8 \

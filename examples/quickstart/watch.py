@@ -46,11 +46,13 @@ def memory_bytes(pid: int) -> int:
 
 
 def watch(command: list[str]) -> int:
-    """Run `command`; Ctrl-C reaches it by itself, and this process waits for its end."""
+    """Run `command`; Ctrl-C reaches it by itself, other signals are handed on, until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = subprocess.Popen(
         command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
     )
+    for each in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(each, lambda number, _: child.send_signal(number))
     peak, most = 0, 0
     while True:
         if Path("/proc/self/smaps_rollup").exists():

@@ -4,6 +4,7 @@
 # RUN_DIR=<folder> chooses where both runs go (default runs/remote_reward), PYTHON which Python has this project.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source examples/stoppable.sh
 here=examples/remote_reward
 py=${PYTHON:-.venv/bin/python}
 [ -x "$py" ] || py=$(command -v python3)
@@ -23,7 +24,7 @@ export JUDGE_TOKEN # a server that others can reach needs such a secret; on this
 : >"$run_dir/server.log" # the address of an earlier server goes before this one starts
 "${verl_like[@]}" serve-reward --function "$here/judge.py:share_of_letter" --port 0 --token-env JUDGE_TOKEN >>"$run_dir/server.log" 2>&1 &
 server=$!
-trap 'kill "$server" 2>/dev/null && wait "$server" || true' EXIT # also after an error and after Ctrl-C
+trap 'kill "$server" 2>/dev/null && wait "$server" || true' EXIT # also after an error and after a signal
 if [ ! -e "$run_dir/tiny/val.parquet" ]; then
     "$py" examples/tiny/make.py "$run_dir/tiny" >/dev/null 2>&1 # while the server starts
 fi
@@ -39,7 +40,7 @@ url=$(sed -n 's/.* answers at //p' "$run_dir/server.log")
 echo "the reward server answers at $url (process $server)"
 
 train() { # <folder of the run> <its rewards> [key=value ...]
-    "${verl_like[@]}" ppo trainer.backend=local trainer.n_gpus_per_node=1 trainer.device=cpu trainer.resume_mode=disable \
+    stoppable "${verl_like[@]}" ppo trainer.backend=local trainer.n_gpus_per_node=1 trainer.device=cpu trainer.resume_mode=disable \
         actor_rollout_ref.model.path="$run_dir/tiny/model" data.train_files="$run_dir/tiny/train.parquet" \
         data.train_batch_size=16 data.max_prompt_length=16 data.max_response_length=8 \
         algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \

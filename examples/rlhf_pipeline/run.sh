@@ -5,6 +5,7 @@
 # RUN_DIR=<folder> chooses where it goes (default runs/rlhf_pipeline), PYTHON which Python has this project; settings go to PPO.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source examples/stoppable.sh
 here=examples/rlhf_pipeline
 py=${PYTHON:-.venv/bin/python}
 [ -x "$py" ] || py=$(command -v python3)
@@ -30,7 +31,7 @@ step() { # <step> <role> <command and settings>: run it, unless its model is the
         return
     fi
     echo "== $1"
-    "${verl_like[@]}" "$3" "${common[@]}" trainer.default_local_dir="$run_dir/$1" "${@:4}"
+    stoppable "${verl_like[@]}" "$3" "${common[@]}" trainer.default_local_dir="$run_dir/$1" "${@:4}"
 }
 
 if [ ! -e "$data/prompts_val.jsonl" ]; then

@@ -114,10 +114,11 @@ for change in "${changes[@]}"; do
     done
 done
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+source "$root/examples/stoppable.sh"
 "$py" "$root/examples/tiny/make.py" "$run_dir/data" --gsm8k --hidden-size 128 --num-layers 4 >/dev/null 2>&1
 "$py" "$root/examples/data/prepare_gsm8k.py" "$run_dir/data" "$run_dir/data/gsm8k/train.jsonl" "$run_dir/data/gsm8k/test.jsonl"
-"$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" trainer.resume_mode=disable "$@"
+stoppable "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" trainer.resume_mode=disable "$@"
 echo "Now the same roles on one pool, in turns, to see what actor and critic take alone:"
-"$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" placement=colocate \
+stoppable "$py" -m trainer.main_ppo "${settings[@]}" "${changes[@]}" placement=colocate \
     trainer.n_gpus_per_node=$(((devices + 1) / 2)) trainer.backend=local trainer.default_local_dir="$colocate" "${others[@]}"
 "$py" "$here/compare.py" "$split" "$colocate"

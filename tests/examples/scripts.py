@@ -1,13 +1,13 @@
-"""What tests of examples share: running a script, and reading the run folder that it leaves."""
+"""What tests of examples share: running a script."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 EXAMPLES = ROOT / "examples"
 
 
@@ -23,7 +23,3 @@ def bash(script: Path, *arguments: str, **environment: object) -> subprocess.Com
         timeout=540,
         check=False,
     )
-
-
-def lines(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

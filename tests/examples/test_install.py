@@ -1,6 +1,6 @@
 """`tools/install.sh` where something is lacking: it says what, and the way out.
 
-Python and pip are stand-ins.
+Python, pip and uv are stand-ins.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ case "$*" in
         echo "$@" >>pip.log
         [ -z "$NO_NETWORK" ] || { echo "ERROR: no match" >&2; exit 1; }
         ;;
+    "-m uv"*) [ -n "$HAS_UV" ] || exit 1; echo "$@" >>uv.log ;;
+    "-m pip config list") printf '%s\\n' "$PIP_SETTINGS" ;;
     *sha256*) echo 0123 ;;
-    *find_spec*) [ -e pip.log ] ;;
+    *find_spec*) [ -e pip.log ] || [ -e uv.log ] ;;
     *) exit 1 ;;
 esac
 """
@@ -74,6 +76,17 @@ def test_where_python_writes_no_bytecode_pip_does(project: Path) -> None:
     done = install(project, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 0, done.stderr
     assert "install -qq --compile -e ." in (project / "pip.log").read_text()
+
+
+def test_uv_installs_what_pip_then_need_not_and_looks_where_pip_would(project: Path) -> None:
+    extra = "extra-" + "index-url"
+    settings = f"global.{extra}='https://a/b\\nfile:///b'\n:env:.find-links='/wheels'"
+    done = install(project, HAS_UV="1", PIP_SETTINGS=f"{settings}\nglobal.timeout='9'")
+    assert done.returncode == 0, done.stderr
+    asked = (project / "uv.log").read_text().splitlines()[-1]
+    places = f"--{extra}=https://a/b --{extra}=file:///b --find-links=/wheels"
+    assert asked.endswith(f"--index-strategy unsafe-best-match {places} -e .")
+    assert not (project / "pip.log").exists()
 
 
 def test_a_second_time_nothing_is_installed(project: Path) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.conftest import load
-from tests.examples.scripts import EXAMPLES, ROOT, bash, lines
+from tests.examples.scripts import EXAMPLES, bash
+from tests.integration.runs import lines
 
 
 def interrupted_in_a_terminal(

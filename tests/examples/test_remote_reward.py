@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.scripts import EXAMPLES, bash, lines
+from tests.examples.scripts import EXAMPLES, bash
+from tests.integration.runs import lines
 
 REMOTE = EXAMPLES / "remote_reward" / "run.sh"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.scripts import EXAMPLES, bash, lines
+from tests.examples.scripts import EXAMPLES, bash
+from tests.integration.runs import lines
 
 PIPELINE = EXAMPLES / "rlhf_pipeline" / "run.sh"
 

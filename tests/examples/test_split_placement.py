@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.scripts import EXAMPLES, bash, lines
+from tests.examples.scripts import EXAMPLES, bash
+from tests.integration.runs import lines
 from trainer import load_config
 from trainer.launch import nominal_placement
 from trainer.ppo.preflight import check_rollout

@@ -1,15 +1,9 @@
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
 
 from trainer.cli.make_tiny import main
 from verl_like.errors import ConfigError
 from workers.rewards.functions import default_compute_score
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir):
-    return AutoTokenizer.from_pretrained(tiny_dir / "model")
 
 
 @pytest.fixture(scope="module")

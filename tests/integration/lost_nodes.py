@@ -1,13 +1,12 @@
 """Runs on a simulated cluster that lose a node; run by `test_lost_nodes.py`.
 
-    python -m tests.integration.lost_nodes TINY_DIR RUN_DIR        prints what happened as JSON
+    python -m tests.integration.lost_nodes TINY_DIR RUN_DIR        tells what happened
 
 Each node has room for one process. First there are three, for two pools: one is spare.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -20,11 +19,12 @@ from ray.cluster_utils import Cluster
 
 from tests.forked_ray import ask_for_forks
 from tests.integration.runs import overrides
+from tests.programs import tell
 from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
+from tests.waiting import wait_until_ended
 from trainer import PPOTrainer, launch, load_config, restarts, run
 from trainer.recovery import ReplaceableRoles
 from verl_like.errors import NoRoomError
-from verl_like.process.machine import process_state
 
 PPO_POOLS = (
     "resource_pool_spec={train_pool: [1], rollout_pool: [1]}",
@@ -52,8 +52,7 @@ class Losing:
         (node,) = groups.placement.pools[pool].nodes
         cls.lost_at.append(time.monotonic())
         cls.cluster.remove_node(cls.nodes.pop(node.key), allow_graceful=False)
-        while process_state(pid) not in (None, "Z") and time.monotonic() < cls.lost_at[0] + 60:
-            time.sleep(0.05)
+        wait_until_ended(pid)
 
     @classmethod
     def add_node(cls) -> None:
@@ -161,4 +160,4 @@ if __name__ == "__main__":
     patch = pytest.MonkeyPatch()
     ask_for_forks(patch)
     patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
-    print("RESULT " + json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))), flush=True)
+    tell(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -27,8 +27,16 @@ def overrides(tiny: Path, folder: Path, *more: str) -> list[str]:
     ]
 
 
-def lines(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+POLICY_ALONE = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
+"""Neither critic nor reference: half a run's seconds, where a test asks nothing of them."""
+FEW_ROWS = ("data.train_batch_size=4", "data.max_response_length=4")
+"""One update a step, of short rows."""
+
+
+def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Those of the steps' metrics, or of another file of the run folder."""
+    text = (folder / file).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:

@@ -4,20 +4,19 @@ told of a lost node.
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import ROOT
+from tests.programs import found_by
 from trainer import PPOTrainer, load_config
 from trainer.groups.user_modules import modules_of_the_user
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import PlacementError
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "cluster.md"
 
 
@@ -29,13 +28,8 @@ def two_nodes(
     cluster.
     """
     folder = tmp_path_factory.mktemp("two_nodes")
-    done = subprocess.run(
-        [forked_python, "-m", "tests.integration.two_nodes", tiny_dir, folder],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert results, done.stdout[-3000:] + done.stderr[-3000:]
-    return {"folder": folder, **json.loads(results[0].removeprefix("RESULT "))}
+    found = found_by(forked_python, "tests.integration.two_nodes", tiny_dir, folder, limit_s=240)
+    return {"folder": folder, **found}
 
 
 @pytest.mark.ray

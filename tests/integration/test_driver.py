@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import torch
 
 from tests.integration.rigged import NotedTrainer, TwoPassTrainer
 from tests.integration.runs import calls, lines, numbers, overrides
+from tests.waiting import wait_until_ended
 from trainer import load_config, run
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.step import PPOTrainer
 from verl_like.errors import ConfigError
-from verl_like.process.machine import process_state
 
 RIGGED = "tests.integration.rigged"
 LOCAL = ("trainer.backend=local", "placement=colocate", "algorithm.use_kl_in_reward=false")
@@ -202,10 +201,6 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(
     assert len(set(NotedTrainer.batch.non_tensor_batch["uid"])) == 8
 
 
-def is_alive(pid: int) -> bool:
-    return process_state(pid) not in (None, "Z")
-
-
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
 def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
     tiny_dir: Path,
@@ -238,10 +233,7 @@ def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
         assert re.search(
             r"start of critic: waiting for critic rank 0 .* \(limit 150 s\)", caplog.text
         )
-    deadline = time.monotonic() + 15
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_alive, pids))
+    wait_until_ended(*pids)
 
 
 def test_only_the_columns_that_a_method_reads_are_sent(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,10 @@ import pytest
 
 from tests.integration.lost_nodes import PLACEMENT_S, PPO_POOLS, SHORT, STEPS
 from tests.integration.runs import numbers, overrides
+from tests.programs import found_by
 from tests.trainer.recipes.regression import REGRESSION
 from trainer import load_config, run
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.ray
 
 
@@ -25,13 +23,8 @@ def lost(
 ) -> dict[str, Any]:
     """What `lost_nodes.py` found, in a process of its own."""
     folder = tmp_path_factory.mktemp("lost") / "runs"
-    done = subprocess.run(
-        [forked_python, "-m", "tests.integration.lost_nodes", tiny_dir, folder],
-        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert results, done.stdout[-3000:] + done.stderr[-3000:]
-    return {"folder": folder, **json.loads(results[0].removeprefix("RESULT "))}
+    found = found_by(forked_python, "tests.integration.lost_nodes", tiny_dir, folder, limit_s=600)
+    return {"folder": folder, **found}
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import ROOT
 from tests.trainer.report.report_runs import make_run
 from tests.workers.samples import started, tiny_config
 from trainer.data.prompt_tokens import encode_prompt
@@ -29,8 +30,6 @@ from workers.models.load import load_weights
 from workers.roles.actor import ActorWorker
 from workers.training.manifest import read_manifest
 from workers.training.shards import read_shards
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Witness:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import overrides
-from tests.trainer.config.test_composition import ROLES, partitions
+from tests.trainer.config.partitions import ROLES, partitions
 from trainer import PPOTrainer, load_config
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Metrics

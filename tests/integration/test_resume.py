@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests import ROOT
 from tests.conftest import draw_no_figures
 from tests.forked import Descriptors
 from tests.integration.runs import calls, lines, numbers, overrides
@@ -24,7 +25,6 @@ from trainer import load_config, run
 from trainer.run_folder.signals import RunStopped
 from verl_like.errors import CheckpointError
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 SETTINGS = (
     "data.train_batch_size=4",

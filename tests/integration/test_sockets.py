@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.sockets import ALL_INTERFACES, descendants, listeners
+from tests import ROOT
+from tests.sockets import ALL_INTERFACES, listeners
 from tests.verl_like.groups import start
 from verl_like import Dispatch, Worker, register
+from verl_like.process.machine import descendants
 from workers.weights.sync import WeightSender
 
 
@@ -59,7 +60,7 @@ def test_a_run_on_ray_listens_on_what_the_docs_list(ray_session: None) -> None:
         group.open_weight_channel()
         # tests have sockets of their own in this process, the driver, and workers that idle;
         # workers may be forks of a server that is nobody's child here
-        ours = {*descendants(os.getpid()), *workers} - {os.getpid()}
+        ours = {*descendants(os.getpid()), *workers}
         found = {(name_of(pid, workers), kind_of(a)) for a, _, pid in listeners(ours)}
         found = {(name, kind) for name, kind in found if not name.startswith("ray::IDLE")}
     assert found >= {("worker", "loopback"), ("worker", "all"), ("gcs_server", "all")}

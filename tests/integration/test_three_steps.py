@@ -9,7 +9,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ import pytest
 from tests.integration import golden
 from tests.integration.recording import RecordingTrainer, VerifiedTrainer
 from tests.integration.runs import calls, lines, numbers
+from tests.programs import VERL_LIKE
 from trainer import PPOTrainer, load_config, run
 
-COMMAND = Path(sys.executable).parent / "verl-like"
 NUM_STEPS = 5
 SPLIT_1_1 = ("placement=split", "trainer.n_gpus_per_node=2")
 SPLIT_2_1 = ("placement=split", "trainer.n_gpus_per_node=3")
@@ -188,7 +187,7 @@ def test_the_console_command_is_not_misled_by_namesakes(
     )
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
-        [COMMAND, "ppo", *settings],
+        [VERL_LIKE, "ppo", *settings],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -5,9 +5,7 @@ In process.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -30,10 +28,6 @@ def run_in(folder: Path, tiny: Path, *more: str) -> Path:
         )
     )
     return folder
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +68,7 @@ def test_metrics_of_validation_have_verls_names(finished: Path) -> None:
 
 
 def test_the_whole_set_is_validated_with_noise_of_its_own(finished: Path) -> None:
-    samples = rows(finished / "validation" / "0.jsonl")
+    samples = lines(finished, "validation/0.jsonl")
     assert len(samples) == 32 * 4
     assert [sample["uid"] for sample in samples[::4]] == [f"{row}-0" for row in range(32)]
     assert len({sample["output"] for sample in samples}) > 100
@@ -95,7 +89,7 @@ def test_validation_does_not_change_the_training(
 
 
 def test_numbers_of_the_reward_function_are_logged_in_training(finished: Path) -> None:
-    line, samples = lines(finished)[1], rows(finished / "rollouts" / "1.jsonl")
+    line, samples = lines(finished)[1], lines(finished, "rollouts/1.jsonl")
     assert line["reward/acc/mean"] == pytest.approx(sum(sample["acc"] for sample in samples) / 16)
     assert line["reward/length/mean"] == pytest.approx(
         sum(len(sample["output"]) for sample in samples) / 16
@@ -122,7 +116,7 @@ def test_a_step_says_where_it_stands_and_what_a_token_took(finished: Path) -> No
 
 def test_the_samples_of_every_step_are_kept(finished: Path) -> None:
     for step in (1, 2, 3):
-        samples = rows(finished / "rollouts" / f"{step}.jsonl")
+        samples = lines(finished, f"rollouts/{step}.jsonl")
         assert len(samples) == 16
         score = sum(sample["score"] for sample in samples) / 16
         assert lines(finished)[step]["critic/score/mean"] == pytest.approx(score)

@@ -1,19 +1,22 @@
 """One PPO step on a simulated cluster of two nodes, then the loss of a node in mid-step; run by
 `test_cluster.py`.
 
-    python -m tests.integration.two_nodes TINY_DIR RUN_DIR        prints what happened as JSON
+    python -m tests.integration.two_nodes TINY_DIR RUN_DIR        tells what happened
 
 `RUN_DIR/code/my_critic.py` is a module of the user's that no node can import unless it is shipped.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.integration.runs import overrides
+from tests.programs import tell
+from tests.waiting import wait_until
 
 MY_CRITIC = """
 import time
@@ -63,7 +66,6 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
 
 def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[str, Any]:
     """A step on both nodes, then one that loses the critic's node."""
-    from tests.integration.runs import overrides
     from trainer import load_config, run
 
     here = (
@@ -91,8 +93,7 @@ def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[
     lost_at: list[float] = []
 
     def lose_node() -> None:
-        while not (second / "stalled").exists():
-            time.sleep(0.05)
+        wait_until((second / "stalled").exists)
         node_id = (second / "node.txt").read_text()
         lost_at.append(time.monotonic())
         cluster.remove_node(
@@ -111,4 +112,4 @@ def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[
 
 
 if __name__ == "__main__":
-    print("RESULT " + json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))), flush=True)
+    tell(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -60,3 +61,29 @@ def test_an_alarm_that_stays_is_said_ever_more_rarely() -> None:
     alarms = Alarms()
     said = [step for step in range(1, 100) if alarms.check({"actor/ppo_kl": 1.0}, step)]
     assert said == [1, 11, 31, 71]
+
+
+def test_a_resumed_run_knows_what_the_run_began_with_and_what_was_said() -> None:
+    alarms = Alarms()
+    assert alarms.check({"actor/entropy": 3.92}, 1) == []
+    assert alarms.check({"actor/ppo_kl": 1.0}, 2)
+
+    resumed = Alarms()
+    resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
+    (gone,) = resumed.check({"actor/entropy": 0.148, "actor/ppo_kl": 1.0}, 3)
+    assert "0.148, 3.92 at first" in gone
+    assert [step for step in range(4, 40) if resumed.check({"actor/ppo_kl": 1.0}, step)] == [12, 32]
+
+
+def test_steps_that_are_made_again_repeat_no_alarm() -> None:
+    alarms = Alarms()
+    at_checkpoint = alarms.state_dict()
+    assert alarms.check({"actor/ppo_kl": 1.0}, 5)
+    alarms.load_state_dict(at_checkpoint)
+    assert alarms.check({"actor/ppo_kl": 1.0}, 5) == []
+
+
+def test_a_checkpoint_that_knows_of_no_alarms_begins_with_none() -> None:
+    alarms = Alarms()
+    alarms.load_state_dict({})
+    assert alarms.state_dict() == {"first": {}, "next": {}}

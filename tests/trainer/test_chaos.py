@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import numbers, overrides
+from tests.integration.runs import lines, numbers, overrides
 from trainer import load_config, restarts, run
 from trainer.chaos import Chaos
 from trainer.detached.recipe import DETACHED
@@ -79,7 +79,7 @@ def folders(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def faults(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "chaos.jsonl").read_text().splitlines()]
+    return lines(folder, "chaos.jsonl")
 
 
 @pytest.mark.parametrize("recipe", ["ppo", "detached"])

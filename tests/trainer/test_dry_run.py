@@ -24,6 +24,7 @@ from trainer.evaluation.recipe import EVAL
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.run_folder.tracking import BUILT_IN
 from trainer.sft.recipe import SFT
 from verl_like.errors import VerlLikeError
 
@@ -31,6 +32,11 @@ DRY = ("trainer.dry_run=true", "trainer.backend=local", "trainer.logger=[]")
 ROW = {"prompt": "say a", "response": "ab", "chosen": "ab", "rejected": "cd"}
 SMALL = ("data.max_prompt_length=16", "data.max_response_length=8", "data.train_batch_size=4")
 ON_ROWS = {"sft": SFT, "reward-model": REWARD_MODEL, "dpo": DPO}
+WHERE_IT_WRITES = {
+    **dict.fromkeys(ON_ROWS, ("data.val_files={tmp}/rows.jsonl", "trainer.test_freq=1")),
+    "best-of-n": ("selection.file={tmp}/new/rows.jsonl",),
+}
+"""Settings of a run that would write more than its folder."""
 RECIPES = {"ppo": PPO, "detached": DETACHED, **ON_ROWS, "best-of-n": BEST_OF_N, "eval": EVAL}
 
 
@@ -68,7 +74,19 @@ def test_where_nothing_is_wrong_it_says_what_there_is(
     assert " on this machine\n" in said
     assert ("1 rows to train on" if name in ON_ROWS else " prompts") in said
     assert (name in ON_ROWS) or "rewards, tried on 8 rows with their ground truth" in said
-    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nothing_is_written_wherever_the_run_would_write(
+    name: str, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(name, tiny_dir, tmp_path)
+    more = [setting.format(tmp=tmp_path) for setting in WHERE_IT_WRITES.get(name, ())]
+    more += [f"trainer.logger=[{','.join(BUILT_IN)}]"]
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    run(load_config([*settings, *more], RECIPES[name]))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 MODEL = "actor_rollout_ref.model.path"
@@ -94,6 +112,7 @@ BAD_OF_PPO = [
         "algorithm.filter_groups.metric=acc: choose seq_reward, or .*; here: seq_reward, accuracy",
     ),
     ("actor_rollout_ref.rollout.name=vllm", "needs the package vllm.* is not installed"),
+    ("trainer.nnodes=2", "trainer.nnodes=2 with trainer.backend=local, .* this machine alone"),
     ("trainer.device=cuda", "trainer.device=cuda asks for GPUs, but torch .* sees none"),
     ("reward_model.enable=true reward_model.model.path={tmp}/judge", "reward_model.model.path=.*j"),
     ("trainer.default_local_dir={tmp}/my.py/run", "trainer.default_local_dir=.* cannot be written"),

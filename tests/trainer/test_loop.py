@@ -109,6 +109,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> 
     assert len(calls(tmp_path, "load_checkpoint")) == 2
     assert json.loads((tmp_path / "global_step_6" / "trainer.json").read_text()) == {
         "global_step": 6,
+        "alarms": {"first": {}, "next": {}},
         "is_last_step": True,
     }
 
@@ -176,8 +177,8 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
 def test_a_second_signal_ends_the_run_at_once_with_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Signalled, "signals", [signal.SIGTERM, signal.SIGTERM])
-    with pytest.raises(RunStopped, match="Stopped by SIGTERM at once") as stopped:
+    monkeypatch.setattr(Signalled, "signals", [signal.SIGTERM, signal.SIGUSR1])
+    with pytest.raises(RunStopped, match="Stopped by SIGUSR1 at once") as stopped:
         run(config(tmp_path), Signalled)
     assert stopped.value.exit_code == 143
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]

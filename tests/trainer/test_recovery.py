@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import calls, numbers, overrides
+from tests.integration.runs import calls, lines, numbers, overrides
 from tests.trainer.killing import SHORT, Killed, Kills, differing, killed
 from trainer import load_config, run
 from trainer.ppo.config import PPOConfig
@@ -79,8 +78,8 @@ def test_of_a_rollout_that_is_lost_in_a_generation_the_lost_ranks_samples_alone_
     assert differing(before, after) == ["rollout"]
     assert disturbed.log.count("are kept") == 1
     assert "step 2: 4 samples of the lost group are kept, 4 are made again." in disturbed.log
-    record = (disturbed.folder / "restarts.jsonl").read_text().splitlines()
-    lost, samples, _, state = [line for line in map(json.loads, record) if line["step"] == 2]
+    record = lines(disturbed.folder, "restarts.jsonl")
+    lost, samples, _, state = [line for line in record if line["step"] == 2]
     assert "rank 1 of 2" in lost["lost"]
     assert (state["state_from"], state["finished_steps_made_again"]) == LIVING
     assert (samples["samples_kept"], samples["samples_made_again"]) == (4, 4)

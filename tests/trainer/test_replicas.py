@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import calls, numbers, overrides
+from tests.integration.runs import calls, lines, numbers, overrides
 from tests.trainer.killing import SHORT, Killed, Kills, differing, killed
 from trainer import load_config, run
 from trainer.ppo.recipe import PPO
@@ -48,7 +47,7 @@ def test_a_rank_that_is_lost_before_the_update_costs_no_finished_step(disturbed:
 
 
 def test_record_and_log_say_where_the_state_came_from(disturbed: Killed) -> None:
-    record = map(json.loads, (disturbed.folder / "restarts.jsonl").read_text().splitlines())
+    record = lines(disturbed.folder, "restarts.jsonl")
     found = [[line.get(name) for name in ("step", "state_from", MADE_AGAIN)] for line in record]
     replica = "actor rank 1 and critic rank 1"
     lost = [[2, None, None], [3, None, None]]

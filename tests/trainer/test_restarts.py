@@ -9,6 +9,7 @@ import signal
 import time
 import weakref
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ import pytest
 from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, restarts, run
+from trainer.config.recipe import Recipe
 from trainer.recovery import ReplaceableRoles
 from trainer.run_folder.signals import RunStopped, StopSignals
 from verl_like.errors import ConfigError, NoRoomError, WeightSyncError, WorkerDiedError
@@ -93,12 +95,29 @@ class Refusing(RegressionTrainer):
         return super().step()
 
 
+class Alarming(RegressionTrainer):
+    """Its third step is out of a band, and is made again: the fourth one is refused, once."""
+
+    refusals: ClassVar[int] = 0
+
+    def step(self) -> dict[str, float]:
+        if self.global_step == 4 and not Alarming.refusals:
+            Alarming.refusals += 1
+            raise WeightSyncError("version 4 was not taken over")
+        return super().step() | ({"actor/ppo_kl": 1.0} if self.global_step == 3 else {})
+
+
 def config(folder: Path, schema: type[RegressionConfig] = RegressionConfig, **trainer: Any) -> Any:
     settings = {"total_training_steps": 6, "save_freq": 2, "logger": [], "backend": "local"}
     settings |= {"default_local_dir": folder, "n_gpus_per_node": 2, **trainer}
-    recipe = replace(REGRESSION, schema=schema)
     overrides = [f"trainer.{name}={value}".replace("'", "") for name, value in settings.items()]
-    return load_config(["placement=split", *overrides], recipe)
+    return load_config(["placement=split", *overrides], recipe_of(schema))
+
+
+@cache
+def recipe_of(schema: type[RegressionConfig]) -> Recipe[Any]:
+    """One for each schema: its tree is composed once, which takes longer than a run."""
+    return replace(REGRESSION, schema=schema)
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +154,15 @@ def test_on_ray_a_killed_worker_is_replaced_too(
     run(config(tmp_path / "killed", backend="ray", device="cpu"), Killer)
     assert numbers(tmp_path / "killed") == numbers(whole)
     assert Killer.kills == 0
+
+
+def test_a_step_that_is_made_again_repeats_no_alarm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(config(tmp_path, total_training_steps=4), Alarming)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert Alarming.refusals == 1
+    assert caplog.text.count("alarm in step 3: actor/ppo_kl is 1") == 1
 
 
 def test_after_a_refused_weight_sync_the_run_goes_on_from_its_checkpoint(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -15,11 +14,12 @@ import pytest
 import ray
 
 from tests.forked_ray import ask_for_forks
+from tests.programs import tell
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Faulty
+from tests.waiting import wait_until_ended
 from verl_like.backends.ray import connect, ending, probes
 from verl_like.errors import WorkerDiedError
-from verl_like.process.machine import process_state
 
 
 def daemon(kind: str) -> int:
@@ -53,13 +53,8 @@ def end_with_a_frozen_daemon() -> dict[str, Any]:
         began = time.monotonic()
     ending._leave()
     ended_s = time.monotonic() - began
-    while is_there(frozen) and time.monotonic() - began < 30:
-        time.sleep(0.05)
-    return {"ended_s": ended_s, "is_there": is_there(frozen), "session": session}
-
-
-def is_there(pid: int) -> bool:
-    return process_state(pid) not in (None, "Z")
+    wait_until_ended(frozen)
+    return {"ended_s": ended_s, "session": session}
 
 
 if __name__ == "__main__":
@@ -68,4 +63,4 @@ if __name__ == "__main__":
     patch.setattr(probes, "EVERY_S", 0.3)
     patch.setattr(ending, "RELEASE_S", 1.0)
     patch.setattr(ending, "SHUTDOWN_S", 2.0)
-    print(json.dumps(lose_the_head() | end_with_a_frozen_daemon()), flush=True)
+    tell(lose_the_head() | end_with_a_frozen_daemon())

@@ -9,8 +9,6 @@ from typing import Any
 from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, create_colocated_worker_cls
 from verl_like.calls.waiting import Deadlines
 
-BACKENDS = ("inline", "child", "ray")
-
 
 @contextmanager
 def start(

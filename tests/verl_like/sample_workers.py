@@ -258,11 +258,16 @@ class Faulty(Worker):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stopped = threading.Event()
+        self.waits, self.stopped = threading.Event(), threading.Event()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def waits_to_be_stopped(self) -> str:
+        self.waits.set()
         return "stopped" if self.stopped.wait(20) else "waited in vain"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    def is_waiting(self) -> bool:
+        return self.waits.is_set()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
     def stop(self, value: object = None) -> object:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests import ROOT
 from trainer import load_config
 from verl_like import (
     ClassWithInitArgs,
@@ -20,7 +21,6 @@ from verl_like import (
     create_colocated_worker_cls,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
 from verl_like import DataProto, Dispatch, Role, Worker, register
 """

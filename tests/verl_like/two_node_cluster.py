@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from ray._private.utils import get_system_memory, get_used_memory
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
+from tests.programs import tell
 from tests.verl_like.sample_workers import Adder, Faulty
 from verl_like import (
     RayClassWithInitArgs,
@@ -104,7 +104,7 @@ def main(log_dir: str) -> None:
     facts["why_gone"] = [why_gone(node) for node in nodes]
     fused.shutdown()
     facts |= take_all_memory(cluster, log_dir)
-    print(json.dumps(facts), flush=True)
+    tell(facts)
     ray.shutdown()
     cluster.shutdown()
 

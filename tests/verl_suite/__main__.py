@@ -18,9 +18,9 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import ROOT
 from tests.verl_suite.names import write_alias
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = (
     "single_controller/test_auto_padding_on_cpu.py",
     "single_controller/test_colocated_workers.py",

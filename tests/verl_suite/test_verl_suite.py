@@ -24,7 +24,7 @@ def test_every_name_is_here() -> None:
         assert all(hasattr(importlib.import_module("verl_like"), ours) for ours in names.values())
 
 
-def test_the_alias_gives_our_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_alias_gives_our_names(tmp_path: Path) -> None:
     write_alias(tmp_path)
     path = tmp_path / "verl" / "single_controller" / "base" / "__init__.py"
     space: dict[str, object] = {}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from verl_like.batch.protocol import DataProto
+from workers.parallel.fsdp import full_tensor
 from workers.training.engine import INPUTS
 from workers.training.microbatch import Budget, Rows, mini_batch
 
@@ -24,9 +25,13 @@ FAMILIES = {
 
 
 def gradients(
-    worker: Any, data: DataProto, names: Sequence[str], budget: Budget = THREE_ROWS
+    worker: Any,
+    data: DataProto,
+    names: Sequence[str],
+    budget: Budget = THREE_ROWS,
+    of: tuple[str, ...] = ("",),
 ) -> Gradients:
-    """Full gradients of one mini-batch of all rows, by name."""
+    """Full gradients of one mini-batch of all rows, by name: those whose names begin like `of`."""
     engine = worker.engine
     rows = Rows.take(data, (*INPUTS, *names), engine.world_size)
     batch = mini_batch(rows, 0, 1, engine.group)
@@ -34,12 +39,8 @@ def gradients(
         engine.accumulate(batch, budget, worker.loss, 1.0, True)
     full = {}
     for name, parameter in engine.module.named_parameters():
-        grad = (
-            parameter.grad.full_tensor()
-            if hasattr(parameter.grad, "full_tensor")
-            else parameter.grad
-        )
-        full[name] = grad.clone()
+        if name.startswith(of):
+            full[name] = full_tensor(parameter.grad).clone()
     engine.optimizer.zero_grad()
     return full
 

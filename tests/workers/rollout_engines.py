@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.waiting import wait_until
 from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine, SamplingParams
 from workers.rollout.sampling import noise_key
 
@@ -49,10 +49,10 @@ def decode(tokens: list[int]) -> str:
     return "".join(LETTERS[token] for token in tokens)
 
 
-def make_engine(name: str, model: Any, folder: Path, max_num_seqs: int = 64) -> RolloutEngine:
+def make_engine(name: str, model: Any, folder: Path) -> RolloutEngine:
     """An engine with weights of its own, stale."""
     limits = EngineLimits(
-        prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=max_num_seqs, kv_cache_gb=1.0
+        prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=64, kv_cache_gb=1.0
     )
     if name == "vllm":
         from workers.rollout.vllm.engine import VllmEngine, VllmSettings
@@ -77,12 +77,11 @@ def load(engine: RolloutEngine, model: Any, version: int) -> None:
     engine.commit(version)
 
 
-def make_prompts() -> list[list[int]]:
+def make_prompts(num_ragged: int = 6) -> list[list[int]]:
     """Ragged, with the longest and the shortest that fit."""
     random = np.random.default_rng(0)
-    ragged = [
-        random.integers(8, VOCAB, size=n).tolist() for n in random.integers(1, PROMPT + 1, size=6)
-    ]
+    lengths = random.integers(1, PROMPT + 1, size=num_ragged)
+    ragged = [random.integers(8, VOCAB, size=n).tolist() for n in lengths]
     return [*ragged, random.integers(8, VOCAB, size=PROMPT).tolist(), [11]]
 
 
@@ -105,14 +104,6 @@ def full_logits(model: Any, prompt: list[int], tokens: torch.Tensor) -> torch.Te
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([prompt + tokens.tolist()])).logits
     return logits[0, len(prompt) - 1 : -1]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """At most half a minute."""
-    end = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end, "it did not come to pass within 30 s"
-        time.sleep(0.001)
 
 
 @contextmanager

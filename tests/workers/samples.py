@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from trainer.data.lm_rows import LMRow
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import split_rows
 from workers.config import (
@@ -97,6 +98,13 @@ def text_rows(num_rows: int) -> DataProto:
     )
 
 
+def random_row(generator: torch.Generator) -> LMRow:
+    """A text of 3 to 11 tokens, the second half of them in the loss."""
+    length = int(torch.randint(3, 12, (1,), generator=generator))
+    ids = torch.randint(6, VOCAB, (length,), generator=generator).numpy()
+    return LMRow(ids, (torch.arange(length) >= length // 2).numpy())
+
+
 def own_piece(batch: DataProto, rank: int, world_size: int) -> DataProto:
     """What a group's dispatch hands to a rank."""
     return split_rows(batch, world_size)[rank]
@@ -107,6 +115,11 @@ def started(cls: type, config: WorkersConfig, *init_args: Any) -> Any:
     worker = cls(config)
     worker.init_model(*init_args)
     return worker
+
+
+def weights_of(worker: Any) -> dict[str, torch.Tensor]:
+    """Those of its model, whole, at this moment."""
+    return {name: tensor.clone() for name, tensor in worker.engine.named_full_tensors()}
 
 
 def learned(metrics: dict[str, float]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from verl_like.errors import WeightSyncError
 from workers.weights.channel import Channel
 from workers.weights.checksum import Hashing, Seen, checksum_of
 from workers.weights.delivery import WeightPublisher
+from workers.weights.kept import KeptWeights
 from workers.weights.sink import WeightSink
 from workers.weights.sync import WeightReceiver, sync_weights
 
@@ -81,6 +82,13 @@ class Receiver(WeightReceiver):
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size, self.device = rank, world_size, CPU
         self.engine = PlainEngine(10 + rank)
+
+
+def keeping(announces: bool, rank: int = 0, world_size: int = 1) -> Receiver:
+    """A receiver that keeps what it was sent, beside what its engine holds."""
+    worker = Receiver(rank, world_size)
+    worker.kept = KeptWeights(announces)
+    return worker
 
 
 def unconnected() -> Channel:
@@ -154,6 +162,19 @@ def train(actor: Group) -> None:
         for worker in actor.workers:
             for i, parameter in enumerate(worker.engine.module.parameters()):
                 parameter += 1 + i
+
+
+def flip_a_bit_on_the_way(patch: pytest.MonkeyPatch) -> None:
+    """One of a weight that is sent, in every sync."""
+    start = Channel._start_broadcast
+
+    def start_flipped(channel: Channel, tensor: torch.Tensor, *group: Any) -> Any:
+        if tensor.dtype == torch.uint8 and tensor.numel() > 5000 and channel.rank == 0:
+            tensor = tensor.clone()
+            tensor[700] ^= 16
+        return start(channel, tensor, *group)
+
+    patch.setattr(Channel, "_start_broadcast", start_flipped)
 
 
 def refused(actor: Group, rollout: Group, words: str) -> None:

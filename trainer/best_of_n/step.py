@@ -10,7 +10,6 @@ and its file is the one of a run that was not killed.
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from trainer.ppo.samples import repeat_prompts
 from trainer.ppo.sampling_only import SamplingOnlyTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, CheckpointError, ConfigError
+from verl_like.files import what_blocks
 from workers.columns import read_columns
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,9 @@ class BestOfNTrainer(SamplingOnlyTrainer):
 
     @classmethod
     def prepare(cls, config: BestOfNConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """Tokenizer, rewards and prompts; and a folder for the file of the selected rows."""
-        inputs = super().prepare(config, at_end)
-        _make_folder_of(config.selection.file)
-        return inputs
+        """Tokenizer, rewards and prompts, if the file of the selected rows can be written."""
+        _check_folder_of(config.selection.file)
+        return super().prepare(config, at_end)
 
     @classmethod
     def describe(cls, config: BestOfNConfig, max_columns: int | None = None) -> list[str]:
@@ -167,13 +166,11 @@ def _file_of(config: BestOfNConfig) -> Path:
     return Path(config.selection.file or folder / "selected.jsonl")
 
 
-def _make_folder_of(file: str) -> None:
-    """The folder of the file that the run ends with, or a refusal now."""
-    folder = Path(file).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        is_writable = os.access(folder, os.W_OK)
-    except OSError:
-        is_writable = False
-    if not is_writable:
-        raise ConfigError(f"selection.file={file}: no file can be written in {folder}.")
+def _check_folder_of(file: str) -> None:
+    """Refuse a file that the run could not end with; its folder is made then."""
+    blocks = what_blocks(Path(file).parent)
+    if blocks is not None:
+        raise ConfigError(
+            f"selection.file={file}: no file can be written in {Path(file).parent}: {blocks} is no "
+            "folder that this user may write in. Give another one."
+        )

@@ -27,11 +27,11 @@ class Chat:
     def __init__(self, folder: Path, *, system: str, max_tokens: int, temperature: float) -> None:
         """Load the model of a folder; at temperature 0 every token is the likeliest."""
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        architectures = (
-            AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures or []
-        )
+        from workers.models.hf_config import read_hf_config
+
+        architectures = read_hf_config(folder).architectures or []
         if any(name.endswith("ForSequenceClassification") for name in architectures):
             raise ConfigError(f"{folder} is a {architectures[0]}: it scores, and says nothing.")
         self.tokenizer = load_tokenizer(str(folder), "the model")

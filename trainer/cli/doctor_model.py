@@ -29,15 +29,16 @@ BEYOND_EVERY_LIMIT = 2**62
 def model_findings(path: str) -> Iterator[Finding]:
     """Class, attention, rows in training, rollout, CPU functions and state of the model."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from workers.models.folder import model_folder
+    from workers.models.hf_config import read_hf_config
 
     folder = model_folder(path, weights=False)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"doctor --model {path}: there is no config.json in {folder}.")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = read_hf_config(folder)
     except (ValueError, OSError) as error:
         raise ConfigError(f"doctor --model {path}: {error}") from error
 

@@ -272,7 +272,10 @@ def main() -> None:
     elif command in HELP:
         _plain_command(command, arguments)
     else:
-        sys.exit(f"verl-like: no command {command!r}\n{USAGE}")
+        from verl_like.errors import nearest
+
+        hint = nearest(command, ["ppo", *HELP])
+        sys.exit(f"verl-like: no command {command!r}.{hint}\n{USAGE}")
 
 
 def find_modules_here() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from trainer.config.keys import Key, leaf_keys, read
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
+from verl_like.placement.pools import ResourcePool
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import registry_of
 from workers.parallel.sharding import Sharding, data_axes
@@ -132,6 +133,12 @@ def check_resume(config: RunConfig) -> None:
             f"trainer.resume_from_path={trainer.resume_from_path}: resume_mode=resume_path and a "
             "global_step_N folder go together; set both or neither."
         )
+
+
+def check_pool_sizes(config: RunConfig) -> None:
+    """Every pool has processes."""
+    for pool, sizes in config.resource_pool_spec.items():
+        ResourcePool.named(pool, sizes)
 
 
 def check_pool_resources(config: RunConfig) -> None:

@@ -14,16 +14,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.checks import check_fields, check_pool_resources, check_resume
+from trainer.config.checks import check_fields, check_pool_resources, check_pool_sizes, check_resume
 from trainer.config.keys import Key, config_keys, keys_by_name
 from trainer.config.own_files import OwnFiles
 from trainer.config.placement import expand_shorthands, preset_tree, settle, settle_names
 from trainer.config.possible_faults import check_chaos
 from trainer.config.recipe import Recipe
+from trainer.config.refusals import in_words, no_such_key, unreadable
 from trainer.config.schema import RunConfig
 from trainer.config.settings import flat_settings, overrides_of
 from trainer.config.shares import share
@@ -101,42 +102,6 @@ def compose_tree(overrides: Sequence[str], recipe: Recipe[Any]) -> DictConfig:
         raise ConfigError(str(err)) from err
 
 
-def in_words(err: HydraException, recipe: Recipe[Any], own: OwnFiles | None = None) -> str:
-    """What Hydra refuses; of an unknown key in a YAML file, or an unknown file, the nearest ones.
-
-    `own` are the user's files.
-    """
-    if isinstance(err, MissingConfigException) and err.missing_cfg_file and own is not None:
-        return f"{str(err).splitlines()[0]}{nearest(err.missing_cfg_file, own.names())}"
-
-    cause: BaseException | None = err
-    while cause is not None and not isinstance(cause, ConfigKeyError):
-        cause = cause.__cause__ or cause.__context__
-    if cause is None or not cause.full_key:
-        why = str(err.__cause__).partition("\n")[0]  # the rest are OmegaConf's own names
-        return f"{err}: {why}" if err.__cause__ else str(err)
-    where = re.match(r"In '[^']*': ", str(err))
-    section = _section_of_items(cause.object_type, recipe)
-    refusal = (
-        no_such_key(cause.full_key, recipe)
-        if section is None
-        else _no_such_item_key(cause.full_key, section)
-    )
-    return (where[0] if where else "") + refusal
-
-
-def _section_of_items(schema: Any, recipe: Recipe[Any]) -> Key | None:
-    """The key whose value is a list of sections with this schema."""
-    keys = config_keys(recipe.schema)
-    return next((key for key in keys if key.item_schema and key.item_schema is schema), None)
-
-
-def _no_such_item_key(name: str, section: Key) -> str:
-    assert section.item_schema is not None, "it was found by that"
-    known = [key.name for key in config_keys(section.item_schema)]
-    return f"An item of {section.name} has no key {name!r}.{nearest(name, known)}"
-
-
 def prepare_overrides(
     overrides: Sequence[str], recipe: Recipe[Any], own: OwnFiles | None = None
 ) -> list[str]:
@@ -195,11 +160,25 @@ def check_overrides(
     unknown = []
     for name in override_keys(overrides):
         unknown += _unknown(name, recipe)
+    _refuse_deleted_sections(overrides, recipe)
     for file, name in () if own is None else own.keys(overrides):
         unknown += [f"In '{file}': {refusal}" for refusal in _unknown(name, recipe)]
     if unknown:
         apart = " " if len(unknown) == 1 else "\n"
         raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg job"]))
+
+
+def _refuse_deleted_sections(overrides: Sequence[str], recipe: Recipe[Any]) -> None:
+    """Refuse `~trainer`: every run has its sections."""
+    for override in map(parse, overrides):
+        name = override.key_or_group
+        key = keys_by_name(recipe.schema).get(name)
+        is_section = key is not None and key.is_section and name not in recipe.groups
+        if override.is_delete() and is_section:
+            raise ConfigError(
+                f"~{name}: every run has this section, whose keys have their defaults where you "
+                "set none. Leave it out."
+            )
 
 
 def _unknown(name: str, recipe: Recipe[Any]) -> list[str]:
@@ -224,16 +203,6 @@ def _unknown_in_sections(name: str, keys: Sequence[Key]) -> list[str]:
             has = f" {section.name}.{own_name} has {', '.join(known)}."
             return [f"There is no key {name!r}.{nearest(rest, known)}{has}"]
     return []
-
-
-def no_such_key(name: str, recipe: Recipe[Any]) -> str:
-    """A refusal of a key, with those that it may have been meant for."""
-    pools = {pool for preset in recipe.placements.values() for pool in preset}
-    if name in pools:
-        hint = f" Did you mean 'resource_pool_spec.{name}', the processes of that pool?"
-    else:
-        hint = _did_you_mean(name, config_keys(recipe.schema), recipe.groups)
-    return f"There is no key {name!r}.{hint}"
 
 
 def _as_list(override: str, recipe: Recipe[Any]) -> str:
@@ -263,27 +232,12 @@ def _check_presets(overrides: Sequence[str], recipe: Recipe[Any], own: OwnFiles 
             )
 
 
-def _did_you_mean(name: str, keys: Sequence[Key], groups: Sequence[str]) -> str:
-    """The key with verl's name, else those with the same last word, else the nearest one or group
-    of presets.
-    """
-    ours = [key.name for key in keys if name and key.rules.verl == name]
-    if ours:
-        return f" Here it is {ours[0]!r}."
-
-    leaf = name.rpartition(".")[2]
-    twins = [key.name for key in keys if key.name.rpartition(".")[2] == leaf]
-    if twins:
-        return f" Did you mean {' or '.join(map(repr, twins))}?"
-    return nearest(name, [*(key.name for key in keys), *groups])
-
-
 def override_keys(overrides: Sequence[str]) -> list[str]:
     """The dotted keys that `overrides` set, add or delete, also inside `section={key: value}`."""
     try:
         parsed = [parse(override) for override in overrides]
     except HydraException as err:
-        raise ConfigError(str(err)) from err
+        raise ConfigError(unreadable(err, overrides)) from err
 
     found = []
     for override in parsed:
@@ -325,6 +279,7 @@ def _checked(tree: DictConfig, overrides: Sequence[str], recipe: Recipe[C]) -> C
 
     check_fields(config)
     check_resume(config)
+    check_pool_sizes(config)
     check_pool_resources(config)
     check_chaos(config)
     for check in recipe.checks:

@@ -85,6 +85,8 @@ def _devices_of(config: Any, pool: str, count: int) -> int:
 def _too_few(config: Any, pools: Sequence[str], own: Mapping[str, Sequence[int]]) -> ConfigError:
     """The refusal of a preset with more pools than devices, and what works instead."""
     num_nodes, num_devices = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if num_nodes < 1:
+        return ConfigError(f"trainer.nnodes={num_nodes}: it must be above 0.")
     taken = sum(max(_devices_of(config, pool, n) for n in own[pool]) for pool in own)
     left = max(num_devices - taken, 0)
     given = "".join(f" resource_pool_spec.{pool}={list(own[pool])} comes first." for pool in own)

@@ -186,6 +186,11 @@ def check_files(config: DataConfig) -> None:
 
 
 def _check_file(path: Path, key: str) -> None:
+    if path.is_dir():
+        raise ConfigError(
+            f"{key}: {path} is a folder, which holds {listing(path)}. Name its files: "
+            f"{key}=[{path}/<file>, ...]."
+        )
     if not path.is_file():
         raise ConfigError(
             f"{key}: there is no file {path}; {path.parent} holds {listing(path.parent)}."

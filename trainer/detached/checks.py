@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
 from trainer.config.checks import check_fields
 from trainer.config.unused_keys import why_unused
 from trainer.detached.config import DetachedConfig
+from trainer.detached.maker_settings import MAKER_SETTINGS, ROLLOUT
 from trainer.detached.roles import maker_roles, score_roles
 from trainer.detached.sizes import piece_size, routed_ranks, samples_per_batch, topology_of
 from trainer.detached.topology import TRAINER_POOL, Topology, maker_role, role_on
 from trainer.groups.worker_groups import worker_class
+from trainer.ppo.checks import refuse
 from trainer.ppo.sizes import CRITIC_COPY
-from verl_like.errors import ConfigError, nearest
+from trainer.run_folder.checkpoint import Checkpoints
+from trainer.run_folder.finished import why_finished
+from verl_like.errors import CheckpointError, ConfigError
 from verl_like.placement.roles import expand_roles
-from workers.config import ENGINES, RolloutConfig
+from workers.config import ENGINES
 from workers.weights.delivery import WeightPublisher
 
-ROLLOUT = "actor_rollout_ref.rollout"
 SAME_FOR_ALL = {
     "n": "all groups of a batch have as many samples",
     "temperature": "the log-prob passes of the trainers divide by it, too",
@@ -27,6 +29,7 @@ SAME_FOR_ALL = {
     "log_prob_micro_batch_size_per_gpu": "it is of the actor's passes",
     "sync": "trainers send alike to all makers",
     "update_weights_bucket_megabytes": "trainers send alike to all makers",
+    "val_kwargs": "a validation is sampled by one setting",
 }
 """Keys of the rollout that no maker has of its own, and why."""
 
@@ -137,26 +140,34 @@ def _check_rounds(config: DetachedConfig) -> None:
         )
 
 
+def check_start(config: DetachedConfig) -> None:
+    """Refuse to go on from the last checkpoint of a run that ended within a round."""
+    update_steps, train_epochs = config.detached.update_steps, config.detached.train_epochs
+    checkpoints, length = Checkpoints(config), update_steps * train_epochs
+    if checkpoints.start is None or checkpoints.start_step % length == 0:
+        return
+    if not why_finished(checkpoints):
+        raise CheckpointError(
+            f"{checkpoints.start} is of a run that ended within a round of detached.update_steps="
+            f"{update_steps} x detached.train_epochs={train_epochs} steps, whose batches no "
+            f"checkpoint holds. Move it away to go on from one after a multiple of {length} steps, "
+            "if there is one, or start in another trainer.default_local_dir."
+        )
+
+
 def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
-    """Makers that there are, keys and values of a rollout, and what trainers do for all alike."""
-    known = [field.name for field in dataclasses.fields(RolloutConfig)]
+    """Makers that there are, what trainers do for all alike, and the rules of the run's own keys.
+
+    `DetachedConfig.of_role` refuses what is no key or no value of it.
+    """
     for maker, settings in config.detached.maker_settings.items():
-        where = f"detached.maker_settings.{maker}"
-        if not str(maker).isdecimal() or int(maker) >= topology.makers:
+        where = f"{MAKER_SETTINGS}.{maker}"
+        if not maker.isdecimal() or int(maker) >= topology.makers:
             raise ConfigError(
-                f"detached.maker_settings names maker {maker!r}; this run has makers 0 to "
+                f"{MAKER_SETTINGS} names maker {maker!r}; this run has makers 0 to "
                 f"{topology.makers - 1}."
             )
-        if not isinstance(settings, Mapping):
-            raise ConfigError(
-                f"{where}={settings!r} is no setting of a rollout: give keys of {ROLLOUT} with "
-                f"their values, as in {where}={{name: hf}}."
-            )
-        for name in settings:
-            if name not in known:
-                raise ConfigError(
-                    f"{where} names {name!r}, no key of rollout.{nearest(name, known)}"
-                )
+        for name in settings if isinstance(settings, Mapping) else ():
             if name in SAME_FOR_ALL:
                 raise ConfigError(
                     f"{where}.{name} would differ from {ROLLOUT}.{name}: {SAME_FOR_ALL[name]}. Set "
@@ -165,6 +176,7 @@ def _check_maker_settings(config: DetachedConfig, topology: Topology) -> None:
         of_maker = config.of_role(maker_role(int(maker)))
         try:
             check_fields(of_maker)
+            refuse(of_maker)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         for name in settings:

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.detached.maker_settings import own_rollout
 from trainer.detached.topology import maker_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from verl_like.config_key import When, key
@@ -39,7 +40,7 @@ class DetachedSettings:
     """Whose samples go to which trainer rank; null is an even graph."""
     weight_edges: list[list[int]] | None = key(None, allows="a list of [trainer, maker]")
     """Which trainer rank sends its weights to whom; null is an even graph."""
-    maker_settings: dict[str, Any] = key(
+    maker_settings: dict[Any, Any] = key(
         factory=dict, allows="number of a maker: {key of actor_rollout_ref.rollout: value}"
     )
     """How a maker generates, where that is not as `actor_rollout_ref.rollout` says."""
@@ -126,7 +127,7 @@ class DetachedConfig(PPOConfig):
         for maker, settings in self.detached.maker_settings.items():
             if role == maker_role(int(maker)):
                 policy = self.actor_rollout_ref
-                rollout = dataclasses.replace(policy.rollout, **settings)
+                rollout = own_rollout(policy.rollout, maker, settings)
                 return dataclasses.replace(
                     self, actor_rollout_ref=dataclasses.replace(policy, rollout=rollout)
                 )

@@ -11,3 +11,7 @@ class StalledError(VerlLikeError, RuntimeError):
 
 class EndOfSamples(Exception):
     """No maker has prompts left, and no batch can be filled."""
+
+
+class ToldToStop(Exception):
+    """The run is to stop, while a maker without which it gets no batch waited for a node."""

@@ -1,21 +1,26 @@
 """What becomes of a run whose maker has lost a process: `detached.on_maker_loss`.
 
 Called in the maker's thread, when the buffer has been told to have the lost prompts made again; and
-in the trainer's, for queued samples that do not arrive.
+in the trainer's, for queued samples that do not arrive. A maker whose node is lost waits for
+another one as the other groups of a run do (`trainer.restarts.wait_for_room`).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from trainer.detached.config import DetachedConfig
+from trainer.detached.endings import ToldToStop
 from trainer.detached.experience import Experience
 from trainer.detached.topology import Topology, maker_role
 from trainer.groups.worker_groups import WorkerGroups
-from verl_like.errors import RolloutError, WorkerDiedError
+from trainer.restarts import LOOK_AGAIN_S, wait_for_room
+from verl_like.errors import NoRoomError, PlacementError, RolloutError, WorkerDiedError
 from verl_like.placement.roles import expand_roles
 
 logger = logging.getLogger(__name__)
@@ -32,8 +37,10 @@ class MakerLosses:
         groups: WorkerGroups,
         topology: Topology,
         init_arguments: Callable[[str], dict[str, Any]],
+        is_ending: Callable[[], bool],
     ) -> None:
-        """No maker is lost yet."""
+        """No maker is lost yet; `is_ending`: the run is to stop, or is over, and waits for none."""
+        self._config, self._is_ending = config, is_ending
         self._policy = config.detached.on_maker_loss
         self._pools = expand_roles(config.role_mapping)
         self._groups, self._topology = groups, topology
@@ -49,8 +56,7 @@ class MakerLosses:
         if self._policy == "restart" and self._restarts[maker] < MOST_RESTARTS:
             self._restarts[maker] += 1
             logger.warning("%s: it is started anew. %s", what, error)
-            self._restart(maker)
-            return True
+            return self._comes_back(maker, error)
 
         self._gone.add(maker)
         if self._policy == "continue" and not self._ranks_without_makers():
@@ -73,12 +79,35 @@ class MakerLosses:
             return False
         return True
 
+    def _comes_back(self, maker: int, error: WorkerDiedError) -> bool:
+        """Whether it does; in a run that is told to stop, the other makers may end the step."""
+        try:
+            self._restart(maker)
+        except ToldToStop:
+            self._gone.add(maker)
+            if self._ranks_without_makers():
+                raise
+            return False
+        except NoRoomError:
+            raise
+        except PlacementError as problem:
+            error.add_note(str(problem))
+            raise error from None
+        return True
+
     def _restart(self, maker: int) -> None:
         pool = self._pools[maker_role(maker)]
-        self._groups.restart(pool)
+        restart, since = partial(self._groups.restart, pool), time.monotonic()
+        wait_for_room(restart, self._config, f"maker {maker}", since, self._look_again)
         for role, its_pool in self._pools.items():
             if its_pool == pool:
                 self._groups[role].init_model(**self._init_arguments(role))
+
+    def _look_again(self) -> None:
+        """In a moment."""
+        if self._is_ending():
+            raise ToldToStop
+        time.sleep(LOOK_AGAIN_S)
 
     def _ranks_without_makers(self) -> list[int]:
         ranks = range(self._topology.trainers)

@@ -140,7 +140,8 @@ class Maker:
             self._carried.clear()
         with self._taking:
             self.version = 0  # whatever comes up in its place has no weights
-            goes_on = self._on_loss(self.number, error, num_lost)
+            with self._activity.waiting("processes in the place of the lost ones"):
+                goes_on = self._on_loss(self.number, error, num_lost)
             self._num_restarts += 1
             self._taking.notify_all()
         return goes_on

@@ -287,7 +287,6 @@ def what_limits(
     phases: Phases,
     setup: Setup,
     predict: Callable[[Phases, Setup, int], Prediction] = simulate,
-    num_steps: int = STEPS // 4,
 ) -> str:
     """Whose speed the run depends on most: `makers`, `trainer`, `weights` or `staleness bound`.
 
@@ -299,5 +298,5 @@ def what_limits(
         "weights": (phases.times(sync=0.8), setup),
         "staleness bound": (phases, replace(setup, max_staleness=setup.max_staleness + 1)),
     }
-    seconds = {name: predict(*run, num_steps).seconds for name, run in faster.items()}
+    seconds = {name: predict(*run, STEPS // 4).seconds for name, run in faster.items()}
     return min(seconds, key=lambda name: seconds[name])

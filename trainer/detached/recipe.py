@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer.config.recipe import Recipe
 from trainer.detached.config import DetachedConfig
+from trainer.detached.maker_settings import MAKER_SETTINGS, by_number
 from trainer.detached.roles import place_makers
 from trainer.detached.sizes import topology_of
 from trainer.detached.topology import TRAINER_POOL, counts
@@ -28,6 +29,7 @@ def complete(config: DetachedConfig, keys: Collection[str]) -> list[str]:
     detached = config.detached
     if detached.topology is not None:
         detached.makers, detached.trainers = counts(detached.topology)
+    detached.maker_settings = by_number(detached.maker_settings)
     makers = place_makers(config, topology_of(config))
 
     mapped = expand_roles(config.role_mapping)
@@ -57,7 +59,7 @@ def _other_weights(config: DetachedConfig) -> str:
     for maker, settings in detached.maker_settings.items():
         if isinstance(settings, Mapping) and settings.get("quantization"):
             rounds = f"quantization={settings['quantization']} rounds that maker's weights"
-            return f"detached.maker_settings.{maker}.{rounds}"
+            return f"{MAKER_SETTINGS}.{maker}.{rounds}"
     return ""
 
 

@@ -11,15 +11,16 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.detached.activity import Activity
 from trainer.detached.buffer import ExperienceBuffer
+from trainer.detached.checks import check_start
 from trainer.detached.config import DetachedConfig
-from trainer.detached.endings import EndOfSamples
+from trainer.detached.endings import EndOfSamples, ToldToStop
 from trainer.detached.ledger import Ledger
 from trainer.detached.losses import MakerLosses
 from trainer.detached.maker import Maker
@@ -48,6 +49,7 @@ from trainer.detached.watch import TrainerWatch
 from trainer.detached.weights import WeightFeed
 from trainer.loop import Metrics
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.preflight import check_rollout
 from trainer.ppo.step import PPOTrainer
 from trainer.recovery import ReplaceableRoles
 from trainer.run_folder.timeline import Timeline
@@ -72,6 +74,18 @@ class DetachedTrainer(PPOTrainer):
     """When the last validation began, as `time.time` has it."""
 
     # ------------------------------------------------------------------------------- what it adds
+
+    @classmethod
+    def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
+        """As PPO does; the start, and engines of makers with settings of their own, are looked at
+        first.
+        """
+        assert isinstance(config, DetachedConfig), "this trainer's configuration"
+        check_start(config)
+        for role in topology_of(config).roles():
+            if (of_maker := config.of_role(role)) is not config:
+                check_rollout(of_maker, role)
+        return super().prepare(config, at_end)
 
     def make_source(self) -> DetachedSource:
         """Makers' threads, the buffer, and the ledger."""
@@ -103,7 +117,13 @@ class DetachedTrainer(PPOTrainer):
         buffer = ExperienceBuffer(stream, pacing, sampler, settings, self.ledger, self.activity)
         trainers = [role for role in self.groups if role not in self._roles_of_makers]
         self.watch = TrainerWatch([self.groups[role] for role in trainers], buffer)
-        losses = MakerLosses(config, self.groups, self.topology, self.init_arguments)
+        losses = MakerLosses(
+            config,
+            self.groups,
+            self.topology,
+            self.init_arguments,
+            lambda: bool(self.stop.received) or buffer.is_closed,
+        )
         makers = [
             Maker(
                 number,
@@ -283,6 +303,12 @@ class DetachedTrainer(PPOTrainer):
             self.save(is_last=True)
             self._commit()
             return f"the run ends after step {self.global_step}: {end}"
+        except ToldToStop:
+            self.global_step -= 1
+            if self.can_save:
+                self._stop_here()
+            self.stop.end("while it waited for a node in the place of a maker's")
+            raise
 
     def _ranks_and_versions(self, batch: DataProto) -> dict[str, list[tuple[int, int]]]:
         """Uid -> trainer rank and version of each of its samples."""

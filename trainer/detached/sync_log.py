@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from verl_like.process.machine import resident_bytes
+
 SYNCS_FILE = "syncs.jsonl"
 MIB = 2**20
 
@@ -30,15 +32,7 @@ class SyncLog:
             "seconds": figures["timing_s/weight_sync"],
             "hash_s": figures["perf/weight_sync_hash_s"],
             "bytes": round(figures["perf/weight_sync_mb"] * MIB),
-            "driver_rss_bytes": resident_bytes(),
+            "driver_rss_bytes": resident_bytes(os.getpid()),
         }
         with self._lock, self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-
-def resident_bytes() -> int | None:
-    """Memory that this process holds now; None where the system does not say (not Linux)."""
-    statm = Path("/proc/self/statm")
-    if not statm.is_file():
-        return None
-    return int(statm.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -11,7 +11,7 @@ from trainer.config.checks import check_ranks
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import get_estimator
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.contradictions import check_contradictions
+from trainer.ppo.contradictions import log_warnings, refuse_contradictions
 from trainer.ppo.correct_rollout import check_correction
 from trainer.ppo.distillation import check_distillation
 from trainer.ppo.kl import get_kl_controller
@@ -28,6 +28,12 @@ from workers.training.schedules import check_optim
 
 
 def validate(config: PPOConfig) -> None:
+    """Refuse settings that cannot work together, and warn of those that contradict themselves."""
+    refuse(config)
+    log_warnings(config)
+
+
+def refuse(config: PPOConfig) -> None:
     """Refuse, with the numbers and the way out, settings that cannot work together."""
     get_kl_controller(config.algorithm.kl_ctrl)
     check_rewards(config)
@@ -48,7 +54,7 @@ def validate(config: PPOConfig) -> None:
     _check_reference(config)
     _check_average(config)
     check_quantization(config)
-    check_contradictions(config)
+    refuse_contradictions(config)
     check_sampling(config.actor_rollout_ref.rollout, config.data.max_response_length)
 
 

@@ -1,8 +1,8 @@
 """Combinations of keys that contradict themselves: errors, and warnings by name.
 
-`trainer.ppo.checks` calls `check_contradictions`. An error is what cannot teach anything or can
-never act; a warning is what trains, but not what its keys say. Each begins with its name, as in
-`warning gspo-aggregation: …`.
+`trainer.ppo.checks` calls `refuse_contradictions` and `log_warnings`. An error is what cannot teach
+anything or can never act; a warning is what trains, but not what its keys say. Each begins with its
+name, as in `warning gspo-aggregation: …`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ WIDEST_RANGE_OF_SEQUENCES = 0.05
 """A mean of many log-ratios hardly ever leaves a range wider than this."""
 
 
-def check_contradictions(config: PPOConfig) -> None:
-    """Refuse the first combination that is an error, and log every warning."""
+def refuse_contradictions(config: PPOConfig) -> None:
+    """Refuse the first combination that is an error."""
     for error in errors_of(config):
         raise ConfigError(error)
+
+
+def log_warnings(config: PPOConfig) -> None:
+    """Log every warning."""
     for name, text in warnings_of(config):
         logger.warning("warning %s: %s", name, text)
 

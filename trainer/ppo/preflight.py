@@ -85,18 +85,24 @@ def check_reward_models(config: Any) -> None:
             check_score_head(key, reward.path)
 
 
-def check_rollout(config: Any) -> None:
-    """Refuse what is no engine, and engines of more ranks than the rollout's pool divides into."""
+def check_rollout(config: Any, role: str = "rollout") -> None:
+    """Refuse what is no engine, and engines of more ranks than the role's pool divides into."""
     rollout = config.actor_rollout_ref.rollout
     own_engine(rollout.name)
-    pool = expand_roles(config.role_mapping)["rollout"]
+    if rollout.name == "vllm" and not 0 < rollout.gpu_memory_utilization <= 1:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.gpu_memory_utilization="
+            f"{rollout.gpu_memory_utilization:g}: it is a share of a device's memory, above 0 and "
+            "at most 1."
+        )
+    pool = expand_roles(config.role_mapping)[role]
     ranks = sum(config.resource_pool_spec[pool])
     size = rollout.tensor_model_parallel_size
     if rollout.name == "vllm" and ranks % size:
         divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
         raise ConfigError(
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the "
-            f"{ranks} processes of the rollout's pool {pool!r}; values that do: {divisors}."
+            f"{ranks} processes of {role}'s pool {pool!r}; values that do: {divisors}."
         )
     joins = joined_cluster(config)
     if rollout.name == "vllm" and not joins:  # what is installed on other machines is not known

@@ -17,6 +17,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.default_correction import correct_by_default
 from trainer.ppo.default_passes import rows_where_asked
 from trainer.ppo.verl.overrides import translate
+from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
 from workers.config import model_rewards
 from workers.config.conditions import has_teacher, teacher_is_alone
@@ -80,7 +81,10 @@ def inactive_roles(config: Any) -> dict[str, str]:
     """Roles of PPO that this run does not need -> why; of a `PPOConfig` or the composed tree."""
     inactive = {}
     name = config.algorithm.adv_estimator
-    estimator = registry_of("advantage estimator").look_up(name)
+    try:
+        estimator = registry_of("advantage estimator").look_up(name)
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.adv_estimator={name}: {error}") from error
     if teacher_is_alone(config):
         inactive["critic"] = "a teacher alone gives the advantages"
     elif "values" not in inspect.signature(estimator).parameters:

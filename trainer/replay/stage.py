@@ -30,8 +30,6 @@ class Asked:
     """Whether the debugger is entered right before."""
     metrics: Metrics = field(default_factory=dict)
     """Those of the step, or of the stage alone."""
-    was_kept: bool = False
-    """Whether the stage's batch was the run's own."""
 
 
 def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
@@ -88,7 +86,6 @@ def stage_input(trainer: PPOTrainer, asked: Asked) -> DataProto:
     """What goes into the stage."""
     path = batch_file(asked.run_folder, asked.step, asked.stage)
     if path.is_file():
-        asked.was_kept = True
         return DataProto.load_from_disk(path)
 
     batch, _ = trainer.source.take()

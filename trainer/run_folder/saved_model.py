@@ -36,7 +36,14 @@ class SavedModel:
     config: Mapping[str, Any]
     """Dotted key -> value of the run that wrote it."""
 
-    def export(self, out: Path, *, as_adapter: bool = False, of_average: bool = False) -> None:
+    def export(
+        self,
+        out: Path,
+        *,
+        as_adapter: bool = False,
+        of_average: bool = False,
+        to_disk: bool = True,
+    ) -> None:
         """Write the folder `out`, for `from_pretrained`, or for peft."""
         from workers.training.checkpoint_export import export_checkpoint
 
@@ -50,6 +57,7 @@ class SavedModel:
             as_adapter=as_adapter,
             of_average=of_average,
             settings=settings,
+            to_disk=to_disk,
         )
 
     def loadable(self, scratch: Path) -> Path:
@@ -57,7 +65,7 @@ class SavedModel:
         exported = self.folder / EXPORT
         if exported.is_dir():
             return exported
-        self.export(scratch)
+        self.export(scratch, to_disk=False)
         return scratch
 
 

@@ -7,7 +7,8 @@
         stop.end("after step 7")       # raises `RunStopped` if there was one
 
 A second signal, or one outside `held`, raises `RunStopped` where the program stands; a third one
-does what it did before the run.
+does what it did before the run. The same signal again within a second is no further one: who sends
+it to a group of processes sends it to a script, too, which hands it on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,6 +24,8 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Of schedulers, of Ctrl-C, and that which Slurm can be told to send ahead of a job's end."""
+SAME_S = 1.0
+"""The same signal within so many seconds is the one before, on another way."""
 EXIT_OF_SIGTERM, EXIT_OF_CTRL_C = 143, 130
 """What shells expect of a program that a signal ended: 128 and the signal's number."""
 STOP_EXITS = (EXIT_OF_SIGTERM, EXIT_OF_CTRL_C)
@@ -43,8 +47,9 @@ class StopSignals:
         """Nothing is caught yet."""
         self.received = 0
         """Number of the signal that was noted, or 0."""
-        self._holds = False
+        self._holds = self._has_raised = False
         self._before: dict[signal.Signals, Any] = {}
+        self._last, self._last_at = 0, 0.0
 
     def __enter__(self) -> StopSignals:
         """Catch them."""
@@ -74,6 +79,14 @@ class StopSignals:
             raise RunStopped(self.received, where)
 
     def _take(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == self._last and now - self._last_at < SAME_S:
+            return
+        self._last, self._last_at = number, now
+        if self._has_raised:
+            self.__exit__()
+            signal.raise_signal(number)
+            return
         if self._holds and not self.received:
             self.received = number
             _say(
@@ -81,7 +94,7 @@ class StopSignals:
                 "a second signal stops it at once"
             )
             return
-        self.__exit__()
+        self._has_raised = True
         raise RunStopped(number, "at once")
 
 

@@ -13,7 +13,7 @@ from verl_like.calls.deadlock import DeadlockWatch
 from verl_like.calls.messages import Header, Pending
 from verl_like.calls.stacks import likely_cause
 from verl_like.calls.transport import Transport
-from verl_like.calls.waiting import Patience
+from verl_like.calls.waiting import WaitClock
 from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
 
 NAMED_LATE = 8
@@ -52,36 +52,34 @@ def wait_for_calls(
     known = KnownAnswers() if known is None else known
     limits = transport.deadlines
     transport.report_abandoned()
-    limit = getattr(limits, setting) if timeout is None else timeout
-    if timeout is None and setting == "call_s":
-        limit = transport.call_times.limit_s(name, rows, limits)
-        setting = setting if limit == limits.call_s else "late_s"
-    patience, deadlocks = Patience(name, limit, limits.warn_s, since), DeadlockWatch(transport)
+    limit, way_out = _deadline(transport, name, timeout, setting, rows)
+    is_first = setting == "call_s" and not transport.call_times.has(name)
+    what = f"{name}, the first of its calls, which loads or compiles" if is_first else name
+    clock, deadlocks = WaitClock(what, limit, limits.warn_s, since), DeadlockWatch(transport)
     calls = _OpenCalls(transport, name, pending, known)
     failed_at: float | None = None
     while True:
-        calls.take(transport.wait(list(calls.open), patience.remaining()))
+        calls.read(transport.wait(list(calls.open), clock.remaining()))
         if not calls.open:
             break
-        calls.give_up(transport.gone(p.rank for p in calls.open.values()))
+        calls.give_up(transport.lost_or_stopped(p.rank for p in calls.open.values()))
         if not calls.failures:
             transport.check_companions(name)
         if calls.failures:
-            failed_at = patience.age_s if failed_at is None else failed_at
+            failed_at = clock.age_s if failed_at is None else failed_at
             grace_s = calls.grace_s(limits.grace_s)
-            if patience.age_s - failed_at >= grace_s:
+            if clock.age_s - failed_at >= grace_s:
                 break
-        elif patience.over():
-            what = f"{calls.late()} did not finish within {limit:.1f} s"
-            way_out = f"raise watch.{setting}" if timeout is None else "give more time"
-            raise WaitTimeoutError(_diagnosis(transport, what, calls, way_out))
+        elif clock.over():
+            why = f"{calls.late()} did not finish within {limit:.1f} s"
+            raise WaitTimeoutError(_diagnosis(transport, why, calls, way_out))
         elif deadlocks.stuck([p.rank for p in calls.open.values()]):
-            what = (
+            why = (
                 f"{calls.late()} stood still for {limits.deadlock_s:g} s, "
                 "and nobody that could end it moves"
             )
-            raise WaitTimeoutError(_diagnosis(transport, what, calls, "raise watch.deadlock_s"))
-        patience.warn_if_old(calls.late())
+            raise WaitTimeoutError(_diagnosis(transport, why, calls, "raise watch.deadlock_s"))
+        clock.warn_if_old(calls.late())
     calls.end()
     if calls.failures:
         error = _with_others([calls.failures[rank] for rank in sorted(calls.failures)])
@@ -89,6 +87,20 @@ def wait_for_calls(
             error.add_note(f"not finished {grace_s:.0f} s after the failure: {calls.late()}")
         raise error
     return [known.headers[p.rank] for p in pending]
+
+
+def _deadline(
+    transport: Transport, name: str, timeout: float | None, setting: str, rows: int
+) -> tuple[float, str]:
+    """Seconds that a call may take, and what to do where they are too few."""
+    if timeout is not None:
+        return timeout, "give more time"
+    limits = transport.deadlines
+    limit: float = getattr(limits, setting)
+    if setting == "call_s":
+        limit = transport.call_times.limit_s(name, rows, limits)
+        setting = setting if limit == limits.call_s else "late_s"
+    return limit, f"raise watch.{setting}"
 
 
 def wait_for_start(transport: Transport, headers: Sequence[object]) -> list[Header]:
@@ -121,7 +133,7 @@ class _OpenCalls:
             elif call.rank not in known.headers:
                 self.open[call.header] = call
 
-    def take(self, ready: Iterable[object]) -> None:
+    def read(self, ready: Iterable[object]) -> None:
         """Read the headers that are there."""
         for reference in ready:
             call = self.open.pop(reference)

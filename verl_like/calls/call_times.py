@@ -31,20 +31,24 @@ class CallTimes:
 
     def __init__(self) -> None:
         """None yet."""
-        self._of: dict[str, _Calls] = {}
+        self._by_method: dict[str, _Calls] = {}
 
     def add(self, name: str, seconds: float, rows: int) -> None:
         """A call has ended; `rows` is 0 where nobody knows."""
-        calls = self._of.get(name) or self._of.setdefault(name, _Calls())
+        calls = self._by_method.get(name) or self._by_method.setdefault(name, _Calls())
         calls.rows.append(rows)
         calls.seconds.append(seconds)
+
+    def has(self, name: str) -> bool:
+        """Whether a call of this method has ended: the first one may take much longer."""
+        return name in self._by_method
 
     def limit_s(self, name: str, rows: int, limits: Deadlines) -> float:
         """Seconds after which a call is late: never before `late_s`, nor after `call_s`.
 
         One of more rows than usual gets more time in proportion: a validation, say.
         """
-        calls = self._of.get(name)
+        calls = self._by_method.get(name)
         if calls is None or len(calls.seconds) < KNOWN_AFTER:
             return limits.call_s
         seconds, rows_before = list(calls.seconds), list(calls.rows)

@@ -62,7 +62,7 @@ class Standstill:
         """Nobody has looked."""
         self._seen: dict[int, _Seen] = {}
 
-    def take(self, found: dict[int, Progress], at: float) -> None:
+    def update(self, found: dict[int, Progress], at: float) -> None:
         """What those say that have answered; the others count as moving."""
         before, self._seen = self._seen, {}
         for rank, progress in found.items():
@@ -70,7 +70,7 @@ class Standstill:
             since = seen.since if seen is not None and seen.says_the_same(progress, at) else at
             self._seen[rank] = _Seen(progress, since, at, progress.cpu_s)
 
-    def still(self, rank: int, seconds: float) -> Progress | None:
+    def unchanged_for(self, rank: int, seconds: float) -> Progress | None:
         """What a rank has been doing for so long without moving; None where it has moved."""
         seen = self._seen.get(rank)
         if seen is None or seen.last - seen.since < seconds:
@@ -111,26 +111,29 @@ class DeadlockWatch:
             pools = [self._transport, *self._transport.other_pools]
             self._pools = [(pool, Standstill()) for pool in pools]
         for pool, standstill in self._pools:
-            standstill.take(pool.progress(ANSWER_S), self._clock())
+            standstill.update(pool.progress(ANSWER_S), self._clock())
 
     def judge(self, unanswered: Collection[int], seconds: float) -> list[int]:
         """The ranks that wait in vain, by what all looks have found so far."""
         own = self._pools[0][1]
-        states = {rank: own.still(rank, seconds) for rank in range(self._transport.world_size)}
+        ranks = range(self._transport.world_size)
+        states = {rank: own.unchanged_for(rank, seconds) for rank in ranks}
         waiting = {rank for rank, state in states.items() if state and state.waits != IDLE}
         if not waiting.intersection(unanswered):
             return []
-        if _is_left_alone(states, unanswered):
+        if _waits_for_absent_ranks(states, unanswered):
             return sorted(waiting.intersection(unanswered))
         if _is_one_collective([state for state in states.values() if state]):
             return []
         for pool, standstill in self._pools[1:]:
-            if None in (standstill.still(rank, seconds) for rank in range(pool.world_size)):
+            if None in (standstill.unchanged_for(rank, seconds) for rank in range(pool.world_size)):
                 return []
         return [] if None in states.values() else sorted(waiting.intersection(unanswered))
 
 
-def _is_left_alone(states: dict[int, Progress | None], unanswered: Collection[int]) -> bool:
+def _waits_for_absent_ranks(
+    states: dict[int, Progress | None], unanswered: Collection[int]
+) -> bool:
     """Whether the ranks of one pool wait in collectives for ranks that never come there."""
     waiting: list[Progress] = []
     for rank, state in states.items():

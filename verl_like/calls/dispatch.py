@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ATTRIBUTE = "_verl_like_register"
 
 
-class _Named:
+class _OpenEnum:
     """A member of an open enumeration: compares, hashes, prints and pickles by name."""
 
     members: ClassVar[dict[str, Any]]
@@ -70,7 +70,7 @@ class _Named:
         return cls.members[name.upper()]
 
 
-class Dispatch(_Named):
+class Dispatch(_OpenEnum):
     """The dispatch modes; `Dispatch.register("MINE")` adds a name."""
 
     members: ClassVar[dict[str, Dispatch]] = {}
@@ -84,7 +84,7 @@ class Dispatch(_Named):
     DIRECT_ROLLOUT_METHOD: ClassVar[Dispatch]
 
 
-class Execute(_Named):
+class Execute(_OpenEnum):
     """Which workers run the method: all of them, or rank 0 alone."""
 
     members: ClassVar[dict[str, Execute]] = {}

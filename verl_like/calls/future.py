@@ -115,7 +115,7 @@ class WorkerFuture:
         """Whether `get` has no worker to wait for, and nothing to fetch."""
         return self._outcome is not None or self._answers is not None
 
-    def take(self, headers: list[Header], payloads: list[Any]) -> None:
+    def accept(self, headers: list[Header], payloads: list[Any]) -> None:
         """The answers of all ranks, as they were read; what failed is left to the watched wait."""
         if any(header.error is not None for header in headers):
             self.mark_late()
@@ -155,11 +155,11 @@ class WorkerFuture:
         headers = [p.header for p in self.pending]
         return self._outcome is not None or len(self.transport.wait(headers, 0.0)) == len(headers)
 
-    def travels_on(self, transport: Transport) -> bool:
+    def can_be_passed_to(self, transport: Transport) -> bool:
         """Whether another group's workers can be given the pieces by reference."""
         return self.form == "batch" and self.transport.kind == transport.kind
 
-    def part(self) -> list[Pending]:
+    def piece_references(self) -> list[Pending]:
         """The pieces, in row order, as references."""
         return self.pieces
 
@@ -193,7 +193,7 @@ def read_together(futures: Sequence[WorkerFuture], seconds: float) -> None:
     headers, payloads = iter(answers[0]), iter(answers[1])
     for future in futures:
         size = len(future.pending)
-        future.take(list(islice(headers, size)), list(islice(payloads, size)))
+        future.accept(list(islice(headers, size)), list(islice(payloads, size)))
 
 
 class DataProtoFuture(WorkerFuture):
@@ -242,13 +242,13 @@ class PartFuture:
         """What it is a part of."""
         return "+".join(source.name for source in self.sources)
 
-    def travels_on(self, transport: Transport) -> bool:
+    def can_be_passed_to(self, transport: Transport) -> bool:
         """Whether another group's workers can be given the rows by reference."""
-        return all(source.travels_on(transport) for source in self.sources)
+        return all(source.can_be_passed_to(transport) for source in self.sources)
 
-    def part(self) -> list[Pending]:
+    def piece_references(self) -> list[Pending]:
         """The rows of this part as references to pieces."""
-        pieces = [piece for source in self.sources for piece in source.part()]
+        pieces = [piece for source in self.sources for piece in source.piece_references()]
         if self.chunks == 1:
             return pieces
         return [self.transport.regroup(pieces, self.chunks, even=False)[self.index]]
@@ -286,27 +286,9 @@ def _says_less(error: Exception) -> int:
 def _outcomes(
     futures: Sequence[Any], timeout: float | None, grace_s: float | None
 ) -> list[Outcome]:
-    """The value or the error of every future; several are watched at once, each by a thread.
-
-    Calls on workers that end soon are read here, without a thread.
-    """
+    """The value or the error of every future, in order."""
     arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-    if timeout is None:
-        _read_soon(futures)
-    left, has_failed = [], False
-    for position, future in enumerate(futures):
-        if isinstance(future, WorkerFuture) and future.has_answers:
-            outcome = _outcome_of(future, timeout)
-            has_failed |= outcome[1] is not None
-            arrived.put((position, outcome))
-        else:
-            left.append((position, future, timeout, arrived))
-    for watched in left:
-        if len(left) == 1 and not has_failed:
-            _watch(*watched)
-        else:
-            threading.Thread(target=_watch, args=watched, name="gather", daemon=True).start()
-
+    _watch_all(futures, timeout, arrived)
     outcomes: dict[int, Outcome] = {}
     until: float | None = None
     while len(outcomes) < len(futures):
@@ -325,6 +307,31 @@ def _outcomes(
             waiting = [str(future) for n, future in enumerate(futures) if n not in outcomes]
             _log_failure(futures[position], outcome[1], ", ".join(waiting))
     return [outcomes[position] for position in range(len(futures))]
+
+
+def _watch_all(
+    futures: Sequence[Any], timeout: float | None, arrived: queue.SimpleQueue[tuple[int, Outcome]]
+) -> None:
+    """See to it that the outcome of every future arrives, with its position.
+
+    Answers of workers that come soon are read here, and so is the only future that is left then;
+    of several, each is watched by a thread.
+    """
+    if timeout is None:
+        _read_soon(futures)
+    left, has_failed = [], False
+    for position, future in enumerate(futures):
+        if isinstance(future, WorkerFuture) and future.has_answers:
+            outcome = _outcome_of(future, timeout)
+            has_failed |= outcome[1] is not None
+            arrived.put((position, outcome))
+        else:
+            left.append((position, future, timeout, arrived))
+    for watched in left:
+        if len(left) == 1 and not has_failed:
+            _watch(*watched)
+        else:
+            threading.Thread(target=_watch, args=watched, name="gather", daemon=True).start()
 
 
 def _read_soon(futures: Sequence[Any]) -> None:

@@ -54,13 +54,13 @@ class WholeSlot:
 class LazySlot:
     """Stands for what `slot` stands for, but reaches the method as a `FutureArgument`.
 
-    Its parts travel as `Held`.
+    Its parts travel as `LazyPart`.
     """
 
     slot: PieceSlot | WholeSlot
 
 
-class Held:
+class LazyPart:
     """A part that is not resolved on the way: the worker gets it when it asks.
 
     Backends with an object store subclass this.

@@ -86,7 +86,7 @@ class Sender:
         if future.transport.kind != self.transport.kind:
             return batch_alone(future.get()) if form == "batch" else future.get()
 
-        pieces = future.part()
+        pieces = future.piece_references()
         headers = self._refer([piece.header for piece in pieces], parts)
         payloads = headers
         if not all(piece.is_one_answer for piece in pieces):
@@ -98,14 +98,14 @@ class Sender:
 
     def _refer(self, references: Sequence[Any], parts: list[Any]) -> tuple[int, ...]:
         first = len(parts)
-        parts.extend(references if self.materialize else map(self.transport.hold, references))
+        parts.extend(references if self.materialize else map(self.transport.lazy_part, references))
         return tuple(range(first, len(parts)))
 
     def _cut(self, shard: FutureShard) -> list[Pending]:
         """The pieces of a future in the number that the call wants: as they are, or cut again."""
         key = id(shard.future), shard.count
         if key not in self._pieces:
-            pieces = shard.future.part()
+            pieces = shard.future.piece_references()
             if len(pieces) != shard.count:
                 pieces = shard.future.transport.regroup(pieces, shard.count)
             self._pieces[key] = shard.future, pieces

@@ -34,7 +34,7 @@ class FutureShard:
 def split_over(target: CallTarget, value: Any, name: str, num_pieces: int) -> list[Any]:
     """Pieces of a batch, or of the future of one, for `num_pieces` data-parallel ranks."""
     if isinstance(value, WorkerFuture | PartFuture):
-        if value.travels_on(target.transport):
+        if value.can_be_passed_to(target.transport):
             return [FutureShard(value, i, num_pieces) for i in range(num_pieces)]
         value = batch_alone(value.get())
     value = rows_of(value)

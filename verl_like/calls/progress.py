@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
-from verl_like.calls.stacks import is_inside
+from verl_like.calls.stacks import is_inside, waits_for_a_thread
 from verl_like.process.machine import children, cpu_s_of
 
 IDLE, IN_COLLECTIVE, AT_LOCK, ELSEWHERE = "idle", "collective", "lock", "elsewhere"
@@ -32,8 +32,6 @@ OWN_THREADS = ("side channel", "request", "pipe", "coroutines")
 FUTEX = {"x86_64": "202 ", "aarch64": "98 "}.get(platform.machine(), "unknown")
 """How the kernel's line about a thread in this system call begins."""
 _COLLECTIVES = re.compile(r"/torch/distributed/(?!checkpoint|elastic|rendezvous|launcher|rpc)")
-_LOCKS = re.compile(r"/(threading|queue)\.py$")
-_LOCK_LINE = re.compile(r"\.(acquire|wait)\(|^with [\w.]+:")
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def _where(frame: FrameType) -> str:
     if _COLLECTIVES.search(file):
         return IN_COLLECTIVE
     line = linecache.getline(file, frame.f_lineno or 0).strip()  # some code has no line
-    return AT_LOCK if _LOCKS.search(file) or _LOCK_LINE.search(line) else ELSEWHERE
+    return AT_LOCK if waits_for_a_thread(file, line) else ELSEWHERE
 
 
 def _number_of(thread: threading.Thread) -> int | None:

@@ -1,8 +1,9 @@
 """Python stacks of worker processes: how a process shows its own, and what they say of a deadlock.
 
-`here` runs in a worker, past its queue of calls. Where the interpreter itself is held by native
-code, the process's `faulthandler` still answers a signal: `verl_like.process.host` arms it and
-`by_signal` sends it, to processes of this machine. `likely_cause` reads the stacks of all ranks.
+`stacks_of_calls` runs in a worker, past its queue of calls. Where the interpreter itself is held by
+native code, the process's `faulthandler` still answers a signal: `verl_like.process.host` arms it
+and `stack_by_signal` sends it, to processes of this machine. `likely_cause` reads the stacks of all
+ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ _NAMES = (
 )
 _COLLECTIVE = re.compile(rf'File "[^"]+", line \d+,? in (?P<name>{_NAMES})$', re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
+_LOCKS = re.compile(r"/(threading|queue)\.py$")
+_LOCK_LINE = re.compile(r"\.(acquire|wait)\(|^with [\w.]+:")
 
 
-def here(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType) -> str:
+def stacks_of_calls(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType) -> str:
     """The stacks of this process's calls and coroutines, newest frame last.
 
     A thread is in a call when the code `runs_calls` is on its stack.
@@ -59,7 +62,12 @@ def is_inside(frame: FrameType | None, code: CodeType) -> bool:
     return False
 
 
-def by_signal(pid: int, file: Path) -> str | None:
+def waits_for_a_thread(file: str, line: str) -> bool:
+    """Whether a stack whose innermost line is this one waits for a lock, an event or a queue."""
+    return bool(_LOCKS.search(file) or _LOCK_LINE.search(line))
+
+
+def stack_by_signal(pid: int, file: Path) -> str | None:
     """What a process on this machine writes into its crash log when it gets the signal."""
     before = file.stat().st_size if file.exists() else 0
     with contextlib.suppress(OSError):
@@ -72,7 +80,7 @@ def by_signal(pid: int, file: Path) -> str | None:
                     written.seek(before)
                     return (
                         "(asked by signal: the interpreter is held by native code)\n"
-                        f"{_reversed(written.read())}"
+                        f"{_newest_last(written.read())}"
                     )
     return None
 
@@ -108,10 +116,31 @@ def likely_cause(stacks: dict[int, str], ranks: Sequence[int]) -> str:
     if where:
         missing = "a rank outside this group, or the network, is missing"
         return f"Likely cause: all ranks are in the same collective ({places}): {missing}."
+    locks = [f"rank {rank} in {place}" for rank in ranks if (place := _lock_of(stacks[rank]))]
+    if locks:
+        return (
+            f"Likely cause: {', '.join(locks)} waits for a lock, an event or a queue of its own "
+            "process; see its stack for who should end that."
+        )
     return (
         f"Likely cause: rank {', '.join(map(str, ranks))} is still computing (or sleeping); see "
         "its stack."
     )
+
+
+def _lock_of(stack: str) -> str | None:
+    """The function that waits for another thread of its process; None if none does."""
+    frames = list(_FRAME.finditer(stack))
+    if not frames:
+        return None
+    source = stack[frames[-1].end() :].strip()
+    if not waits_for_a_thread(frames[-1][1], source):
+        return None
+    file, line, name = next(
+        (frame.groups() for frame in reversed(frames) if not _LOCKS.search(frame[1])),
+        frames[-1].groups(),
+    )
+    return f"{name}, {file.rsplit('/', 1)[-1]}:{line}"
 
 
 def _caller_of(stack: str, position: int) -> str:
@@ -122,7 +151,7 @@ def _caller_of(stack: str, position: int) -> str:
     return "torch.distributed"
 
 
-def _reversed(text: str) -> str:
+def _newest_last(text: str) -> str:
     """`faulthandler` puts the newest frame first, everybody else last."""
     blocks: list[list[str]] = []
     for line in text.splitlines():

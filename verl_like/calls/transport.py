@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from verl_like.calls.call_times import CallTimes
-from verl_like.calls.messages import Call, Header, Held, Pending, payload_of
+from verl_like.calls.messages import Call, Header, LazyPart, Pending, payload_of
 from verl_like.calls.progress import Progress
 from verl_like.calls.stopped import StoppedProcesses
 from verl_like.calls.waiting import Deadlines
@@ -155,7 +155,7 @@ class Transport(ABC):
         """End the process of such a rank by SIGKILL, for a fault on purpose."""
         raise NotImplementedError(f"the processes of {self.kind} are not killed")
 
-    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+    def lost_or_stopped(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those that are lost, and those whose process has been stopped for a while."""
         ranks = list(ranks)
         found = self.lost(ranks)
@@ -172,7 +172,7 @@ class Transport(ABC):
         Of a pool that can be replaced it is only said, once: whoever calls it next will see.
         """
         for other in self.companions:
-            for rank, why in other.gone(range(other.world_size)).items():
+            for rank, why in other.lost_or_stopped(range(other.world_size)).items():
                 words = f"{other.describe(rank)}, idle during {what}: {why}"
                 if not other.is_replaceable:
                     raise WorkerDiedError(words)
@@ -180,9 +180,9 @@ class Transport(ABC):
                     logger.warning("%s It is replaced when it is needed next.", words)
                 other._is_said_lost = True
 
-    def hold(self, reference: Any) -> Any:
-        """A part that reaches the worker unresolved, as a `Held`."""
-        return Held(self.fetch(reference))
+    def lazy_part(self, reference: Any) -> Any:
+        """A part that reaches the worker unresolved, as a `LazyPart`."""
+        return LazyPart(self.fetch(reference))
 
     def take_finished(self) -> list[Header]:
         """The headers of the calls finished since the last time: what a timeline is drawn from."""

@@ -16,7 +16,7 @@ from verl_like.batch.split import join_pieces, place_piece
 from verl_like.batch.tensordict_rows import value_of
 from verl_like.calls.messages import (
     Header,
-    Held,
+    LazyPart,
     LazySlot,
     PieceSlot,
     RemoteError,
@@ -55,7 +55,7 @@ def piece_of(arguments: Iterable[Any]) -> Piece | None:
 class FutureArgument:
     """A future, for a method with `materialize_futures=False`: `get()` waits for the value."""
 
-    def __init__(self, slot: PieceSlot | WholeSlot, parts: Sequence[Held], readonly: bool):
+    def __init__(self, slot: PieceSlot | WholeSlot, parts: Sequence[LazyPart], readonly: bool):
         """Made by `fill`."""
         self._slot, self._parts, self._readonly = slot, parts, readonly
         self.piece: Piece | None = None

@@ -1,6 +1,6 @@
 """Deadlines: every wait has a name and a limit, and says who waits for whom when it grows old.
 
-`Deadlines` are the limits of a group; `Patience` is the clock of one wait. Waiting for the answers
+`Deadlines` are the limits of a group; `WaitClock` is the clock of one wait. Waiting for the answers
 of a group call is in `verl_like.calls.answers`.
 """
 
@@ -60,7 +60,7 @@ class Deadlines:
         return cls(**settings)
 
 
-class Patience:
+class WaitClock:
     """The clock of one named wait: warns as it doubles its age, tells when the deadline is over."""
 
     def __init__(self, what: str, limit_s: float, warn_s: float, since: float | None = None):

@@ -24,7 +24,7 @@ from verl_like.placement.roles import roles_by_pool
 from verl_like.terminal import draw_table
 
 ROUNDING = 1e-9
-"""CPUs by which a sum of shares may exceed what a node has."""
+"""By which a sum of shares may exceed what a node has, and it still fits."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,18 @@ class Placement:
         `cpus_per_process`.
         """
         counts = {
-            name: list(ResourcePool(list(per_node)).store)
-            for name, per_node in resource_pool_spec.items()
+            pool: list(ResourcePool.named(pool, per_node).store)
+            for pool, per_node in resource_pool_spec.items()
         }
         roles = roles_by_pool(counts, role_mapping)
-        settled = _settle_cpus(counts, needs or {}, nodes, cpus_per_process)
+        settled = _needs_with_cpus(counts, needs or {}, nodes, cpus_per_process)
 
         rooms = [_Room(node) for node in nodes]
         plans = {}
         for pool, per_node in counts.items():
             need = settled[pool]
             chosen = _choose_nodes(pool, counts, rooms, need)
-            gpus = need.on(chosen[0]) if chosen[0].kind == "GPU" else 0.0
+            gpus = need.devices_on(chosen[0]) if chosen[0].kind == "GPU" else 0.0
             parts = tuple(per_node), chosen, tuple(roles[pool])
             plans[pool] = PoolPlan(pool, *parts, need.cpus or 0.0, gpus, need.resources)
         return cls(plans)
@@ -147,7 +147,7 @@ def _devices_in_words(plan: PoolPlan, node: Node, num_processes: int) -> str:
     return ", ".join(words)
 
 
-def _settle_cpus(
+def _needs_with_cpus(
     counts: Mapping[str, Sequence[int]],
     needs: Mapping[str, ProcessNeeds],
     nodes: Sequence[Node],
@@ -187,7 +187,7 @@ class _Room:
         """What there is too little of for so many processes; "" if they fit."""
         if need.device == "cuda" and self.node.kind == "CPU slot":
             return "GPUs"
-        if self.devices + ROUNDING < count * need.on(self.node):
+        if self.devices + ROUNDING < count * need.devices_on(self.node):
             return "devices"
         for name, amount in need.resources.items():
             is_known = self.node.resources is not None
@@ -196,7 +196,7 @@ class _Room:
         return "" if self.cpus + ROUNDING >= count * (need.cpus or 0.0) else "CPUs"
 
     def take(self, count: int, need: ProcessNeeds) -> None:
-        self.devices -= count * need.on(self.node)
+        self.devices -= count * need.devices_on(self.node)
         self.cpus -= count * (need.cpus or 0.0)
         for name, amount in need.resources.items():
             self.resources[name] = self.resources.get(name, 0.0) - count * amount
@@ -230,8 +230,8 @@ def _choose_nodes(
             way_out = _way_out(pool, need, lacking) or _more_devices(pool, counts, rooms)
             raise NoRoomError(
                 f"pool '{pool}' needs {len(per_node)} node(s), one with {count} processes of "
-                f"{' and '.join(each)} each, and none has room: {_shown(rooms, chosen)}. To mend "
-                f"it, {way_out}."
+                f"{' and '.join(each)} each, and none has room: {_rooms_in_words(rooms, chosen)}. "
+                f"To mend it, {way_out}."
             )
         fitting[0].take(count, need)
         chosen.append(fitting[0])
@@ -254,7 +254,7 @@ def _another_node(
     raise NoRoomError(
         f"node {lost.name} ({lost.key[:8]}) is gone, and no other has room for the {count} "
         f"process(es) of {plan.cpus_per_process:g} CPU each that pool '{plan.name}' had there: "
-        f"{_shown(list(rooms.values()), own)}."
+        f"{_rooms_in_words(list(rooms.values()), own)}."
     )
 
 
@@ -288,7 +288,7 @@ def _more_devices(pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequenc
     return f"set trainer.n_gpus_per_node={enough}, the devices of a node for all pools, or {fewer}"
 
 
-def _shown(rooms: Sequence[_Room], chosen: Sequence[_Room]) -> str:
+def _rooms_in_words(rooms: Sequence[_Room], chosen: Sequence[_Room]) -> str:
     """What every node has left, and which ones hold a part of the pool already."""
     shown = []
     for room in rooms:

@@ -42,7 +42,7 @@ class ProcessNeeds:
     resources: Mapping[str, float] = field(default_factory=dict)
     """Amounts of custom resources."""
 
-    def on(self, node: Node) -> float:
+    def devices_on(self, node: Node) -> float:
         """Devices of a node that a process takes: none of the GPUs where it wants a CPU."""
         if node.kind == "CPU slot":
             return 1.0
@@ -75,6 +75,15 @@ class ResourcePool:
         self._store = list(process_on_nodes)
         self.max_colocate_count = max_colocate_count
         self.n_gpus_per_node = n_gpus_per_node
+
+    @classmethod
+    def named(cls, name: str, process_on_nodes: Sequence[int]) -> ResourcePool:
+        """That of `resource_pool_spec.<name>`, which a refusal names."""
+        try:
+            return cls(list(process_on_nodes))
+        except PlacementError as error:
+            sizes = list(process_on_nodes)
+            raise PlacementError(f"resource_pool_spec.{name}={sizes}: {error}") from None
 
     @property
     def store(self) -> list[int]:

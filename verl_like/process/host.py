@@ -127,7 +127,7 @@ class WorkerHost:
 
     def stacks(self) -> str:
         """The Python stacks of this process's threads but the one that asks, newest frame last."""
-        return stacks.here(self._loop, WorkerHost._timed.__code__)
+        return stacks.stacks_of_calls(self._loop, WorkerHost._timed.__code__)
 
     def progress(self) -> Progress:
         """Whether this process's call makes progress; asked in another thread than the call's."""

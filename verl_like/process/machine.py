@@ -49,6 +49,23 @@ def children(pid: int) -> Iterator[int]:
             yield from map(int, words_of(f"{tasks}/{thread}/children"))
 
 
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have; none without /proc."""
+    found: list[int] = []
+    ahead = [pid]
+    while ahead:
+        started = list(children(ahead.pop()))
+        found += started
+        ahead += started
+    return found
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Memory that a process holds now; None when it is gone, or the system does not say."""
+    words = words_of(f"/proc/{pid}/statm")
+    return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if words else None
+
+
 def words_of(path: str) -> list[bytes]:
     """Those of a file in /proc, none if its process is gone.
 

@@ -35,7 +35,10 @@ class RoleState:
         saved = get_random_state()
         random.seed(seed)
         np.random.seed(seed)
-        torch.manual_seed(seed)
+        if torch.cuda.is_available():
+            torch.manual_seed(seed)
+        else:  # for each kind of device that is not there the above keeps the stack as text
+            torch.default_generator.manual_seed(seed)
         self.random_state = get_random_state()
         set_random_state(saved)
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from verl_like.errors import ConfigError
-from verl_like.process.machine import children, words_of
+from verl_like.process.machine import descendants, words_of
 from verl_like.process.sandbox import Sandbox, isolate_network
 
 WATCH_S = 0.2
@@ -229,17 +229,6 @@ def _own_memory(pid: int) -> int:
     if not words:
         return 0
     return (int(words[1]) - int(words[2])) * _PAGE
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have; none without /proc."""
-    found: list[int] = []
-    ahead = [pid]
-    while ahead:
-        started = list(children(ahead.pop()))
-        found += started
-        ahead += started
-    return found
 
 
 def kill_descendants() -> None:

@@ -73,7 +73,7 @@ class CriticConfig:
         may_change_on_resume=True,
     )
     """Real tokens per pass on one rank, under the actor's `use_dynamic_bsz`; null takes its."""
-    ppo_epochs: int | None = key(None, allows="a number of passes")
+    ppo_epochs: int | None = key(None, above=0, hint="or null for the actor's")
     """Passes over the batch per update; null takes the actor's."""
     value_loss: str = key("clipped", choices=("clipped", "huber"))
     """The loss of a value: PPO's clipped square, or Huber's, linear in large errors."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import When, key
+from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
 from workers.config.model import FrozenFSDPConfig
 from workers.config.rows import RowWorkerConfig
@@ -14,7 +15,11 @@ from workers.config.rows import RowWorkerConfig
 
 def loss_reads(run: Any, name: str) -> bool:
     """Whether the loss of this run has a parameter of that name."""
-    return name in inspect.signature(registry_of("preference loss").look_up(run.loss)).parameters
+    try:
+        loss = registry_of("preference loss").look_up(run.loss)
+    except ConfigError as error:
+        raise ConfigError(f"loss={run.loss}: {error}") from error
+    return name in inspect.signature(loss).parameters
 
 
 def takes(name: str) -> When:

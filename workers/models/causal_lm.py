@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from verl_like.errors import ConfigError
 from workers.models.attention import resolve_attention
 from workers.models.folder import model_folder
+from workers.models.hf_config import read_hf_config
 from workers.models.precision import precision_of
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
 
     Its parameters are on the meta device, its buffers real.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     precision = precision_of(config, device.type)
     folder = model_folder(config.path)
@@ -94,9 +95,7 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
         )
 
     try:
-        hf_config = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        hf_config = read_hf_config(folder)
         _turn_dropout_off(hf_config)
         model_cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
         if model_cls is None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.models.hf_config import read_hf_config
 from workers.models.state import named_state
 
 Named = Iterable[tuple[str, Tensor]]
@@ -153,8 +154,8 @@ class CheckpointFormat:
 
 def checkpoint_format(model_path: str) -> CheckpointFormat:
     """Of the causal LM whose folder this is; only its configuration is read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    config = read_hf_config(model_path)
     with torch.device("meta"):
         return CheckpointFormat(AutoModelForCausalLM.from_config(config))

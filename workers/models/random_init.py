@@ -14,6 +14,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from workers.config.conditions import is_bare_config
 from workers.models.folder import model_folder
+from workers.models.hf_config import read_hf_config
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -33,14 +34,12 @@ def check_weights(key: str, path: str, seed: int | None) -> None:
 
 def random_weights(config: ModelConfig) -> dict[str, Tensor]:
     """All weights of the causal LM by name, the same on every rank; in host memory, in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     check_weights("model.path", config.path, config.random_init_seed)
     assert config.random_init_seed is not None, "a folder without weights and seed was let through"
     logger.info("model.path=%s: random weights, seed %d", config.path, config.random_init_seed)
-    hf_config = AutoConfig.from_pretrained(
-        model_folder(config.path), local_files_only=True, trust_remote_code=False
-    )
+    hf_config = read_hf_config(model_folder(config.path))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.random_init_seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)

@@ -90,16 +90,6 @@ def code(
     return run_tests(data_source, solution_str, ground_truth, extra_info)
 
 
-def no_rule(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
-) -> float:
-    """0: where a reward model alone decides."""
-    return 0.0
-
-
 REWARDS: dict[str, RewardFunction] = {
     "verl_like/tiny_letters": tiny_letters,
     "openai/gsm8k": gsm8k,

@@ -50,10 +50,11 @@ def make_rewards(
     rewards = Rewards(parts, overlong if overlong.enable else None, run.reward.max_failed)
     sandbox = Sandbox(**{**vars(run.reward.sandbox), "env": tuple(run.reward.sandbox.env)})
     try:
-        for config in rewards_of(run):
+        for number, config in enumerate(rewards_of(run)):
             manager = None
             if config.kind != "model":
-                scorer = _scorer(config, data_sources, columns, sandbox)
+                section = f"rewards[{number}]" if run.rewards else None
+                scorer = _scorer(config, section, data_sources, columns, sandbox)
                 manager = RewardManager(tokenizer, scorer, config.default_score)
             parts.append(Part(config, manager))
     except BaseException:
@@ -63,8 +64,13 @@ def make_rewards(
 
 
 def _scorer(
-    config: RewardConfig, data_sources: Iterable[str], columns: Sequence[str], sandbox: Sandbox
+    config: RewardConfig,
+    section: str | None,
+    data_sources: Iterable[str],
+    columns: Sequence[str],
+    sandbox: Sandbox,
 ) -> Scorer | RemoteScorer:
+    """`section` of the configuration names the function; None: `custom_reward_function` does."""
     deadline = BATCH_SHARES * config.timeout_s
     if config.kind == "remote":
         names = "url", "protocol", "batch_size", "timeout_s", "retries", "token_env"
@@ -74,6 +80,8 @@ def _scorer(
     if config.path:
         settings = config.path, config.function, config.kwargs, config.timeout_s
         spec = FunctionSpec(*settings, columns=columns, sandbox=sandbox)
+        if section is not None:
+            spec = replace(spec, section=section, name_key="function")
         return Scorer(spec, deadline)
     check_rules(data_sources)
     return Scorer(FunctionSpec(deadline=config.timeout_s), deadline)

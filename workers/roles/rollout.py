@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
@@ -224,11 +223,7 @@ class RolloutWorker(WeightReceiver, Worker):
             self.engine.load_weights(actor.engine.named_full_tensors(dtype=actor.sent_dtype))
         except WeightSyncError as problem:
             error = f"rollout rank {self.rank}: {problem}"
-        votes = torch.tensor([0 if error is None else 1])
-        if self.world_size > 1:
-            dist.all_reduce(votes)
-        if int(votes) == 0:
-            self.engine.commit(version)
+        self.commit_if_all_loaded(version, error)
         return SyncReport(error, self.engine.num_bytes, self.engine.hash_s)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -162,6 +162,7 @@ def manifest_of(
         "contents": list(contents),
         "schedule_step": engine.scheduler.num_steps,
         "skipped_steps": engine.guard.total,
+        "skipped_in_a_row": engine.guard.in_a_row,
         "tensors": {
             name: {"shape": list(t.shape), "dtype": str(t.dtype)} for name, t in tensors.items()
         },
@@ -223,6 +224,8 @@ def load_engine(engine: TrainEngine, folder: Path, average: WeightAverage | None
     if "extra" in manifest["contents"]:
         engine.scheduler.set_step(manifest["schedule_step"])
         engine.guard.total = manifest["skipped_steps"]
+        # an older one has no such number
+        engine.guard.in_a_row = manifest.get("skipped_in_a_row", 0)
         if manifest["num_ranks"] == ranks.count:
             ranks.all_do(lambda: load_random_state(folder / "random" / f"{ranks.mine}.json"))
 

@@ -40,11 +40,13 @@ def export_checkpoint(
     as_adapter: bool = False,
     of_average: bool = False,
     settings: Mapping[str, Any],
+    to_disk: bool = True,
 ) -> None:
     """Write the folder `out`, whole or not at all.
 
     `model_config` is what the role was trained with, `of_average` takes the moving average of the
-    weights in their place, and `settings` goes into a classifier's `config.json`.
+    weights in their place, `settings` goes into a classifier's `config.json`, and without
+    `to_disk` nobody waits for the disk.
     """
     if as_adapter and model_config.lora_rank == 0:
         raise CheckpointError(
@@ -61,7 +63,7 @@ def export_checkpoint(
             weights = ((name, weight.detach()) for name, weight in named_state(module))
             merged = merged_tensors(module, weights)
             write_model_folder(module, model_config, merged, part, settings)
-        put_in_place(part, out)
+        put_in_place(part, out, to_disk)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

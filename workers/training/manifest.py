@@ -19,6 +19,8 @@ from verl_like.files import file_fault, read_json_object, refuse_other_facts, wr
 
 MANIFEST = "manifest.json"
 NUMBERS = ("step", "num_ranks", "schedule_step", "skipped_steps")
+NEWER_NUMBERS = ("skipped_in_a_row",)
+"""Numbers that checkpoints of earlier versions do not have."""
 
 
 def write_manifest(folder: Path, parts: Sequence[dict[str, Any]]) -> None:
@@ -47,7 +49,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _refuse_other_form(manifest: dict[str, Any]) -> None:
     """A ValueError where it is not what `training.checkpoint` writes."""
-    for name in NUMBERS:
+    for name in (*NUMBERS, *(newer for newer in NEWER_NUMBERS if newer in manifest)):
         if type(manifest.get(name)) is not int:
             raise ValueError(f"{name} is {manifest.get(name)!r:.40}, not a number")
     contents = manifest.get("contents")

@@ -13,7 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class NonfiniteGuard:
-    """Counts skipped steps, names their samples, and ends the run if too many come in a row."""
+    """Counts skipped steps, names their samples, and ends the run if too many come in a row.
+
+    Both counts are kept in checkpoints.
+    """
 
     def __init__(self, limit: int, group: dist.ProcessGroup | None) -> None:
         self.limit = limit

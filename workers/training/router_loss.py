@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import body_of
 from workers.models.folder import model_folder
+from workers.models.hf_config import read_hf_config
 from workers.models.precision import computing_in
 from workers.training.engine import LossFn, TrainEngine
 from workers.training.microbatch import Budget, Columns, MiniBatch, all_reduce, passes
@@ -164,10 +165,7 @@ def find_routers(module: Any) -> list[tuple[nn.Module, int]]:
 
 def check_routers(path: str) -> None:
     """Refuse a model whose class knows no load-balancing loss."""
-    from transformers import AutoConfig
-
-    folder = model_folder(path, weights=False)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = read_hf_config(model_folder(path, weights=False))
     if not hasattr(config.get_text_config(), "router_aux_loss_coef"):
         raise ConfigError(no_routers(config.model_type))
 

@@ -43,6 +43,28 @@ class Address:
         return SignedStore(store, self.secret, f"sync {self.number}")
 
 
+class StoreParts:
+    """Of one sender's store: the parts of syncs that have ended, deleted.
+
+    Of a sync that failed, the part stays until a later one has ended: ranks that still wait look in
+    it for who has come. A rank that is late may write there after that, so each later one looks.
+    """
+
+    def __init__(self) -> None:
+        """No sync has failed."""
+        self._failed: list[Address] = []
+
+    def failed(self, address: Address | None) -> None:
+        """This sync has failed, if it had begun."""
+        if address is not None:
+            self._failed.append(address)
+
+    def delete(self, address: Address, store: dist.TCPStore) -> None:
+        """This sync has ended well."""
+        for ended in (address, *self._failed):
+            ended.part_of(store).delete_all()
+
+
 def open_weight_store(timeout: timedelta) -> tuple[dist.TCPStore, str]:
     """A store on a free port, and its place `host:port`; on one machine that is loopback."""
     if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":

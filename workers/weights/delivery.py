@@ -253,8 +253,8 @@ class WeightPublisher(WeightSender):
                 channel.drops_first = self.is_to_drop(snapshot.version)
                 channel.send(snapshot.tensors.items(), bucket_mb, snapshot.hashes, what)
                 agreed = channel.all_agree(True)
-                store.delete_all()
         except WeightSyncError as error:
+            self.parts.failed(Address.read(address))
             return SyncReport(f"actor rank {self.rank}: {error}", voted=False)
         finally:
             self._snapshots.end_reading(snapshot)
@@ -280,4 +280,5 @@ class WeightPublisher(WeightSender):
         except IndexError:
             connection = join_weight_store(address.place, FORM_TIMEOUT)
         yield address.part_of(connection)
+        self.parts.delete(address, connection)
         self._idle_stores.append(connection)  # after an error it may be broken, and is let go

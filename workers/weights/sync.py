@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,7 @@ from verl_like.calls.future import gather
 from verl_like.errors import WeightSyncError
 from verl_like.process.store import SignedStore, new_secret
 from workers.models.lora import adapter_facts
-from workers.weights.address import Address, join_weight_store, open_weight_store
+from workers.weights.address import Address, StoreParts, join_weight_store, open_weight_store
 from workers.weights.channel import FORM_TIMEOUT, Channel
 from workers.weights.checksum import NamedTensors, Seen
 from workers.weights.kept import KeptWeights, announce, changes
@@ -236,6 +236,11 @@ class WeightSender:
         dtype = None if self.sent_dtype is None else str(self.sent_dtype)
         return {"adapters": adapter_facts(self.engine.module), "dtype": dtype}
 
+    @cached_property
+    def parts(self) -> StoreParts:
+        """What syncs leave in the store of this rank."""
+        return StoreParts()
+
     def _new_address(self) -> Address:
         """A part of this rank's one store that nobody else has been given, with its own secret."""
         with _OPENING:
@@ -262,8 +267,9 @@ class WeightSender:
                 channel.drops_first = self.is_to_drop()
                 channel.send(tensors, bucket_mb, None, changes(store, num_receivers, merging))
                 agreed = channel.all_agree(True)
-            store.delete_all()
+            self.parts.delete(self._next_sync, self._opened_store()[0])
         except WeightSyncError as error:
+            self.parts.failed(self._next_sync)
             return SyncReport(f"actor rank {self.rank}: {error}", voted=False)
         finally:
             # The other actor ranks are in the same collectives: go through them to the end.
@@ -312,12 +318,16 @@ class WeightReceiver:
                 self.engine.load_weights(kept.effective())
             except WeightSyncError as problem:
                 error = f"rollout rank {self.rank}: {problem}"
-            votes = torch.tensor([0 if error is None else 1])
-            if self.world_size > 1:
-                dist.all_reduce(votes)
-            if int(votes) == 0:
-                self.engine.commit(version)
+            self.commit_if_all_loaded(version, error)
         return SyncReport(error, hash_s=self.engine.hash_s)
+
+    def commit_if_all_loaded(self, version: int, error: str | None) -> None:
+        """The ranks vote; the version counts if none has an error."""
+        votes = torch.tensor([0 if error is None else 1])
+        if self.world_size > 1:
+            dist.all_reduce(votes)
+        if int(votes) == 0:
+            self.engine.commit(version)
 
     def kept_copy(self) -> KeptWeights:
         """Where weights wait for their engine."""

@@ -30,7 +30,7 @@ class Dataset:
     """Rows as `datasets.Dataset` gives them: dicts, one by one."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows, self.column_names = rows, list(rows[0])
+        self.rows = rows
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.rows)

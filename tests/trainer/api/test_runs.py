@@ -249,7 +249,7 @@ def test_a_callback_that_would_never_be_called_is_refused(
         SFT(tiny_dir / "model", ROWS, folder=tmp_path, callbacks=[callback])
 
 
-def test_a_key_that_an_argument_stands_for_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_key_that_an_argument_stands_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path='b' stands among the keys"):
         SFT("a", ROWS, folder=tmp_path, **{"model.path": "b"})
     with pytest.raises(ConfigError, match=r"There is no key 'optim\.lrr'.*'optim\.lr'"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import lines
+from trainer.alarms import Alarms
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.best_of_n.step import BestOfNTrainer
 from trainer.config.compose import load_config
@@ -57,15 +58,13 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "selected.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return lines(folder, "selected.jsonl")
 
 
 def test_every_prompt_has_its_best_sample(whole: Path) -> None:
     best: dict[str, dict[str, Any]] = {}
     for step in (1, 2, 3):
-        for line in (whole / "rollouts" / f"{step}.jsonl").read_text().splitlines():
-            sample = json.loads(line)
+        for sample in lines(whole, f"rollouts/{step}.jsonl"):
             if sample["output"].strip():
                 old = best.setdefault(sample["uid"], sample)
                 best[sample["uid"]] = max(old, sample, key=lambda one: one["score"])
@@ -210,7 +209,7 @@ def test_as_many_prompts_in_another_order_are_refused(tiny_dir: Path, tmp_path: 
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(rows), encoding="utf-8")
         trainer = BestOfNTrainer.__new__(BestOfNTrainer)
-        trainer.global_step = 0
+        trainer.global_step, trainer.alarms = 0, Alarms()
         trainer.prompts = PromptSet(DataConfig(train_files=str(path)), "train_files", tokenizer)
         return trainer
 
@@ -289,7 +288,7 @@ def test_what_cannot_work_is_refused(tiny_dir: Path, tmp_path: Path, more: str, 
         load_config(settings(tiny_dir, tmp_path, *more.split()), BEST_OF_N)
 
 
-def test_a_command_of_ppo_carries_over(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_command_of_ppo_carries_over() -> None:
     """Every key that both read has the same name and type."""
     from trainer.config.keys import leaf_keys
 

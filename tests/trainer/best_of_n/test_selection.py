@@ -14,16 +14,11 @@ from trainer.best_of_n.config import SelectionConfig
 from trainer.best_of_n.rows_file import read_rows, write_rows
 from trainer.best_of_n.selection import select
 from trainer.data.files import rows_of_files
-from trainer.data.prompts import as_objects, load_tokenizer
+from trainer.data.prompts import as_objects
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError
 
 TEXTS = ["aa", "bb", "aa", "", "cc", "dd"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir: Path) -> Any:
-    return load_tokenizer(str(tiny_dir / "model"))
 
 
 def samples(tokenizer: Any, scores: list[list[float]], prompt: Any = "say a") -> DataProto:

@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import VERL_LIKE
 from trainer.cli import doctor, probes
 from trainer.cli.doctor import Finding
 from verl_like.process.machine import free_memory_gb
-
-COMMAND = Path(sys.executable).parent / "verl-like"
 
 
 @pytest.mark.ray
 def test_everything_works_here_within_its_time() -> None:
     began = time.perf_counter()
     done = subprocess.run(
-        [COMMAND, "doctor"], capture_output=True, text=True, timeout=200, check=False
+        [VERL_LIKE, "doctor"], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for line in ("two processes added up over gloo", "started a cluster", "then generated token"):
@@ -89,9 +88,7 @@ def test_cards_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def test_memory_is_what_the_container_leaves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_memory_is_what_the_container_leaves(tmp_path: Path) -> None:
     free = free_memory_gb(tmp_path)
     for limit, expected in (("max", free), (str(3 * 2**30), 2.0)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")

@@ -15,11 +15,10 @@ import pytest
 
 from tests.forked import run_program
 from tests.integration.runs import overrides
+from tests.programs import VERL_LIKE
 from trainer import main_ppo
 from trainer.cli import main
 from verl_like.errors import RewardError, WaitTimeoutError
-
-COMMAND = Path(sys.executable).parent / "verl-like"
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def verl_like(
     folder: Path, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [COMMAND, *arguments],
+        [VERL_LIKE, *arguments],
         cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
@@ -44,9 +43,9 @@ def verl_like(
     )
 
 
-def forked(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def forked(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command's `main`, where what it imports is not the question."""
-    return run_program(main.main, *arguments, folder=folder)
+    return run_program(main.main, *arguments, folder=folder, **environment)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_help_fits_a_screen(decoys: Path, arguments: list[str]) -> None:
     nobody, pipe = os.pipe()
     os.close(nobody)
     cut = subprocess.run(
-        [COMMAND, *arguments], cwd=decoys, stdout=pipe, stderr=subprocess.PIPE, check=False
+        [VERL_LIKE, *arguments], cwd=decoys, stdout=pipe, stderr=subprocess.PIPE, check=False
     )
     os.close(pipe)
     assert cut.stderr == b""  # as when `| head` has seen enough
@@ -182,7 +181,7 @@ def test_a_run_that_fails_ends_without_hydras_words(
 
 
 def test_tab_completes_keys(decoys: Path) -> None:
-    done = verl_like(decoys, "-sc", "query=bash", COMP_LINE="verl-like ppo data.tr")
+    done = forked(decoys, "-sc", "query=bash", COMP_LINE="verl-like ppo data.tr")
     assert done.stdout.split() == [
         "data.train_batch_size=",
         "data.train_files=",
@@ -193,7 +192,7 @@ def test_tab_completes_keys(decoys: Path) -> None:
 def test_an_unknown_command_is_refused(decoys: Path) -> None:
     done = verl_like(decoys, "pppo")
     assert done.returncode == 1
-    assert "no command 'pppo'" in done.stderr
+    assert "no command 'pppo'. Did you mean 'ppo' or 'dpo'?" in done.stderr
 
 
 def test_every_recipe_is_a_command_with_its_help_in_the_list() -> None:

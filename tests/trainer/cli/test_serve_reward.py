@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from tests.programs import VERL_LIKE
 from trainer.cli import serve_reward
 from verl_like.errors import ConfigError
-
-COMMAND = Path(sys.executable).parent / "verl-like"
 
 
 def test_it_serves_a_function_until_a_signal(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def own(solution_str, k): return k * len(solution_str)", encoding="utf-8")
     options = ["--function", f"{path}:own", "--kwargs", '{"k": 3}', "--port", "0"]
-    command = [COMMAND, "serve-reward", *options]
+    command = [VERL_LIKE, "serve-reward", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = server.stdout.readline().split()[-1]

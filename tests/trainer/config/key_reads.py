@@ -13,10 +13,13 @@ import dataclasses
 import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 Classes = frozenset[type]
 Names = dict[str, Classes]
 NONE: Classes = frozenset()
+PLAIN = (ast.Constant, ast.Name, ast.expr_context, ast.operator, ast.cmpop, ast.alias)
+"""Syntax without parts in which a key could be read; a name alone reads none."""
 
 
 class Tree:
@@ -82,9 +85,7 @@ class Reads(ast.NodeVisitor):
 
     def annotated(self, node: ast.AST | None) -> Classes:
         """The config dataclasses that an annotation names, or whose fields its protocol has."""
-        names = (
-            {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} if node else set()
-        )
+        names = names_in(node) if node else frozenset()
         found = {self.tree.by_name[name] for name in names & self.tree.by_name.keys()}
         for name in names & self.protocols.keys():
             asked = self.protocols[name]
@@ -131,6 +132,12 @@ class Reads(ast.NodeVisitor):
     def _note(self, kinds: Iterable[type], *names: str) -> None:
         for kind in kinds:
             self.found |= {(kind, name) for name in names if name in self.tree.fields[kind]}
+
+    def generic_visit(self, node: ast.AST) -> None:
+        """As the base class, but past what holds no expression: two thirds of all nodes."""
+        for part in ast.iter_child_nodes(node):
+            if not isinstance(part, PLAIN):
+                self.visit(part)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
@@ -207,6 +214,12 @@ class Reads(ast.NodeVisitor):
                 self.names[-1][name] = self.names[-1].get(name, NONE) | kinds
             case ast.Attribute(value=ast.Name(id="self"), attr=name) if self.inside:
                 self._hold(name, kinds)
+
+
+@cache
+def names_in(node: ast.AST) -> frozenset[str]:
+    """Every name of a piece of syntax, which is walked several times."""
+    return frozenset(part.id for part in ast.walk(node) if isinstance(part, ast.Name))
 
 
 def strings_in(node: ast.AST) -> list[str]:

@@ -5,7 +5,6 @@ several runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.forked import run_program
 from tests.integration.runs import overrides
+from tests.trainer.config.partitions import ROLES, partitions
 from trainer import load_config, main_ppo
 from trainer.config.placement import settle
 from trainer.config.recipe import Recipe
@@ -174,17 +174,6 @@ ALL_ROLES = [
     "reward_model.enable=true",
     "reward_model.model.path=model",
 ]
-ROLES = ("actor", "rollout", "ref", "critic", "reward_model")
-
-
-def partitions(roles: tuple[str, ...]) -> Iterator[list[list[str]]]:
-    if not roles:
-        yield []
-        return
-    for rest in partitions(roles[1:]):
-        yield [[roles[0]], *rest]
-        for place in range(len(rest)):
-            yield [*rest[:place], [roles[0], *rest[place]], *rest[place + 1 :]]
 
 
 def test_every_partition_of_the_roles_over_pools_is_planned() -> None:

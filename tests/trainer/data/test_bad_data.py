@@ -25,11 +25,6 @@ from trainer.data.row_loader import RowLoader
 from verl_like.errors import CheckpointError, ConfigError
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir: Path) -> Any:
-    return load_tokenizer(str(tiny_dir / "model"))
-
-
 def row(prompt: Any = "a", **more: Any) -> dict[str, Any]:
     return {"prompt": prompt, "data_source": "s", "reward_model": {"ground_truth": "a"}, **more}
 

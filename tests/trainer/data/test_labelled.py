@@ -12,17 +12,11 @@ import pytest
 
 from trainer.data.labelled import LabelledRow, encode_labelled, labelled_batch, read_labelled
 from trainer.data.lm_rows import LMRow
-from trainer.data.prompts import load_tokenizer
 from verl_like.errors import ConfigError
 
 GOOD = {"prompt": "say a", "completion": "aa", "label": True}
 BAD = {"prompt": "say bb", "response": "xyz", "label": False}
 PAIR = {"prompt": "say c", "chosen": "c", "rejected": "d"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir: Path) -> Any:
-    return load_tokenizer(str(tiny_dir / "model"))
 
 
 def written(folder: Path, *rows: Any) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from trainer.data.pairs import PairRow, encode_pair, pair_batch, read_pairs
-from trainer.data.prompts import load_tokenizer
 from verl_like.errors import ConfigError
 
 STATIC = {"prompt": "say a", "chosen": "aa", "rejected": "bbb"}
@@ -24,11 +23,6 @@ ASKED = [{"role": "user", "content": "say a"}]
 
 def said(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir: Path) -> Any:
-    return load_tokenizer(str(tiny_dir / "model"))
 
 
 def in_loss(pair: PairRow, tokenizer: Any) -> list[str]:

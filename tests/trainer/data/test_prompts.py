@@ -22,11 +22,6 @@ from workers.config import ActorRolloutRefConfig, ModelConfig, UserCodeConfig
 WIDTH = 16
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir: Path) -> Any:
-    return load_tokenizer(str(tiny_dir / "model"))
-
-
 def make_config(files: Path, seed: int = 1, **data: Any) -> PPOConfig:
     settings = {"train_batch_size": 32, "max_prompt_length": WIDTH, **data}
     return PPOConfig(

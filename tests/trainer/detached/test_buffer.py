@@ -34,7 +34,7 @@ def test_a_synchronous_run_makes_nothing_before_it_is_asked() -> None:
     trainer.start()
     for _ in range(2):
         finish(buffer, begin(buffer))
-    trainer.join(5)
+    trainer.join(30)
     assert taken == ["0", "1", "2", "3"]
     assert not may_begin(buffer)
 
@@ -103,7 +103,7 @@ def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
     with pytest.raises(StalledError, match=r"waits for 4 samples, 2 are queued.*maker 0.*room"):
         buffer.take(4)
     buffer.close()
-    makers.join(5)
+    makers.join(30)
 
 
 def test_without_a_maker_the_trainer_does_not_wait() -> None:
@@ -130,7 +130,7 @@ def test_a_pause_waits_for_what_is_being_made_and_begins_nothing() -> None:
         maker.start()
         time.sleep(0.05)
         assert buffer.in_flight() == []
-    maker.join(5)
+    maker.join(30)
     assert buffer.depth == 4
 
 
@@ -154,7 +154,7 @@ def test_no_sample_is_trained_on_too_late_whatever_the_makers_do(
     finally:
         buffer.close()
         for thread in threads:
-            thread.join(5)
+            thread.join(30)
     assert len(set(seen)) == len(seen) == 24 * 4
     assert sum(account.dropped.total() for account in buffer.ledger.makers.values()) == 0
     if sampler == "in_order":

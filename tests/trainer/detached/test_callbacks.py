@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import overrides
+from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import load_config, run
 from trainer.detached.config import DetachedConfig
 from trainer.detached.recipe import DETACHED
@@ -31,7 +31,7 @@ class Recorder:
 
 def config_of(tiny: Path, folder: Path) -> DetachedConfig:
     settings = ("trainer.backend=local", "trainer.total_training_steps=2", "trainer.save_freq=2")
-    more = (f"data.val_files={tiny}/val.parquet", "trainer.test_freq=2")
+    more = (f"data.val_files={tiny}/val.parquet", "trainer.test_freq=2", *POLICY_ALONE)
     return load_config(
         overrides(tiny, folder, *settings, *more, "trainer.val_before_train=false"), DETACHED
     )

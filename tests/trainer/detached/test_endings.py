@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import lines, overrides
+from tests.integration.runs import POLICY_ALONE, lines, overrides
 from tests.trainer.detached.test_run import LOCAL, detached, ledger_of
+from tests.waiting import wait_until
 from trainer import load_config, run
 from trainer.data.prompts import PromptLoader
 from trainer.detached.recipe import DETACHED
@@ -31,7 +32,8 @@ def test_as_many_prompts_as_asked_for_are_answered_over_several_epochs(
 ) -> None:
     total = ("data.total_prompts=150", "data.train_batch_size=60", "detached.makers=2")
     sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=30", "data.max_response_length=2")
-    folder = detached(tiny_dir, tmp_path, *total, *sizes, "trainer.total_training_steps=null")
+    more = (*sizes, *POLICY_ALONE, "trainer.total_training_steps=null")
+    folder = detached(tiny_dir, tmp_path, *total, *more)
     assert ledger_of(folder)["trainers"] == {"0": 2 * 150}
     assert len(set(uids_of(folder))) == 150
     assert len(lines(folder)) == 3
@@ -44,7 +46,7 @@ def test_a_run_whose_prompts_end_too_soon_ends_with_words_and_not_in_a_wait(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(PromptLoader, "num_prompts", lambda _, number: 8 if number < 2 else 0)
-    folder = detached(tiny_dir, tmp_path, "trainer.total_training_steps=50")
+    folder = detached(tiny_dir, tmp_path, "trainer.total_training_steps=50", *POLICY_ALONE)
     assert "the run ends after step 2: the prompts have ended" in capsys.readouterr().out
     assert ledger_of(folder)["trainers"] == {"0": 2 * 16}
 
@@ -58,9 +60,7 @@ class Dawdles:
         buffer = trainer.source.buffer
         if trainer.global_step > 1:
             return
-        deadline = time.monotonic() + 20
-        while buffer.depth < 16 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: buffer.depth >= 16)
         time.sleep(0.1)  # what a maker that does not stop would begin the next piece in
         being_made = sum(piece.num_samples for piece in buffer.in_flight())
         self.open_samples = buffer.depth + being_made
@@ -69,15 +69,16 @@ class Dawdles:
 def test_a_full_buffer_holds_the_makers_up(tiny_dir: Path, tmp_path: Path) -> None:
     settings = ("detached.limit=16", "detached.max_staleness=4", "detached.prompts_per_piece=4")
     slow = Dawdles()
-    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), DETACHED)
+    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *POLICY_ALONE, *settings), DETACHED)
     run(config, callbacks=[slow])
     assert slow.open_samples == 16
     assert ledger_of(tmp_path)["trainers"] == {"0": 3 * 16}
 
 
 def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path) -> None:
+    fails = f"role_workers.actor={RIGGED}.FailsInSecondUpdate"
     with pytest.raises(ValueError, match="no gradient of this") as error:
-        detached(tiny_dir, tmp_path, f"role_workers.actor={RIGGED}.FailsInSecondUpdate")
+        detached(tiny_dir, tmp_path, *POLICY_ALONE, fails)
     uids = set(uids_of(tmp_path))
     (note,) = [note for note in error.value.__notes__ if note.startswith("step 2 is on")]
     named = note.removeprefix("step 2 is on the samples of uid ").split(", ")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import overrides
+from tests.integration.runs import POLICY_ALONE, overrides
 from tests.trainer.detached.stand_ins import begin, finish, make_buffer
 from tests.trainer.detached.test_run import LOCAL, detached, ledger_of, shared_numbers
 from trainer import load_config, run
@@ -74,10 +74,10 @@ def test_what_would_be_too_old_by_now_is_made_again_too() -> None:
 def test_a_maker_that_loses_a_rank_makes_that_ranks_samples_alone_again_to_the_same_numbers(
     tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL)))
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *POLICY_ALONE)))
     more = ("detached.max_staleness=0", "detached.on_maker_loss=restart", *TWO_RANKS)
     with caplog.at_level("WARNING"):
-        folder = detached(tiny_dir, tmp_path / "detached", *more)
+        folder = detached(tiny_dir, tmp_path / "detached", *POLICY_ALONE, *more)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
     assert "maker 0: 8 samples of the lost group are kept, 8 are made again." in caplog.text
     (maker,) = ledger_of(folder)["makers"].values()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import lines, overrides
+from tests.integration.runs import POLICY_ALONE, lines, overrides
 from trainer import load_config, run
 from trainer.detached.recipe import DETACHED
 
@@ -57,6 +57,7 @@ def test_a_run_outlives_a_killed_maker(
         f"detached.on_maker_loss={policy}",
         "cpus_per_process=0.5" if backend == "ray" else "trainer.device=cpu",
         "trainer.total_training_steps=5",
+        *POLICY_ALONE,
     )
     killer = KillFirstMaker()
     run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[killer])

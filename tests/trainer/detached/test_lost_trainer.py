@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import overrides
+from tests.integration.runs import POLICY_ALONE, overrides
 from tests.trainer.detached import rigged_workers
+from tests.waiting import wait_until
 from trainer import load_config, run
 from trainer.detached import source, watch
 from trainer.detached.recipe import DETACHED
@@ -22,6 +23,7 @@ SETTINGS = (
     "trainer.backend=local",
     "detached.topology=1m2t",
     "detached.on_maker_loss=restart",
+    *POLICY_ALONE,
 )
 RIGGED = "tests.trainer.detached.rigged_workers"
 
@@ -36,8 +38,7 @@ class KillTrainer:
             threading.Thread(target=self.kill, args=(trainer,), daemon=True).start()
 
     def kill(self, trainer: Any) -> None:
-        while not trainer.source.buffer.in_flight():
-            time.sleep(0.01)
+        wait_until(trainer.source.buffer.in_flight)
         os.kill(trainer.groups["actor"].transport.started[1].pid, signal.SIGKILL)
         self.killed_at = time.monotonic()
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.integration.runs import calls, lines, numbers, overrides
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, calls, lines, numbers, overrides
 from trainer import load_config, run
+from trainer.detached import checks
 from trainer.detached.recipe import DETACHED
-from verl_like.errors import ConfigError, RolloutError
+from trainer.detached.step import DetachedTrainer
+from verl_like.errors import CheckpointError, ConfigError, RolloutError
 
 LOCAL = "trainer.backend=local"
 
@@ -56,9 +60,9 @@ TWO_STEPS = "trainer.total_training_steps=2"
 @pytest.mark.parametrize(
     ("settings", "makers"),
     [
-        (("actor_rollout_ref.rollout.name=hf", "data.max_response_length=4"), "1m1t"),
+        ((*POLICY_ALONE, *FEW_ROWS, "actor_rollout_ref.rollout.name=hf"), "1m1t"),
         (("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"), "2m1t"),
-        ((*VALIDATED, "data.val_files={tiny}/val.parquet"), "1m1t"),
+        ((*POLICY_ALONE, *VALIDATED, "data.val_files={tiny}/val.parquet"), "1m1t"),
     ],
     ids=["hf", "dynamic_sampling", "validation"],
 )
@@ -88,7 +92,7 @@ def test_responses_made_in_parts_are_those_made_at_once(
 
 
 def test_weights_that_come_at_once_lose_no_sample(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = ("detached.new_weights=at_once", "detached.max_staleness=2")
+    settings = ("detached.new_weights=at_once", "detached.max_staleness=2", *POLICY_ALONE)
     more = ("data.max_response_length=16", "trainer.total_training_steps=5", "detached.debug=true")
     folder = detached(tiny_dir, tmp_path, *settings, *more)
     assert ledger_of(folder)["trainers"] == {"0": 5 * 16}
@@ -112,13 +116,13 @@ def test_a_lost_maker_ends_the_run_by_its_name_unless_told_otherwise(
 ) -> None:
     # more steps than it makes until the loss is known
     settings = ("detached.makers=2", "detached.max_staleness=1", "trainer.total_training_steps=50")
-    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), DETACHED)
+    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *POLICY_ALONE, *settings), DETACHED)
     with pytest.raises(RolloutError, match=r"maker 1 is lost.*SIGKILL.*on_maker_loss=restart"):
         run(config, callbacks=[KillMaker()])
 
 
 def test_adapters_are_trained_as_in_the_synchronous_run(tiny_dir: Path, tmp_path: Path) -> None:
-    more = ("actor_rollout_ref.model.lora_rank=2", TWO_STEPS)
+    more = ("actor_rollout_ref.model.lora_rank=2", TWO_STEPS, *POLICY_ALONE)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     ours = (*more, "detached.makers=2", "detached.max_staleness=0")
     folder = detached(tiny_dir, tmp_path / "detached", *ours)
@@ -132,7 +136,7 @@ def test_adapters_are_trained_as_in_the_synchronous_run(tiny_dir: Path, tmp_path
 def ahead(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps of one version's staleness, by two makers."""
     folder = tmp_path_factory.mktemp("detached")
-    more = ("detached.makers=2", "trainer.total_training_steps=6")
+    more = ("detached.makers=2", "trainer.total_training_steps=6", *POLICY_ALONE)
     return detached(tiny_dir, folder, "detached.max_staleness=1", *more)
 
 
@@ -178,7 +182,7 @@ def test_seconds_of_every_role_add_up_to_the_wall(ahead: Path) -> None:
 
 def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_path: Path) -> None:
     rounds = ("detached.update_steps=2", "detached.train_epochs=2")
-    more = (*rounds, "trainer.total_training_steps=8")
+    more = (*rounds, "trainer.total_training_steps=8", *POLICY_ALONE)
     folder = detached(tiny_dir, tmp_path, *more)
     assert ledger_of(folder)["makers"]["0"]["made"] == 4 * 16
     assert [line["training/weight_version"] for line in lines(folder)[3::4]] == [2, 3]
@@ -204,7 +208,7 @@ def test_a_resumed_run_repeats_no_sample_and_loses_none(
     tiny_dir: Path, tmp_path: Path, on_resume: str
 ) -> None:
     staleness = ("detached.max_staleness=2", f"detached.on_resume={on_resume}")
-    settings = (*staleness, "detached.makers=2", "trainer.save_freq=1")
+    settings = (*staleness, "detached.makers=2", "trainer.save_freq=1", *POLICY_ALONE)
     detached(tiny_dir, tmp_path, *settings, TWO_STEPS)
     detached(tiny_dir, tmp_path, *settings, "trainer.total_training_steps=4")
     texts = [(tmp_path / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 5)]
@@ -230,6 +234,16 @@ def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
     assert correction("algorithm.rollout_correction.rollout_is=null") == (None, False)
 
 
+def test_settings_of_a_maker_have_the_types_of_the_rollouts_keys_however_it_is_named(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    for setting in ("={0: {top_p: 1, max_num_seqs: 8}}", ".0={top_p: '1', max_num_seqs: '8'}"):
+        by_key = f"detached.maker_settings{setting}"
+        config = load_config(overrides(tiny_dir, tmp_path, LOCAL, by_key), DETACHED)
+        rollout = config.of_role("rollout").actor_rollout_ref.rollout
+        assert (rollout.top_p, type(rollout.top_p), rollout.max_num_seqs) == (1.0, float, 8)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -251,6 +265,17 @@ def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
         ),
         (["detached.maker_settings.0={temperature: 0.5}"], "0.temperature would differ.*log-prob"),
         (["detached.maker_settings.0=hf"], "0='hf' is no setting.*0={name: hf}"),
+        (["detached.maker_settings.0={top_p: 2}"], "maker_settings.0: .*top_p=2.0 cannot work"),
+        (["detached.maker_settings={0: {top_k: 0}}"], "maker_settings.0: .*top_k=0 cannot work"),
+        (["detached.maker_settings.0={top_p: lots}"], "0.top_p=lots: .*could not be converted"),
+        (["detached.maker_settings.0={max_num_seqs: many}"], "0.max_num_seqs=many: .*to Integer"),
+        (["detached.maker_settings.0={name: null}"], "0.name=None: .*not Optional"),
+        (["detached.maker_settings.0={sampling_kwargs: {min_q: 1}}"], "Did you mean 'min_p'"),
+        (["detached.maker_settings.0.val_kwargs.n=2"], "0.val_kwargs would differ"),
+        (
+            ["detached.maker_settings={0: {name: hf}}", "detached.maker_settings.0.top_p=0.5"],
+            "names maker 0 twice",
+        ),
         (
             ["detached.new_weights=at_once", "actor_rollout_ref.rollout.name=builtins.object"],
             "the engine builtins.object of rollout takes no weights within a generation",
@@ -264,3 +289,28 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), DETACHED)
+
+
+def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = ("detached.train_epochs=2", "detached.update_steps=2")
+    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *rounds), DETACHED)
+    start = SimpleNamespace(start=tmp_path / "global_step_6", start_step=6)
+    monkeypatch.setattr(checks, "Checkpoints", lambda config: start)
+    monkeypatch.setattr(checks, "why_finished", lambda checkpoints: "")
+    with pytest.raises(CheckpointError, match="global_step_6 is of .* within a round .* 4 steps"):
+        DetachedTrainer.prepare(config, ExitStack())
+    monkeypatch.setattr(checks, "why_finished", lambda checkpoints: "nothing is left to do")
+    checks.check_start(config)
+    start.start_step = 8
+    checks.check_start(config)
+
+
+def test_an_engine_of_one_maker_that_does_not_fit_its_pool_is_refused_by_a_dry_run(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    of_one = "detached.maker_settings.1={name: vllm, tensor_model_parallel_size: 2}"
+    settings = ("detached.makers=2", of_one, "trainer.dry_run=true")
+    with pytest.raises(ConfigError, match="size=2 does not divide the 1 processes of rollout_1's"):
+        run(load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), DETACHED))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import calls, lines, overrides
+from tests.integration.runs import FEW_ROWS, calls, lines, overrides
 from tests.trainer.detached.test_run import (
     LOCAL,
     TWO_STEPS,
@@ -56,7 +56,8 @@ def configured(*more: str) -> DetachedConfig:
 def test_scores_of_makers_are_those_of_the_synchronous_run_bit_for_bit(
     tiny_dir: Path, classifier: Path, tmp_path: Path, makers: str
 ) -> None:
-    more = (two_models(classifier), TWO_STEPS, *(ROW_BY_ROW if makers == "2m1t" else ()))
+    alone = ROW_BY_ROW if makers == "2m1t" else ()
+    more = (two_models(classifier), TWO_STEPS, *FEW_ROWS, *alone)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
     ours = (f"detached.topology={makers}", "detached.max_staleness=0", ON_MAKER)
     folder = detached(tiny_dir, tmp_path / "detached", *more, *ours)
@@ -84,9 +85,9 @@ def test_makers_that_run_ahead_have_values_of_the_version_that_they_took(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     more = ("detached.makers=2", "detached.max_staleness=1", "trainer.total_training_steps=5")
-    folder = detached(tiny_dir, tmp_path, ON_MAKER, *more)
+    folder = detached(tiny_dir, tmp_path, ON_MAKER, *FEW_ROWS, *more)
     books = ledger_of(folder)
-    assert books["trainers"] == {"0": 5 * 16}
+    assert books["trainers"] == {"0": 5 * 8}
     assert all(row["made"] == row["trained"] for row in books["makers"].values())
     found = lines(folder)
     assert max(line["detached/value_staleness/max"] for line in found) == 1
@@ -95,12 +96,13 @@ def test_makers_that_run_ahead_have_values_of_the_version_that_they_took(
 
 
 def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = ("detached.on_resume=restore", "detached.max_staleness=2", "trainer.save_freq=1")
+    resumed = ("detached.on_resume=restore", "detached.max_staleness=2", "trainer.save_freq=1")
+    settings = (*resumed, *FEW_ROWS)
     detached(tiny_dir, tmp_path, ON_MAKER, *settings, TWO_STEPS)
     detached(tiny_dir, tmp_path, ON_MAKER, *settings, "trainer.total_training_steps=4")
     assert roles_of(tmp_path)["compute_values"] == {"critic_copy"}
     assert len(calls(tmp_path, "compute_values")) <= len(calls(tmp_path, "generate_sequences"))
-    assert ledger_of(tmp_path)["trainers"] == {"0": 4 * 16}
+    assert ledger_of(tmp_path)["trainers"] == {"0": 4 * 8}
 
 
 class KillMaker:
@@ -115,7 +117,10 @@ def test_a_maker_that_is_started_anew_gets_all_its_roles_and_the_critics_weights
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     settings = (LOCAL, ON_MAKER, "detached.on_maker_loss=restart", "detached.max_staleness=0")
-    run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[KillMaker()])
+    run(
+        load_config(overrides(tiny_dir, tmp_path, *FEW_ROWS, *settings), DETACHED),
+        callbacks=[KillMaker()],
+    )
     assert [line["detached/value_staleness/max"] for line in lines(tmp_path)] == [0, 0, 0]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.integration.runs import calls
+from tests.integration.runs import POLICY_ALONE, calls
 from tests.trainer.detached.rigged_workers import SEND_S
 from tests.trainer.detached.test_run import detached
 
@@ -18,7 +18,7 @@ def intervals(folder: Path, method: str) -> list[tuple[float, float]]:
 
 def test_slow_sends_and_slow_updates_overlap(tiny_dir: Path, tmp_path: Path) -> None:
     actor = "role_workers.actor=tests.trainer.detached.rigged_workers.SlowActor"
-    more = ("trainer.total_training_steps=8", "data.max_response_length=2")
+    more = ("trainer.total_training_steps=8", "data.max_response_length=2", *POLICY_ALONE)
     folder = detached(tiny_dir, tmp_path, actor, "detached.max_staleness=1", *more)
     sends = intervals(folder, "deliver_weights")
     scores, updates = intervals(folder, "compute_log_prob"), intervals(folder, "update_actor")

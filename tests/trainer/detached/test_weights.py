@@ -7,17 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.detached.test_run import detached, shared_numbers
-from tests.workers.stand_ins import Group, Receiver, Sender, checksums, train, versions
+from tests.workers.stand_ins import Group, Sender, checksums, keeping, train, versions
 from trainer.detached.config import DetachedConfig
 from trainer.detached.topology import Topology
 from trainer.detached.weights import WeightFeed
-from workers.weights.kept import KeptWeights
 
 
 def maker() -> Group:
-    worker = Receiver()
-    worker.kept = KeptWeights(announces=False)
-    return Group([worker])
+    return Group([keeping(announces=False)])
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def test_it_begins_in_a_thread_which_has_ended_when_the_attempt_has(
     goes_on, is_there = threading.Event(), threading.Event()
 
     def connect(config: Any, worker_code: Any) -> None:
-        assert goes_on.wait(10)
+        assert goes_on.wait(30)
         is_there.set()
 
     monkeypatch.setattr(nodes, "_connect", connect)

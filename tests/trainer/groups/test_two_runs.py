@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.trainer.groups.reporting_role import reporting
 from tests.trainer.groups.two_runs import ROLES
 from trainer.groups.worker_groups import WorkerGroups
 
-ROOT = Path(__file__).resolve().parents[3]
 LISTENS = "0A"
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests import ROOT
 from tests.conftest import load
 from trainer.config.keys import config_keys
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
@@ -19,7 +19,6 @@ from trainer.ppo.recipe import PPO
 from verl_like.batch.protocol import DataProto
 from workers.losses.registry import POLICY_LOSSES, keys_read
 
-ROOT = Path(__file__).resolve().parents[3]
 CARDS = [*estimator_cards(), *policy_loss_cards()]
 CURVES = load("docs/make_curves.py")
 LARGEST_PICTURE = 40_000

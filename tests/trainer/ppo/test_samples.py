@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.trainer.report.report_runs import make_run
-from trainer.data.prompts import as_objects, load_tokenizer
+from trainer.data.prompts import as_objects
 from trainer.ppo.samples import EXTRA, write_samples
 from trainer.report.page import write_report
 from trainer.report.read import read_run
@@ -17,11 +16,6 @@ from verl_like.batch.protocol import DataProto
 from verl_like.files import lines_of, parse_json
 
 TEXTS = ["plain", "half \ud800 a character", "a\u2028b\u2029c\x85d", '日本\n"\\']
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir: Path) -> Any:
-    return load_tokenizer(str(tiny_dir / "model"))
 
 
 def batch_of(texts: list[str]) -> DataProto:

@@ -201,9 +201,7 @@ def test_other_validation_rows_get_a_reference_from_before_training(
     assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_damaged_file_is_named(
-    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_named(tiny_dir: Path, files: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match=rf"{FILE} is damaged .* Remove it"):
         trained(*settings_of(tiny_dir, files, tmp_path))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.conftest import draw_figures
 from tests.trainer.report.report_runs import CALLS, make_run
 from trainer.report.calls import Call, last_steps, read_timeline, without_pauses
 from trainer.report.page import write_report
@@ -66,8 +68,10 @@ def test_no_call_is_no_axis() -> None:
     assert without_pauses([]) == ([], [])
 
 
-@pytest.mark.usefixtures("figures")
-def test_the_page_tells_of_cuts_and_counts_trained_steps(tmp_path: Path) -> None:
+def test_the_page_tells_of_cuts_and_counts_trained_steps(
+    tmp_path: Path, drawings: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_figures([one for one in drawings if one[1] == "timeline"], monkeypatch)
     folder = make_run(tmp_path / "run", 3, samples=1)
     timeline = Timeline(folder / "timeline.json", resume=True)
     for step, stage, delay in ((3, "testing", 10.0), (4, "update", 500.0)):

@@ -11,16 +11,10 @@ from typing import Any
 import pytest
 
 from trainer.data.pairs import PairRow, read_pairs
-from trainer.data.prompts import load_tokenizer
 from trainer.reward_model.endings import end_as_samples_do
 
 ASKED = {"role": "user", "content": "say a"}
 TEXTS = {"prompt": "say a", "chosen": "aa", "rejected": "bb"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir: Path) -> Any:
-    return load_tokenizer(str(tiny_dir / "model"))
 
 
 def with_ending(tokenizer: Any, written: str) -> Any:

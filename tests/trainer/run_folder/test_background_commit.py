@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.run_folder.test_checkpoint import Role, checkpoints
+from tests.trainer.run_folder.checkpoints import Role, checkpoints
+from tests.waiting import LIMIT_S
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.marker import committed, read_marker
 from verl_like.errors import CheckpointError, WorkerDiedError
-
-LIMIT_S = 20.0
 
 
 class Answer:

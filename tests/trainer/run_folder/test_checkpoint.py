@@ -4,50 +4,20 @@ and cut back.
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
 import shutil
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from trainer import load_config
+from tests.trainer.run_folder.checkpoints import Role, checkpoints, saved
 from trainer.run_folder import checkpoint
-from trainer.run_folder.checkpoint import WANDB_ID, Checkpoints
+from trainer.run_folder.checkpoint import WANDB_ID
 from trainer.run_folder.marker import committed
 from trainer.run_folder.retention import validation_score
 from verl_like.errors import CheckpointError, ConfigError
-
-
-class Method:
-    """A method of a role's group, run when it is called."""
-
-    def __init__(self, function: Any) -> None:
-        self.remote = lambda *args: SimpleNamespace(get=lambda timeout=None: function(*args))
-
-
-class Role:
-    """Writes its number into its folder and reads it back."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.start_checkpoint, self.load_checkpoint = Method(self.start), Method(self.load)
-
-    def start(self, path: str, step: int) -> list[bool]:
-        """Leaves nothing to be written in the background."""
-        self.save(path, step)
-        return [False]
-
-    def save(self, path: str, step: int) -> None:
-        Path(path).mkdir()
-        (Path(path) / "number").write_text(str(self.number))
-
-    def load(self, path: str) -> None:
-        self.number = int((Path(path) / "number").read_text())
 
 
 class FullDisk(Role):
@@ -56,29 +26,6 @@ class FullDisk(Role):
     def save(self, path: str, step: int) -> None:
         super().save(path, step)
         raise OSError(errno.ENOSPC, "No space left on device", path)
-
-
-@cache
-def composed_once(*overrides: str) -> Any:
-    needed = ["data.train_files=x", "actor_rollout_ref.model.path=x", "trainer.save_freq=2"]
-    return load_config([*needed, *overrides])
-
-
-def composed(folder: Path, *overrides: str) -> Any:
-    config = copy.deepcopy(composed_once(*overrides))
-    config.trainer.default_local_dir = str(folder)
-    return config
-
-
-def checkpoints(folder: Path, *overrides: str) -> Checkpoints:
-    return Checkpoints(composed(folder, *overrides))
-
-
-def saved(folder: Path, *steps: int, overrides: tuple[str, ...] = ()) -> None:
-    for step in steps:
-        run = checkpoints(folder, *overrides)
-        run.write(step, {"actor": Role(step), "critic": Role(-step)}, {"global_step": step})
-        run.commit()
 
 
 def test_the_newest_committed_step_comes_back_for_every_role(tmp_path: Path) -> None:

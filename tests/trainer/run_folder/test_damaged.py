@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.run_folder.checkpoints import Role, checkpoints, composed, resume_from, saved
 from tests.trainer.run_folder.damage import ANY_STATE, NO_OBJECTS
-from tests.trainer.run_folder.test_checkpoint import Role, checkpoints, composed, saved
 from trainer.compare.runs import read_runs
 from trainer.report.page import write_report
 from trainer.run_folder.checkpoint import LATEST
@@ -112,10 +112,6 @@ def test_where_none_is_whole_every_fault_is_named_and_the_advice_works(tmp_path:
     assert checkpoints(tmp_path).start is None
 
 
-def from_path(folder: Path) -> tuple[str, str]:
-    return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"
-
-
 def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_advice_works(
     tmp_path: Path,
 ) -> None:
@@ -123,12 +119,12 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_advice_works(
     saved(run, 2, 4)
     cut(run / "global_step_4" / "actor" / "number")
     with pytest.raises(CheckpointError, match="Leave out trainer.resume_mode.*: global_step_2"):
-        checkpoints(run, *from_path(run / "global_step_4"))
+        checkpoints(run, *resume_from(run / "global_step_4"))
     assert checkpoints(run).start_step == 2
 
     with pytest.raises(CheckpointError, match="Name another one: beside it are global_step_2"):
-        checkpoints(tmp_path / "other", *from_path(run / "global_step_4"))
-    assert checkpoints(tmp_path / "other", *from_path(run / "global_step_2")).start_step == 2
+        checkpoints(tmp_path / "other", *resume_from(run / "global_step_4"))
+    assert checkpoints(tmp_path / "other", *resume_from(run / "global_step_2")).start_step == 2
 
 
 def test_a_damaged_one_is_in_nobodys_way(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.run_folder.test_checkpoint import checkpoints, saved
-from tests.trainer.run_folder.test_damaged import from_path
+from tests.trainer.run_folder.checkpoints import checkpoints, resume_from, saved
 from trainer.run_folder import inputs, starts
 from trainer.run_folder.inputs import digest
 from verl_like.errors import CheckpointError
@@ -45,7 +44,7 @@ def test_a_file_of_other_contents_is_refused_by_its_key(
     said = f"{key}: {files[key]} has other contents now"
     with pytest.raises(CheckpointError, match=said):
         checkpoints(run, *overrides(files))
-    chosen = checkpoints(run, *overrides(files), *from_path(run / "global_step_2"))
+    chosen = checkpoints(run, *overrides(files), *resume_from(run / "global_step_2"))
     assert chosen.start_step == 2
     assert said in caplog.text
 

@@ -31,8 +31,20 @@ def test_a_third_one_does_what_it_did_before_the_run() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGINT) != before
         with pytest.raises(RunStopped):
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(KeyboardInterrupt) as interrupt:
+            signal.raise_signal(signal.SIGINT)
+        assert interrupt.type is KeyboardInterrupt
         assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StopSignals() as stop, stop.held():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        monkeypatch.setattr("trainer.run_folder.signals.SAME_S", 0.0)
+        with pytest.raises(RunStopped, match="SIGTERM at once"):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_handlers_of_others_that_came_later_stay() -> None:

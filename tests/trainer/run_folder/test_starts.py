@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.integration.runs import lines
 from trainer.run_folder.starts import note_start
 
 
@@ -18,7 +18,7 @@ def test_a_start_says_command_host_and_versions(
     note_start(tmp_path)
     monkeypatch.setattr("sys.orig_argv", ["verl-like", "ppo", "a=3"])
     note_start(tmp_path)
-    first, second = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
+    first, second = lines(tmp_path, "starts.jsonl")
     assert first["command"] == "verl-like ppo 'a=two words'"
     assert second["command"] == "verl-like ppo a=3"
     assert torch.__version__.startswith(first["versions"]["torch"].partition("+")[0])

@@ -25,7 +25,7 @@ JSON_LIKE = st.recursive(
         | st.lists(inner, max_size=3).map(tuple)
         | st.dictionaries(st.text(max_size=3) | st.just("!"), inner, max_size=3)
     ),
-    max_leaves=6,
+    max_leaves=4,
 )
 TORCH_DTYPES = [
     torch.float32,
@@ -52,7 +52,7 @@ NUMPY_DTYPES = [
 @st.composite
 def batches(draw, min_rows=0):
     """Any mix of tensor, numeric and object columns (or none), with meta."""
-    rows = draw(st.integers(min_rows, 9))
+    rows = draw(st.integers(min_rows, 6))
     noise = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
     tensors = {}

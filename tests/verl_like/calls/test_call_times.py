@@ -69,8 +69,27 @@ def test_a_call_that_does_not_end_is_late_by_what_its_group_has_seen(
     batch = DataProto.from_dict({"x": torch.zeros(4)})
     for _ in range(3):
         group.echo(batch)
-    assert len(group.transport.call_times._of["modes.echo"].seconds) == 3
+    assert len(group.transport.call_times._by_method["modes.echo"].seconds) == 3
 
     monkeypatch.setattr(group.transport, "wait", lambda references, seconds: time.sleep(0.01) or [])
     with pytest.raises(WaitTimeoutError, match=r"(?s)modes.echo: .*raise watch.late_s"):
         group.echo(batch)
+
+
+def test_the_first_call_of_a_method_is_not_said_to_be_late_while_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = fake_group(1)
+    group.transport.deadlines = Deadlines(call_s=0.2, warn_s=0.01)
+    batch = DataProto.from_dict({"x": torch.zeros(4)})
+    waits = group.transport.wait
+    for _ in range(2):
+        monkeypatch.setattr(group.transport, "wait", lambda *_: time.sleep(0.01) or [])
+        with caplog.at_level("WARNING"), pytest.raises(WaitTimeoutError):
+            group.echo(batch)
+        monkeypatch.setattr(group.transport, "wait", waits)
+        group.echo(batch)
+
+    first, *_, later = [record.getMessage() for record in caplog.records]
+    assert first.startswith("modes.echo, the first of its calls, which loads or compiles: waiting")
+    assert later.startswith("modes.echo: waiting for modes rank 0")

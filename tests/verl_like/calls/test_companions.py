@@ -11,6 +11,7 @@ import pytest
 
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Faulty
+from tests.waiting import wait_until
 from verl_like.calls import stopped
 from verl_like.errors import WorkerDiedError
 
@@ -44,8 +45,7 @@ def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
         os.kill(pid, signal.SIGCONT)
         assert idle.transport.can_kill(0)
         idle.transport.kill(0)
-        while not idle.transport.lost([0]):
-            time.sleep(0.01)
+        wait_until(lambda: idle.transport.lost([0]))
         again = busy.sleeps(60)
         with pytest.raises(
             WorkerDiedError, match="idle during faulty.sleeps: .*(SIGKILL|it ended)"

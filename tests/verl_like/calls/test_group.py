@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, BadConstructor, Faulty, Modes, Shadow
+from tests.waiting import wait_until
 from verl_like import DataProto, DataProtoFuture, Dispatch, gather, register
 from verl_like.errors import ConfigError, DispatchError, PlacementError, WorkerError
 
@@ -212,8 +212,7 @@ def test_gather_waits_for_all_and_raises_the_first_failure_with_the_others(group
 
 def test_a_failure_that_nobody_reads_is_logged(groups, caplog: pytest.LogCaptureFixture) -> None:
     future = groups["faulty"].raises.remote(batch())
-    while not future.done():
-        time.sleep(0.01)
+    wait_until(future.done)
     del future
     groups["adder"].pid.remote().transport.report_abandoned()
     assert any(
@@ -254,10 +253,10 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
         target=lambda: answers.extend(groups["faulty"].waits_to_be_stopped().get())
     )
     waiting.start()
-    time.sleep(0.3)
+    wait_until(lambda: all(groups["faulty"].is_waiting()))
     num_workers = backend[1][0]
     assert groups["faulty"].stop("given") == ["given"] * num_workers
-    waiting.join(10)
+    waiting.join(30)
     assert answers == ["stopped"] * num_workers
     with pytest.raises(FileNotFoundError, match="there") as caught:
         groups["faulty"].raises_past_queue()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 
+from tests.waiting import wait_until
 from verl_like.calls.stopped import STOPPED_S, StoppedProcesses
 
 
@@ -21,7 +21,7 @@ def test_a_process_that_stays_stopped_is_given_up_and_one_that_goes_on_is_not() 
             now[0] = STOPPED_S
             assert f"kill -CONT {child.pid}" in (stopped.why_gone(child.pid) or "")
             os.kill(child.pid, signal.SIGCONT)
-            wait_for(lambda: stopped.why_gone(child.pid) is None)
+            wait_until(lambda: stopped.why_gone(child.pid) is None)
             stop(child.pid)
             assert stopped.why_gone(child.pid) is None, "counted anew"
         finally:
@@ -32,10 +32,3 @@ def test_a_process_that_stays_stopped_is_given_up_and_one_that_goes_on_is_not() 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-
-
-def wait_for(condition) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)

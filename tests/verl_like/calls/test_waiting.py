@@ -13,12 +13,12 @@ import pytest
 from tests.forked import run_program
 from tests.verl_like.groups import start
 from tests.verl_like.sample_workers import Adder, Faulty
+from tests.waiting import wait_until_ended
 from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, gather
 from verl_like.calls import answers
 from verl_like.calls.stacks import likely_cause
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
-from verl_like.process.machine import process_state
 
 QUICK = Deadlines(start_s=180, rendezvous_s=2, call_s=60, warn_s=0.2, grace_s=2)
 BACKENDS = ["child", pytest.param("ray", marks=pytest.mark.ray)]
@@ -135,14 +135,7 @@ def test_a_process_whose_caller_died_does_not_linger(tmp_path: Path) -> None:
     done = run_program(call_and_die, folder=tmp_path)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
-    end = time.monotonic() + 15
-    while any(running(pid) for pid in pids):
-        assert time.monotonic() < end, "worker processes outlive their caller"
-        time.sleep(0.1)
-
-
-def running(pid: int) -> bool:
-    return process_state(pid) not in (None, "Z")
+    wait_until_ended(*pids)
 
 
 def test_likely_cause_reads_stacks() -> None:
@@ -151,3 +144,17 @@ def test_likely_cause_reads_stacks() -> None:
     assert "all ranks are in the same collective" in likely_cause(same, [0, 1])
     assert "rank 1 does not answer" in likely_cause({0: frame.format("barrier")}, [0, 1])
     assert "still computing" in likely_cause({0: 'File "a.py", line 1, in f\n'}, [0])
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "    lock.acquire()\n",
+        '    self.answers.get()\nFile "/lib/queue.py", line 171, in get\n    while not size:\n',
+        "    with self._lock:\n",
+    ],
+)
+def test_a_rank_at_a_lock_is_said_to_wait_for_one(inner: str) -> None:
+    stack = f'thread MainThread:\nFile "/code/a.py", line 7, in take\n{inner}'
+    cause = likely_cause({0: stack, 1: "idle: no call is running"}, [0])
+    assert "rank 0 in take, a.py:7 waits for a lock, an event or a queue" in cause

@@ -131,12 +131,12 @@ def test_the_stacks_of_a_process_show_the_call_that_runs_and_nothing_else(monkey
 
     def stay_here(*_):
         entered.set()
-        leave.wait(10)
+        leave.wait(30)
 
     monkeypatch.setattr(Late, "say", stay_here)
     running = threading.Thread(target=host.call, args=(Call("late", "say"), ()), name="runs")
     running.start()
-    assert entered.wait(10)
+    assert entered.wait(30)
     shown = host.stacks()
     leave.set()
     running.join(10)

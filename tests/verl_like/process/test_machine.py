@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
-from verl_like.process.machine import children, cpu_s_of, process_state
+import pytest
+
+from tests.waiting import wait_until
+from verl_like.process.machine import children, cpu_s_of, process_state, resident_bytes
 
 
 def test_a_process_sleeps_is_stopped_ends_and_is_gone(tmp_path: Path) -> None:
@@ -30,8 +33,7 @@ def test_this_process_runs() -> None:
 def test_a_child_is_found_while_it_is_there_with_its_processor_time() -> None:
     with subprocess.Popen(["/bin/sh", "-c", "while :; do :; done"]) as process:
         assert process.pid in children(os.getpid())
-        while cpu_s_of(process.pid) == 0:
-            time.sleep(0.01)
+        wait_until(lambda: cpu_s_of(process.pid) > 0)
         process.kill()
     assert process.pid not in children(os.getpid())
     assert cpu_s_of(process.pid) == 0
@@ -39,7 +41,15 @@ def test_a_child_is_found_while_it_is_there_with_its_processor_time() -> None:
 
 
 def await_state(pid: int, state: str) -> None:
-    end = time.monotonic() + 10
-    while process_state(pid) != state:
-        assert time.monotonic() < end, process_state(pid)
-        time.sleep(0.01)
+    wait_until(lambda: process_state(pid) == state)
+
+
+def test_resident_memory_grows_with_what_is_held() -> None:
+    size = 64 * 2**20
+    before = resident_bytes(os.getpid())
+    with mmap.mmap(-1, size) as held:  # pages of its own, whatever the heap has left
+        held.write(b"x" * size)
+        after = resident_bytes(os.getpid())
+    if before is None or after is None:
+        pytest.skip("this system does not say")
+    assert after - before > 0.8 * size

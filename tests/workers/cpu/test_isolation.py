@@ -1,118 +1,115 @@
 """The CPU kernels change nothing of other packages, nor of the process, and only a CPU loads them.
 
-They are looked at in a process of their own: this one has imported everything already.
+They are looked at in a fork of a process that has noted what was there before our packages were
+(`tests/foreign_functions.py`).
 """
 
 from __future__ import annotations
 
-import subprocess
+import importlib
+import json
+import os
+import pkgutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-
-SNAPSHOT = """
-import gc, os, sys, types
-gc.disable()
-import ray, tensordict, torch, torch.distributed.fsdp, torch.distributed.checkpoint, transformers
-from transformers import AutoModelForCausalLM, GenerationMixin
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen2 import modeling_qwen2
-
-KINDS = (types.FunctionType, types.BuiltinFunctionType, type)
-
-def snapshot():
-    "(module, name) and (module, class, name) -> the function or class that stands there."
-    seen = {}
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] not in ("torch", "transformers"):
-            continue
-        for name, value in list(vars(module).items()):
-            if isinstance(value, KINDS):
-                seen[module_name, name] = value
-            if isinstance(value, type) and value.__module__ == module_name:
-                seen |= {(module_name, name, key): own for key, own in vars(value).items()
-                         if isinstance(own, KINDS)}
-    return seen
-
-def changed(before):
-    after = snapshot()
-    return sorted(str(key) for key, value in before.items() if after.get(key) is not value)
-"""
-
-IMPORTS = """
-import importlib, pkgutil
-before, environment = snapshot(), dict(os.environ)
-import workers.roles.actor, workers.roles.critic, workers.roles.rollout
-import workers.rollout.native.engine, workers.training.engine
-from torch import nn
-from workers.rollout.native.linear import TorchLinear, build_linear
-assert type(build_linear(nn.Linear(2, 2, device="meta"))) is TorchLinear
-print("kernels", [name for name in sys.modules if name.startswith("workers.cpu")])
-
-for package in ("verl_like", "workers", "trainer"):
-    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
-        if not module.name.endswith(("__main__", "main_ppo")):
-            importlib.import_module(module.name)
-assert "workers.cpu.fused_ops" in sys.modules
-print("imports", changed(before), dict(os.environ) == environment)
-"""
-
-RUN_AN_ENGINE = """
-sys.path.insert(0, "tests/workers")
+from tests import ROOT
+from tests.forked import run_program
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
-from workers.cpu import fused_ops, onednn
-from workers.roles.actor import ActorWorker
-from workers.rollout.base import EngineLimits, Request, SamplingParams
-from workers.rollout.native.engine import NativeEngine
-from workers.training.microbatch import Budget
 
-fused_ops.MIN_MULTIPLICATIONS = 1
-rotations = []
-original = fused_ops._rotary_in_place_of
-fused_ops._rotary_in_place_of = lambda own: rotations.append(own) or original(own)
-rotary, vars_before = modeling_llama.apply_rotary_pos_emb, dict(vars(modeling_llama))
-before = snapshot()
-actor = started(ActorWorker, tiny_config(sys.argv[1]), 1)
-with actor.engine.running():
-    inside = changed(before), vars(modeling_llama) == vars_before
-gradients(actor, make_batch(4), ACTOR_COLUMNS, Budget(rows=2))
-engine = NativeEngine(actor.engine.module, EngineLimits(8, 4), owns_weights=False)
-engine.commit(0)
-engine.generate([Request([1, 2, 3])], SamplingParams(max_tokens=4, stop_token_ids=(0,)))
-assert rotations
-print("engine", inside, changed(before), vars(modeling_llama) == vars_before)
-"""
+
+def print_what_changes() -> None:
+    """In the fork: what importing every module changes, and then what running engines changes."""
+    from tests import foreign_functions as foreign
+
+    importlib.import_module("ray")  # which sets a variable
+    environment = dict(os.environ)
+    for package in foreign.OURS:
+        import_all(package)
+    assert "workers.cpu.fused_ops" in sys.modules
+    seen = {
+        "early": foreign.EARLY,
+        "kernels": [foreign.KERNELS, foreign.LINEAR_ON_META],
+        "imports": [
+            foreign.changed(foreign.BEFORE),
+            foreign.ENVIRONMENT + foreign.changed_variables(environment),
+        ],
+        "engine": changed_by_engines(Path(sys.argv[1])),
+    }
+    print(json.dumps(seen))
+
+
+def import_all(package: str) -> None:
+    folders = importlib.import_module(package).__path__
+    for module in pkgutil.walk_packages(folders, f"{package}."):
+        if not module.name.endswith(("__main__", "main_ppo")):
+            importlib.import_module(module.name)
+
+
+def changed_by_engines(tiny_dir: Path) -> list[Any]:
+    """What is changed while an engine runs, and after it has trained and another has drawn.
+
+    With each whether the module of the model's class is as it was.
+    """
+    from transformers.models.llama import modeling_llama
+
+    from tests import foreign_functions as foreign
+    from workers.cpu import fused_ops
+    from workers.roles.actor import ActorWorker
+    from workers.rollout.base import EngineLimits, Request, SamplingParams
+    from workers.rollout.native.engine import NativeEngine
+    from workers.training.microbatch import Budget
+
+    fused_ops.MIN_MULTIPLICATIONS = 1
+    rotations, original = [], fused_ops._rotary_in_place_of
+
+    def noted(own: Any) -> Any:
+        rotations.append(own)
+        return original(own)
+
+    fused_ops._rotary_in_place_of = noted
+    before, vars_before = foreign.snapshot(), dict(vars(modeling_llama))
+    actor = started(ActorWorker, tiny_config(tiny_dir), 1)
+    with actor.engine.running():
+        inside = [foreign.changed(before), vars(modeling_llama) == vars_before]
+    gradients(actor, make_batch(4), ACTOR_COLUMNS, Budget(rows=2))
+    engine = NativeEngine(actor.engine.module, EngineLimits(8, 4), owns_weights=False)
+    engine.commit(0)
+    engine.generate([Request([1, 2, 3])], SamplingParams(max_tokens=4, stop_token_ids=(0,)))
+    assert rotations
+    return [inside, [foreign.changed(before), vars(modeling_llama) == vars_before]]
 
 
 @pytest.fixture(scope="module")
-def seen(tiny_dir: Path) -> dict[str, str]:
-    """What a process prints that imports the engines, then all, then runs an engine."""
-    program = SNAPSHOT + IMPORTS + RUN_AN_ENGINE
-    command = [sys.executable, "-c", program, str(tiny_dir)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def seen(tiny_dir: Path) -> dict[str, Any]:
+    """What is printed by a process that has imported the engines, imports all and runs some."""
+    done = run_program(print_what_changes, str(tiny_dir), folder=ROOT)
     assert done.returncode == 0, done.stderr
-    words = ("kernels", "imports", "engine")
-    found = [line.partition(" ") for line in done.stdout.splitlines()]
-    return {word: said for word, _, said in found if word in words}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_what_was_there_before_was_noted_before_anything_of_ours(seen: dict[str, Any]) -> None:
+    assert seen["early"] == []
 
 
 def test_engines_and_roles_import_the_cpu_kernels_only_when_they_run_on_one(
-    seen: dict[str, str],
+    seen: dict[str, Any],
 ) -> None:
-    assert seen["kernels"] == "[]"
+    assert seen["kernels"] == [[], "TorchLinear"]
 
 
 def test_importing_every_module_changes_no_other_package_and_no_environment_variable(
-    seen: dict[str, str],
+    seen: dict[str, Any],
 ) -> None:
-    assert seen["imports"] == "[] True"
+    assert seen["imports"] == [[], []]
 
 
 def test_an_engine_that_trains_and_generates_changes_no_other_package(
-    seen: dict[str, str],
+    seen: dict[str, Any],
 ) -> None:
-    assert seen["engine"] == "([], True) [] True"
+    assert seen["engine"] == [[[], True], [[], True]]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.losses.plain_python import tokens_of
-from tests.workers.losses.test_correction import (
+from tests.workers.losses.plain_correction import (
     LEVELS,
     corrected,
     plain_figures,
@@ -19,6 +18,7 @@ from tests.workers.losses.test_correction import (
     plain_ratios,
     threshold_of,
 )
+from tests.workers.losses.plain_python import tokens_of
 from workers.config import RolloutCorrectionConfig
 from workers.losses import blocks
 from workers.losses.correction import RolloutCorrection

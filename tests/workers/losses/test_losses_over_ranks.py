@@ -15,11 +15,14 @@ from workers.roles.critic import CriticWorker
 from workers.training.microbatch import Budget
 
 ROWS = 7
+HEADS = ("lm_head", "score")
 
 
-def gradients_by_loss(tiny_dir: Path, rows_of_a_pass: int) -> dict[str, Gradients]:
+def gradients_by_loss(one_layer_dir: Path, rows_of_a_pass: int) -> dict[str, Gradients]:
     """Name of a loss -> the gradients of one mini-batch of all rows; of the models' heads alone."""
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=ROWS, loss_agg_mode="seq-mean-token-mean")
+    config = tiny_config(
+        one_layer_dir, ppo_mini_batch_size=ROWS, loss_agg_mode="seq-mean-token-mean"
+    )
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
     batch, budget = make_batch(ROWS), Budget(rows=rows_of_a_pass)
     batch.batch["chosen_tokens"] = batch.batch["advantages"] > 0.5
@@ -28,35 +31,31 @@ def gradients_by_loss(tiny_dir: Path, rows_of_a_pass: int) -> dict[str, Gradient
     for name, loss in POLICY_LOSSES.items():
         actor.policy_loss, actor.chooses_tokens = loss, token_chooser(loss) is not None
         data = own_piece(batch, actor.rank, actor.world_size)
-        found[name] = gradients(actor, data, (*ACTOR_COLUMNS, "chosen_tokens"), budget)
+        found[name] = gradients(actor, data, (*ACTOR_COLUMNS, "chosen_tokens"), budget, HEADS)
     for name in ("clipped", "huber"):
         critic.config.value_loss = name
         data = own_piece(batch, critic.rank, critic.world_size)
-        found[name] = gradients(critic, data, ("values", "returns"), budget)
-    heads = ("lm_head", "score")
-    return {
-        name: {key: grad for key, grad in grads.items() if key.startswith(heads)}
-        for name, grads in found.items()
-    }
+        found[name] = gradients(critic, data, ("values", "returns"), budget, HEADS)
+    return found
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_dir: Path) -> dict[str, Gradients]:
-    return gradients_by_loss(tiny_dir, ROWS)
+def alone(one_layer_dir: Path) -> dict[str, Gradients]:
+    return gradients_by_loss(one_layer_dir, ROWS)
 
 
 def test_a_cut_into_single_rows_changes_no_gradient(
-    tiny_dir: Path, alone: dict[str, Gradients]
+    one_layer_dir: Path, alone: dict[str, Gradients]
 ) -> None:
-    for name, grads in gradients_by_loss(tiny_dir, 1).items():
+    for name, grads in gradients_by_loss(one_layer_dir, 1).items():
         assert grads, "the head has another name"
         assert_equal_gradients(grads, alone[name])
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_change_no_gradient(
-    tiny_dir: Path, alone: dict[str, Gradients], world_size: int
+    one_layer_dir: Path, alone: dict[str, Gradients], world_size: int
 ) -> None:
-    for result in run_kept(world_size, gradients_by_loss, tiny_dir, 2, deadline_s=120.0):
+    for result in run_kept(world_size, gradients_by_loss, one_layer_dir, 2, deadline_s=120.0):
         for name, grads in result.items():
             assert_equal_gradients(grads, alone[name])

@@ -27,8 +27,8 @@ from workers.weights.sink import WeightSink
 ROWS = 4
 
 
-def lora_config(tiny_dir: Path, **model: Any) -> WorkersConfig:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=ROWS, optim=OptimConfig(lr=1e-2))
+def lora_config(one_layer_dir: Path, **model: Any) -> WorkersConfig:
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=ROWS, optim=OptimConfig(lr=1e-2))
     for section in (config.actor_rollout_ref.model, config.critic.model):
         section.lora_rank = 4
         for name, value in model.items():
@@ -36,8 +36,8 @@ def lora_config(tiny_dir: Path, **model: Any) -> WorkersConfig:
     return config
 
 
-def lora_actor(tiny_dir: Path, **model: Any) -> ActorWorker:
-    return started(ActorWorker, lora_config(tiny_dir, **model), 10)
+def lora_actor(one_layer_dir: Path, **model: Any) -> ActorWorker:
+    return started(ActorWorker, lora_config(one_layer_dir, **model), 10)
 
 
 def beside(actor: Any, cls: type, config: WorkersConfig) -> Any:
@@ -59,8 +59,8 @@ def plain_engine(path: Path) -> TrainEngine:
     return engine
 
 
-def test_only_adapters_of_the_actor_learn(tiny_dir: Path) -> None:
-    actor = lora_actor(tiny_dir)
+def test_only_adapters_of_the_actor_learn(one_layer_dir: Path) -> None:
+    actor = lora_actor(one_layer_dir)
     before = {name: tensor.clone() for name, tensor in actor.engine.module.named_parameters()}
     actor.update_actor(make_batch(ROWS))
     actor.update_actor(make_batch(ROWS, seed=1))
@@ -71,8 +71,8 @@ def test_only_adapters_of_the_actor_learn(tiny_dir: Path) -> None:
     assert sum(held) == 3 * len(actor.engine.parameters())
 
 
-def test_adapters_and_head_of_the_critic_learn(tiny_dir: Path) -> None:
-    critic = started(CriticWorker, lora_config(tiny_dir), 10)
+def test_adapters_and_head_of_the_critic_learn(one_layer_dir: Path) -> None:
+    critic = started(CriticWorker, lora_config(one_layer_dir), 10)
     for seed in range(2):
         critic.update_critic(make_batch(ROWS, seed))
 
@@ -116,8 +116,8 @@ def test_five_versions_of_merged_weights_score_as_the_unmerged_and_do_not_add_up
         )
 
 
-def test_a_reference_beside_the_actor_is_the_base_of_its_module(tiny_dir: Path) -> None:
-    config = lora_config(tiny_dir)
+def test_a_reference_beside_the_actor_is_the_base_of_its_module(one_layer_dir: Path) -> None:
+    config = lora_config(one_layer_dir)
     actor = started(ActorWorker, config, 10)
     batch = make_batch(ROWS)
     alone = started(ReferenceWorker, config)
@@ -131,8 +131,10 @@ def test_a_reference_beside_the_actor_is_the_base_of_its_module(tiny_dir: Path) 
     assert (actor.compute_log_prob(batch)[0].batch["old_log_probs"] - expected).abs().max() > 1e-3
 
 
-def test_a_rollout_that_shares_the_module_samples_from_the_adapted_policy(tiny_dir: Path) -> None:
-    config = lora_config(tiny_dir)
+def test_a_rollout_that_shares_the_module_samples_from_the_adapted_policy(
+    one_layer_dir: Path,
+) -> None:
+    config = lora_config(one_layer_dir)
     actor = started(ActorWorker, config, 10)
     rollout = beside(actor, RolloutWorker, config)
     rollout.update_weights(0)
@@ -148,8 +150,8 @@ def test_a_rollout_that_shares_the_module_samples_from_the_adapted_policy(tiny_d
     torch.testing.assert_close(samples.batch["rollout_log_probs"], scored, atol=1e-5, rtol=0)
 
 
-def on_ranks(tiny_dir: Path) -> dict[str, Any]:
-    config = lora_config(tiny_dir)
+def on_ranks(one_layer_dir: Path) -> dict[str, Any]:
+    config = lora_config(one_layer_dir)
     actor = started(ActorWorker, config, 10)
     batch = own_piece(make_batch(ROWS), actor.rank, actor.world_size)
     reference = (
@@ -167,8 +169,8 @@ def on_ranks(tiny_dir: Path) -> dict[str, Any]:
     }
 
 
-def test_two_shards_train_adapters_as_one_rank_does(tiny_dir: Path) -> None:
-    alone, shards = on_ranks(tiny_dir), run_kept(2, on_ranks, tiny_dir)
+def test_two_shards_train_adapters_as_one_rank_does(one_layer_dir: Path) -> None:
+    alone, shards = on_ranks(one_layer_dir), run_kept(2, on_ranks, one_layer_dir)
     for name in ("reference", "log_probs"):
         together = torch.cat([shard[name] for shard in shards])
         torch.testing.assert_close(together, alone[name], atol=1e-5, rtol=0)
@@ -180,17 +182,17 @@ def test_two_shards_train_adapters_as_one_rank_does(tiny_dir: Path) -> None:
             assert (shard["weights"][name] - weight).norm() <= 1e-4 * weight.norm(), name
 
 
-def test_the_adapter_alone_loads_by_peft(tiny_dir: Path, tmp_path: Path) -> None:
+def test_the_adapter_alone_loads_by_peft(one_layer_dir: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    actor, batch = lora_actor(tiny_dir), make_batch(ROWS)
+    actor, batch = lora_actor(one_layer_dir), make_batch(ROWS)
     actor.update_actor(make_batch(ROWS))
 
     parameters = actor.engine.module.named_parameters()
     adapter = [(name, full_tensor(tensor)) for name, tensor in parameters if is_adapter(name)]
     save_adapter(tmp_path, actor.engine.module, actor.policy.model, adapter)
 
-    copy = plain_engine(tiny_dir / "model")
+    copy = plain_engine(one_layer_dir / "model")
     PeftModel.from_pretrained(copy.module, tmp_path)
     ours = actor.engine.forward_rows(batch, Budget(rows=ROWS))["log_probs"]
     torch.testing.assert_close(
@@ -198,10 +200,10 @@ def test_the_adapter_alone_loads_by_peft(tiny_dir: Path, tmp_path: Path) -> None
     )
 
 
-def test_layers_that_do_not_exist_or_are_not_linear_are_refused(tiny_dir: Path) -> None:
+def test_layers_that_do_not_exist_or_are_not_linear_are_refused(one_layer_dir: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"target_modules=\['q_prj'\].*Did you mean 'q_proj'.*all-linear"
     ):
-        lora_actor(tiny_dir, target_modules=["q_prj"])
+        lora_actor(one_layer_dir, target_modules=["q_prj"])
     with pytest.raises(ConfigError, match="model.embed_tokens is no linear layer"):
-        lora_actor(tiny_dir, target_modules=["embed_tokens"])
+        lora_actor(one_layer_dir, target_modules=["embed_tokens"])

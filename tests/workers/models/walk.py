@@ -42,6 +42,8 @@ Alone = tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]
 """Transformers' log-probs and entropys of every row, and the gradient."""
 PARTS = ("training", "checkpointing", "native", "export")
 """Columns of the docs' table."""
+DECODED = 20
+"""Tokens that an engine draws after each prompt: all rows pass every window."""
 LARGEST_ERROR = 3e-5
 LARGEST_ROUNDING = 3e-4
 """The most that a gradient may be off, however much one rounding of the weights moves it."""
@@ -233,22 +235,22 @@ def _export(module: Any, folder: Path, engine: Any) -> tuple[float, str]:
 
 def _native(module: Any) -> tuple[float, str]:
     engine = NativeEngine(module, EngineLimits(32, 64), owns_weights=False)
-    return _decoding_error(engine, module, num_prompts=4, num_tokens=64), ""
+    return _decoding_error(engine, module, num_prompts=4), ""
 
 
 def _hf(module: Any) -> tuple[float, str]:
-    """The engine that is there instead, on one row that passes every window."""
+    """The engine that is there instead, on one row."""
     engine = HFEngine(module, EngineLimits(32, 64))
-    return _decoding_error(engine, module, num_prompts=1, num_tokens=20), ""
+    return _decoding_error(engine, module, num_prompts=1), ""
 
 
-def _decoding_error(engine: Any, module: Any, num_prompts: int, num_tokens: int) -> float:
+def _decoding_error(engine: Any, module: Any, num_prompts: int) -> float:
     """How far the greedy tokens are from the best, and their log-probs from transformers'."""
     engine.commit(0)
     rows = range(num_prompts)
     prompts = [[6 + (7 + row) * place % 120 for place in range(1 + 9 * row)] for row in rows]
     requests = [Request(prompt, row) for row, prompt in enumerate(prompts)]
-    sampling = SamplingParams(max_tokens=num_tokens, stop_token_ids=(), do_sample=False)
+    sampling = SamplingParams(max_tokens=DECODED, stop_token_ids=(), do_sample=False)
     worst = 0.0
     for prompt, output in zip(prompts, engine.generate(requests, sampling), strict=True):
         with torch.no_grad():

@@ -1,21 +1,23 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from tests.workers.samples import make_batch, own_piece, started, tiny_config, weights_of
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, OptimConfig
 from workers.models.load import load_model
-from workers.parallel.fsdp import build_mesh, move_states, pinned
+from workers.parallel.fsdp import build_mesh, full_tensor, move_states, pinned
 from workers.parallel.sharding import Sharding, data_axes, settle
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
@@ -34,8 +36,8 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def under(tiny_dir: Path, strategy: str, **model: Any) -> dict[str, Any]:
-    config = tiny_config(tiny_dir, strategy=strategy, ppo_mini_batch_size=6)
+def under(one_layer_dir: Path, strategy: str, **model: Any) -> dict[str, Any]:
+    config = tiny_config(one_layer_dir, strategy=strategy, ppo_mini_batch_size=6)
     for name, value in model.items():
         setattr(config.actor_rollout_ref.model, name, value)
     actor = started(ActorWorker, config, 10)
@@ -44,7 +46,7 @@ def under(tiny_dir: Path, strategy: str, **model: Any) -> dict[str, Any]:
         grads = gradients(actor, data, ACTOR_COLUMNS, Budget(rows=1))
     actor.update_actor(data)
     held = sum(getattr(p, "_local_tensor", p).numel() for p in actor.engine.parameters())
-    weights = {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()}
+    weights = weights_of(actor)
     return {
         "gradients": grads,
         "weights": weights,
@@ -54,12 +56,22 @@ def under(tiny_dir: Path, strategy: str, **model: Any) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def alone(one_layer_dir: Path) -> dict[str, Any]:
+    """What one rank computes."""
+    return under(one_layer_dir, "single")
+
+
+@pytest.fixture(scope="module")
+def alone_in_bfloat16(one_layer_dir: Path) -> dict[str, Any]:
+    return bfloat16(one_layer_dir, "single")
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_offload", "shard_grad_op"])
 def test_a_strategy_changes_where_weights_lie_and_nothing_else(
-    tiny_dir: Path, strategy: str
+    one_layer_dir: Path, alone: dict[str, Any], strategy: str
 ) -> None:
-    alone = under(tiny_dir, "single")
-    results = run_kept(2, under, tiny_dir, strategy)
+    results = run_kept(2, under, one_layer_dir, strategy)
     for result in results:
         assert_equal_gradients(result["gradients"], alone["gradients"])
         assert result["checksum"] == results[0]["checksum"]
@@ -69,36 +81,58 @@ def test_a_strategy_changes_where_weights_lie_and_nothing_else(
     assert set(results[0]["collectives"].values()) == {once_a_mini_batch}
 
 
-def test_offloading_on_the_cpu_is_bit_equal_to_none(tiny_dir: Path) -> None:
-    assert under(tiny_dir, "fsdp_offload")["checksum"] == under(tiny_dir, "fsdp")["checksum"]
+def wholes(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether tensors sharded by rows come whole to this rank; in its process."""
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore("127.0.0.1", port)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    mesh = build_mesh(torch.device("cpu"), {"replicate": 1, "shard": 3})
+    found = []
+    for shape in shapes:
+        for dtype in dtypes:
+            whole = torch.arange(torch.Size(shape).numel()).view(*shape).to(dtype)
+            found.append(
+                torch.equal(full_tensor(distribute_tensor(whole, mesh, [Shard(0)])), whole)
+            )
+    return all(found)
 
 
-def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tiny_dir: Path) -> None:
-    alone = under(tiny_dir, "single")
-    for result in (
-        under(tiny_dir, "single", compute_dtype="bfloat16"),
-        run_kept(2, bfloat16, tiny_dir)[0],
-    ):
+def test_weights_of_any_type_and_number_of_rows_come_whole_to_every_rank() -> None:
+    shapes, dtypes = [(64, 8), (7,), (4, 3), (1, 5)], [torch.float32, torch.bfloat16, torch.int8]
+    assert run_kept(3, wholes, shapes, dtypes) == [True] * 3
+
+
+def test_offloading_on_the_cpu_is_bit_equal_to_none(one_layer_dir: Path) -> None:
+    assert (
+        under(one_layer_dir, "fsdp_offload")["checksum"] == under(one_layer_dir, "fsdp")["checksum"]
+    )
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(
+    one_layer_dir: Path, alone: dict[str, Any], alone_in_bfloat16: dict[str, Any]
+) -> None:
+    for result in (alone_in_bfloat16, run_kept(2, bfloat16, one_layer_dir)[0]):
         for name, grad in alone["gradients"].items():
             assert result["gradients"][name].dtype == torch.float32
             assert 1e-5 < (result["gradients"][name] - grad).norm() / grad.norm() < 0.1, name
 
 
-def bfloat16(tiny_dir: Path, strategy: str = "fsdp") -> dict[str, Any]:
-    return under(tiny_dir, strategy, compute_dtype="bfloat16")
+def bfloat16(one_layer_dir: Path, strategy: str = "fsdp") -> dict[str, Any]:
+    return under(one_layer_dir, strategy, compute_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_numbers_in_bfloat16_do_not_depend_on_the_strategy(tiny_dir: Path, strategy: str) -> None:
-    alone = bfloat16(tiny_dir, "single")
-    for result in run_kept(2, bfloat16, tiny_dir, strategy):
-        assert_equal_gradients(result["gradients"], alone["gradients"])
+def test_numbers_in_bfloat16_do_not_depend_on_the_strategy(
+    one_layer_dir: Path, alone_in_bfloat16: dict[str, Any], strategy: str
+) -> None:
+    for result in run_kept(2, bfloat16, one_layer_dir, strategy):
+        assert_equal_gradients(result["gradients"], alone_in_bfloat16["gradients"])
 
 
 def test_weights_in_another_spelling_are_read_through_transformers_with_a_warning(
-    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    one_layer_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = load_model(tiny_config(tiny_dir).actor_rollout_ref.model, "token")
+    model = load_model(tiny_config(one_layer_dir).actor_rollout_ref.model, "token")
     model.save_pretrained(tmp_path / "model")
     torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -111,9 +145,9 @@ def test_weights_in_another_spelling_are_read_through_transformers_with_a_warnin
 
 
 def test_a_folder_whose_weights_do_not_fit_its_config_names_them(
-    tiny_dir: Path, tmp_path: Path
+    one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    model = load_model(tiny_config(tiny_dir).actor_rollout_ref.model, "token")
+    model = load_model(tiny_config(one_layer_dir).actor_rollout_ref.model, "token")
     model.save_pretrained(tmp_path / "model")
     config = (tmp_path / "model" / "config.json").read_text()
     (tmp_path / "model" / "config.json").write_text(
@@ -170,23 +204,23 @@ OPTIMIZERS = [
 ]
 
 
-def weights_after(tiny_dir: Path, optimizers: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+def weights_after(one_layer_dir: Path, optimizers: Sequence[str]) -> list[dict[str, torch.Tensor]]:
     """The actor's weights after two updates, for each optimizer."""
     found = []
     for optimizer in optimizers:
         config = tiny_config(
-            tiny_dir, optim=OptimConfig(optimizer=optimizer, lr=1e-3), ppo_mini_batch_size=4
+            one_layer_dir, optim=OptimConfig(optimizer=optimizer, lr=1e-3), ppo_mini_batch_size=4
         )
         actor = started(ActorWorker, config, 10)
         actor.update_actor(own_piece(make_batch(8), actor.rank, actor.world_size))
-        found.append({name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()})
+        found.append(weights_of(actor))
     return found
 
 
-def test_any_optimizer_of_torch_steps_sharded_weights(tiny_dir: Path) -> None:
-    sharded = run_kept(2, weights_after, tiny_dir, OPTIMIZERS)[0]
+def test_any_optimizer_of_torch_steps_sharded_weights(one_layer_dir: Path) -> None:
+    sharded = run_kept(2, weights_after, one_layer_dir, OPTIMIZERS)[0]
     for optimizer, ours, alone in zip(
-        OPTIMIZERS, sharded, weights_after(tiny_dir, OPTIMIZERS), strict=True
+        OPTIMIZERS, sharded, weights_after(one_layer_dir, OPTIMIZERS), strict=True
     ):
         for name, weight in alone.items():
             assert (ours[name] - weight).norm() <= 1e-3 * weight.norm(), (optimizer, name)

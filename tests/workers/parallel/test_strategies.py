@@ -95,10 +95,12 @@ def test_shard_grad_op_gathers_weights_once_a_mini_batch_and_fsdp_in_every_pass(
             assert max(*held.weights_after, held.gradients, held.moments) < 0.6
 
 
-def trained(tiny_dir: Path, strategy: str, start: Path | None, end: Path) -> list[dict[str, float]]:
+def trained(
+    one_layer_dir: Path, strategy: str, start: Path | None, end: Path
+) -> list[dict[str, float]]:
     """Two updates, from a checkpoint if there is one to start from; a checkpoint at their end."""
     actor = started(
-        ActorWorker, tiny_config(tiny_dir, strategy=strategy, ppo_mini_batch_size=4), 10
+        ActorWorker, tiny_config(one_layer_dir, strategy=strategy, ppo_mini_batch_size=4), 10
     )
     if start is not None:
         actor.load_checkpoint(str(start))
@@ -111,25 +113,25 @@ def trained(tiny_dir: Path, strategy: str, start: Path | None, end: Path) -> lis
     return found
 
 
-def chain(tiny_dir: Path, folder: Path) -> list[list[dict[str, float]]]:
+def chain(one_layer_dir: Path, folder: Path) -> list[list[dict[str, float]]]:
     """Two ranks' checkpoints that another strategy goes on from, and what that then computes."""
     strategies = ["ddp", "fsdp", "shard_grad_op"]
     for number, name in enumerate(strategies):
-        trained(tiny_dir, name, None, folder / f"of {number}")
+        trained(one_layer_dir, name, None, folder / f"of {number}")
     found = []
     for number, name in enumerate(strategies):
         start = folder / f"of {(number + 1) % len(strategies)}"
-        found.append(trained(tiny_dir, name, start, folder / f"after {number}"))
+        found.append(trained(one_layer_dir, name, start, folder / f"after {number}"))
     return found
 
 
-def test_a_checkpoint_of_any_strategy_is_one_for_all(tiny_dir: Path, tmp_path: Path) -> None:
-    trained(tiny_dir, "single", None, tmp_path / "single")
-    alone = trained(tiny_dir, "single", tmp_path / "single", tmp_path / "after")
-    for found in run_kept(2, chain, tiny_dir, tmp_path)[0]:
+def test_a_checkpoint_of_any_strategy_is_one_for_all(one_layer_dir: Path, tmp_path: Path) -> None:
+    trained(one_layer_dir, "single", None, tmp_path / "single")
+    alone = trained(one_layer_dir, "single", tmp_path / "single", tmp_path / "after")
+    for found in run_kept(2, chain, one_layer_dir, tmp_path)[0]:
         for ours, theirs in zip(found, alone, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    from_two = trained(tiny_dir, "single", tmp_path / "of 2", tmp_path / "again")
+    from_two = trained(one_layer_dir, "single", tmp_path / "of 2", tmp_path / "again")
     for ours, theirs in zip(from_two, alone, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from verl_like.process.supervisor import descendants
+from verl_like.process.machine import descendants
 from workers.rewards.code import _runners, code_of, is_expected, run_tests
 from workers.rewards.functions import default_compute_score
 from workers.rewards.process import FunctionSpec

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ from typing import Any
 import pytest
 
 from tests.forked import start_python
+from tests.waiting import is_running, wait_until, wait_until_ended
 from verl_like.errors import ConfigError
 from verl_like.process import child
-from verl_like.process.machine import process_state
+from verl_like.process.machine import descendants
 from verl_like.process.sandbox import Sandbox
-from verl_like.process.supervisor import MOST_OUTPUT, descendants
+from verl_like.process.supervisor import MOST_OUTPUT
 from workers.rewards.handle import RewardProcess
 from workers.rewards.outcome import LATE
 from workers.rewards.process import FunctionSpec
@@ -226,8 +226,7 @@ def test_a_function_of_batches_is_never_called_with_a_part_of_one(stranger: Any)
 
 def test_what_it_forked_into_a_session_of_its_own_is_gone_with_it(stranger: Any) -> None:
     assert stranger("fork", "fine", deadline=4.0) == [(1.0, {}, None)] * 2
-    while not (stranger.note.exists() and stranger.note.read_text()):
-        time.sleep(0.01)
+    wait_until(lambda: stranger.note.exists() and stranger.note.read_text())
     pid = int(stranger.note.read_text())
     assert Path(f"/proc/{pid}").exists()
     (scorer,) = [made for key, made in stranger.made.items() if key[1] == 4.0]
@@ -239,16 +238,12 @@ def test_what_it_forked_is_gone_with_it_at_its_deadline(stranger: Any) -> None:
     stranger.note.unlink(missing_ok=True)
     hung, after = stranger("fork and hang", "fine", deadline=1.5)
     assert (hung[2], after) == (LATE, (1.0, {}, None))
-    pid = stranger.note.read_text()
-    end = time.monotonic() + 20
-    while is_running(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not is_running(pid)
+    wait_until_ended(int(stranger.note.read_text()))
 
 
 DRIVER = """
 import os, sys, time
-from verl_like.process.supervisor import descendants
+from verl_like.process.machine import descendants
 from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 
@@ -259,21 +254,14 @@ time.sleep(60)
 """
 
 
-def is_running(pid: str) -> bool:
-    return process_state(int(pid)) not in (None, "Z")
-
-
 def test_it_ends_with_a_driver_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE) as driver:
         assert driver.stdout is not None
-        pids = driver.stdout.readline().decode().split()
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
         assert len(pids) == 2
         assert all(map(is_running, pids))
         driver.kill()
-    end = time.monotonic() + 20
-    while any(map(is_running, pids)) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not any(map(is_running, pids))
+    wait_until_ended(*pids)
 
 
 def test_its_working_folder_is_removed(stranger: Any) -> None:
@@ -304,10 +292,7 @@ def test_one_that_kills_its_supervisor_is_killed_and_leaves_nothing(
     before, guilty, after = stranger("fine", text, "fine", deadline=1.1)
     assert (before[0], guilty, after[0]) == (1.0, (None, {}, words), 1.0)
     pid, folder = stranger.note.read_text().split()
-    end = time.monotonic() + 20
-    while is_running(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not is_running(pid)
+    wait_until_ended(int(pid))
     assert not Path(folder).exists()
 
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from tests.forked import start_python
-from trainer.data.prompts import as_objects, load_tokenizer
+from trainer.data.prompts import as_objects
 from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from verl_like.process import child
-from workers.config import RewardFunctionConfig
+from workers.config import RewardConfig, RewardFunctionConfig
 from workers.rewards import scorer
 from workers.rewards.manager import RewardManager
 from workers.rewards.process import FunctionSpec
@@ -63,11 +63,6 @@ def odd(data_source, solution_str, ground_truth, extra_info, bonus):
         return numbers | {"note": "not a number"}
     return float(len(solution_str)) + bonus
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir: Path) -> Any:
-    return load_tokenizer(str(tiny_dir / "model"))
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +212,20 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_once(
 ) -> None:
     with pytest.raises(ConfigError, match=answer):
         make_manager(custom_reward_function=RewardFunctionConfig(path=path, name=name))
+
+
+@pytest.mark.parametrize(
+    ("path", "function", "words"),
+    [
+        ("no_such_file.py", "odd", r"^rewards\[0\]\.path=no_such_file\.py: there is no such file"),
+        ("odd_rewards", "even", r"^rewards\[0\]\.function='even': odd_rewards has no such name"),
+    ],
+)
+def test_one_of_several_rewards_is_refused_by_its_own_keys(
+    make_manager: Any, path: str, function: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_manager(rewards=[RewardConfig(name="first", path=path, function=function)])
 
 
 @pytest.mark.parametrize(

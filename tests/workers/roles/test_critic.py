@@ -11,18 +11,20 @@ from verl_like.errors import MissingColumnError
 from workers.roles.critic import CriticWorker
 
 
-def critic_of(tiny_dir: Path, **actor: Any) -> CriticWorker:
-    return started(CriticWorker, tiny_config(tiny_dir, **{"ppo_mini_batch_size": 8, **actor}), 20)
+def critic_of(one_layer_dir: Path, **actor: Any) -> CriticWorker:
+    return started(
+        CriticWorker, tiny_config(one_layer_dir, **{"ppo_mini_batch_size": 8, **actor}), 20
+    )
 
 
-def test_values_start_at_zero(tiny_dir: Path) -> None:
-    values = critic_of(tiny_dir).compute_values(make_batch(5)).batch["values"]
+def test_values_start_at_zero(one_layer_dir: Path) -> None:
+    values = critic_of(one_layer_dir).compute_values(make_batch(5)).batch["values"]
     assert values.shape == (5, 5)
     assert values.abs().max() == 0
 
 
-def test_a_value_is_read_before_its_token(tiny_dir: Path) -> None:
-    critic = critic_of(tiny_dir)
+def test_a_value_is_read_before_its_token(one_layer_dir: Path) -> None:
+    critic = critic_of(one_layer_dir)
     torch.nn.init.ones_(critic.engine.module.score.weight)
     batch = make_batch(6)
     for name in ("attention_mask", "response_mask"):
@@ -33,16 +35,16 @@ def test_a_value_is_read_before_its_token(tiny_dir: Path) -> None:
     assert moved.tolist() == [False, False, False, True, True]
 
 
-def test_values_are_zero_outside_the_response(tiny_dir: Path) -> None:
-    critic = critic_of(tiny_dir)
+def test_values_are_zero_outside_the_response(one_layer_dir: Path) -> None:
+    critic = critic_of(one_layer_dir)
     torch.nn.init.ones_(critic.engine.module.score.weight)
     batch = make_batch(6)
     values = critic.compute_values(batch).batch["values"]
     assert torch.equal(values != 0, batch.batch["response_mask"] != 0)
 
 
-def test_updates_bring_values_to_the_returns(tiny_dir: Path) -> None:
-    critic, batch = critic_of(tiny_dir), make_batch(8)
+def test_updates_bring_values_to_the_returns(one_layer_dir: Path) -> None:
+    critic, batch = critic_of(one_layer_dir), make_batch(8)
     batch.batch["returns"].fill_(1.0)
     losses = []
     for _ in range(20):
@@ -56,16 +58,16 @@ def test_updates_bring_values_to_the_returns(tiny_dir: Path) -> None:
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_mini_batch_and_epochs_default_to_the_actor_s(tiny_dir: Path) -> None:
-    critic = CriticWorker(tiny_config(tiny_dir, ppo_mini_batch_size=6, ppo_epochs=3))
+def test_mini_batch_and_epochs_default_to_the_actor_s(one_layer_dir: Path) -> None:
+    critic = CriticWorker(tiny_config(one_layer_dir, ppo_mini_batch_size=6, ppo_epochs=3))
     assert (critic.mini_batch_size, critic.epochs) == (6, 3)
 
 
-def test_the_aggregation_is_the_actor_s_with_its_constant(tiny_dir: Path) -> None:
+def test_the_aggregation_is_the_actor_s_with_its_constant(one_layer_dir: Path) -> None:
     losses = []
     for factor in (None, 4, 8):
         settings = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": factor}
-        critic = critic_of(tiny_dir, **settings)
+        critic = critic_of(one_layer_dir, **settings)
         batch = make_batch(8)
         losses.append(critic.update_critic(batch)["critic/vf_loss"])
     width = batch.batch["response_mask"].shape[1]
@@ -73,10 +75,10 @@ def test_the_aggregation_is_the_actor_s_with_its_constant(tiny_dir: Path) -> Non
     assert losses[0] == pytest.approx(losses[1] * 4 / width)
 
 
-def test_the_critic_may_have_an_aggregation_of_its_own(tiny_dir: Path) -> None:
+def test_the_critic_may_have_an_aggregation_of_its_own(one_layer_dir: Path) -> None:
     losses = {}
     for mode in (None, "token-mean", "token-sum"):
-        config = tiny_config(tiny_dir, ppo_mini_batch_size=8, loss_agg_mode="token-mean")
+        config = tiny_config(one_layer_dir, ppo_mini_batch_size=8, loss_agg_mode="token-mean")
         config.critic.loss_agg_mode = mode
         losses[mode] = started(CriticWorker, config, 20).update_critic(make_batch(8))[
             "critic/vf_loss"
@@ -86,11 +88,11 @@ def test_the_critic_may_have_an_aggregation_of_its_own(tiny_dir: Path) -> None:
     assert losses["token-sum"] == pytest.approx(losses["token-mean"] * num_tokens, rel=1e-5)
 
 
-def test_huber_s_loss_bounds_what_a_far_return_does(tiny_dir: Path) -> None:
+def test_huber_s_loss_bounds_what_a_far_return_does(one_layer_dir: Path) -> None:
     norms = {}
     for name in ("clipped", "huber"):
         for size in (10.0, 1000.0):
-            config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+            config = tiny_config(one_layer_dir, ppo_mini_batch_size=8)
             config.critic.value_loss = name
             batch = make_batch(8)
             batch.batch["returns"].fill_(size)
@@ -101,16 +103,18 @@ def test_huber_s_loss_bounds_what_a_far_return_does(tiny_dir: Path) -> None:
     assert norms["clipped", 1000.0] > 50 * norms["clipped", 10.0]
 
 
-def test_an_update_without_returns_names_their_writer(tiny_dir: Path) -> None:
+def test_an_update_without_returns_names_their_writer(one_layer_dir: Path) -> None:
     batch = make_batch(8)
     batch.pop(batch_keys=["returns"])
     with pytest.raises(MissingColumnError, match="written by the driver's compute_advantage"):
-        critic_of(tiny_dir).update_critic(batch)
+        critic_of(one_layer_dir).update_critic(batch)
 
 
-def test_the_body_s_weights_load_as_a_sequence_classifier_s(tiny_dir: Path) -> None:
+def test_the_body_s_weights_load_as_a_sequence_classifier_s(one_layer_dir: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_dir / "model", num_labels=1)
-    names = {name for name, _ in critic_of(tiny_dir).engine.named_full_tensors()}
+    model = AutoModelForSequenceClassification.from_pretrained(
+        one_layer_dir / "model", num_labels=1
+    )
+    names = {name for name, _ in critic_of(one_layer_dir).engine.named_full_tensors()}
     assert names == set(model.state_dict())

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.integration.runs import lines
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config
 from trainer import load_config
@@ -62,5 +62,4 @@ def test_the_example_runs_from_the_command_line_s_config(
         ]
     )
     run_ppo(config)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert all("verifier/loss" in line for line in lines[-2:])
+    assert all("verifier/loss" in line for line in lines(tmp_path)[-2:])

@@ -18,9 +18,9 @@ WANTED = 11
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_toy_task_is_learned_with_float32_masters_in_either_compute_type(
-    tiny_dir: Path, dtype: str
+    one_layer_dir: Path, dtype: str
 ) -> None:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=32, optim=OptimConfig(lr=1e-2))
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=32, optim=OptimConfig(lr=1e-2))
     config.actor_rollout_ref.model.compute_dtype = dtype
     actor, rollout = ActorWorker(config), RolloutWorker(config)
     rollout._siblings["actor"] = actor

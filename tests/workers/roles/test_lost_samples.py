@@ -70,14 +70,14 @@ def equal(one: DataProto, other: DataProto) -> bool:
     ids=["one", "two", "all, then one of the next group", "one, then one of the next group"],
 )
 def test_lost_rows_alone_are_made_again_to_the_batch_of_an_undisturbed_group(
-    tiny_dir: Path,
+    one_layer_dir: Path,
     engine: str,
     dead: tuple[int, ...],
     kept: int,
     then: tuple[int, ...],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config, prompts = tiny_config(tiny_dir), prompt_batch(10)
+    config, prompts = tiny_config(one_layer_dir), prompt_batch(10)
     config.actor_rollout_ref.rollout.name = engine
     whole = generate(engines(config, 1), prompts)
     MADE.clear()
@@ -97,8 +97,8 @@ def test_lost_rows_alone_are_made_again_to_the_batch_of_an_undisturbed_group(
 
 
 def test_a_group_that_is_not_replaced_ends_the_generation_with_the_names_of_what_is_lost(
-    tiny_dir: Path,
+    one_layer_dir: Path,
 ) -> None:
     words = r"Of 10 samples 4 \(uid/index\) were not finished: 2-0/0, 2-0/1, 3-0/0, 3-0/1\."
     with pytest.raises(LostSamplesError, match=words):
-        generate(engines(tiny_config(tiny_dir), 3, (1,)), prompt_batch(10))
+        generate(engines(tiny_config(one_layer_dir), 3, (1,)), prompt_batch(10))

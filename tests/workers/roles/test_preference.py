@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ import torch
 
 import workers.losses.preference  # noqa: F401
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import VOCAB, learned, own_piece, started
+from tests.workers.samples import learned, own_piece, random_row, started
 from trainer.data.labelled import LabelledRow
-from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import PairRow
 from trainer.preference.rows import labelled_columns, make_batch
 from verl_like.batch.protocol import DataProto
@@ -33,12 +33,7 @@ ROWS = 5
 def batch_of(loss: str) -> DataProto:
     """Rows of some lengths, with all that the loss reads."""
     generator = torch.Generator().manual_seed(3)
-
-    def side() -> LMRow:
-        length = int(torch.randint(3, 12, (1,), generator=generator))
-        ids = torch.randint(6, VOCAB, (length,), generator=generator).numpy()
-        return LMRow(ids, (torch.arange(length) >= length // 2).numpy())
-
+    side = partial(random_row, generator)
     rows = [
         LabelledRow(side(), side(), number % 2 == 0) if loss == "kto" else PairRow(side(), side())
         for number in range(ROWS)
@@ -52,9 +47,9 @@ def batch_of(loss: str) -> DataProto:
 
 
 def config_of(
-    tiny_dir: Path, loss: str, rows_of_a_pass: int | None = None, packed: bool = True
+    one_layer_dir: Path, loss: str, rows_of_a_pass: int | None = None, packed: bool = True
 ) -> PreferenceWorkerConfig:
-    path = str(tiny_dir / "model")
+    path = str(one_layer_dir / "model")
     data = RowDataConfig(
         use_dynamic_bsz=rows_of_a_pass is None, micro_batch_size_per_gpu=rows_of_a_pass or 8
     )
@@ -67,21 +62,21 @@ def config_of(
     )
 
 
-def trained(tiny_dir: Path, loss: str, *settings: Any) -> dict[str, Any]:
-    worker = started(PreferenceWorker, config_of(tiny_dir, loss, *settings), 10)
+def trained(one_layer_dir: Path, loss: str, *settings: Any) -> dict[str, Any]:
+    worker = started(PreferenceWorker, config_of(one_layer_dir, loss, *settings), 10)
     rows = own_piece(batch_of(loss), worker.rank, worker.world_size)
     before = worker.compute_log_prob(rows).batch["response_log_probs"][: rows.num_real_rows]
     return {"metrics": [learned(worker.update_model(rows)) for _ in range(2)], "before": before}
 
 
 @pytest.mark.parametrize("loss", ["dpo", "orpo", "kto"])
-def test_neither_cut_nor_padding_nor_ranks_change_an_update(loss: str, tiny_dir: Path) -> None:
-    alone = trained(tiny_dir, loss)
+def test_neither_cut_nor_padding_nor_ranks_change_an_update(loss: str, one_layer_dir: Path) -> None:
+    alone = trained(one_layer_dir, loss)
     assert alone["metrics"][1]["train/loss"] < alone["metrics"][0]["train/loss"]
-    ranks = run_kept(2, trained, tiny_dir, loss, 1)  # three passes beside two and a dummy
+    ranks = run_kept(2, trained, one_layer_dir, loss, 1)  # three passes beside two and a dummy
     others = [
-        trained(tiny_dir, loss, 2),
-        trained(tiny_dir, loss, None, False),
+        trained(one_layer_dir, loss, 2),
+        trained(one_layer_dir, loss, None, False),
         {"metrics": ranks[1]["metrics"], "before": torch.cat([rank["before"] for rank in ranks])},
     ]
     for other in others:
@@ -90,9 +85,9 @@ def test_neither_cut_nor_padding_nor_ranks_change_an_update(loss: str, tiny_dir:
         torch.testing.assert_close(other["before"], alone["before"], atol=1e-4, rtol=0)
 
 
-def test_means_of_rows_with_a_label_do_not_depend_on_the_pass(tiny_dir: Path) -> None:
+def test_means_of_rows_with_a_label_do_not_depend_on_the_pass(one_layer_dir: Path) -> None:
     batch = batch_of("kto")
-    worker = started(PreferenceWorker, config_of(tiny_dir, "kto"), 10)
+    worker = started(PreferenceWorker, config_of(one_layer_dir, "kto"), 10)
     log_probs = worker.compute_log_prob(batch).batch["response_log_probs"]
     metrics = worker.update_model(batch)
     good = batch.batch["desirable"]
@@ -104,8 +99,8 @@ def test_means_of_rows_with_a_label_do_not_depend_on_the_pass(tiny_dir: Path) ->
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo", "simpo", "kto"])
-def test_a_dummy_gives_no_loss_and_no_gradient(loss: str, tiny_dir: Path) -> None:
-    worker = PreferenceWorker(config_of(tiny_dir, loss))
+def test_a_dummy_gives_no_loss_and_no_gradient(loss: str, one_layer_dir: Path) -> None:
+    worker = PreferenceWorker(config_of(one_layer_dir, loss))
     columns = {name: torch.zeros_like(column[:1]) for name, column in batch_of(loss).batch.items()}
     log_probs = torch.zeros(columns["response_mask"].shape, requires_grad=True)
     share, metrics = worker.loss({"log_probs": log_probs}, columns, MiniBatch({}, 4, 9, []))
@@ -116,8 +111,8 @@ def test_a_dummy_gives_no_loss_and_no_gradient(loss: str, tiny_dir: Path) -> Non
     assert not any(float(value.detach()) for value in metrics.values())
 
 
-def test_the_reference_is_the_model_before_training(tiny_dir: Path) -> None:
-    batch, config = batch_of("dpo"), config_of(tiny_dir, "dpo")
+def test_the_reference_is_the_model_before_training(one_layer_dir: Path) -> None:
+    batch, config = batch_of("dpo"), config_of(one_layer_dir, "dpo")
     config.model.lora_rank = 4
     worker = started(PreferenceWorker, config, 10)
     apart = started(PreferenceReferenceWorker, config)

@@ -12,6 +12,7 @@ from tests.workers.gradients import Gradients, assert_equal_gradients
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_piece, started, text_rows, tiny_config
 from verl_like.batch.protocol import DataProto
+from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.training.engine import INPUTS
 from workers.training.microbatch import Budget, MiniBatch, Rows, mini_batch
@@ -20,8 +21,8 @@ COEF = 0.7
 POLICY, TEXT = 8, 6
 
 
-def actor_of(tiny_dir: Path, **actor: Any) -> ActorWorker:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=POLICY // 2, **actor)
+def actor_of(one_layer_dir: Path, **actor: Any) -> ActorWorker:
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=POLICY // 2, **actor)
     config.ptx.coef = COEF
     return started(ActorWorker, config, 10)
 
@@ -46,16 +47,15 @@ def gradients_of(actor: ActorWorker, parts: str, budget: Budget) -> Gradients:
             engine.accumulate(batch, budget, actor.loss, beside=more)
     found = {}
     for name, weight in engine.module.named_parameters():
-        grad = weight.grad
-        found[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+        found[name] = full_tensor(weight.grad).clone()
     engine.optimizer.zero_grad()
     return found
 
 
 def test_the_gradient_is_the_policy_s_plus_that_of_the_weighed_language_model_loss(
-    tiny_dir: Path,
+    one_layer_dir: Path,
 ) -> None:
-    actor = actor_of(tiny_dir)
+    actor = actor_of(one_layer_dir)
     policy, ptx, both = (
         gradients_of(actor, parts, Budget(rows=3)) for parts in ("policy", "ptx", "both")
     )
@@ -75,14 +75,14 @@ def test_the_gradient_is_the_policy_s_plus_that_of_the_weighed_language_model_lo
 
 
 @pytest.mark.parametrize("budget", [Budget(rows=1), Budget(tokens=25)])
-def test_the_cut_into_passes_does_not_show(tiny_dir: Path, budget: Budget) -> None:
-    actor = actor_of(tiny_dir)
+def test_the_cut_into_passes_does_not_show(one_layer_dir: Path, budget: Budget) -> None:
+    actor = actor_of(one_layer_dir)
     expected = gradients_of(actor, "both", Budget(rows=POLICY))
     assert_equal_gradients(gradients_of(actor, "both", budget), expected)
 
 
-def on_ranks(tiny_dir: Path, strategy: str) -> dict[str, Any]:
-    actor = actor_of(tiny_dir, strategy=strategy)
+def on_ranks(one_layer_dir: Path, strategy: str) -> dict[str, Any]:
+    actor = actor_of(one_layer_dir, strategy=strategy)
     grads = gradients_of(actor, "both", Budget(rows=1))
     policy = own_piece(make_batch(POLICY), actor.rank, actor.world_size)
     text = own_piece(text_rows(TEXT), actor.rank, actor.world_size)
@@ -91,16 +91,16 @@ def on_ranks(tiny_dir: Path, strategy: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_two_ranks_train_as_one(tiny_dir: Path, strategy: str) -> None:
-    alone = on_ranks(tiny_dir, strategy)
-    ranks = run_kept(2, on_ranks, tiny_dir, strategy)
+def test_two_ranks_train_as_one(one_layer_dir: Path, strategy: str) -> None:
+    alone = on_ranks(one_layer_dir, strategy)
+    ranks = run_kept(2, on_ranks, one_layer_dir, strategy)
     assert_equal_gradients(ranks[0]["gradients"], alone["gradients"])
     assert ranks[0]["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
-def test_every_optimizer_step_has_its_share_of_the_rows(tiny_dir: Path) -> None:
-    actor = actor_of(tiny_dir, ppo_epochs=2)
+def test_every_optimizer_step_has_its_share_of_the_rows(one_layer_dir: Path) -> None:
+    actor = actor_of(one_layer_dir, ppo_epochs=2)
     seen: list[int] = []
     ptx_loss = actor.ptx_loss
 
@@ -114,8 +114,8 @@ def test_every_optimizer_step_has_its_share_of_the_rows(tiny_dir: Path) -> None:
     assert 3 < metrics["actor/ptx_loss"] < 5
 
 
-def test_a_coefficient_of_zero_changes_nothing_but_the_metric(tiny_dir: Path) -> None:
-    with_text, without = actor_of(tiny_dir), actor_of(tiny_dir)
+def test_a_coefficient_of_zero_changes_nothing_but_the_metric(one_layer_dir: Path) -> None:
+    with_text, without = actor_of(one_layer_dir), actor_of(one_layer_dir)
     with_text.ptx_coef = 0.0
     metrics = with_text.update_actor(make_batch(POLICY), text_rows(TEXT))
     assert metrics["actor/ptx_loss"] > 0

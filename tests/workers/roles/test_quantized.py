@@ -27,8 +27,8 @@ from workers.roles.teacher import TeacherWorker
 from workers.weights.checksum import checksum_of
 
 
-def reference_of(tiny_dir: Path | str, quantization: str | None) -> Any:
-    config = tiny_config(tiny_dir)
+def reference_of(one_layer_dir: Path | str, quantization: str | None) -> Any:
+    config = tiny_config(one_layer_dir)
     config.actor_rollout_ref.ref.quantization = quantization
     return started(ReferenceWorker, config)
 
@@ -37,34 +37,34 @@ def inside(scores: Any, name: str, batch: Any) -> torch.Tensor:
     return scores.batch[name][batch.batch["response_mask"] != 0]
 
 
-def test_a_references_log_probs_are_near_the_exact_ones(tiny_dir: Path) -> None:
+def test_a_references_log_probs_are_near_the_exact_ones(one_layer_dir: Path) -> None:
     batch = make_batch(8)
     exact, rounded = (
-        inside(reference_of(tiny_dir, q).compute_ref_log_prob(batch), "ref_log_prob", batch)
+        inside(reference_of(one_layer_dir, q).compute_ref_log_prob(batch), "ref_log_prob", batch)
         for q in (None, "int8")
     )
     assert 1e-6 < float((exact - rounded).abs().mean()) < 0.02
 
 
-def scores_of_a_rank(tiny_dir: str) -> tuple[bool, torch.Tensor]:
-    reference = reference_of(tiny_dir, "int8")
+def scores_of_a_rank(one_layer_dir: str) -> tuple[bool, torch.Tensor]:
+    reference = reference_of(one_layer_dir, "int8")
     piece = own_piece(make_batch(8), reference.rank, reference.world_size)
     return reference.engine.is_sharded, reference.compute_ref_log_prob(piece).batch["ref_log_prob"]
 
 
-def test_on_two_ranks_each_has_the_whole_model_and_scores_are_the_same(tiny_dir: Path) -> None:
-    (sharded, first), (_, second) = run_kept(2, scores_of_a_rank, str(tiny_dir))
-    whole = reference_of(tiny_dir, "int8").compute_ref_log_prob(make_batch(8))
+def test_on_two_ranks_each_has_the_whole_model_and_scores_are_the_same(one_layer_dir: Path) -> None:
+    (sharded, first), (_, second) = run_kept(2, scores_of_a_rank, str(one_layer_dir))
+    whole = reference_of(one_layer_dir, "int8").compute_ref_log_prob(make_batch(8))
     assert not sharded
     torch.testing.assert_close(
         torch.cat([first, second]), whole.batch["ref_log_prob"], atol=1e-2, rtol=0
     )
 
 
-def test_a_teacher_scores_with_int8(tiny_dir: Path) -> None:
+def test_a_teacher_scores_with_int8(one_layer_dir: Path) -> None:
     batch, found = make_batch(8), []
     for quantization in (None, "int8"):
-        config = tiny_config(tiny_dir)
+        config = tiny_config(one_layer_dir)
         path = config.actor_rollout_ref.model.path
         teacher = TeacherModelConfig(model_path=path, quantization=quantization)
         config.distillation = DistillationConfig(teacher_model=teacher)
@@ -75,10 +75,12 @@ def test_a_teacher_scores_with_int8(tiny_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_reward_model_scores_with_int8(tiny_dir: Path, classifier: Path, listed: bool) -> None:
+def test_a_reward_model_scores_with_int8(
+    one_layer_dir: Path, classifier: Path, listed: bool
+) -> None:
     batch, found = make_batch(6), []
     for quantization in (None, "int8"):
-        config = tiny_config(tiny_dir)
+        config = tiny_config(one_layer_dir)
         path = str(classifier)
         if listed:
             reward = RewardConfig(name="one", kind="model", path=path, quantization=quantization)
@@ -95,9 +97,9 @@ def test_a_reward_model_scores_with_int8(tiny_dir: Path, classifier: Path, liste
     assert not torch.equal(*found)
 
 
-def updated(tiny_dir: Path, quantization: str | None) -> tuple[Any, ...]:
+def updated(one_layer_dir: Path, quantization: str | None) -> tuple[Any, ...]:
     """Metrics and weights of an actor beside a rollout, after two syncs and updates."""
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
     config.actor_rollout_ref.rollout.quantization = quantization
     actor, rollout = ActorWorker(config), RolloutWorker(config)
     rollout._siblings["actor"] = actor
@@ -112,14 +114,14 @@ def updated(tiny_dir: Path, quantization: str | None) -> tuple[Any, ...]:
     return found, actor.weights_checksum(), owns, is_quantized(actor.engine.module)
 
 
-def test_an_actor_beside_an_int8_rollout_learns_bit_for_bit_as_without(tiny_dir: Path) -> None:
-    plain, rounded = (updated(tiny_dir, quantization) for quantization in (None, "int8"))
+def test_an_actor_beside_an_int8_rollout_learns_bit_for_bit_as_without(one_layer_dir: Path) -> None:
+    plain, rounded = (updated(one_layer_dir, quantization) for quantization in (None, "int8"))
     assert rounded[:2] == plain[:2]
     assert (plain[2:], rounded[2:]) == ((False, False), (True, False))
 
 
-def test_a_references_checksum_is_of_what_it_computes_with(tiny_dir: Path) -> None:
-    plain, rounded, again = (reference_of(tiny_dir, q) for q in (None, "int8", "int8"))
+def test_a_references_checksum_is_of_what_it_computes_with(one_layer_dir: Path) -> None:
+    plain, rounded, again = (reference_of(one_layer_dir, q) for q in (None, "int8", "int8"))
     named = {name: weight.float() for name, weight in plain.engine.module.named_parameters()}
     for name, weight in rounded.engine.module.named_parameters():
         named[name] = weight.floats() if isinstance(weight, Int8Weight) else weight
@@ -128,11 +130,11 @@ def test_a_references_checksum_is_of_what_it_computes_with(tiny_dir: Path) -> No
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
-def test_a_sampler_keeps_the_weights_that_it_has_read(tiny_dir: Path, engine: str) -> None:
-    config = tiny_config(tiny_dir)
+def test_a_sampler_keeps_the_weights_that_it_has_read(one_layer_dir: Path, engine: str) -> None:
+    config = tiny_config(one_layer_dir)
     config.actor_rollout_ref.rollout.name = engine
     config.actor_rollout_ref.rollout.quantization = "int8"
-    sampler, reference = started(SamplerWorker, config), reference_of(tiny_dir, "int8")
+    sampler, reference = started(SamplerWorker, config), reference_of(one_layer_dir, "int8")
     weights = dict(reference.engine.module.named_parameters())
     for name, weight in sampler.engine.module.named_parameters():
         if isinstance(weight, Int8Weight):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import VOCAB, learned, own_piece, started, tiny_config
-from trainer.data.lm_rows import LMRow
+from tests.workers.samples import VOCAB, learned, own_piece, random_row, started, tiny_config
 from trainer.data.pairs import PairRow, pair_batch
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -37,12 +37,7 @@ WIDTHS = {
 
 def pairs(extra_padding: int = 0) -> DataProto:
     generator = torch.Generator().manual_seed(3)
-
-    def side() -> LMRow:
-        length = int(torch.randint(3, 12, (1,), generator=generator))
-        ids = torch.randint(6, VOCAB, (length,), generator=generator).numpy()
-        return LMRow(ids, (torch.arange(length) >= length // 2).numpy())
-
+    side = partial(random_row, generator)
     rows = [PairRow(side(), side(), margin=0.25 * number) for number in range(PAIRS)]
     batch = pair_batch(rows, [f"pair {row}" for row in range(PAIRS)], pad_token_id=0)
     for name in ("input_ids", "attention_mask", "position_ids"):
@@ -82,9 +77,9 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("settings", [{"center_coef": 0.1}, {"score_at": "legacy_mean"}])
 def test_cut_padding_and_gradient_checkpointing_do_not_change_an_update(
-    settings: Settings, tiny_dir: Path
+    settings: Settings, one_layer_dir: Path
 ) -> None:
-    folder = tiny_dir / "model"
+    folder = one_layer_dir / "model"
     alone = trained(folder, NONE, settings)
     one_by_one = RowDataConfig(use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
     assert_same(trained(folder, NONE, {**settings, "data": one_by_one}), alone)
@@ -103,15 +98,15 @@ def each_trained(path: Path) -> list[dict[str, Any]]:
     return [trained(path, model, settings) for model, settings in CASES]
 
 
-def test_two_ranks_train_as_one(tiny_dir: Path) -> None:
-    ranks = run_kept(2, each_trained, tiny_dir / "model")
-    for case, alone in enumerate(each_trained(tiny_dir / "model")):
+def test_two_ranks_train_as_one(one_layer_dir: Path) -> None:
+    ranks = run_kept(2, each_trained, one_layer_dir / "model")
+    for case, alone in enumerate(each_trained(one_layer_dir / "model")):
         scores = torch.cat([rank[case]["scores"] for rank in ranks])
         assert_same(ranks[0][case] | {"scores": scores}, alone)
 
 
-def test_the_metrics_are_means_over_the_pairs(tiny_dir: Path) -> None:
-    worker = worker_of(tiny_dir / "model")
+def test_the_metrics_are_means_over_the_pairs(one_layer_dir: Path) -> None:
+    worker = worker_of(one_layer_dir / "model")
     worker.update_model(pairs())
     scores = worker.compute_scores(pairs()).batch["scores"].double()
     metrics = worker.update_model(pairs())
@@ -129,24 +124,24 @@ def test_the_metrics_are_means_over_the_pairs(tiny_dir: Path) -> None:
     assert found == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
 
 
-def test_a_loss_of_the_user_s_is_found_by_its_dotted_path(tiny_dir: Path) -> None:
+def test_a_loss_of_the_user_s_is_found_by_its_dotted_path(one_layer_dir: Path) -> None:
     path = "workers.losses.pairwise.compute_pairwise_loss_log_exp"
     found = RewardTrainingWorker(RewardTrainingConfig(loss=path)).pairwise_loss
     assert found is PAIRWISE_LOSSES["log_exp"]
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_more_padding_does_not_change_a_score(packs: bool, tiny_dir: Path) -> None:
-    worker = worker_of(tiny_dir / "model", {"use_remove_padding": packs})
+def test_more_padding_does_not_change_a_score(packs: bool, one_layer_dir: Path) -> None:
+    worker = worker_of(one_layer_dir / "model", {"use_remove_padding": packs})
     worker.update_model(pairs())
     scores = worker.compute_scores(pairs()).batch["scores"]
     assert scores.abs().min() > 0
     assert torch.equal(worker.compute_scores(pairs(extra_padding=7)).batch["scores"], scores)
 
 
-def scored_in_ppo(tiny_dir: Path, path: Path) -> torch.Tensor:
+def scored_in_ppo(one_layer_dir: Path, path: Path) -> torch.Tensor:
     """[pairs, 2]: what PPO's reward model says of both sides as samples."""
-    config = tiny_config(tiny_dir)
+    config = tiny_config(one_layer_dir)
     config.reward_model = RewardModelConfig(enable=True, model=ScoringModelConfig(path=str(path)))
     samples = DataProto.from_dict(rows_of_pairs(dict(pairs().batch.items())))
     scored = started(RewardModelWorker, config).compute_rm_score(samples)
@@ -155,20 +150,22 @@ def scored_in_ppo(tiny_dir: Path, path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("score_at", ["last_token", "legacy_mean"])
 def test_ppo_scores_by_the_exported_folder_as_training_does(
-    score_at: str, tiny_dir: Path, tmp_path: Path
+    score_at: str, one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    worker = worker_of(tiny_dir / "model", settings={"score_at": score_at})
+    worker = worker_of(one_layer_dir / "model", settings={"score_at": score_at})
     worker.update_model(pairs())
     scores = worker.compute_scores(pairs()).batch["scores"]
     folder = exported(worker, tmp_path / "step")
-    torch.testing.assert_close(scored_in_ppo(tiny_dir, folder), scores, atol=1e-6, rtol=0)
+    torch.testing.assert_close(scored_in_ppo(one_layer_dir, folder), scores, atol=1e-6, rtol=0)
 
     again = worker_of(folder)  # its training goes on, head and place of the score included
     torch.testing.assert_close(again.compute_scores(pairs()).batch["scores"], scores)
 
 
-def test_a_folder_that_reads_scores_elsewhere_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    folder = exported(worker_of(tiny_dir / "model"), tmp_path / "step")
+def test_a_folder_that_reads_scores_elsewhere_is_refused(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
+    folder = exported(worker_of(one_layer_dir / "model"), tmp_path / "step")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = json.dumps(config | {"score_at": "first_token"})
     (folder / "config.json").write_text(text, encoding="utf-8")
@@ -176,11 +173,13 @@ def test_a_folder_that_reads_scores_elsewhere_is_refused(tiny_dir: Path, tmp_pat
         worker_of(folder)
 
 
-def test_a_critic_starts_from_the_exported_body_and_head(tiny_dir: Path, tmp_path: Path) -> None:
-    worker = worker_of(tiny_dir / "model")
+def test_a_critic_starts_from_the_exported_body_and_head(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
+    worker = worker_of(one_layer_dir / "model")
     for _ in range(2):
         worker.update_model(pairs())
-    config = tiny_config(tiny_dir)
+    config = tiny_config(one_layer_dir)
     config.critic.model.path = str(exported(worker, tmp_path / "step"))
     critic = started(CriticWorker, config, 1)
     own, expected = (dict(each.engine.named_full_tensors()) for each in (critic, worker))
@@ -190,9 +189,9 @@ def test_a_critic_starts_from_the_exported_body_and_head(tiny_dir: Path, tmp_pat
 
 
 def test_a_model_with_adapters_learns_and_is_exported_merged(
-    tiny_dir: Path, tmp_path: Path
+    one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    worker = worker_of(tiny_dir / "model", {"lora_rank": 4})
+    worker = worker_of(one_layer_dir / "model", {"lora_rank": 4})
     before = dict(worker.engine.named_full_tensors())
     losses = [worker.update_model(pairs())["train/loss"] for _ in range(6)]
     assert losses[-1] < losses[0] - 0.05
@@ -203,18 +202,18 @@ def test_a_model_with_adapters_learns_and_is_exported_merged(
     assert any(not torch.equal(before[name], merged[name]) for name in before if "q_proj" in name)
     scores = worker.compute_scores(pairs()).batch["scores"]
     folder = exported(worker, tmp_path / "step")
-    torch.testing.assert_close(scored_in_ppo(tiny_dir, folder), scores, atol=1e-5, rtol=0)
+    torch.testing.assert_close(scored_in_ppo(one_layer_dir, folder), scores, atol=1e-5, rtol=0)
 
 
-def test_the_adapter_and_the_head_load_by_peft(tiny_dir: Path, tmp_path: Path) -> None:
+def test_the_adapter_and_the_head_load_by_peft(one_layer_dir: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
-    worker = worker_of(tiny_dir / "model", {"lora_rank": 4})
+    worker = worker_of(one_layer_dir / "model", {"lora_rank": 4})
     for _ in range(3):
         worker.update_model(pairs())
     worker.save_checkpoint(str(tmp_path / "step"))
-    base = AutoModelForSequenceClassification.from_pretrained(tiny_dir / "model", num_labels=1)
+    base = AutoModelForSequenceClassification.from_pretrained(one_layer_dir / "model", num_labels=1)
     model = PeftModel.from_pretrained(base, tmp_path / "step" / "lora_adapter").eval()
 
     scores = worker.compute_scores(pairs()).batch["scores"]
@@ -235,16 +234,16 @@ def test_the_adapter_and_the_head_load_by_peft(tiny_dir: Path, tmp_path: Path) -
     ],
 )
 def test_a_damaged_folder_is_refused_with_the_names(
-    change: dict[str, torch.Tensor | None], problem: str, tiny_dir: Path, tmp_path: Path
+    change: dict[str, torch.Tensor | None], problem: str, one_layer_dir: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    folder = exported(worker_of(tiny_dir / "model"), tmp_path / "step")
+    folder = exported(worker_of(one_layer_dir / "model"), tmp_path / "step")
     tensors = load_file(folder / "model.safetensors") | change
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=problem):
-        scored_in_ppo(tiny_dir, folder)
+        scored_in_ppo(one_layer_dir, folder)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "qwen2"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.waiting import wait_until
 from tests.workers.prompts import META, prompt_batch
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like import RayResourcePool, RayWorkerGroup
@@ -64,8 +64,7 @@ def standing_still(group: Any) -> Any:
     """A generation that `pause` holds, from the driver, while the workers are busy with it."""
     group.pause()
     future = group.generate_sequences.remote(prompt_batch(10, meta=META | {"do_sample": False}))
-    while not all(group.is_standing()):
-        time.sleep(0.02)
+    wait_until(lambda: all(group.is_standing()))
     assert not future.done()
     return future
 
@@ -84,11 +83,11 @@ def aborted(group: Any) -> DataProto:
 
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_reported_by_uid(
-    tiny_dir: Path, backend: str, request: pytest.FixtureRequest
+    one_layer_dir: Path, backend: str, request: pytest.FixtureRequest
 ) -> None:
     if backend == "ray":
         request.getfixturevalue("ray_session")
-    config, samples = tiny_config(tiny_dir), []
+    config, samples = tiny_config(one_layer_dir), []
     for kind, count in (("local", 1), (backend, 2)):
         with engines(config, kind, count) as group:
             group.abort()  # nothing is being generated before there is an engine
@@ -117,9 +116,9 @@ def test_two_engines_sample_as_one_does_and_the_samples_of_a_killed_one_are_repo
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_beside_a_float32_actor_that_computes_in_bfloat16_the_rollout_keeps_a_bfloat16_copy(
-    tiny_dir: Path, engine: str
+    one_layer_dir: Path, engine: str
 ) -> None:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=8)
     config.actor_rollout_ref.model.compute_dtype = "bfloat16"
     config.actor_rollout_ref.rollout.name = engine
     actor, rollout = ActorWorker(config), RolloutWorker(config)
@@ -142,9 +141,9 @@ def test_beside_a_float32_actor_that_computes_in_bfloat16_the_rollout_keeps_a_bf
 
 
 def test_a_rollout_of_the_weights_own_type_shares_the_module_however_passes_compute(
-    tiny_dir: Path,
+    one_layer_dir: Path,
 ) -> None:
-    config = tiny_config(tiny_dir)
+    config = tiny_config(one_layer_dir)
     config.actor_rollout_ref.model.compute_dtype = "bfloat16"
     config.actor_rollout_ref.rollout.dtype = "float32"
     actor, rollout = ActorWorker(config), RolloutWorker(config)
@@ -162,17 +161,19 @@ def test_a_rollout_of_the_weights_own_type_shares_the_module_however_passes_comp
     ],
 )
 def test_an_argument_that_the_engine_gives_to_vllm_itself_is_refused(
-    tiny_dir: Path, name: str, words: str
+    one_layer_dir: Path, name: str, words: str
 ) -> None:
-    config = tiny_config(tiny_dir)
+    config = tiny_config(one_layer_dir)
     config.actor_rollout_ref.rollout.name = "vllm"
     config.actor_rollout_ref.rollout.engine_kwargs = {"quantization": "fp8", name: "auto"}
     with pytest.raises(ConfigError, match=words):
         RolloutWorker(config)
 
 
-def test_vllm_gets_the_type_of_the_rollout(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config(tiny_dir)
+def test_vllm_gets_the_type_of_the_rollout(
+    one_layer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(one_layer_dir)
     config.actor_rollout_ref.rollout.name = "vllm"
     config.actor_rollout_ref.rollout.dtype = "bfloat16"
     monkeypatch.setattr(
@@ -181,8 +182,8 @@ def test_vllm_gets_the_type_of_the_rollout(tiny_dir: Path, monkeypatch: pytest.M
     assert started(RolloutWorker, config).engine.dtype == "bfloat16"
 
 
-def test_a_bfloat16_actor_sends_bfloat16_and_the_gap_is_its_rounding(tiny_dir: Path) -> None:
-    config = tiny_config(tiny_dir)
+def test_a_bfloat16_actor_sends_bfloat16_and_the_gap_is_its_rounding(one_layer_dir: Path) -> None:
+    config = tiny_config(one_layer_dir)
     config.actor_rollout_ref.model.dtype = "bfloat16"
     actor, rollout = started(ActorWorker, config, 1), started(RolloutWorker, config)
     tensors = list(actor.engine.named_full_tensors())

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.waiting import wait_until
 from tests.workers.prompts import META, prompt_batch
-from tests.workers.rollout_engines import wait_until
 from tests.workers.samples import RESPONSE, make_batch, started, tiny_config
 from verl_like import RayResourcePool, RayWorkerGroup
 from verl_like.backends.local.group import LocalWorkerGroup
@@ -52,7 +52,7 @@ class Stepping(RolloutWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def refuse_on_rank(self, rank: int) -> None:
-        def refuse(tensors: Any, hashes: Any = None) -> None:
+        def refuse(tensors: Any, seen: Any = None) -> None:
             raise WeightSyncError("this rank takes none")
 
         if self.rank == rank:
@@ -62,9 +62,9 @@ class Stepping(RolloutWorker):
 @pytest.fixture(
     params=["local", "local, a second buffer", pytest.param("ray", marks=pytest.mark.ray)]
 )
-def group(tiny_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def group(one_layer_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Two ranks, which have no weights yet."""
-    config = tiny_config(tiny_dir)
+    config = tiny_config(one_layer_dir)
     config.actor_rollout_ref.rollout.double_buffer = "buffer" in request.param
     recipe = ClassWithInitArgs(Stepping, config)
     if request.param != "ray":
@@ -83,9 +83,9 @@ def group(tiny_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def test_ranks_with_and_without_work_take_weights_at_once_or_all_end_with_an_error(
-    tiny_dir: Path, group: Any
+    one_layer_dir: Path, group: Any
 ) -> None:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=8)
     actor = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(ActorWorker, config))
     actor.init_model(10)
     publish_weights(actor, 0)
@@ -121,8 +121,8 @@ def test_ranks_with_and_without_work_take_weights_at_once_or_all_end_with_an_err
 
 
 @pytest.fixture(scope="module")
-def worker(tiny_dir: Path) -> RolloutWorker:
-    worker: RolloutWorker = started(RolloutWorker, tiny_config(tiny_dir))
+def worker(one_layer_dir: Path) -> RolloutWorker:
+    worker: RolloutWorker = started(RolloutWorker, tiny_config(one_layer_dir))
     worker.engine.commit(3)
     return worker
 

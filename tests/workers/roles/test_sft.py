@@ -19,17 +19,17 @@ ROWS = 7
 NONE: Mapping[str, Any] = {}
 
 
-def worker_of(tiny_dir: Path, model: Mapping[str, Any], **data: Any) -> SFTWorker:
+def worker_of(one_layer_dir: Path, model: Mapping[str, Any], **data: Any) -> SFTWorker:
     config = RowWorkerConfig(
-        model=TrainedModelConfig(path=str(tiny_dir / "model"), **model),
+        model=TrainedModelConfig(path=str(one_layer_dir / "model"), **model),
         optim=OptimConfig(lr=1e-3),
         data=RowDataConfig(**data),
     )
     return started(SFTWorker, config, 10)
 
 
-def trained(tiny_dir: Path, model: Mapping[str, Any] = NONE, **data: Any) -> dict[str, Any]:
-    worker = worker_of(tiny_dir, model, **data)
+def trained(one_layer_dir: Path, model: Mapping[str, Any] = NONE, **data: Any) -> dict[str, Any]:
+    worker = worker_of(one_layer_dir, model, **data)
     rows = own_piece(text_rows(ROWS), worker.rank, worker.world_size)
     metrics = [learned(worker.update_model(rows)) for _ in range(2)]
     log_probs = worker.compute_log_prob(rows).batch["log_probs"][: rows.num_real_rows]
@@ -37,24 +37,27 @@ def trained(tiny_dir: Path, model: Mapping[str, Any] = NONE, **data: Any) -> dic
 
 
 def test_ranks_cut_padding_and_gradient_checkpointing_do_not_change_an_update(
-    tiny_dir: Path,
+    one_layer_dir: Path,
 ) -> None:
-    alone = trained(tiny_dir)
+    alone = trained(one_layer_dir)
     one_by_one = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
-    ranks = run_kept(2, trained, tiny_dir)
+    ranks = run_kept(2, trained, one_layer_dir)
     joined = torch.cat([rank["log_probs"] for rank in ranks])
     for other, log_probs in (
         (ranks[0], joined),
-        (cut := trained(tiny_dir, **one_by_one), cut["log_probs"]),
-        (padded := trained(tiny_dir, {"use_remove_padding": False}), padded["log_probs"]),
-        (less := trained(tiny_dir, {"enable_gradient_checkpointing": True}), less["log_probs"]),
+        (cut := trained(one_layer_dir, **one_by_one), cut["log_probs"]),
+        (padded := trained(one_layer_dir, {"use_remove_padding": False}), padded["log_probs"]),
+        (
+            less := trained(one_layer_dir, {"enable_gradient_checkpointing": True}),
+            less["log_probs"],
+        ),
     ):
         for own, expected in zip(other["metrics"], alone["metrics"], strict=True):
             assert own == pytest.approx(expected, rel=1e-4, abs=1e-6)
         torch.testing.assert_close(log_probs, alone["log_probs"], atol=1e-3, rtol=0)
 
 
-def test_an_update_makes_the_rows_more_likely(tiny_dir: Path) -> None:
-    first, second = trained(tiny_dir)["metrics"]
+def test_an_update_makes_the_rows_more_likely(one_layer_dir: Path) -> None:
+    first, second = trained(one_layer_dir)["metrics"]
     assert 3 < first["train/loss"] < 5
     assert second["train/loss"] < first["train/loss"]

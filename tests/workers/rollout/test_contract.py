@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.waiting import wait_until
 from tests.workers.rollout_engines import (
     PROMPT,
     RESPONSE,
@@ -28,13 +29,12 @@ from tests.workers.rollout_engines import (
     make_prompts,
     requests_of,
     settings,
-    wait_until,
 )
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.base import Output, Request, RolloutEngine
 from workers.rollout.sampling import filtered_probs
 
-PROMPTS = make_prompts()
+PROMPTS = make_prompts(num_ragged=3)
 
 
 @pytest.fixture(scope="module")
@@ -267,9 +267,7 @@ def test_weights_within_a_generation_are_refused_unless_it_is_paused(
         engine.generate(requests_of(PROMPTS), settings())
 
 
-def test_five_versions_are_taken_over_and_stamped(
-    engine: RolloutEngine, model: Any, folder: Path
-) -> None:
+def test_five_versions_are_taken_over_and_stamped(engine: RolloutEngine, folder: Path) -> None:
     ids = set()
     for version in range(5):
         changed = make_model(folder / str(version), seed=version)
@@ -351,7 +349,7 @@ def test_settings_that_cannot_work_are_refused(
 
 
 def test_broken_logits_are_an_error_that_names_a_sample(
-    engine: RolloutEngine, model: Any, folder: Path
+    engine: RolloutEngine, folder: Path
 ) -> None:
     broken = make_model(folder / "broken")
     broken.lm_head.weight.data.fill_(float("nan"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.waiting import wait_until
 from tests.workers.rollout_engines import (
     RESPONSE,
     STOP,
@@ -25,7 +26,6 @@ from tests.workers.rollout_engines import (
     make_prompts,
     requests_of,
     settings,
-    wait_until,
 )
 from verl_like.errors import RolloutError, WeightSyncError
 from workers.rollout.base import EngineLimits, Output, Request, RolloutEngine

@@ -22,9 +22,9 @@ from workers.rollout.sampling_settings import check_sampling, sampling_params
 GREEDY = META | {"do_sample": False}
 
 
-def folder_with(tiny_dir: Path, tmp_path: Path, eos: Any) -> Path:
+def folder_with(one_layer_dir: Path, tmp_path: Path, eos: Any) -> Path:
     """A copy of the tiny model whose `generation_config.json` names these ids, None for no file."""
-    shutil.copytree(tiny_dir / "model", tmp_path / "model")
+    shutil.copytree(one_layer_dir / "model", tmp_path / "model")
     file = tmp_path / "model" / "generation_config.json"
     if eos is None:
         file.unlink(missing_ok=True)
@@ -58,20 +58,22 @@ def cut_after(rows: list[list[int]], stop: int) -> list[list[int]]:
 @pytest.mark.parametrize("engine", ["native", "hf"])
 @pytest.mark.parametrize("source", ["generation_config", "sampling_kwargs"])
 def test_a_response_ends_at_every_stop_id_in_every_engine(
-    tiny_dir: Path, tmp_path: Path, engine: str, source: str
+    one_layer_dir: Path, tmp_path: Path, engine: str, source: str
 ) -> None:
-    plain = responses(worker_of(folder_with(tiny_dir, tmp_path / "plain", None), engine))
+    plain = responses(worker_of(folder_with(one_layer_dir, tmp_path / "plain", None), engine))
     stop = next(row[1] for row in plain if len(row) > 2 and row[0] != row[1])
     own: Any = {}
     if source == "sampling_kwargs":
         own = {"sampling_kwargs": {"stop_token_ids": [stop]}}
-    folder = folder_with(tiny_dir, tmp_path, None if own else [2, stop])
+    folder = folder_with(one_layer_dir, tmp_path, None if own else [2, stop])
     found = responses(worker_of(folder, engine, **own))
     assert found == cut_after(plain, stop) != plain
 
 
-def test_the_ids_are_a_union_and_both_spellings_are_read(tiny_dir: Path, tmp_path: Path) -> None:
-    folder = folder_with(tiny_dir, tmp_path, 7)
+def test_the_ids_are_a_union_and_both_spellings_are_read(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
+    folder = folder_with(one_layer_dir, tmp_path, 7)
     assert generation_eos(str(folder / "model")) == (7,)
     worker = worker_of(folder, sampling_kwargs={"stop_token_ids": [9, 7]})
     assert worker.sampling_of(prompt_batch(2)).stop_token_ids == (2, 7, 9)
@@ -79,8 +81,8 @@ def test_the_ids_are_a_union_and_both_spellings_are_read(tiny_dir: Path, tmp_pat
     assert worker.sampling_of(only_model).stop_token_ids == (7, 9)
 
 
-def test_a_model_without_any_eos_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    worker = worker_of(folder_with(tiny_dir, tmp_path, None))
+def test_a_model_without_any_eos_is_refused(one_layer_dir: Path, tmp_path: Path) -> None:
+    worker = worker_of(folder_with(one_layer_dir, tmp_path, None))
     with pytest.raises(RolloutError, match=r"no eos_token_id and the model's generation_config"):
         worker.generate_sequences(prompt_batch(4, meta={"pad_token_id": 0}))
 
@@ -99,10 +101,12 @@ def test_a_temperature_of_0_is_refused_where_something_is_drawn_by_it() -> None:
         check_sampling(RolloutConfig(val_kwargs=draws), 8)
 
 
-def test_validation_reads_val_kwargs_alone_but_ends_where_training_does(tiny_dir: Path) -> None:
+def test_validation_reads_val_kwargs_alone_but_ends_where_training_does(
+    one_layer_dir: Path,
+) -> None:
     training = {"min_p": 0.3, "min_tokens": 2, "logit_bias": {4: 3.0}, "truncated_log_probs": True}
     worker = worker_of(
-        tiny_dir,
+        one_layer_dir,
         temperature=0.5,
         top_k=3,
         top_p=0.5,
@@ -113,3 +117,28 @@ def test_validation_reads_val_kwargs_alone_but_ends_where_training_does(tiny_dir
     validates = worker.sampling_of(prompt_batch(2, meta=META | {"validate": True}))
     assert (trains.temperature, trains.top_k, trains.min_tokens) == (0.5, 3, 2)
     assert validates == sampling_params({"stop_token_ids": [9]}, 5, trains.stop_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"min_p": "x"}, "sampling_kwargs.min_p=x .* a number from 0 to 1"),
+        ({"min_p": True}, "min_p=True"),
+        ({"min_tokens": 1.5}, "min_tokens=1.5 .* a whole number"),
+        ({"truncated_log_probs": "maybe"}, "truncated_log_probs=maybe .* true or false"),
+        ({"stop_strings": 3}, "stop_strings=3 .* a text or a list of texts"),
+        ({"stop_strings": [1]}, r"stop_strings=\[1\]"),
+        ({"stop_token_ids": "5"}, r"stop_token_ids=\['5'\]"),
+        ({"logit_bias": 3}, "logit_bias=3 .* a number for each"),
+        ({"logit_bias": {"a": 1}}, "logit_bias={'a': 1}"),
+        ({"logit_bias": {5: "x"}}, "logit_bias={5: 'x'}"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_sampling(RolloutConfig(sampling_kwargs=settings), 8)
+
+
+def test_one_text_that_ends_a_response_is_one() -> None:
+    assert sampling_params({"stop_strings": "abc"}, 8, (0,)).stop_strings == ("abc",)
+    assert sampling_params({"stop_strings": ["abc", "d"]}, 8, (0,)).stop_strings == ("abc", "d")

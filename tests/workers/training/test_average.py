@@ -8,25 +8,23 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from tests.workers.samples import make_batch, own_piece, started, tiny_config, weights_of
 from workers.roles.actor import ActorWorker
 
 DECAY = 0.75
 Weights = dict[str, torch.Tensor]
 
 
-def actor_of(tiny_dir: Path | str, decay: float | None = DECAY, lora_rank: int = 0) -> ActorWorker:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=4, ema_decay=decay)
+def actor_of(
+    one_layer_dir: Path | str, decay: float | None = DECAY, lora_rank: int = 0
+) -> ActorWorker:
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=4, ema_decay=decay)
     config.actor_rollout_ref.model.lora_rank = lora_rank
     return started(ActorWorker, config, 10)
 
 
 def update(actor: ActorWorker, seed: int) -> None:
     actor.update_actor(own_piece(make_batch(4, seed), actor.rank, actor.world_size))
-
-
-def weights_of(actor: ActorWorker) -> Weights:
-    return {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()}
 
 
 def averaged(actor: ActorWorker) -> Weights:
@@ -36,9 +34,9 @@ def averaged(actor: ActorWorker) -> Weights:
     return found
 
 
-def after_two_updates(tiny_dir: str) -> tuple[list[Weights], Weights]:
+def after_two_updates(one_layer_dir: str) -> tuple[list[Weights], Weights]:
     """The weights before and after each, and the average; the weights come back as they were."""
-    actor = actor_of(tiny_dir)
+    actor = actor_of(one_layer_dir)
     policies = [weights_of(actor)]
     for seed in range(2):
         update(actor, seed)
@@ -56,20 +54,20 @@ def assert_average(policies: list[Weights], average: Weights) -> None:
         torch.testing.assert_close(average[name].double(), expected, rtol=0, atol=1e-7)
 
 
-def test_the_average_is_its_definition_and_the_weights_come_back(tiny_dir: Path) -> None:
-    assert_average(*after_two_updates(str(tiny_dir)))
+def test_the_average_is_its_definition_and_the_weights_come_back(one_layer_dir: Path) -> None:
+    assert_average(*after_two_updates(str(one_layer_dir)))
 
 
-def test_shards_average_as_the_whole(tiny_dir: Path) -> None:
-    for policies, average in run_kept(2, after_two_updates, str(tiny_dir)):
+def test_shards_average_as_the_whole(one_layer_dir: Path) -> None:
+    for policies, average in run_kept(2, after_two_updates, str(one_layer_dir)):
         assert_average(policies, average)
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_resumed_actor_goes_on_with_its_average_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path, lora_rank: int
+    one_layer_dir: Path, tmp_path: Path, lora_rank: int
 ) -> None:
-    first, second = (actor_of(tiny_dir, lora_rank=lora_rank) for _ in range(2))
+    first, second = (actor_of(one_layer_dir, lora_rank=lora_rank) for _ in range(2))
     update(first, 0)
     first.save_checkpoint(str(tmp_path / "actor"))
     second.load_checkpoint(str(tmp_path / "actor"))
@@ -81,10 +79,10 @@ def test_a_resumed_actor_goes_on_with_its_average_bit_for_bit(
     assert all(tensor.equal(expected[name]) for name, tensor in averaged(second).items())
 
 
-def test_training_is_the_same_with_it_and_without(tiny_dir: Path) -> None:
+def test_training_is_the_same_with_it_and_without(one_layer_dir: Path) -> None:
     sums = []
     for decay in (DECAY, None):
-        actor = actor_of(tiny_dir, decay)
+        actor = actor_of(one_layer_dir, decay)
         for seed in range(2):
             update(actor, seed)
             if decay is not None:
@@ -94,9 +92,9 @@ def test_training_is_the_same_with_it_and_without(tiny_dir: Path) -> None:
 
 
 def test_from_a_checkpoint_without_one_it_starts_at_the_weights_and_says_so(
-    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    one_layer_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    without, actor = actor_of(tiny_dir, None), actor_of(tiny_dir)
+    without, actor = actor_of(one_layer_dir, None), actor_of(one_layer_dir)
     update(without, 0)
     without.save_checkpoint(str(tmp_path / "actor"))
     actor.load_checkpoint(str(tmp_path / "actor"))
@@ -105,8 +103,8 @@ def test_from_a_checkpoint_without_one_it_starts_at_the_weights_and_says_so(
     assert all(tensor.equal(expected[name]) for name, tensor in averaged(actor).items())
 
 
-def test_a_checkpoint_with_one_goes_on_without_it(tiny_dir: Path, tmp_path: Path) -> None:
-    first, without = actor_of(tiny_dir), actor_of(tiny_dir, None)
+def test_a_checkpoint_with_one_goes_on_without_it(one_layer_dir: Path, tmp_path: Path) -> None:
+    first, without = actor_of(one_layer_dir), actor_of(one_layer_dir, None)
     update(first, 0)
     first.save_checkpoint(str(tmp_path / "actor"))
     without.load_checkpoint(str(tmp_path / "actor"))

@@ -35,13 +35,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def save_both_ways(tiny_dir: Path, folder: Path) -> list[bool]:
+def save_both_ways(one_layer_dir: Path, folder: Path) -> list[bool]:
     """The same step written at once, and in the background while two updates are made.
 
     A process of its own writes even these small files.
     """
     copy_writer.LEAST_BYTES = 0
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
     config.actor_rollout_ref.model.lora_rank = 4
     config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")
     actor = started(BackgroundActor, config, 10)
@@ -70,9 +70,9 @@ def save_both_ways(tiny_dir: Path, folder: Path) -> list[bool]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_written_later_is_what_was_there_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path, world: int
+    one_layer_dir: Path, tmp_path: Path, world: int
 ) -> None:
-    assert run(world, save_both_ways, tiny_dir, tmp_path) == [[True] * 3] * world
+    assert run(world, save_both_ways, one_layer_dir, tmp_path) == [[True] * 3] * world
     later = contents(tmp_path / "later")
     assert later == contents(tmp_path / "at once")
     assert len([name for name in later if name.startswith("shards/")]) == world
@@ -101,8 +101,8 @@ def test_memory_is_used_again_and_nothing_of_a_longer_file_stays(tmp_path: Path)
     assert addresses[0] == addresses[1] == addresses[2]
 
 
-def test_a_role_with_little_to_write_leaves_nothing(tiny_dir: Path, tmp_path: Path) -> None:
-    actor = started(ActorWorker, tiny_config(tiny_dir), 10)
+def test_a_role_with_little_to_write_leaves_nothing(one_layer_dir: Path, tmp_path: Path) -> None:
+    actor = started(ActorWorker, tiny_config(one_layer_dir), 10)
     assert not actor.start_checkpoint(str(tmp_path / "actor"), 1)
     assert (tmp_path / "actor" / "manifest.json").is_file()
 
@@ -119,8 +119,8 @@ def test_a_host_without_room_for_copies_writes_at_once_and_says_so_once(
     assert "rank 0: 0.06 GiB on each of 2 ranks, 0.25 GiB are free" in said
 
 
-def test_a_failed_write_names_rank_and_file(tiny_dir: Path, tmp_path: Path) -> None:
-    actor = started(BackgroundActor, tiny_config(tiny_dir), 10)
+def test_a_failed_write_names_rank_and_file(one_layer_dir: Path, tmp_path: Path) -> None:
+    actor = started(BackgroundActor, tiny_config(one_layer_dir), 10)
     assert actor.start_checkpoint(str(tmp_path / "actor"), 1)
     shutil.rmtree(tmp_path / "actor")
     with pytest.raises(
@@ -129,8 +129,8 @@ def test_a_failed_write_names_rank_and_file(tiny_dir: Path, tmp_path: Path) -> N
         actor.write_checkpoint()
 
 
-def test_a_dropped_checkpoint_is_written_no_further(tiny_dir: Path, tmp_path: Path) -> None:
-    actor = started(BackgroundActor, tiny_config(tiny_dir), 10)
+def test_a_dropped_checkpoint_is_written_no_further(one_layer_dir: Path, tmp_path: Path) -> None:
+    actor = started(BackgroundActor, tiny_config(one_layer_dir), 10)
     assert actor.start_checkpoint(str(tmp_path / "actor"), 1)
     actor.drop_checkpoint()
     with pytest.raises(CheckpointError, match="shards/0.safetensors was given up"):

@@ -17,7 +17,7 @@ import torch
 
 from tests.workers.distributed import run
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config, weights_of
 from verl_like.errors import CheckpointError
 from workers.config import OptimConfig, WorkersConfig
 from workers.roles.actor import ActorWorker
@@ -29,10 +29,12 @@ EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
 
 
 def config_of(
-    tiny_dir: Path, lora_rank: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra")
+    one_layer_dir: Path,
+    lora_rank: int = 0,
+    contents: Sequence[str] = ("model", "optimizer", "extra"),
 ) -> WorkersConfig:
     optim = OptimConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=1)
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=ROWS // 2, optim=optim)
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=ROWS // 2, optim=optim)
     config.critic.ppo_mini_batch_size = ROWS // 2
     for model, section in (
         (config.actor_rollout_ref.model, config.actor_rollout_ref.actor),
@@ -43,8 +45,8 @@ def config_of(
     return config
 
 
-def actor_of(tiny_dir: Path, **settings: Any) -> ActorWorker:
-    return started(ActorWorker, config_of(tiny_dir, **settings), 10)
+def actor_of(one_layer_dir: Path, **settings: Any) -> ActorWorker:
+    return started(ActorWorker, config_of(one_layer_dir, **settings), 10)
 
 
 def update(worker: Any, seed: int) -> dict[str, float]:
@@ -55,10 +57,10 @@ def update(worker: Any, seed: int) -> dict[str, float]:
 
 
 def save_and_go_on(
-    cls: type, tiny_dir: Path, folder: Path, **settings: Any
+    cls: type, one_layer_dir: Path, folder: Path, **settings: Any
 ) -> tuple[list[dict[str, float]], str]:
     """Two updates, a checkpoint, and what two more updates give."""
-    worker = started(cls, config_of(tiny_dir, **settings), 10)
+    worker = started(cls, config_of(one_layer_dir, **settings), 10)
     torch.manual_seed(worker.rank)
     for seed in range(2):
         update(worker, seed)
@@ -67,10 +69,10 @@ def save_and_go_on(
 
 
 def load_and_go_on(
-    cls: type, tiny_dir: Path, folder: Path, updates_before: int = 0, **settings: Any
+    cls: type, one_layer_dir: Path, folder: Path, updates_before: int = 0, **settings: Any
 ) -> tuple[list[dict[str, float]], str]:
     """The same two updates by a worker built anew, which may have updates to forget."""
-    worker = started(cls, config_of(tiny_dir, **settings), 10)
+    worker = started(cls, config_of(one_layer_dir, **settings), 10)
     for seed in range(updates_before):
         update(worker, seed + 10)
     worker.load_checkpoint(str(folder))
@@ -80,41 +82,41 @@ def load_and_go_on(
 @pytest.mark.parametrize("cls", [ActorWorker, CriticWorker])
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_resumed_worker_goes_on_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path, cls: type, lora_rank: int
+    one_layer_dir: Path, tmp_path: Path, cls: type, lora_rank: int
 ) -> None:
-    expected = save_and_go_on(cls, tiny_dir, tmp_path / "role", lora_rank=lora_rank)
-    assert load_and_go_on(cls, tiny_dir, tmp_path / "role", 1, lora_rank=lora_rank) == expected
+    expected = save_and_go_on(cls, one_layer_dir, tmp_path / "role", lora_rank=lora_rank)
+    assert load_and_go_on(cls, one_layer_dir, tmp_path / "role", 1, lora_rank=lora_rank) == expected
     assert not (tmp_path / "role.part").exists()
 
 
 def test_a_checkpoint_from_before_the_first_update_brings_back_a_fresh_optimizer(
-    tiny_dir: Path, tmp_path: Path
+    one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    actor = actor_of(tiny_dir)
+    actor = actor_of(one_layer_dir)
     actor.save_checkpoint(str(tmp_path / "actor"))
     torch.manual_seed(1)
     expected = [update(actor, seed) for seed in (2, 3)]
-    other = actor_of(tiny_dir)
+    other = actor_of(one_layer_dir)
     update(other, 0)
     other.load_checkpoint(str(tmp_path / "actor"))
     torch.manual_seed(1)
     assert [update(other, seed) for seed in (2, 3)] == expected
 
 
-def test_two_ranks_go_on_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
-    expected = run_kept(2, save_and_go_on, ActorWorker, tiny_dir, tmp_path / "actor")
-    assert run_kept(2, load_and_go_on, ActorWorker, tiny_dir, tmp_path / "actor") == expected
+def test_two_ranks_go_on_bit_for_bit(one_layer_dir: Path, tmp_path: Path) -> None:
+    expected = run_kept(2, save_and_go_on, ActorWorker, one_layer_dir, tmp_path / "actor")
+    assert run_kept(2, load_and_go_on, ActorWorker, one_layer_dir, tmp_path / "actor") == expected
     assert expected[0][0][0]["drawn"] != expected[1][0][0]["drawn"]
 
 
 @pytest.mark.parametrize("worlds", [(1, 2), (4, 2), (2, 1)])
 def test_another_number_of_ranks_goes_on(
-    tiny_dir: Path, tmp_path: Path, worlds: tuple[int, int]
+    one_layer_dir: Path, tmp_path: Path, worlds: tuple[int, int]
 ) -> None:
     def on(world: int, function: Callable[..., Any]) -> Any:
         return (run_kept(world, function, *arguments) if world > 1 else [function(*arguments)])[0]
 
-    arguments = (ActorWorker, tiny_dir, tmp_path / "actor")
+    arguments = (ActorWorker, one_layer_dir, tmp_path / "actor")
     (expected, _), (found, _) = on(worlds[0], save_and_go_on), on(worlds[1], load_and_go_on)
     for ours, theirs in zip(found, expected, strict=True):
         drop = ("drawn", "numpy")
@@ -124,10 +126,10 @@ def test_another_number_of_ranks_goes_on(
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
-def test_a_huggingface_folder_loads_and_scores_alike(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_huggingface_folder_loads_and_scores_alike(one_layer_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    actor = actor_of(tiny_dir, contents=EVERYTHING)
+    actor = actor_of(one_layer_dir, contents=EVERYTHING)
     update(actor, 0)
     actor.save_checkpoint(str(tmp_path / "actor"))
     folder = tmp_path / "actor" / "huggingface"
@@ -137,16 +139,18 @@ def test_a_huggingface_folder_loads_and_scores_alike(tiny_dir: Path, tmp_path: P
     text = [{"role": "user", "content": "say a"}]
     ours, theirs = (
         AutoTokenizer.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(tiny_dir / "model"),
+        AutoTokenizer.from_pretrained(one_layer_dir / "model"),
     )
     assert ours.apply_chat_template(text) == theirs.apply_chat_template(text)
     assert model.generation_config.eos_token_id == theirs.eos_token_id
 
 
-def test_a_critic_is_exported_as_a_classifier_of_one_label(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_critic_is_exported_as_a_classifier_of_one_label(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModel, AutoModelForSequenceClassification
 
-    critic = started(CriticWorker, config_of(tiny_dir, lora_rank=4, contents=EVERYTHING), 10)
+    critic = started(CriticWorker, config_of(one_layer_dir, lora_rank=4, contents=EVERYTHING), 10)
     update(critic, 0)
     critic.save_checkpoint(str(tmp_path / "critic"))
     folder = tmp_path / "critic" / "huggingface"
@@ -161,37 +165,37 @@ def test_a_critic_is_exported_as_a_classifier_of_one_label(tiny_dir: Path, tmp_p
     assert all(full[f"model.{name}"].equal(weight) for name, weight in body.named_parameters())
 
 
-def export_in_shards(tiny_dir: Path, folder: Path) -> dict[str, torch.Tensor]:
-    actor = actor_of(tiny_dir, lora_rank=4)
+def export_in_shards(one_layer_dir: Path, folder: Path) -> dict[str, torch.Tensor]:
+    actor = actor_of(one_layer_dir, lora_rank=4)
     update(actor, 0)
     export_huggingface(actor.engine, folder, writes=actor.rank == 0, shard_bytes=100_000)
-    return {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()}
+    return weights_of(actor)
 
 
 def test_a_large_model_is_exported_in_shards_by_rank_0_with_its_adapter_merged(
-    tiny_dir: Path, tmp_path: Path
+    one_layer_dir: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    full = run_kept(2, export_in_shards, tiny_dir, tmp_path)[0]
+    full = run_kept(2, export_in_shards, one_layer_dir, tmp_path)[0]
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
     assert not list(tmp_path.glob("draft-*"))
     weights = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     assert all(weights[name].equal(tensor) for name, tensor in full.items())
 
 
-def test_an_adapter_is_saved_without_its_base(tiny_dir: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_saved_without_its_base(one_layer_dir: Path, tmp_path: Path) -> None:
     sizes = []
     for rank in (0, 4):
         folder = tmp_path / f"rank {rank}"
-        actor_of(tiny_dir, lora_rank=rank).save_checkpoint(str(folder))
+        actor_of(one_layer_dir, lora_rank=rank).save_checkpoint(str(folder))
         sizes.append(sum(path.stat().st_size for path in (folder / "shards").iterdir()))
     assert sizes[1] < sizes[0] / 3
     assert (tmp_path / "rank 4" / "lora_adapter" / "adapter_model.safetensors").is_file()
 
 
-def saved(tiny_dir: Path, folder: Path, **settings: Any) -> ActorWorker:
-    actor = actor_of(tiny_dir, **settings)
+def saved(one_layer_dir: Path, folder: Path, **settings: Any) -> ActorWorker:
+    actor = actor_of(one_layer_dir, **settings)
     actor.save_checkpoint(str(folder), 1)
     return actor
 
@@ -202,8 +206,8 @@ def refusal(worker: Any, folder: Path) -> str:
     return str(error.value)
 
 
-def test_a_damaged_or_missing_shard_is_named(tiny_dir: Path, tmp_path: Path) -> None:
-    actor = saved(tiny_dir, tmp_path / "actor")
+def test_a_damaged_or_missing_shard_is_named(one_layer_dir: Path, tmp_path: Path) -> None:
+    actor = saved(one_layer_dir, tmp_path / "actor")
     shard = tmp_path / "actor" / "shards" / "0.safetensors"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
@@ -223,46 +227,46 @@ def test_a_damaged_or_missing_shard_is_named(tiny_dir: Path, tmp_path: Path) -> 
     assert actor.weights_checksum() == before
 
 
-def damage_on_two_ranks(tiny_dir: Path, folder: Path) -> str:
-    actor = saved(tiny_dir, folder)
+def damage_on_two_ranks(one_layer_dir: Path, folder: Path) -> str:
+    actor = saved(one_layer_dir, folder)
     if actor.rank == 0:
         (folder / "shards" / "1.safetensors").unlink()
     torch.distributed.barrier()
     return refusal(actor, folder)
 
 
-def test_every_rank_hears_of_the_shard_of_another(tiny_dir: Path, tmp_path: Path) -> None:
-    for message in run_kept(2, damage_on_two_ranks, tiny_dir, tmp_path / "actor"):
+def test_every_rank_hears_of_the_shard_of_another(one_layer_dir: Path, tmp_path: Path) -> None:
+    for message in run_kept(2, damage_on_two_ranks, one_layer_dir, tmp_path / "actor"):
         assert "shards/1.safetensors is missing" in message
 
 
 def test_another_models_checkpoint_is_refused_with_the_tensors_that_do_not_fit(
-    tiny_dir: Path, make_tiny: ModuleType, tmp_path: Path
+    one_layer_dir: Path, make_tiny: ModuleType, tmp_path: Path
 ) -> None:
-    make_tiny.make(tmp_path / "wide", num_train=1, num_val=1, hidden_size=32, num_layers=3)
+    make_tiny.make(tmp_path / "wide", num_train=1, num_val=1, hidden_size=32, num_layers=2)
     saved(tmp_path / "wide", tmp_path / "actor")
-    message = refusal(actor_of(tiny_dir), tmp_path / "actor")
+    message = refusal(actor_of(one_layer_dir), tmp_path / "actor")
     assert "is of another model" in message
-    assert "9 unknown here: model.layers.2.self_attn.q_proj.weight" in message
+    assert "9 unknown here: model.layers.1.self_attn.q_proj.weight" in message
     assert re.search(
         r"of another shape: model.embed_tokens.weight \(there \[\d+, 32\], here \[\d+, 64\]\)",
         message,
     )
-    message = refusal(actor_of(tiny_dir, lora_rank=4), tmp_path / "actor")
+    message = refusal(actor_of(one_layer_dir, lora_rank=4), tmp_path / "actor")
     assert "missing in it: model.layers.0.self_attn.q_proj.lora_A.default.weight" in message
 
 
 def test_a_checkpoint_without_weights_is_no_place_to_go_on_from(
-    tiny_dir: Path, tmp_path: Path
+    one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    actor = saved(tiny_dir, tmp_path / "actor", contents=["hf_model"])
+    actor = saved(one_layer_dir, tmp_path / "actor", contents=["hf_model"])
     message = refusal(actor, tmp_path / "actor")
     assert "holds no weights to go on from: checkpoint.save_contents lacked 'model'" in message
 
 
-def fill_the_disk(tiny_dir: Path, folder: Path) -> tuple[str, str]:
+def fill_the_disk(one_layer_dir: Path, folder: Path) -> tuple[str, str]:
     """A checkpoint, then another update that a file of rank 1 (the last rank) has no room for."""
-    actor = saved(tiny_dir, folder)
+    actor = saved(one_layer_dir, folder)
     update(actor, 0)
     if actor.rank == actor.world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
@@ -278,10 +282,10 @@ def fill_the_disk(tiny_dir: Path, folder: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_disk_that_is_full_leaves_the_earlier_checkpoint(
-    tiny_dir: Path, tmp_path: Path, world: int
+    one_layer_dir: Path, tmp_path: Path, world: int
 ) -> None:
-    initial = actor_of(tiny_dir).weights_checksum()
-    for message, checksum in run(world, fill_the_disk, tiny_dir, tmp_path / "actor"):
+    initial = actor_of(one_layer_dir).weights_checksum()
+    for message, checksum in run(world, fill_the_disk, one_layer_dir, tmp_path / "actor"):
         assert "was not written (an earlier one is untouched)" in message
         assert f"rank {world - 1}: " in message
         assert checksum == initial

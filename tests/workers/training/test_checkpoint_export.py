@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,14 +23,14 @@ CONTENTS = ["model", "optimizer", "hf_model"]
 
 def save(
     cls: type,
-    tiny_dir: Path,
+    one_layer_dir: Path,
     folder: Path,
     lora_rank: int = 0,
     ema_decay: float | None = None,
     contents: Sequence[str] = CONTENTS,
 ) -> dict[str, torch.Tensor]:
     """A checkpoint after one update; the moving average that it holds."""
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=2, optim=OptimConfig(lr=1e-2))
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=2, optim=OptimConfig(lr=1e-2))
     config.critic.ppo_mini_batch_size = 2
     config.critic.optim.lr = 1e-2
     config.actor_rollout_ref.model.lora_rank = config.critic.model.lora_rank = lora_rank
@@ -44,9 +46,9 @@ def save(
 
 
 def exported(
-    tiny_dir: Path, checkpoint: Path, out: Path, lora_rank: int = 0, **form: bool
+    one_layer_dir: Path, checkpoint: Path, out: Path, lora_rank: int = 0, **form: bool
 ) -> dict[str, torch.Tensor]:
-    model = ModelConfig(path=str(tiny_dir / "model"), lora_rank=lora_rank)
+    model = ModelConfig(path=str(one_layer_dir / "model"), lora_rank=lora_rank)
     export_checkpoint(checkpoint, model, out, settings={}, **form)
     return tensors_of(out)
 
@@ -69,11 +71,11 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("cls", [ActorWorker, CriticWorker])
 def test_the_folder_is_the_one_that_the_run_exports(
-    tiny_dir: Path, tmp_path: Path, cls: type, lora_rank: int
+    one_layer_dir: Path, tmp_path: Path, cls: type, lora_rank: int
 ) -> None:
-    save(cls, tiny_dir, tmp_path / "role", lora_rank)
+    save(cls, one_layer_dir, tmp_path / "role", lora_rank)
     out = tmp_path / "out"
-    found = exported(tiny_dir, tmp_path / "role", out, lora_rank)
+    found = exported(one_layer_dir, tmp_path / "role", out, lora_rank)
     by_run = tmp_path / "role" / "huggingface"
     assert_equal(found, tensors_of(by_run))
     assert {path.name for path in out.iterdir()} == {path.name for path in by_run.iterdir()}
@@ -81,42 +83,58 @@ def test_the_folder_is_the_one_that_the_run_exports(
 
 
 def test_the_checkpoint_of_two_ranks_is_exported_by_one_process(
-    tiny_dir: Path, tmp_path: Path
+    one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    run_kept(2, save, ActorWorker, tiny_dir, tmp_path / "actor")
-    found = exported(tiny_dir, tmp_path / "actor", tmp_path / "out")
+    run_kept(2, save, ActorWorker, one_layer_dir, tmp_path / "actor")
+    found = exported(one_layer_dir, tmp_path / "actor", tmp_path / "out")
     assert_equal(found, tensors_of(tmp_path / "actor" / "huggingface"))
-    base = tensors_of(tiny_dir / "model")
+    base = tensors_of(one_layer_dir / "model")
     assert not all(tensor.equal(base[name]) for name, tensor in found.items())
 
 
-def test_an_adapter_is_exported_as_the_checkpoint_keeps_it(tiny_dir: Path, tmp_path: Path) -> None:
-    save(ActorWorker, tiny_dir, tmp_path / "actor", lora_rank=4)
-    found = exported(tiny_dir, tmp_path / "actor", tmp_path / "out", 4, as_adapter=True)
+def test_an_adapter_is_exported_as_the_checkpoint_keeps_it(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
+    save(ActorWorker, one_layer_dir, tmp_path / "actor", lora_rank=4)
+    found = exported(one_layer_dir, tmp_path / "actor", tmp_path / "out", 4, as_adapter=True)
     assert_equal(found, tensors_of(tmp_path / "actor" / "lora_adapter"))
     assert (tmp_path / "out" / "adapter_config.json").is_file()
 
 
-def test_the_average_takes_the_place_of_the_weights(tiny_dir: Path, tmp_path: Path) -> None:
-    average = save(ActorWorker, tiny_dir, tmp_path / "actor", ema_decay=0.5)
-    found = exported(tiny_dir, tmp_path / "actor", tmp_path / "out", of_average=True)
+def test_the_average_takes_the_place_of_the_weights(one_layer_dir: Path, tmp_path: Path) -> None:
+    average = save(ActorWorker, one_layer_dir, tmp_path / "actor", ema_decay=0.5)
+    found = exported(one_layer_dir, tmp_path / "actor", tmp_path / "out", of_average=True)
     assert_equal(found, average)
     weights = tensors_of(tmp_path / "actor" / "huggingface")
     assert not all(tensor.equal(weights[name]) for name, tensor in found.items())
 
 
-def test_what_a_checkpoint_does_not_hold_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+def test_what_a_checkpoint_does_not_hold_is_refused(one_layer_dir: Path, tmp_path: Path) -> None:
     actor, out = tmp_path / "actor", tmp_path / "out"
-    save(ActorWorker, tiny_dir, actor, contents=["model"])
+    save(ActorWorker, one_layer_dir, actor, contents=["model"])
     with pytest.raises(CheckpointError, match="has no adapter: it was trained with lora_rank=0"):
-        exported(tiny_dir, actor, out, as_adapter=True)
+        exported(one_layer_dir, actor, out, as_adapter=True)
     with pytest.raises(CheckpointError, match="holds no moving average.*Leave out --average"):
-        exported(tiny_dir, actor, out, of_average=True)
+        exported(one_layer_dir, actor, out, of_average=True)
     with pytest.raises(CheckpointError, match="of another model.*with --model"):
-        exported(tiny_dir, actor, out, lora_rank=4)
+        exported(one_layer_dir, actor, out, lora_rank=4)
 
     (shard,) = (actor / "shards").glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=f"is damaged: shards/{shard.name} has"):
-        exported(tiny_dir, actor, out)
+        exported(one_layer_dir, actor, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["actor"]
+
+
+def test_a_copy_that_need_not_last_does_not_wait_for_the_disk(
+    one_layer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(ActorWorker, one_layer_dir, tmp_path / "role")
+
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    assert exported(one_layer_dir, tmp_path / "role", tmp_path / "scratch", to_disk=False)
+    with pytest.raises(OSError, match="the disk is broken"):
+        exported(one_layer_dir, tmp_path / "role", tmp_path / "kept")

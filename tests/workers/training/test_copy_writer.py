@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.waiting import wait_until
 from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint
+from verl_like.process.machine import children
 from workers.training import copy_writer, write_copy
 from workers.training.copy_writer import LOWEST_PRIORITY, CopyWriter
 from workers.training.host_buffer import HostBuffer
@@ -63,33 +63,25 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.002)
-
-
 def halted(writer: CopyWriter, buffer: HostBuffer, path: Path) -> Future[dict[str, int]]:
     """A write whose process has written one block."""
     pool = ThreadPoolExecutor(1)
     writing = pool.submit(writer.write, path, buffer, NUM_BYTES)
     pool.shutdown(wait=False)
-    until(path.with_name(f"{path.name}.told").exists)
+    wait_until(path.with_name(f"{path.name}.told").exists)
     return writing
 
 
-def children() -> set[int]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for task in tasks for pid in task.read_text().split()}
+def own_children() -> set[int]:
+    return set(children(os.getpid()))
 
 
 def test_a_process_writes_the_file_and_is_gone(buffer: HostBuffer, tmp_path: Path) -> None:
-    before = children()
+    before = own_children()
     found = CopyWriter().write(tmp_path / "file", buffer, NUM_BYTES)
     assert (tmp_path / "file").read_bytes() == buffer.view(NUM_BYTES)
     assert found == fingerprint(tmp_path / "file")
-    assert children() == before
+    assert own_children() == before
 
 
 def test_a_small_file_is_written_without_one(
@@ -105,21 +97,21 @@ def test_a_small_file_is_written_without_one(
 def test_when_somebody_waits_the_rest_is_written_at_once(
     buffer: HostBuffer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer, before = CopyWriter(), children()
+    writer, before = CopyWriter(), own_children()
     writing = halted(writer, buffer, tmp_path / "file")
     writer.hurry()
     assert writing.result(LIMIT_S) == fingerprint(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == buffer.view(NUM_BYTES)
-    assert (children(), caplog.messages) == (before, [])
+    assert (own_children(), caplog.messages) == (before, [])
 
 
 @pytest.mark.usefixtures("program")
 def test_what_a_killed_process_leaves_is_written_and_said(
     buffer: HostBuffer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = children()
+    before = own_children()
     writing = halted(CopyWriter(), buffer, tmp_path / "file")
-    (pid,) = children() - before
+    (pid,) = own_children() - before
     os.kill(pid, signal.SIGKILL)
     assert writing.result(LIMIT_S) == fingerprint(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == buffer.view(NUM_BYTES)
@@ -140,26 +132,26 @@ def test_the_rest_of_a_process_that_gets_no_time_is_written_at_once(
     monkeypatch.setattr(
         copy_writer, "_wants_a_core", lambda pid: is_over.is_set() and wants_a_core(pid)
     )
-    before = children()
+    before = own_children()
     writing = halted(CopyWriter(), buffer, tmp_path / "file")
-    (pid,) = children() - before
-    until(lambda: not wants_a_core(pid))  # it sleeps, as one that waits for the disk
+    (pid,) = own_children() - before
+    wait_until(lambda: not wants_a_core(pid))  # it sleeps, as one that waits for the disk
     is_over.set()
     os.kill(pid, signal.SIGSTOP)
     assert writing.result(LIMIT_S) == fingerprint(tmp_path / "file")
     assert re.search(r"got no time from busy cores after \d+ of 100001 bytes", caplog.text)
-    assert children() == before
+    assert own_children() == before
 
 
 @pytest.mark.usefixtures("program")
 def test_a_dropped_file_is_written_no_further(buffer: HostBuffer, tmp_path: Path) -> None:
-    writer, before = CopyWriter(), children()
+    writer, before = CopyWriter(), own_children()
     writing = halted(writer, buffer, tmp_path / "file")
     writer.drop()
     with pytest.raises(CheckpointError, match="file was given up"):
         writing.result(LIMIT_S)
     assert (tmp_path / "file").stat().st_size == 4096
-    assert children() == before
+    assert own_children() == before
 
 
 def test_where_no_process_can_be_had_this_one_writes_and_says_so(
@@ -200,9 +192,9 @@ def test_the_process_ends_with_the_worker_that_it_writes_for(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("program")
 def test_the_process_computes_behind_all_others(buffer: HostBuffer, tmp_path: Path) -> None:
-    writer, before = CopyWriter(), children()
+    writer, before = CopyWriter(), own_children()
     writing = halted(writer, buffer, tmp_path / "file")
-    (pid,) = children() - before
+    (pid,) = own_children() - before
     assert os.sched_getscheduler(pid) == os.SCHED_IDLE
     assert os.getpriority(os.PRIO_PROCESS, pid) == LOWEST_PRIORITY
     writer.hurry()

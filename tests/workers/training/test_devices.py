@@ -53,8 +53,8 @@ def run_passes(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def actor(tiny_dir: Path) -> ActorWorker:
-    config = tiny_config(tiny_dir, entropy_coeff=0.01, use_kl_loss=True, target_entropy=0.5)
+def actor(one_layer_dir: Path) -> ActorWorker:
+    config = tiny_config(one_layer_dir, entropy_coeff=0.01, use_kl_loss=True, target_entropy=0.5)
     made: ActorWorker = on_meta(started(ActorWorker, config, 10))
     return made
 
@@ -74,7 +74,7 @@ def test_a_policy_loss_is_of_the_model_s_device(actor: ActorWorker, name: str) -
     assert {weight.grad.device for weight in actor.engine.parameters()} == {META}
 
 
-def test_a_value_loss_is_of_the_model_s_device(tiny_dir: Path) -> None:
-    critic = on_meta(started(CriticWorker, tiny_config(tiny_dir), 10))
+def test_a_value_loss_is_of_the_model_s_device(one_layer_dir: Path) -> None:
+    critic = on_meta(started(CriticWorker, tiny_config(one_layer_dir), 10))
     totals = run_passes(critic, ["values", "returns"])
     assert {total.device for total in totals.values()} == {META}

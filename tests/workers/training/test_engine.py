@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import functools
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.workers.samples import (
     own_piece,
     started,
     tiny_config,
+    weights_of,
 )
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig
@@ -68,7 +71,7 @@ def on_ranks(
         "log_probs": actor.compute_log_prob(data)[0].batch["old_log_probs"][:real],
         "metrics": learned(actor.update_actor(data)),
         "critic_metrics": learned(critic.update_critic(data)),
-        "weights": {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()},
+        "weights": weights_of(actor),
         "held": sum(getattr(p, "_local_tensor", p).numel() for p in actor.engine.parameters()),
         "checksums": (before, actor.weights_checksum()),
     }
@@ -96,28 +99,44 @@ def assert_same_training(
         assert (ours["weights"][name] - weight).norm() <= 1e-3 * weight.norm(), name
 
 
-def test_seven_rows_on_three_ranks_train_as_seven_on_one(tiny_dir: Path) -> None:
-    assert_same_training(run_kept(3, on_ranks, tiny_dir, 7), on_ranks(tiny_dir, 7), num_shards=3)
+def test_seven_rows_on_three_ranks_train_as_seven_on_one(one_layer_dir: Path) -> None:
+    results, alone = run_kept(3, on_ranks, one_layer_dir, 7), on_ranks(one_layer_dir, 7)
+    assert_same_training(results, alone, num_shards=3)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[[Path], dict[str, Any]]:
+    """What one rank computes of eight rows, by the model's folder; once."""
+    return functools.cache(lambda folder: on_ranks(folder, 8))
 
 
 @pytest.mark.parametrize(
     ("world_size", "fsdp_size", "is_large"), [(2, -1, True), (4, -1, False), (4, 2, False)]
 )
 def test_training_does_not_depend_on_the_number_of_ranks(
-    tiny_dir: Path, world_size: int, fsdp_size: int, is_large: bool
+    tiny_dir: Path,
+    one_layer_dir: Path,
+    alone: Callable[[Path], dict[str, Any]],
+    world_size: int,
+    fsdp_size: int,
+    is_large: bool,
 ) -> None:
     num_shards = world_size if fsdp_size == -1 else fsdp_size
-    results = run_kept(world_size, on_ranks, tiny_dir, 8, fsdp_size, is_large)
-    assert_same_training(results, on_ranks(tiny_dir, 8), num_shards)
+    folder = tiny_dir if is_large else one_layer_dir
+    results = run_kept(world_size, on_ranks, folder, 8, fsdp_size, is_large)
+    assert_same_training(results, alone(folder), num_shards)
 
 
-def test_one_row_on_two_ranks_trains_as_one_on_one(tiny_dir: Path) -> None:
-    assert_same_training(run_kept(2, on_ranks, tiny_dir, 1), on_ranks(tiny_dir, 1), num_shards=2)
+def test_one_row_on_two_ranks_trains_as_one_on_one(one_layer_dir: Path) -> None:
+    results, alone = run_kept(2, on_ranks, one_layer_dir, 1), on_ranks(one_layer_dir, 1)
+    assert_same_training(results, alone, num_shards=2)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_the_gradient_does_not_depend_on_the_micro_batch_cut(tiny_dir: Path, mode: str) -> None:
-    actor = tiny_actor(tiny_dir, loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True)
+def test_the_gradient_does_not_depend_on_the_micro_batch_cut(
+    one_layer_dir: Path, mode: str
+) -> None:
+    actor = tiny_actor(one_layer_dir, loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True)
     batch = make_batch(9)
     whole = gradients(actor, batch, ACTOR_COLUMNS, Budget(rows=9))
     for budget in (

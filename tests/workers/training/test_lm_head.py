@@ -96,7 +96,8 @@ def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
     folders: Callable[[str], Path], head: str, small_chunks: None
 ) -> None:
     data = make_batch(BATCH)
-    engine = actor_of(folders(head)).engine
+    actor = actor_of(folders(head))
+    engine = actor.engine
     assert why_not_chunked(engine.module.config) == ""
     found = engine.forward_rows(data, Budget(rows=BATCH), temperature=0.7, want_entropy=True)
     expected = expected_columns(folders(head), data, temperature=0.7)
@@ -105,8 +106,7 @@ def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
 
     whole = gradients(actor_of(folders(head), use_fused_kernels=False), data, ACTOR_COLUMNS)
     for budget in (Budget(rows=BATCH), Budget(rows=2)):
-        own = gradients(actor_of(folders(head)), data, ACTOR_COLUMNS, budget)
-        assert_equal(own, whole)
+        assert_equal(gradients(actor, data, ACTOR_COLUMNS, budget), whole)
 
 
 class LargestLogits(TorchDispatchMode):

@@ -18,10 +18,12 @@ from workers.training.moved import count_moved, moved_share, sample_weights
 CPU = torch.device("cpu")
 
 
-def shares(tiny_dir: Path, dtype: str, lr: float, strategy: str = "fsdp") -> list[float | None]:
+def shares(
+    one_layer_dir: Path, dtype: str, lr: float, strategy: str = "fsdp"
+) -> list[float | None]:
     """`actor/moved_share` of two updates."""
     config = tiny_config(
-        tiny_dir, ppo_mini_batch_size=6, optim=OptimConfig(lr=lr), strategy=strategy
+        one_layer_dir, ppo_mini_batch_size=6, optim=OptimConfig(lr=lr), strategy=strategy
     )
     config.actor_rollout_ref.model.dtype = dtype
     actor = started(ActorWorker, config, 10)
@@ -30,12 +32,12 @@ def shares(tiny_dir: Path, dtype: str, lr: float, strategy: str = "fsdp") -> lis
 
 
 def test_float32_weights_move_where_bfloat16_ones_stand_still(
-    tiny_dir: Path, caplog: pytest.LogCaptureFixture
+    one_layer_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        first, second = shares(tiny_dir, "float32", 1e-6)
+        first, second = shares(one_layer_dir, "float32", 1e-6)
         assert not caplog.records
-        rounded, _ = shares(tiny_dir, "bfloat16", 1e-6)
+        rounded, _ = shares(one_layer_dir, "bfloat16", 1e-6)
     assert second is None
     assert first is not None
     assert rounded is not None
@@ -46,20 +48,20 @@ def test_float32_weights_move_where_bfloat16_ones_stand_still(
 
 
 def test_a_run_whose_weights_stand_still_warns(
-    tiny_dir: Path, caplog: pytest.LogCaptureFixture
+    one_layer_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert shares(tiny_dir, "float32", 0.0)[0] == 0.0
+        assert shares(one_layer_dir, "float32", 0.0)[0] == 0.0
         assert not caplog.records
-        assert shares(tiny_dir, "float32", 1e-60)[0] == 0.0
+        assert shares(one_layer_dir, "float32", 1e-60)[0] == 0.0
     assert "at a learning rate of 1e-60 moved none of the" in caplog.text
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_agree_on_the_share_of_one(tiny_dir: Path, strategy: str) -> None:
-    results = run_kept(2, shares, tiny_dir, "float32", 1e-6, strategy)
+def test_ranks_agree_on_the_share_of_one(one_layer_dir: Path, strategy: str) -> None:
+    results = run_kept(2, shares, one_layer_dir, "float32", 1e-6, strategy)
     assert results[0] == results[1]
-    assert results[0][0] == pytest.approx(shares(tiny_dir, "float32", 1e-6)[0], abs=0.01)
+    assert results[0][0] == pytest.approx(shares(one_layer_dir, "float32", 1e-6)[0], abs=0.01)
 
 
 def test_of_many_weights_a_sample_of_every_parameter_is_looked_at(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from pathlib import Path
@@ -25,9 +26,11 @@ def broken_batch() -> DataProto:
     return batch
 
 
-def update_twice(tiny_dir: Path) -> tuple[list[tuple[float, int, bool]], str, bool]:
+def update_twice(one_layer_dir: Path) -> tuple[list[tuple[float, int, bool]], str, bool]:
     """Counts after one broken update, then the error of a second one."""
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=2, optim=OptimConfig(max_skipped_steps=1))
+    config = tiny_config(
+        one_layer_dir, ppo_mini_batch_size=2, optim=OptimConfig(max_skipped_steps=1)
+    )
     actor = started(ActorWorker, config, 10)
     broken = own_piece(broken_batch(), actor.rank, actor.world_size)
     counts = []
@@ -58,14 +61,35 @@ def assert_named(counts: list[tuple[float, int, bool]], message: str, unchanged:
 
 
 def test_the_samples_of_a_skipped_step_are_named_and_two_in_a_row_are_too_many(
-    tiny_dir: Path, caplog: pytest.LogCaptureFixture
+    one_layer_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert_named(*update_twice(tiny_dir))
+        assert_named(*update_twice(one_layer_dir))
     first = caplog.records[0].getMessage()
     assert "step skipped. Samples of the mini-batch: 7-0, 9-0. 1 in a row, 1 in all." in first
 
 
-def test_samples_of_every_rank_are_named(tiny_dir: Path) -> None:
-    for result in run_kept(2, update_twice, tiny_dir):
+def test_samples_of_every_rank_are_named(one_layer_dir: Path) -> None:
+    for result in run_kept(2, update_twice, one_layer_dir):
         assert_named(*result)
+
+
+def test_a_resumed_worker_counts_on_and_one_of_an_older_checkpoint_begins_anew(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(tiny_dir, ppo_mini_batch_size=4, optim=OptimConfig(max_skipped_steps=1))
+    actor = started(ActorWorker, config, 10)
+    actor.update_actor(broken_batch())
+    actor.save_checkpoint(str(tmp_path / "actor"), 1)
+
+    resumed = started(ActorWorker, config, 10)
+    resumed.load_checkpoint(str(tmp_path / "actor"))
+    with pytest.raises(WorkerError, match=r"^2 steps in a row had a non-finite gradient"):
+        resumed.update_actor(broken_batch())
+
+    path = tmp_path / "actor" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["skipped_in_a_row"]
+    path.write_text(json.dumps(manifest))
+    resumed.load_checkpoint(str(tmp_path / "actor"))
+    assert (resumed.engine.guard.in_a_row, resumed.engine.guard.total) == (0, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config, weights_of
 from workers.config import OptimConfig, WorkersConfig, critic_optim
 from workers.roles.actor import ActorWorker
 from workers.training.optim import Schedule, build_optimizer
@@ -17,8 +17,8 @@ from workers.training.optim import Schedule, build_optimizer
 DECAYING = OptimConfig(optimizer="AdamWMatrixDecay", lr=0.1, weight_decay=0.5)
 
 
-def config_of(tiny_dir: Path, lora_rank: int = 0) -> WorkersConfig:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=2, optim=DECAYING)
+def config_of(one_layer_dir: Path, lora_rank: int = 0) -> WorkersConfig:
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=2, optim=DECAYING)
     config.actor_rollout_ref.model.lora_rank = lora_rank
     return config
 
@@ -45,17 +45,17 @@ def test_the_schedule_sets_the_rate_of_both_groups() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
 
 
-def test_the_critic_does_as_the_actor(tiny_dir: Path) -> None:
-    assert critic_optim(config_of(tiny_dir)).optimizer == "AdamWMatrixDecay"
+def test_the_critic_does_as_the_actor(one_layer_dir: Path) -> None:
+    assert critic_optim(config_of(one_layer_dir)).optimizer == "AdamWMatrixDecay"
 
 
 def two_updates_on_either_side(
-    tiny_dir: Path, folder: Path, lora_rank: int
+    one_layer_dir: Path, folder: Path, lora_rank: int
 ) -> list[tuple[dict[str, float], str]]:
     """Two more updates after a checkpoint: by the worker that wrote it, and by one that resumes."""
     found = []
     for resumes in (False, True):
-        actor = started(ActorWorker, config_of(tiny_dir, lora_rank), 10)
+        actor = started(ActorWorker, config_of(one_layer_dir, lora_rank), 10)
         if resumes:
             actor.load_checkpoint(str(folder))
         else:
@@ -70,24 +70,26 @@ def two_updates_on_either_side(
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_two_ranks_resume_both_groups(tiny_dir: Path, tmp_path: Path, lora_rank: int) -> None:
-    for expected, resumed in run_kept(2, two_updates_on_either_side, tiny_dir, tmp_path, lora_rank):
+def test_two_ranks_resume_both_groups(one_layer_dir: Path, tmp_path: Path, lora_rank: int) -> None:
+    for expected, resumed in run_kept(
+        2, two_updates_on_either_side, one_layer_dir, tmp_path, lora_rank
+    ):
         assert resumed == expected
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_norms_stand_still_where_there_is_no_gradient(tiny_dir: Path, strategy: str) -> None:
-    for norms_moved, matrices_moved in run_kept(2, moved_without_gradient, tiny_dir, strategy):
+def test_norms_stand_still_where_there_is_no_gradient(one_layer_dir: Path, strategy: str) -> None:
+    for norms_moved, matrices_moved in run_kept(2, moved_without_gradient, one_layer_dir, strategy):
         assert not norms_moved
         assert matrices_moved
 
 
-def moved_without_gradient(tiny_dir: Path, strategy: str) -> tuple[bool, bool]:
+def moved_without_gradient(one_layer_dir: Path, strategy: str) -> tuple[bool, bool]:
     """Whether any norm, and whether every matrix, moved in an update without advantages."""
-    config = config_of(tiny_dir)
+    config = config_of(one_layer_dir)
     config.actor_rollout_ref.actor.strategy = strategy
     actor = started(ActorWorker, config, 10)
-    before = {name: tensor.clone() for name, tensor in actor.engine.named_full_tensors()}
+    before = weights_of(actor)
     batch = make_batch(4)
     batch.batch["advantages"].zero_()
     actor.update_actor(own_piece(batch, actor.rank, actor.world_size))

@@ -87,8 +87,8 @@ def test_packed_rows_give_the_log_probs_values_and_gradients_of_padded_ones(fold
             )  # a key's bias has none but rounding
 
 
-def test_the_side_of_the_padding_does_not_matter(tiny_dir: Path) -> None:
-    actor, batch = started(ActorWorker, tiny_config(tiny_dir), 1), make_batch(6)
+def test_the_side_of_the_padding_does_not_matter(one_layer_dir: Path) -> None:
+    actor, batch = started(ActorWorker, tiny_config(one_layer_dir), 1), make_batch(6)
     mask, width = batch.batch["attention_mask"], batch.batch["attention_mask"].shape[1]
     left = make_batch(6)
     for row in range(6):
@@ -108,7 +108,7 @@ def test_the_side_of_the_padding_does_not_matter(tiny_dir: Path) -> None:
         torch.testing.assert_close(ours[row][inside], moved[row][inside_left], atol=1e-5, rtol=0)
 
 
-def test_what_a_pack_holds_follows_the_real_tokens(tiny_dir: Path) -> None:
+def test_what_a_pack_holds_follows_the_real_tokens(one_layer_dir: Path) -> None:
     batch = odd_batch().batch
     needed = needed_tokens(batch, response_reads(batch)).sum(dim=1)
     assert needed[0] == 0
@@ -134,9 +134,9 @@ def test_a_family_that_cannot_be_packed_runs_padded_with_one_warning(
 
 
 def test_a_model_that_mixes_packed_rows_is_found_out(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+    one_layer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    actor = started(ActorWorker, tiny_config(tiny_dir), 1)
+    actor = started(ActorWorker, tiny_config(one_layer_dir), 1)
     assert prove_rows(actor.engine.module, CPU, may_pack=True).kind == "packed"
     monkeypatch.setattr(
         attention.RowLayout,
@@ -191,8 +191,8 @@ def test_bfloat16_states_attend_in_float32_on_a_cpu(lengths: list[int]) -> None:
     torch.testing.assert_close(ours_grad.float(), theirs_grad, rtol=1e-2, atol=1e-2)
 
 
-def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir: Path) -> None:
-    actor, batch = started(ActorWorker, tiny_config(tiny_dir), 1), make_batch(2)
+def test_a_token_outside_the_vocabulary_names_the_tokenizer(one_layer_dir: Path) -> None:
+    actor, batch = started(ActorWorker, tiny_config(one_layer_dir), 1), make_batch(2)
     batch.batch["input_ids"][0, 5] = 10_000
     with pytest.raises(
         ConfigError, match="token id 10000 is outside the model's vocabulary of .* tokenizer"
@@ -200,7 +200,7 @@ def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_dir: Path) -> N
         actor.compute_log_prob(batch)
 
 
-def test_an_empty_model_has_buffers_and_no_weights(tiny_dir: Path) -> None:
-    module = empty_model(tiny_config(tiny_dir).actor_rollout_ref.model, "token", CPU)
+def test_an_empty_model_has_buffers_and_no_weights(one_layer_dir: Path) -> None:
+    module = empty_model(tiny_config(one_layer_dir).actor_rollout_ref.model, "token", CPU)
     assert all(parameter.is_meta for parameter in module.parameters())
     assert not any(buffer.is_meta for buffer in module.buffers())

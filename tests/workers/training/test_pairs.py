@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import VOCAB, own_piece, started
-from trainer.data.lm_rows import LMRow
+from tests.workers.samples import own_piece, random_row, started
 from trainer.data.pairs import PairRow, pair_batch
 from verl_like.batch.protocol import DataProto
 from workers.config import OptimConfig
@@ -55,20 +55,15 @@ class HigherWorker(LikelierWorker):
 
 def pairs(number: int = PAIRS) -> DataProto:
     generator = torch.Generator().manual_seed(3)
-
-    def side() -> LMRow:
-        length = int(torch.randint(3, 12, (1,), generator=generator))
-        ids = torch.randint(6, VOCAB, (length,), generator=generator).numpy()
-        return LMRow(ids, (torch.arange(length) >= length // 2).numpy())
-
+    side = partial(random_row, generator)
     rows = [PairRow(side(), side(), 0.0) for _ in range(number)]
     return pair_batch(rows, [f"pair {row}" for row in range(number)], pad_token_id=0)
 
 
-def worker_of(worker: type[RowWorker], tiny_dir: Path, **data: Any) -> RowWorker:
+def worker_of(worker: type[RowWorker], one_layer_dir: Path, **data: Any) -> RowWorker:
     config = RowWorkerConfig(
         model=TrainedModelConfig(
-            path=str(tiny_dir / "model"), use_remove_padding=data.pop("packed", True)
+            path=str(one_layer_dir / "model"), use_remove_padding=data.pop("packed", True)
         ),
         optim=OptimConfig(lr=1e-2),
         data=RowDataConfig(**data),
@@ -77,9 +72,9 @@ def worker_of(worker: type[RowWorker], tiny_dir: Path, **data: Any) -> RowWorker
 
 
 def trained(
-    tiny_dir: Path, worker: type[RowWorker], max_tokens: int = 16384, **data: Any
+    one_layer_dir: Path, worker: type[RowWorker], max_tokens: int = 16384, **data: Any
 ) -> list[dict[str, float]]:
-    role = worker_of(worker, tiny_dir, max_token_len_per_gpu=max_tokens, **data)
+    role = worker_of(worker, one_layer_dir, max_token_len_per_gpu=max_tokens, **data)
     rows = own_piece(pairs(), role.rank, role.world_size)
     found = [role.update_model(rows) for _ in range(3)]
     names = ("train/loss", "train/gap", "train/grad_norm")
@@ -88,15 +83,15 @@ def trained(
 
 @pytest.mark.parametrize("worker", [LikelierWorker, HigherWorker])
 def test_neither_cut_nor_padding_nor_ranks_change_an_update(
-    worker: type[RowWorker], tiny_dir: Path
+    worker: type[RowWorker], one_layer_dir: Path
 ) -> None:
-    alone = trained(tiny_dir, worker)
+    alone = trained(one_layer_dir, worker)
     assert alone[-1]["train/loss"] < alone[0]["train/loss"]
     others = [
-        trained(tiny_dir, worker, use_dynamic_bsz=False, micro_batch_size_per_gpu=2),
-        trained(tiny_dir, worker, max_tokens=40),
-        trained(tiny_dir, worker, packed=False),
-        run_kept(2, trained, tiny_dir, worker, 30)[1],
+        trained(one_layer_dir, worker, use_dynamic_bsz=False, micro_batch_size_per_gpu=2),
+        trained(one_layer_dir, worker, max_tokens=40),
+        trained(one_layer_dir, worker, packed=False),
+        run_kept(2, trained, one_layer_dir, worker, 30)[1],
     ]
     for other in others:
         for own, expected in zip(other, alone, strict=True):
@@ -104,9 +99,9 @@ def test_neither_cut_nor_padding_nor_ranks_change_an_update(
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_each_side_gets_what_the_model_says_of_it_alone(apart: bool, tiny_dir: Path) -> None:
+def test_each_side_gets_what_the_model_says_of_it_alone(apart: bool, one_layer_dir: Path) -> None:
     batch = pairs()
-    role = worker_of(LikelierWorker, tiny_dir)
+    role = worker_of(LikelierWorker, one_layer_dir)
     if apart:  # as for models whose rows may not share a pass
         role.engine.row_passes = RowPasses("single")
     found = role.engine.forward_rows(batch, role.budget)["log_probs"]
@@ -127,9 +122,9 @@ def test_each_side_gets_what_the_model_says_of_it_alone(apart: bool, tiny_dir: P
 
 
 @pytest.mark.parametrize("score_at", ["last_token", "legacy_mean"])
-def test_a_score_is_read_at_real_tokens_alone(score_at: str, tiny_dir: Path) -> None:
+def test_a_score_is_read_at_real_tokens_alone(score_at: str, one_layer_dir: Path) -> None:
     batch = pairs()
-    role = worker_of(HigherWorker, tiny_dir)
+    role = worker_of(HigherWorker, one_layer_dir)
     torch.nn.init.normal_(role.engine.module.score.weight)
     role.engine.score_at = score_at
     scores = role.engine.score_rows(batch, role.budget)

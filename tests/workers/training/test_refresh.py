@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from tests.workers.samples import make_batch, own_piece, started, tiny_config, weights_of
 from verl_like.errors import CheckpointError, WeightSyncError
 from workers.config import WorkersConfig
 from workers.roles.actor import ActorWorker
@@ -19,8 +19,8 @@ DECAY = 0.75
 Weights = dict[str, torch.Tensor]
 
 
-def config_of(tiny_dir: Path | str, decay: float = DECAY) -> WorkersConfig:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+def config_of(one_layer_dir: Path | str, decay: float = DECAY) -> WorkersConfig:
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
     config.actor_rollout_ref.ref.update_every = 1
     config.actor_rollout_ref.ref.ema_decay = decay
     return config
@@ -34,20 +34,16 @@ def beside(actor: ActorWorker, config: WorkersConfig) -> ReferenceWorker:
     return reference
 
 
-def weights_of(worker: Any) -> Weights:
-    return {name: tensor.clone() for name, tensor in worker.engine.named_full_tensors()}
-
-
 def update(actor: ActorWorker, seed: int) -> None:
     actor.update_actor(own_piece(make_batch(4, seed), actor.rank, actor.world_size))
 
 
-def follow(tiny_dir: str, decay: float, folder: str, saved: bool = False) -> list[Weights]:
+def follow(one_layer_dir: str, decay: float, folder: str, saved: bool = False) -> list[Weights]:
     """The actor's weights before and after each of two updates, then those of the reference.
 
     With `saved`, another reference takes over between the two.
     """
-    config = config_of(tiny_dir, decay)
+    config = config_of(one_layer_dir, decay)
     actor = started(ActorWorker, config, 10)
     reference = beside(actor, config)
     found = [weights_of(actor)]
@@ -79,32 +75,34 @@ def assert_average(found: list[Weights], decay: float) -> None:
 
 @pytest.mark.parametrize("decay", [0.0, DECAY])
 def test_the_reference_is_the_average_of_the_actors_weights(
-    tiny_dir: Path, tmp_path: Path, decay: float
+    one_layer_dir: Path, tmp_path: Path, decay: float
 ) -> None:
-    found = follow(str(tiny_dir), decay, str(tmp_path))
+    found = follow(str(one_layer_dir), decay, str(tmp_path))
     assert_average(found, decay)
     assert all(found[-1][name].equal(found[-2][name]) for name in found[-1]) == (decay == 0)
 
 
 def test_shards_move_as_the_whole_and_go_on_from_a_checkpoint(
-    tiny_dir: Path, tmp_path: Path
+    one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    alone = follow(str(tiny_dir), DECAY, str(tmp_path / "one"), True)
+    alone = follow(str(one_layer_dir), DECAY, str(tmp_path / "one"), True)
     assert_average(alone, DECAY)
-    for found in run_kept(2, follow, str(tiny_dir), DECAY, str(tmp_path / "two"), True):
+    for found in run_kept(2, follow, str(one_layer_dir), DECAY, str(tmp_path / "two"), True):
         assert_average(found, DECAY)
 
 
-def test_a_checkpoint_of_one_rank_is_taken_over_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
-    whole = follow(str(tiny_dir), DECAY, str(tmp_path))[-1]
-    resumed = follow(str(tiny_dir), DECAY, str(tmp_path), True)[-1]
+def test_a_checkpoint_of_one_rank_is_taken_over_bit_for_bit(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
+    whole = follow(str(one_layer_dir), DECAY, str(tmp_path))[-1]
+    resumed = follow(str(one_layer_dir), DECAY, str(tmp_path), True)[-1]
     assert all(resumed[name].equal(weight) for name, weight in whole.items())
 
 
 def test_weights_that_are_held_otherwise_than_they_came_are_refused_by_name(
-    tiny_dir: Path,
+    one_layer_dir: Path,
 ) -> None:
-    config = config_of(tiny_dir, 0.0)
+    config = config_of(one_layer_dir, 0.0)
     actor = started(ActorWorker, config, 10)
     reference = beside(actor, config)
     move = reference.engine._move
@@ -123,8 +121,8 @@ def test_weights_that_are_held_otherwise_than_they_came_are_refused_by_name(
     assert reference.engine.hash_s > 0
 
 
-def test_narrow_weights_are_averaged_in_float32(tiny_dir: Path, tmp_path: Path) -> None:
-    config = config_of(tiny_dir, 0.999)
+def test_narrow_weights_are_averaged_in_float32(one_layer_dir: Path, tmp_path: Path) -> None:
+    config = config_of(one_layer_dir, 0.999)
     actor = started(ActorWorker, config, 10)
     config.actor_rollout_ref.model.dtype = "bfloat16"
     reference = beside(actor, config)
@@ -145,9 +143,9 @@ def test_narrow_weights_are_averaged_in_float32(tiny_dir: Path, tmp_path: Path) 
     assert weights_of(other)[name].equal(weights_of(reference)[name])
 
 
-def test_weights_of_another_model_are_refused_by_name(tiny_dir: Path) -> None:
-    actor = started(ActorWorker, config_of(tiny_dir), 1)
-    reference = beside(actor, config_of(tiny_dir))
+def test_weights_of_another_model_are_refused_by_name(one_layer_dir: Path) -> None:
+    actor = started(ActorWorker, config_of(one_layer_dir), 1)
+    reference = beside(actor, config_of(one_layer_dir))
     tensors = weights_of(actor)
     first, second, *_ = tensors
     tensors["another.weight"] = tensors.pop(first)
@@ -159,8 +157,8 @@ def test_weights_of_another_model_are_refused_by_name(tiny_dir: Path) -> None:
 
 
 def test_a_checkpoint_of_a_reference_that_stood_still_is_refused(
-    tiny_dir: Path, tmp_path: Path
+    one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    started(ReferenceWorker, tiny_config(tiny_dir)).save_checkpoint(str(tmp_path))
+    started(ReferenceWorker, tiny_config(one_layer_dir)).save_checkpoint(str(tmp_path))
     with pytest.raises(CheckpointError, match=r"holds no weights.*ref.update_every"):
-        started(ReferenceWorker, config_of(tiny_dir)).load_checkpoint(str(tmp_path))
+        started(ReferenceWorker, config_of(one_layer_dir)).load_checkpoint(str(tmp_path))

@@ -21,9 +21,9 @@ from workers.training.refresh import own_part
 ROWS = 4
 
 
-def worker_of(cls: type, tiny_dir: Path, strategy: str, fsdp_size: int) -> Any:
+def worker_of(cls: type, one_layer_dir: Path, strategy: str, fsdp_size: int) -> Any:
     config = tiny_config(
-        tiny_dir,
+        one_layer_dir,
         strategy=strategy,
         fsdp_config=FSDPConfig(fsdp_size=fsdp_size),
         ema_decay=0.5,
@@ -51,18 +51,18 @@ def go_on(worker: Any) -> tuple[Any, ...]:
 
 
 def write_and_go_on(
-    cls: type, tiny_dir: Path, folder: Path, ranks: list[int], *sharding: Any
+    cls: type, one_layer_dir: Path, folder: Path, ranks: list[int], *sharding: Any
 ) -> Any:
     """An update, what these ranks have written of it, and what another one gives."""
-    worker = worker_of(cls, tiny_dir, *sharding)
+    worker = worker_of(cls, one_layer_dir, *sharding)
     update(worker, 0)
     part = worker.save_replica(str(folder), ranks)
     return part, *go_on(worker)
 
 
-def load_and_go_on(cls: type, tiny_dir: Path, folder: Path, *sharding: Any) -> Any:
+def load_and_go_on(cls: type, one_layer_dir: Path, folder: Path, *sharding: Any) -> Any:
     """What the same update of a worker made anew gives."""
-    worker = worker_of(cls, tiny_dir, *sharding)
+    worker = worker_of(cls, one_layer_dir, *sharding)
     worker.load_checkpoint(str(folder))
     return go_on(worker)
 
@@ -76,39 +76,41 @@ def load_and_go_on(cls: type, tiny_dir: Path, folder: Path, *sharding: Any) -> A
     ],
 )
 def test_a_group_made_anew_goes_on_bit_for_bit(
-    tiny_dir: Path,
+    one_layer_dir: Path,
     tmp_path: Path,
     cls: type,
     world: int,
     ranks: list[int],
     sharding: tuple[str, int],
 ) -> None:
-    found = run_kept(world, write_and_go_on, cls, tiny_dir, tmp_path, ranks, *sharding)
+    found = run_kept(world, write_and_go_on, cls, one_layer_dir, tmp_path, ranks, *sharding)
     parts = [part for part, *_ in found]
     assert [rank for rank, part in enumerate(parts) if part is not None] == ranks
     files = sorted(path.name for path in (tmp_path / "shards").iterdir())
     assert files == [f"{rank}.safetensors" for rank in ranks]
 
     write_manifest(tmp_path, [parts[rank] for rank in ranks])
-    again = run_kept(world, load_and_go_on, cls, tiny_dir, tmp_path, *sharding)
+    again = run_kept(world, load_and_go_on, cls, one_layer_dir, tmp_path, *sharding)
     assert again == [tuple(rest) for _, *rest in found]
 
 
-def leave(tiny_dir: Path, folder: Path) -> Any:
+def leave(one_layer_dir: Path, folder: Path) -> Any:
     """Rank 0 leaves; the part that the other one writes without it."""
-    worker = worker_of(ActorWorker, tiny_dir, "ddp", -1)
+    worker = worker_of(ActorWorker, one_layer_dir, "ddp", -1)
     return None if os.environ["RANK"] == "0" else worker.save_replica(str(folder), [1])
 
 
-def test_nobody_waits_for_the_other_ranks(tiny_dir: Path, tmp_path: Path) -> None:
-    nothing, part = run_kept(2, leave, tiny_dir, tmp_path)
+def test_nobody_waits_for_the_other_ranks(one_layer_dir: Path, tmp_path: Path) -> None:
+    nothing, part = run_kept(2, leave, one_layer_dir, tmp_path)
     assert nothing is None
     assert part["contents"] == ["model", "optimizer", "extra"]
     assert part["num_ranks"] == 1
 
 
-def test_a_role_that_has_drawn_random_numbers_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    worker = worker_of(ActorWorker, tiny_dir, "single", -1)
+def test_a_role_that_has_drawn_random_numbers_is_refused(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
+    worker = worker_of(ActorWorker, one_layer_dir, "single", -1)
     assert worker.save_replica(str(tmp_path / "before"), [0]) is not None
     torch.rand(())
     with pytest.raises(CheckpointError, match="draws random numbers while it learns"):

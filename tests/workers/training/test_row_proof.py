@@ -26,9 +26,9 @@ from workers.training.engine import INPUTS, TrainEngine
 from workers.training.microbatch import Budget, Rows, mini_batch
 from workers.training.row_proof import prove_class
 
-VOCAB, PROMPT, RESPONSE = 64, 60, 100
-LENGTHS = ((60, 100), (50, 95), (60, 30), (20, 20), (8, 9), (6, 7), (9, 1))
-"""Tokens of prompt and response of each row."""
+VOCAB, PROMPT, RESPONSE = 64, 24, 40
+LENGTHS = ((24, 40), (20, 38), (24, 12), (10, 10), (8, 9), (6, 7), (9, 1))
+"""Tokens of prompt and response of each row; the first four are more than there are positions."""
 NEIGHBOURS = Budget(rows=4)
 
 SMALL = {
@@ -38,7 +38,7 @@ SMALL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 128,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -98,7 +98,7 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("packed", {"sliding_window": 16}),
     "mixtral": ("packed", {"router_jitter_noise": 0.1, **MOE}),
     "gpt_oss": ("padded", {"sliding_window": 16, "head_dim": 8, **MOE}),
-    "rwkv": ("padded", {"attention_hidden_size": 32, "context_length": 256}),
+    "rwkv": ("padded", {"attention_hidden_size": 32, "context_length": 128}),
     "recurrent_gemma": (
         "padded",
         {

@@ -76,8 +76,8 @@ def test_samples_taken_out_after_they_were_numbered_are_refused() -> None:
         list(passes_over(rows, 1, 7, 0))
 
 
-def actor_of(tiny_dir: Path) -> ActorWorker:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
+def actor_of(one_layer_dir: Path) -> ActorWorker:
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
     return started(ActorWorker, config, 10)
 
 
@@ -85,22 +85,22 @@ def update(actor: ActorWorker, seed: int) -> dict[str, float]:
     return learned(actor.update_actor(own_piece(numbered(4, seed), actor.rank, actor.world_size)))
 
 
-def two_updates(tiny_dir: Path) -> list[dict[str, float]]:
-    actor = actor_of(tiny_dir)
+def two_updates(one_layer_dir: Path) -> list[dict[str, float]]:
+    actor = actor_of(one_layer_dir)
     return [update(actor, seed) for seed in range(2)]
 
 
-def test_two_ranks_train_as_one(tiny_dir: Path) -> None:
-    alone = two_updates(tiny_dir)
-    for found in run_kept(2, two_updates, tiny_dir):
+def test_two_ranks_train_as_one(one_layer_dir: Path) -> None:
+    alone = two_updates(one_layer_dir)
+    for found in run_kept(2, two_updates, one_layer_dir):
         for metrics, expected in zip(found, alone, strict=True):
             assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_an_actor_that_resumes_goes_on_with_the_orders_bit_for_bit(
-    tiny_dir: Path, tmp_path: Path
+    one_layer_dir: Path, tmp_path: Path
 ) -> None:
-    first, second = actor_of(tiny_dir), actor_of(tiny_dir)
+    first, second = actor_of(one_layer_dir), actor_of(one_layer_dir)
     update(first, 0)
     first.save_checkpoint(str(tmp_path / "actor"))
     second.load_checkpoint(str(tmp_path / "actor"))
@@ -108,6 +108,6 @@ def test_an_actor_that_resumes_goes_on_with_the_orders_bit_for_bit(
     assert second.weights_checksum() == first.weights_checksum()
 
 
-def test_a_batch_without_numbers_is_refused_by_who_writes_them(tiny_dir: Path) -> None:
+def test_a_batch_without_numbers_is_refused_by_who_writes_them(one_layer_dir: Path) -> None:
     with pytest.raises(MissingColumnError, match=r"sample_number.*the driver's balance"):
-        actor_of(tiny_dir).update_actor(make_batch(4))
+        actor_of(one_layer_dir).update_actor(make_batch(4))

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from tests.verl_like.calls.threads_of_others import leave_out
-from tests.workers.rollout_engines import beside, wait_until
+from tests.waiting import wait_until
+from tests.workers.rollout_engines import beside
 from tests.workers.stand_ins import (
     Group,
     Receiver,
     checksums,
+    flip_a_bit_on_the_way,
     refused,
     train,
     unconnected,
@@ -32,15 +34,7 @@ from workers.weights.sync import WeightReceiver, sync_weights
 def test_a_flipped_bit_is_caught_and_no_version_flips(
     actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = weight_channel.Channel._start_broadcast
-
-    def flip(channel: Any, tensor: torch.Tensor, *group: Any) -> Any:
-        if tensor.dtype == torch.uint8 and tensor.numel() > 5000 and channel.rank == 0:
-            tensor = tensor.clone()
-            tensor[700] ^= 16
-        return start(channel, tensor, *group)
-
-    monkeypatch.setattr(weight_channel.Channel, "_start_broadcast", flip)
+    flip_a_bit_on_the_way(monkeypatch)
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")
     cards_of(monkeypatch, iter(["a/0", "a/1", "b/0"] * 2))
     refused(actor, rollout, "rollout rank 0: transfer: 1 corrupt: layer.weight.*rollout rank 1")

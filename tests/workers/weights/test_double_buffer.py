@@ -23,6 +23,7 @@ from tests.workers.stand_ins import (
     Sender,
     TiedModel,
     checksums,
+    keeping,
     train,
     versions,
 )
@@ -30,14 +31,11 @@ from verl_like.errors import WeightSyncError
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
 from workers.weights.delivery import deliver_weights, load_delivered, publish_weights
-from workers.weights.kept import KeptWeights
 
 
 @pytest.fixture
 def maker() -> Group:
-    worker = Receiver()
-    worker.kept = KeptWeights(announces=False)
-    return Group([worker])
+    return Group([keeping(announces=False)])
 
 
 def test_what_arrives_ahead_changes_nothing_until_it_is_loaded(actor: Group, maker: Group) -> None:
@@ -107,9 +105,9 @@ def test_a_rollout_without_a_second_buffer_receives_nothing_ahead(actor: Group) 
 
 @pytest.mark.parametrize("sync", ["full", "changed"])
 def test_a_paused_generation_goes_on_with_its_weights_while_newer_ones_arrive(
-    tiny_dir: Path, sync: str
+    one_layer_dir: Path, sync: str
 ) -> None:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=8)
     config.actor_rollout_ref.rollout.double_buffer = True
     config.actor_rollout_ref.rollout.sync = sync
     actor = Group([started(ActorWorker, config, 10)])
@@ -149,8 +147,7 @@ def two_ranks_load_what_arrived() -> list[Any]:
 
     own = dist.PrefixStore("rollout", store)
     dist.init_process_group("gloo", store=own, rank=rank - 1, world_size=2)
-    maker, found = Receiver(rank - 1, 2), []
-    maker.kept = KeptWeights(announces=False)
+    maker, found = keeping(False, rank - 1, 2), []
     for version in range(2):
         report = maker.receive_ahead(store.get(f"address {version}").decode(), version)
         assert report.error is None
@@ -215,9 +212,8 @@ def memory_of_a_sync(doubles: bool) -> float:
     """Two syncs in buckets of 2 MB; the peak of both at this rank, after one of a few bytes."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
-    worker: Any = Receiver() if rank else Sender()
-    if rank and doubles:
-        worker.kept = KeptWeights(announces=False)
+    receiver = keeping(announces=False) if doubles else Receiver()
+    worker: Any = receiver if rank else Sender()
     assert synced(worker, store, 0)
     worker.engine.module = Wide()
     return peak_of(lambda: synced(worker, store, 1) and synced(worker, store, 2))

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.workers.samples import make_batch, started, tiny_config
-from tests.workers.stand_ins import Group, Receiver, checksums, train, versions
+from tests.workers.stand_ins import (
+    Group,
+    checksums,
+    flip_a_bit_on_the_way,
+    keeping,
+    train,
+    versions,
+)
 from verl_like.errors import WeightSyncError
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
@@ -36,12 +43,6 @@ def num_bytes(figures: dict[str, float]) -> float:
     return figures["perf/weight_sync_mb"] * 2**20
 
 
-def keeping(rank: int = 0, world_size: int = 1) -> Receiver:
-    worker = Receiver(rank, world_size)
-    worker.kept = KeptWeights(announces=True)
-    return worker
-
-
 @pytest.fixture
 def changing(actor: Group) -> Group:
     """The actor, sending what has changed."""
@@ -52,7 +53,7 @@ def changing(actor: Group) -> Group:
 
 @pytest.fixture
 def keepers() -> Group:
-    return Group([keeping(0, 2), keeping(1, 2)])
+    return Group([keeping(True, rank, 2) for rank in range(2)])
 
 
 @both_ways
@@ -75,14 +76,14 @@ def test_a_rank_that_is_new_gets_all_weights_and_the_others_keep_theirs(
     changing: Group, keepers: Group
 ) -> None:
     whole = num_bytes(sync_weights(changing, keepers, 0))
-    keepers.workers[1] = keeping(1, 2)
+    keepers.workers[1] = keeping(True, 1, 2)
     assert num_bytes(sync_weights(changing, keepers, 1)) == whole
     assert set(checksums(keepers)) == {checksums(changing)[0]}
     assert num_bytes(sync_weights(changing, keepers, 2)) == 0
 
 
 def test_a_group_that_missed_versions_gets_all_that_has_changed_since(changing: Group) -> None:
-    regular, rare = Group([keeping()]), Group([keeping()])
+    regular, rare = Group([keeping(True)]), Group([keeping(True)])
     module = changing.workers[0].engine.module
     deliver(changing, regular, 0)
     deliver_weights(changing, rare, 0)
@@ -99,16 +100,8 @@ def test_damage_on_the_way_is_caught_and_sent_again(
 ) -> None:
     whole = num_bytes(sync_weights(changing, keepers, 0))
     train(changing)
-    start = Channel._start_broadcast
-
-    def flip(channel: Any, tensor: Tensor, *group: Any) -> Any:
-        if tensor.dtype == torch.uint8 and tensor.numel() > 5000 and channel.rank == 0:
-            tensor = tensor.clone()
-            tensor[700] ^= 16
-        return start(channel, tensor, *group)
-
     with monkeypatch.context() as damaged:
-        damaged.setattr(Channel, "_start_broadcast", flip)
+        flip_a_bit_on_the_way(damaged)
         with pytest.raises(WeightSyncError, match="rollout rank 0: transfer: 1 corrupt: layer.wei"):
             sync_weights(changing, keepers, 1)
     assert versions(keepers) == [None, None]
@@ -183,8 +176,8 @@ def test_what_is_neither_sent_nor_held_is_named(
 # ------------------------------------------------------------------------------------------- LoRA
 
 
-def lora_pair(tiny_dir: Path, engine: str, dtype: str | None = None) -> tuple[Group, Group]:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=8)
+def lora_pair(one_layer_dir: Path, engine: str, dtype: str | None = None) -> tuple[Group, Group]:
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=8)
     config.actor_rollout_ref.model.lora_rank = 2
     config.actor_rollout_ref.model.lora_alpha = 5
     config.actor_rollout_ref.rollout.name = engine
@@ -210,10 +203,10 @@ def apart(actor: Group, rollout: Group) -> float:
     ("engine", "dtype"), [("native", None), ("hf", None), ("native", "bfloat16")]
 )
 def test_of_lora_the_factors_travel_and_the_weights_are_the_merged_ones_at_every_version(
-    tiny_dir: Path, tmp_path: Path, engine: str, dtype: str | None, bring: Bring
+    one_layer_dir: Path, tmp_path: Path, engine: str, dtype: str | None, bring: Bring
 ) -> None:
     """Five versions, a resume into new processes, and one more."""
-    actor, rollout = lora_pair(tiny_dir, engine, dtype)
+    actor, rollout = lora_pair(one_layer_dir, engine, dtype)
     whole = num_bytes(bring(actor, rollout, 0))
     for version in range(1, 6):
         actor.update_actor(make_batch(8, seed=version))
@@ -223,7 +216,7 @@ def test_of_lora_the_factors_travel_and_the_weights_are_the_merged_ones_at_every
         assert rollout.weights_checksum() == actor.weights_checksum(True)
     actor.save_checkpoint(str(tmp_path / "actor"))
 
-    resumed, new = lora_pair(tiny_dir, engine, dtype)
+    resumed, new = lora_pair(one_layer_dir, engine, dtype)
     resumed.load_checkpoint(str(tmp_path / "actor"))
     assert num_bytes(bring(resumed, rollout, 5)) == 0
     assert num_bytes(bring(resumed, new, 5)) == whole
@@ -263,8 +256,8 @@ def test_factors_that_are_missing_or_do_not_fit_their_base_are_one_error() -> No
 
 
 @pytest.mark.vllm
-def test_vllm_gets_the_merged_weights_of_the_factors_that_travelled(tiny_dir: Path) -> None:
-    actor, rollout = lora_pair(tiny_dir, "vllm")
+def test_vllm_gets_the_merged_weights_of_the_factors_that_travelled(one_layer_dir: Path) -> None:
+    actor, rollout = lora_pair(one_layer_dir, "vllm")
     whole = num_bytes(sync_weights(actor, rollout, 0))
     for version in (1, 2):
         actor.update_actor(make_batch(8, seed=version))

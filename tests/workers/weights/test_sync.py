@@ -39,7 +39,7 @@ from workers.roles.rollout import RolloutWorker
 from workers.weights.channel import Channel
 from workers.weights.checksum import checksum_of
 from workers.weights.delivery import deliver_weights, publish_weights
-from workers.weights.sync import sync_weights
+from workers.weights.sync import SyncReport, sync_weights
 
 
 def three_versions() -> list[Any]:
@@ -70,7 +70,7 @@ def test_processes_have_equal_weights_after_each_version() -> None:
 
 
 def sharded_actor_and_lonely_rollout(
-    tiny_dir: Path, folder: Path, fsdp_size: int, lora_rank: int, sync: str
+    one_layer_dir: Path, folder: Path, fsdp_size: int, lora_rank: int, sync: str
 ) -> list[Any]:
     """All ranks but the last train one sharded actor, the last is a rollout in a pool of its own.
 
@@ -82,7 +82,7 @@ def sharded_actor_and_lonely_rollout(
     os.environ.update(
         {"RANK": "0", "WORLD_SIZE": "1"} if rank == world - 1 else {"WORLD_SIZE": str(world - 1)}
     )
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=12)
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=12)
     config.actor_rollout_ref.model.lora_rank = lora_rank
     config.actor_rollout_ref.rollout.sync = sync
     config.actor_rollout_ref.actor.fsdp_config.fsdp_size = fsdp_size
@@ -117,21 +117,21 @@ def sharded_actor_and_lonely_rollout(
     [(4, -1, 4, "full"), (3, -1, 4, "changed"), (5, 2, 0, "full")],
 )
 def test_a_sharded_actor_fills_a_rollout_in_another_pool(
-    tiny_dir: Path, tmp_path: Path, world: int, fsdp_size: int, lora_rank: int, sync: str
+    one_layer_dir: Path, tmp_path: Path, world: int, fsdp_size: int, lora_rank: int, sync: str
 ) -> None:
-    arguments = (str(tiny_dir), str(tmp_path / "actor"), fsdp_size, lora_rank, sync)
+    arguments = (str(one_layer_dir), str(tmp_path / "actor"), fsdp_size, lora_rank, sync)
     results = run_kept(world, sharded_actor_and_lonely_rollout, *arguments)
     assert results == [results[0]] * world
     assert [error for error, _ in results[0]] == [None] * 5
     assert len({checksum for _, checksum in results[0]}) == 5
 
 
-def colocated(tiny_dir: Path) -> tuple[Any, ...]:
+def colocated(one_layer_dir: Path) -> tuple[Any, ...]:
     """An actor and a rollout on the same ranks: two updates with their syncs, a sleep between.
 
     Then a sync whose copy is damaged, if there is one.
     """
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
     actor, rollout = ActorWorker(config), RolloutWorker(config)
     rollout._siblings["actor"] = actor
     actor.init_model(10)
@@ -158,17 +158,17 @@ def colocated(tiny_dir: Path) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_beside_its_actor_a_rollout_shares_the_module_or_gathers_a_copy(
-    tiny_dir: Path, world: int
+    one_layer_dir: Path, world: int
 ) -> None:
-    results = run_kept(world, colocated, str(tiny_dir))
+    results = run_kept(world, colocated, str(one_layer_dir))
     assert [whole for whole, _ in results] == [([None, None], True, True, 1, world == 1)] * world
     words = "engine: 1 held otherwise than they were sent: lm_head.weight."
     damaged = [f"rollout rank {rank}: {words}" for rank in range(world)]
     assert [error for _, error in results] == ([None] if world == 1 else damaged)
 
 
-def test_rollout_log_probs_are_the_actors_at_every_version(tiny_dir: Path) -> None:
-    config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
+def test_rollout_log_probs_are_the_actors_at_every_version(one_layer_dir: Path) -> None:
+    config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
     config.actor_rollout_ref.rollout.temperature = 0.8
     recipes = {
         "actor": ClassWithInitArgs(ActorWorker, config),
@@ -270,9 +270,31 @@ def test_a_sync_leaves_nothing_in_its_store(actor: Group, rollout: Group) -> Non
     store, place = actor.workers[0]._weight_store
     publish_weights(actor, 1)
     deliver_weights(actor, rollout, 1)
-    assert store.num_keys() <= 1  # torch's own
-    assert store.list_keys() in ([], ["init/"])
+    assert store.list_keys() in ([], ["init/"])  # torch's own
     assert place.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("fails", ["sync", "delivery"])
+@pytest.mark.parametrize("later", ["sync", "delivery"])
+def test_what_a_failed_sync_has_left_in_the_store_goes_with_a_later_one(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch, fails: str, later: str
+) -> None:
+    publish_weights(actor, 1)
+    ways: dict[str, Callable[..., Any]] = {"sync": sync_weights, "delivery": deliver_weights}
+    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(rollout.workers[1], "receive_weights", lambda *_: SyncReport())
+    with pytest.raises(WeightSyncError, match="rollout rank 1: not there"):
+        ways[fails](actor, rollout, 1)
+    monkeypatch.undo()
+
+    store = actor.workers[0]._weight_store[0]
+    assert [name for name in store.list_keys() if name.startswith("sync 1/")], "who came is named"
+    for _ in range(2):
+        ways[later](actor, rollout, 1)
+        assert store.list_keys() in ([], ["init/"])
+        actor.workers[0].parts._failed[0].part_of(store).set("joined/2", "late")
+    ways[later](actor, rollout, 1)
+    assert store.list_keys() in ([], ["init/"])
 
 
 def test_what_strangers_write_into_the_store_changes_no_sync(actor: Group, rollout: Group) -> None:
@@ -332,8 +354,8 @@ def test_an_engine_that_never_joins_is_named(actor: Group, monkeypatch: pytest.M
     assert versions(rollout) == [None]
 
 
-def test_a_rollout_before_its_first_sync_does_not_generate(tiny_dir: Path) -> None:
-    rollout = started(RolloutWorker, tiny_config(tiny_dir))
+def test_a_rollout_before_its_first_sync_does_not_generate(one_layer_dir: Path) -> None:
+    rollout = started(RolloutWorker, tiny_config(one_layer_dir))
     with pytest.raises(RolloutError, match="no verified weights"):
         rollout.engine.generate([], None)
 

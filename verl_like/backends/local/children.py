@@ -217,7 +217,10 @@ class ChildTransport(Transport):
         found: dict[int, str] = self._answered("stacks", seconds)
         for rank, child in enumerate(self.children):
             path = self.facts[rank].log_path()
-            if rank not in found and path and (text := stacks.by_signal(child.process.pid, path)):
+            if rank in found or path is None:
+                continue
+            text = stacks.stack_by_signal(child.process.pid, path)
+            if text:
                 found[rank] = text
         return found
 

@@ -62,31 +62,38 @@ class LocalWorkerGroup(WorkerGroup):
         recipes: Recipes = {
             role: (made.cls, made.args, made.kwargs) for role, made in roles.items()
         }
-        limits, size = deadlines or Deadlines(), resource_pool.world_size
-        env = checked_worker_env(worker_env)
+        limits, env = deadlines or Deadlines(), checked_worker_env(worker_env)
         name, times = "+".join(roles), (limits.rendezvous_s, limits.call_s)
         settings = device_name, seed, log_dir, *times, True, new_secret()
         facts = _facts(resource_pool, name, *settings)
         transport: Transport
-        inline = size == 1 and not own_processes
-        if inline and env:
-            raise ConfigError(
-                "worker_env: a local pool of one process is this very process; set os.environ "
-                "instead."
-            )
-        if inline:
-            transport = InlineTransport(
-                recipes, facts[0], limits, {} if neighbours is None else neighbours
-            )
-        elif device_name != "cpu" and start_rank is None:
-            raise WorkerError(
-                f"backend=local has child processes on CPUs only, and {name} would be "
-                f"{size} of them on GPUs. Use backend=ray, or trainer.device=cpu."
-            )
+        if resource_pool.world_size == 1 and not own_processes:
+            _refuse_environment(env)
+            siblings = {} if neighbours is None else neighbours
+            transport = InlineTransport(recipes, facts[0], limits, siblings)
         else:
+            if start_rank is None:
+                _refuse_gpus(facts[0])
             start_rank = start_rank or start_child_rank
             transport = ChildTransport(recipes, facts, limits, env, master_port, start_rank)
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
+
+
+def _refuse_environment(env: Mapping[str, str]) -> None:
+    """Variables for workers in the caller's own process."""
+    if env:
+        raise ConfigError(
+            "worker_env: a local pool of one process is this very process; set os.environ instead."
+        )
+
+
+def _refuse_gpus(facts: ProcessFacts) -> None:
+    """Child processes that this one starts would all compute on the same GPU."""
+    if facts.device_kind != "cpu":
+        raise WorkerError(
+            f"backend=local has child processes on CPUs only, and {facts.name} would be "
+            f"{facts.world_size} of them on GPUs. Use backend=ray, or trainer.device=cpu."
+        )
 
 
 def _facts(pool: ResourcePool, name: str, *settings: Any) -> list[ProcessFacts]:

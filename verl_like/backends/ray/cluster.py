@@ -18,7 +18,7 @@ import ray
 
 from verl_like.backends.ray.ending import end_in_time_at_exit
 from verl_like.backends.ray.private_session import private_session
-from verl_like.calls.waiting import Deadlines, Patience
+from verl_like.calls.waiting import Deadlines, WaitClock
 from verl_like.errors import WaitTimeoutError
 from verl_like.placement.pools import Node
 from verl_like.process.environment import ONE_THREAD, environment
@@ -105,9 +105,9 @@ def _init_and_stay(options: dict[str, Any], done: Future[None]) -> None:
 
 def _await(done: Future[None], address: str | None, limits: Deadlines) -> None:
     what = f"the Ray cluster at {address}" if address else "a Ray cluster of this machine's own"
-    patience = Patience("the driver's connection", limits.connect_s, limits.warn_s)
-    while not wait_futures([done], patience.remaining()).done:
-        if patience.over():
+    clock = WaitClock("the driver's connection", limits.connect_s, limits.warn_s)
+    while not wait_futures([done], clock.remaining()).done:
+        if clock.over():
             look = (
                 "Check the address and, with `ray status`, the head"
                 if address
@@ -118,7 +118,7 @@ def _await(done: Future[None], address: str | None, limits: Deadlines) -> None:
                 f"head did not answer. {look}; if it is only slow, raise watch.connect_s. Start "
                 "this program anew to try again."
             )
-        patience.warn_if_old(what)
+        clock.warn_if_old(what)
 
 
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
@@ -132,9 +132,9 @@ class NodeProbe:
     The cluster itself may take half a minute to declare a node dead.
     """
 
-    def __init__(self, every_s: float = 2.0, patience: int = 3) -> None:
-        """A node is asked at most once in `every_s` seconds."""
-        self.every_s, self.patience = every_s, patience
+    def __init__(self, every_s: float = 2.0, num_tries: int = 3) -> None:
+        """A node is asked at most once in `every_s` seconds; it is gone after so many tries."""
+        self.every_s, self.num_tries = every_s, num_tries
         self._known: dict[str, dict[str, Any]] = {}
         self._asked: dict[str, float] = {}
         self._silent: dict[str, int] = {}
@@ -151,7 +151,7 @@ class NodeProbe:
                 self._asked[node_id] = time.monotonic()
                 silent = 0 if self._answers(node_id) else self._silent.get(node_id, 0) + 1
                 self._silent[node_id] = silent
-        if self._silent.get(node_id, 0) < self.patience:
+        if self._silent.get(node_id, 0) < self.num_tries:
             return None
         node = self._node(node_id)
         where = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
@@ -184,7 +184,7 @@ def why_gone(node_id: str) -> str | None:
         where = node["NodeManagerAddress"] if node else "of this pool"
         return f"its node {where} ({node_id[:8]}) is gone: Ray has declared it dead."
     probe = NodeProbe(every_s=0.0)
-    return next(filter(None, (probe.why_gone(node_id) for _ in range(probe.patience))), None)
+    return next(filter(None, (probe.why_gone(node_id) for _ in range(probe.num_tries))), None)
 
 
 def has_one_node() -> bool:

@@ -1,4 +1,4 @@
-"""An end that is not waited for in vain: a daemon of Ray may be frozen, or gone.
+"""Leaving a Ray cluster in bounded time, though its daemons be frozen or gone.
 
 Ray itself waits for minutes then. A cluster that this process has started ends with it, at once.
 """

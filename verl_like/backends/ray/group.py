@@ -107,12 +107,7 @@ class RayWorkerGroup(WorkerGroup):
         ]
         run = uuid.uuid4().hex[:8]
         names = [f"{name}-{rank}-{run}" for rank in range(size)]
-        packages = own_packages()
-        actors = []
-        for actor_name, fact, bundle in zip(names, facts, bundles, strict=True):
-            place = _place(bundle if kind == "cuda" else replace(bundle, gpus=0.0))
-            named = {"name": actor_name, **place, **options}
-            actors.append(HostActor.options(**named).remote(recipes, fact, packages))
+        actors = _start_actors(recipes, names, facts, bundles, options)
         transport = RayTransport(actors, facts, limits, start_roles(master_port), names)
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
@@ -158,6 +153,23 @@ class RayWorkerGroup(WorkerGroup):
     def worker_names(self) -> list[str]:
         """The names of the actors, in rank order."""
         return self.transport.names
+
+
+def _start_actors(
+    recipes: bytes,
+    names: Sequence[str],
+    facts: Sequence[ProcessFacts],
+    bundles: Sequence[Bundle],
+    options: Mapping[str, Any],
+) -> list[Any]:
+    """An actor on every place, which has yet to construct its roles."""
+    packages = own_packages()
+    actors = []
+    for name, fact, bundle in zip(names, facts, bundles, strict=True):
+        place = _place(bundle if fact.device_kind == "cuda" else replace(bundle, gpus=0.0))
+        named = {"name": name, **place, **options}
+        actors.append(HostActor.options(**named).remote(recipes, fact, packages))
+    return actors
 
 
 def _device_kind(device_name: str | None, pool: RayResourcePool) -> str:

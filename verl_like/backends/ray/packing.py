@@ -14,9 +14,9 @@ from ray import cloudpickle
 
 from verl_like.batch.protocol import DataProto
 
-OWN_WORDS = (b"__main__", b"\x03ray", b"ray.")
-"""In a pickle: a module that other processes cannot import, and those of Ray (the first is the name
-of three letters), whose objects it has to count.
+ONLY_FOR_RAY = (b"__main__", b"\x03ray", b"ray.")
+"""A pickle that holds one of these is left to Ray: other processes cannot import the first module,
+and Ray has to count its own objects. (`\\x03` is the length of the name that follows.)
 """
 
 
@@ -45,7 +45,7 @@ def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes 
         head = pickle.dumps(value, 5, buffer_callback=None if buffers is None else buffers.append)
     except Exception:  # noqa: BLE001 - objects of the user's may refuse in any way
         return None
-    return None if any(word in head for word in OWN_WORDS) else head
+    return None if any(word in head for word in ONLY_FOR_RAY) else head
 
 
 def pack_batch(value: Any) -> Packed | None:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl_like.backends.ray.cluster import amounts, connect, free_resources, living_nodes
 from verl_like.backends.ray.ending import RELEASE_S, within
-from verl_like.calls.waiting import Deadlines, Patience
+from verl_like.calls.waiting import Deadlines, WaitClock
 from verl_like.errors import PlacementError, WaitTimeoutError
+from verl_like.placement.plan import ROUNDING
 from verl_like.placement.pools import Node, PoolManager, ResourcePool, cpu_share
 
 
@@ -141,21 +143,21 @@ class RayResourcePool(ResourcePool):
         return need | self.resources
 
     def _await(self, groups: Sequence[PlacementGroup], need: dict[str, float]) -> None:
-        patience = Patience(
+        clock = WaitClock(
             f"placement of pool {self.name}", self.deadlines.placement_s, self.deadlines.warn_s
         )
         waiting = [group.ready() for group in groups]
         while waiting:
-            waiting = ray.wait(waiting, num_returns=len(waiting), timeout=patience.remaining())[1]
+            waiting = ray.wait(waiting, num_returns=len(waiting), timeout=clock.remaining())[1]
             wanted = f"{self.store} processes of {amounts(need)} each"
-            if waiting and patience.over():
+            if waiting and clock.over():
                 raise WaitTimeoutError(
-                    f"{patience.what}: the cluster did not give {wanted} within "
-                    f"{patience.limit_s:.0f} s (watch.placement_s). Free now: {free_resources()}. "
+                    f"{clock.what}: the cluster did not give {wanted} within "
+                    f"{clock.limit_s:.0f} s (watch.placement_s). Free now: {free_resources()}. "
                     "Lower cpus_per_process or the pool's size, or stop what holds them."
                 )
             if waiting:
-                patience.warn_if_old(f"{wanted}; free now: {free_resources()}")
+                clock.warn_if_old(f"{wanted}; free now: {free_resources()}")
 
 
 def _remove(groups: Sequence[PlacementGroup]) -> None:
@@ -261,40 +263,43 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
     if pool.nodes:
         return [node.key or None for node in pool.nodes]
     nodes = living_nodes()
-    have = [
-        f"{n['NodeManagerAddress']}: {amounts({k: n['Resources'].get(k, 0) for k in need})}"
-        for n in nodes
-    ]
-    room = sum(
-        int(min(n["Resources"].get(k, 0) / v + 1e-9 for k, v in need.items())) for n in nodes
-    )
+    room = sum(_num_processes(node["Resources"], need) for node in nodes)
     if room < pool.world_size:
         raise PlacementError(
             f"pool {pool.name} wants {pool.world_size} processes ({amounts(need)} each), and the "
-            f"cluster has room for {room} in all. Nodes: {'; '.join(have)}. Lower "
+            f"cluster has room for {room} in all. Nodes: {_nodes_in_words(nodes, need)}. Lower "
             "cpus_per_process or the pool's size."
         )
     chosen: dict[int, str] = {}
-    for entry, count in sorted(
-        enumerate(pool.store), key=lambda item: -item[1]
-    ):  # the largest entry chooses first
-        wanted = {kind: amount * count for kind, amount in need.items()}
-        fitting = [n for n in nodes if _has(n["Resources"], wanted)]
+    largest_first = sorted(enumerate(pool.store), key=lambda entry: -entry[1])
+    for entry, count in largest_first:
+        fitting = [node for node in nodes if _num_processes(node["Resources"], need) >= count]
         if not fitting:
+            wanted = {kind: amount * count for kind, amount in need.items()}
             raise PlacementError(
                 f"pool {pool.name} wants {count} processes on one node ({amounts(wanted)}), and "
-                f"no node has that in all. Nodes: {'; '.join(have)}. Lower cpus_per_process or "
-                "the pool's size."
+                f"no node has that in all. Nodes: {_nodes_in_words(nodes, need)}. Lower "
+                "cpus_per_process or the pool's size."
             )
-        unused = [n for n in fitting if n["NodeID"] not in chosen.values()]
+        unused = [node for node in fitting if node["NodeID"] not in chosen.values()]
         if unused:
-            chosen[entry] = min(unused, key=lambda n: n["Resources"].get("CPU", 0))["NodeID"]
-    return [
-        chosen[entry] if len(chosen) == len(pool.store) else None
-        for entry in range(len(pool.store))
-    ]
+            smallest = min(unused, key=lambda node: node["Resources"].get("CPU", 0))
+            chosen[entry] = smallest["NodeID"]
+    if len(chosen) < len(pool.store):
+        return [None] * len(pool.store)
+    return [chosen[entry] for entry in range(len(pool.store))]
 
 
-def _has(resources: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
-    """Whether a node's resources are enough, but for rounding."""
-    return all(resources.get(kind, 0) + 1e-9 >= amount for kind, amount in wanted.items())
+def _num_processes(resources: Mapping[str, float], need: Mapping[str, float]) -> int:
+    """How many processes of this need a node's resources are enough for, but for rounding."""
+    return int(min(resources.get(kind, 0) / amount + ROUNDING for kind, amount in need.items()))
+
+
+def _nodes_in_words(nodes: Sequence[Mapping[str, Any]], kinds: Iterable[str]) -> str:
+    """What every node has of these kinds of resource."""
+    kinds = list(kinds)
+    shown = []
+    for node in nodes:
+        has = {kind: node["Resources"].get(kind, 0) for kind in kinds}
+        shown.append(f"{node['NodeManagerAddress']}: {amounts(has)}")
+    return "; ".join(shown)

@@ -16,6 +16,7 @@ from verl_like.errors import PlacementError
 from verl_like.placement.pools import Node
 
 ANSWER_S = 60.0
+"""How long a node may take to say whether it sees a file."""
 
 
 def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
@@ -50,12 +51,13 @@ def nodes_without(path: Path, nodes: Iterable[Node]) -> list[str]:
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
     missing = []
     for answer, node in asked.items():
-        if answer not in ready or not _yes(answer):
+        if answer not in ready or not _sees(answer):
             missing.append(f"{node.name} ({node.key[:8]})")
     return missing
 
 
-def _yes(answer: Any) -> bool:
+def _sees(answer: Any) -> bool:
+    """What a node has answered; one that cannot sees nothing."""
     try:
         return bool(ray.get(answer))
     except RayError:

@@ -53,8 +53,8 @@ def serve(address: str, handlers: Mapping[bytes, Handler]) -> Endpoint:
     """Listen at this address; the kind of a request says which handler makes its reply."""
     listening = socket.create_server((address, 0))
     endpoint = Endpoint(address, listening.getsockname()[1], secrets.token_bytes(16))
-    entrance = _Entrance(listening, endpoint.key, handlers)
-    threading.Thread(target=entrance.run, name="side channel", daemon=True).start()
+    acceptor = _Acceptor(listening, endpoint.key, handlers)
+    threading.Thread(target=acceptor.run, name="side channel", daemon=True).start()
     return endpoint
 
 
@@ -110,7 +110,7 @@ def ask_progress(endpoint: Endpoint, seconds: float) -> Progress | None:
     return None
 
 
-class _Entrance:
+class _Acceptor:
     """Accepts connections, and hands those that begin with the key to a thread each."""
 
     def __init__(
@@ -126,7 +126,8 @@ class _Entrance:
     def run(self) -> None:
         """Until the process ends."""
         while True:
-            ready = [key.fileobj for key, _ in self._selector.select(self._patience())]
+            selected = self._selector.select(self._s_until_one_is_late())
+            ready = [key.fileobj for key, _ in selected]
             for connection in ready:
                 if isinstance(connection, socket.socket) and connection is not self._listening:
                     self._read_key(connection)
@@ -136,7 +137,7 @@ class _Entrance:
             for connection in [c for c, (_, until) in self._without_key.items() if until <= now]:
                 self._release(connection).close()
 
-    def _patience(self) -> float | None:
+    def _s_until_one_is_late(self) -> float | None:
         """Seconds until the oldest connection without a key is late."""
         oldest = next(iter(self._without_key.values()), None)
         return None if oldest is None else max(0.0, oldest[1] - time.monotonic())

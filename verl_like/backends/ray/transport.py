@@ -35,7 +35,7 @@ from verl_like.backends.ray.probes import ClusterProbe
 from verl_like.backends.ray.stored import small_or_stored
 from verl_like.calls import stacks
 from verl_like.calls.answers import wait_for_start
-from verl_like.calls.messages import Call, Header, Held, Pending, payload_of
+from verl_like.calls.messages import Call, Header, LazyPart, Pending, payload_of
 from verl_like.calls.pieces import regroup_pieces
 from verl_like.calls.progress import Progress
 from verl_like.calls.transport import Transport
@@ -177,7 +177,7 @@ class RayTransport(Transport):
             text = side_channel.ask_stacks(location.endpoint, seconds)
             path = self.facts[rank].log_path()
             if text is None and location.node == here and path and rank < len(self.started):
-                text = stacks.by_signal(self.started[rank].pid, path)
+                text = stacks.stack_by_signal(self.started[rank].pid, path)
             return text
 
         with ThreadPoolExecutor(max(len(locations), 1)) as asking:
@@ -253,11 +253,11 @@ class RayTransport(Transport):
         """Into the object store, once for all ranks, unless it is small without its padding."""
         return small_or_stored(value)
 
-    def hold(self, reference: Any) -> Any:
+    def lazy_part(self, reference: Any) -> Any:
         """The reference itself: Ray resolves only what is a task's own argument."""
         if isinstance(reference, Future):
-            return Held(reference.result())
-        return HeldReference(reference)
+            return LazyPart(reference.result())
+        return LazyReference(reference)
 
 
 def start_roles(master_port: int) -> Callable[[Sequence[Any]], list[Any]]:
@@ -275,7 +275,7 @@ def attach(actors: Sequence[Any]) -> list[Any]:
     return [actor.roles_there.remote() for actor in actors]
 
 
-class HeldReference(Held):
+class LazyReference(LazyPart):
     """A reference that the worker resolves when it asks for the value."""
 
     def get(self) -> Any:

@@ -32,7 +32,7 @@ from workers.rollout.native.module_forward import ModuleForward
 
 PROMPTS = ((30, 3, 17, 24), (3,))
 """Tokens of the prompts that prove, group by group."""
-PROMPT_WIDTH, NUM_STEPS = 32, 40
+PROMPT_WIDTH, NUM_STEPS = 32, 24
 """So many that the cache grows once."""
 LARGEST_ERROR = 3e-4
 """Relative error up to which logits agree; what is wrong is off by 2e-3 and more."""

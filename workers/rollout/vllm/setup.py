@@ -16,6 +16,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.checkpoint_format import CheckpointFormat
+from workers.models.hf_config import read_hf_config
 from workers.models.state import named_state
 
 TESTED = ("0.32", "0.33")
@@ -159,9 +160,9 @@ class ExpectedWeights:
 
 def expected_weights(model_path: str) -> ExpectedWeights:
     """Names and shapes from the model's config; tied weights count once."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    config = read_hf_config(model_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pickle
 import socket
 import threading
-import time
 
 import pytest
 
+from tests.waiting import LIMIT_S, wait_until
 from verl_like.backends.ray import side_channel
 from verl_like.backends.ray.past_queue import PastQueue
 from verl_like.backends.ray.side_channel import CALL, Endpoint
@@ -23,7 +23,7 @@ def answer(body: bytes) -> bytes:
     if call.method == "fail":
         raise ValueError("no answer")
     if call.method == "hold":
-        assert HELD.wait(10.0)
+        assert HELD.wait(LIMIT_S)
     return b"no pickle" if call.method == "unreadable" else pickle.dumps((b"", call.args))
 
 
@@ -54,11 +54,11 @@ def test_calls_after_each_other_share_a_connection(
     calls: PastQueue, connected: list[Endpoint]
 ) -> None:
     for number in range(5):
-        assert calls.make(call("give", number)).result(10.0) == (b"", (number,))
+        assert calls.make(call("give", number)).result(LIMIT_S) == (b"", (number,))
     for method, words in (("fail", "no answer"), ("unreadable", "cannot travel")):
         with pytest.raises(WorkerError, match=words):
-            calls.make(call(method)).result(10.0)
-    assert calls.make(call("give", 5)).result(10.0) == (b"", (5,))
+            calls.make(call(method)).result(LIMIT_S)
+    assert calls.make(call("give", 5)).result(LIMIT_S) == (b"", (5,))
     assert len(connected) == 1
 
 
@@ -66,10 +66,10 @@ def test_a_call_does_not_wait_for_one_that_is_under_way(
     calls: PastQueue, connected: list[Endpoint]
 ) -> None:
     held = [calls.make(call("hold", number)) for number in range(3)]
-    assert calls.make(call("give", 3)).result(10.0) == (b"", (3,))
+    assert calls.make(call("give", 3)).result(LIMIT_S) == (b"", (3,))
     assert not any(future.done() for future in held)
     HELD.set()
-    assert [future.result(10.0)[1] for future in held] == [(0,), (1,), (2,)]
+    assert [future.result(LIMIT_S)[1] for future in held] == [(0,), (1,), (2,)]
     assert len(connected) == 4
 
 
@@ -79,9 +79,9 @@ def test_a_process_that_is_gone_is_told_in_the_middle_of_a_call_and_before_one()
         under_way = calls.make(call("give"))
         listening.accept()[0].close()
         with pytest.raises(WorkerDiedError, match="broke off while it made the call"):
-            under_way.result(10.0)
+            under_way.result(LIMIT_S)
     with pytest.raises(WorkerDiedError, match="its side channel does not answer"):
-        calls.make(call("give")).result(10.0)
+        calls.make(call("give")).result(LIMIT_S)
 
 
 def test_a_connection_that_was_closed_while_it_was_idle_is_replaced() -> None:
@@ -95,7 +95,6 @@ def test_a_connection_that_was_closed_while_it_was_idle_is_replaced() -> None:
             body = side_channel._read(connection, size)
             reply = pickle.dumps(pickle.loads(body).args)
             connection.sendall(side_channel._REPLY.pack(0, len(reply)) + reply)
-            assert future.result(10.0) == (number,)
+            assert future.result(LIMIT_S) == (number,)
             connection.close()
-            while calls._idle[0]._is_open:  # until the end of the connection has been seen
-                time.sleep(0.001)
+            wait_until(lambda: not calls._idle[0]._is_open)

@@ -43,7 +43,7 @@ def test_idle_connections_keep_nobody_waiting_and_cost_no_threads(
     strangers = [connected(endpoint, stack) for _ in range(3 * MAX_WITHOUT_KEY)]
     began = time.monotonic()
     assert answer(endpoint) == b"TEXT"
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < side_channel.REQUEST_S / 2, "they have so long each"
     assert threading.active_count() <= before + 1
     assert strangers[0].recv(1) == b""
     strangers[-1].settimeout(0.05)

@@ -4,7 +4,6 @@ parallelism, and a PPO step on it.
 
 from __future__ import annotations
 
-import json
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from typing import NoReturn
 import pytest
 import torch
 
+from tests.integration.runs import lines
 from tests.workers.rollout_engines import (
     PROMPT,
     RESPONSE,
@@ -89,7 +89,7 @@ def test_the_doctors_check_generates_and_syncs(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_a_ppo_step_runs_on_vllm(tiny_dir: Path, make_tiny: ModuleType, tmp_path: Path) -> None:
+def test_a_ppo_step_runs_on_vllm(make_tiny: ModuleType, tmp_path: Path) -> None:
     from trainer import load_config, run
 
     tiny = make_tiny.make(tmp_path / "tiny", hidden_size=128)
@@ -112,11 +112,9 @@ def test_a_ppo_step_runs_on_vllm(tiny_dir: Path, make_tiny: ModuleType, tmp_path
             ]
         )
     )
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert len(lines) == 2
-    assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in lines)
+    found = lines(tmp_path / "run")
+    assert len(found) == 2
+    assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in found)
 
 
 @pytest.mark.vllm

@@ -1,0 +1,99 @@
+"""Loaded by the server of forked processes (`PRELOADED` in `tests/conftest.py`) before any of our
+packages: the functions and classes of torch and transformers as they are without us.
+
+Then it loads ours, and notes which CPU kernels the roles and engines load. What our packages change
+`changed` finds; `tests/workers/cpu/test_isolation.py` asks in a fork.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+
+from torch import nn
+
+OTHERS = (
+    "tensordict",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+OURS = ("verl_like", "workers", "trainer")
+ROLES = (
+    "workers.roles.actor",
+    "workers.roles.critic",
+    "workers.roles.rollout",
+    "workers.rollout.native.engine",
+    "workers.training.engine",
+)
+OTHER_PARTS = (
+    "trainer.launch",
+    "trainer.ppo.step",
+    "verl_like.backends.local.child",
+    "workers.roles.reference",
+    "workers.roles.reward_model",
+    "workers.roles.teacher",
+)
+"""What else of ours processes of tests need."""
+KINDS = (types.FunctionType, types.BuiltinFunctionType, type)
+Place = tuple[str, ...]
+
+
+def snapshot() -> dict[Place, object]:
+    """(module, name) and (module, class, name) -> the function or class that stands there."""
+    seen: dict[Place, object] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] not in ("torch", "transformers"):
+            continue
+        for name, value in list(vars(module).items()):
+            kind = type(value)  # not by isinstance: of deprecated names that is a warning
+            if issubclass(kind, KINDS):
+                seen[module_name, name] = value
+            if issubclass(kind, type) and value.__module__ == module_name:
+                own = {key: part for key, part in vars(value).items() if isinstance(part, KINDS)}
+                seen |= {(module_name, name, key): part for key, part in own.items()}
+    return seen
+
+
+def changed(before: dict[Place, object]) -> list[str]:
+    """The places where something else stands now."""
+    after = snapshot()
+    return sorted(str(place) for place, value in before.items() if after.get(place) is not value)
+
+
+def loaded(*packages: str) -> list[str]:
+    """The modules of packages that are loaded."""
+    inside = tuple(f"{package}." for package in packages)
+    return [name for name in sys.modules if f"{name}.".startswith(inside)]
+
+
+def changed_variables(before: dict[str, str]) -> list[str]:
+    """The environment variables that have another value, or came or went."""
+    return sorted({name for name, _ in before.items() ^ os.environ.items()})
+
+
+def linear_on_meta() -> str:
+    """The class that stands for a linear layer where no CPU computes."""
+    from workers.rollout.native.linear import build_linear
+
+    return type(build_linear(nn.Linear(2, 2, device="meta"))).__name__
+
+
+for other in OTHERS:
+    importlib.import_module(other)
+EARLY = loaded(*OURS)
+"""What of ours was there already, and might have changed something."""
+BEFORE = snapshot()
+_environment = dict(os.environ)
+for role in ROLES:
+    importlib.import_module(role)
+LINEAR_ON_META = linear_on_meta()
+KERNELS = loaded("workers.cpu")
+for part in OTHER_PARTS:
+    importlib.import_module(part)
+ENVIRONMENT = changed_variables(_environment)

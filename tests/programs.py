@@ -1,0 +1,36 @@
+"""Programs that tests run in a process of their own, such as those with a Ray cluster of their own,
+and what they tell.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests import ROOT
+
+VERL_LIKE = Path(sys.executable).parent / "verl-like"
+"""The command, as it is installed."""
+RESULT = "RESULT "
+"""Begins the line of a program's output that tells what it found."""
+
+
+def tell(found: Mapping[str, Any]) -> None:
+    """Print what this program found, for `found_by` in the test's process."""
+    print(RESULT + json.dumps(found), flush=True)
+
+
+def found_by(python: Path | str, module: str, *arguments: Path, limit_s: float) -> dict[str, Any]:
+    """What `python -m module arguments` tells."""
+    done = subprocess.run(
+        [python, "-m", module, *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False,
+    )  # fmt: skip
+    results = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    assert results, done.stdout[-3000:] + done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(results[0].removeprefix(RESULT))
+    return found

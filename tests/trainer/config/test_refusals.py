@@ -1,0 +1,58 @@
+"""A setting that names no key, or has no value of it, is refused with what the key takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import overrides
+from trainer import load_config
+from trainer.data.config import DataConfig
+from trainer.data.files import check_files
+from trainer.ppo.preflight import check_rollout
+from trainer.preference.recipe import DPO
+from verl_like.errors import ConfigError, VerlLikeError
+
+REFUSED = [
+    ("epochs=3", "There is no key 'epochs'. Did you mean .* or 'trainer.total_epochs'"),
+    ("rewards={name: a}", "'rewards.name'. rewards has no keys below it; it takes a list"),
+    ("chaos.kill_worker.step=2", "chaos.kill_worker has no keys below it; it takes a number"),
+    ("rewards=[a]", r"^rewards=\[a\]: .*str is not .*; it takes a list of sections.$"),
+    ("rewards=[{name: a, weight: x}]", ": weight: Value 'x' .* Float; it takes a number.$"),
+    ("critic.ppo_epochs=0", "critic.ppo_epochs=0: it must be above 0, or null for the actor's"),
+    ("trainer.stop_at={reward: high}", "'high' .* Float; it takes metric: value.$"),
+    ("trainer.seed=x", "^trainer.seed=x: .* Integer; it takes a whole number, 0 or more.$"),
+    ("trainer.dry_run=yess", "^trainer.dry_run=yess: .*; it takes true, false.$"),
+    ("trainer.stop_at=reward>0.8", "reward>0.8 cannot be read as a setting.*is quoted"),
+    ("~trainer", "^~trainer: every run has this section"),
+    ("trainer.nnodes=0", "trainer.nnodes=0: it must be above 0"),
+    ("resource_pool_spec.global_pool=[0]", r"^resource_pool_spec.global_pool=\[0\]: a pool needs"),
+    ("algorithm.adv_estimator=grp", "^algorithm.adv_estimator=grp: unknown advantage estimator"),
+]
+
+
+@pytest.mark.parametrize(("setting", "words"), REFUSED, ids=[setting for setting, _ in REFUSED])
+def test_a_refusal_names_key_value_and_what_would_do(
+    tiny_dir: Path, tmp_path: Path, setting: str, words: str
+) -> None:
+    with pytest.raises(VerlLikeError, match=words):
+        load_config(overrides(tiny_dir, tmp_path, "trainer.backend=local", setting))
+
+
+def test_a_preference_loss_that_there_is_not_is_named_with_its_key() -> None:
+    with pytest.raises(ConfigError, match="^loss=dpoo: unknown preference loss .* Did you mean"):
+        load_config(["loss=dpoo", "model.path=m", "data.train_files=f"], DPO)
+
+
+def test_a_folder_in_the_place_of_a_file_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"train_files: .* is a folder, which holds rows.jsonl"):
+        check_files(DataConfig(train_files=str(tmp_path)))
+
+
+def test_a_share_of_memory_is_one(tiny_dir: Path, tmp_path: Path) -> None:
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization=3"
+    settings = ("trainer.backend=local", "actor_rollout_ref.rollout.name=vllm", share)
+    with pytest.raises(ConfigError, match="utilization=3: it is a share .* at most 1"):
+        check_rollout(load_config(overrides(tiny_dir, tmp_path, *settings)))

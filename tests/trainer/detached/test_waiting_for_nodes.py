@@ -1,0 +1,128 @@
+"""A maker whose node is lost waits for another node, as other groups do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import overrides
+from trainer import load_config, restarts
+from trainer.detached import losses as maker_losses
+from trainer.detached.config import DetachedConfig
+from trainer.detached.endings import ToldToStop
+from trainer.detached.losses import MakerLosses
+from trainer.detached.recipe import DETACHED
+from trainer.detached.sizes import topology_of
+from trainer.detached.step import DetachedTrainer
+from trainer.run_folder.signals import RunStopped
+from verl_like.errors import NoRoomError, PlacementError, WorkerDiedError
+
+LOST = WorkerDiedError("node 7 is lost")
+
+
+class Group:
+    """The one of a maker, whose node is lost; then of its successor."""
+
+    def __init__(self, started: list[str], role: str) -> None:
+        self.started, self.role = started, role
+
+    def resume(self) -> None:
+        raise LOST
+
+    def init_model(self) -> None:
+        self.started.append(self.role)
+
+
+class Cluster(dict[str, Group]):
+    """Groups of makers; a pool can be started anew at the try for which there is no error."""
+
+    def __init__(self, makers: int, *errors: Exception) -> None:
+        self.errors, self.started = list(errors), list[str]()
+        roles = ["rollout", *(f"rollout_{number}" for number in range(1, makers))]
+        super().__init__({role: Group(self.started, role) for role in roles})
+
+    def restart(self, pool: str) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maker_losses, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(restarts, "FIRST_WORD_S", 0.0)
+
+
+def config_of(tiny: Path, folder: Path, *more: str) -> DetachedConfig:
+    settings = ("trainer.backend=local", "detached.on_maker_loss=restart", *more)
+    return load_config(overrides(tiny, folder, *settings), DETACHED)
+
+
+def losses(config: DetachedConfig, cluster: Cluster, is_ending: bool = False) -> MakerLosses:
+    topology = topology_of(config)
+    groups: Any = cluster
+    return MakerLosses(config, groups, topology, lambda role: {}, lambda: is_ending)
+
+
+def no_room(times: int) -> list[Exception]:
+    return [NoRoomError("no living node has room for maker_0_pool.")] * times
+
+
+def test_it_comes_back_when_there_is_a_node(
+    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(1, *no_room(3))
+    config = config_of(tiny_dir, tmp_path)
+    assert losses(config, cluster)(0, LOST, num_lost=2) is True
+    assert cluster.started == ["rollout"]
+    assert "maker 0: waiting for a node (no living node has room for maker_0_pool)" in caplog.text
+
+
+def test_a_wait_in_vain_ends_the_run_by_name(tiny_dir: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_dir, tmp_path, "watch.placement_s=0.01")
+    with pytest.raises(NoRoomError, match=r"room for maker_0_pool\. After .*placement_s=0\.01\)"):
+        losses(config, Cluster(1, *no_room(1000)))(0, LOST, num_lost=2)
+
+
+def test_where_all_pools_would_have_to_move_its_loss_is_raised(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    cluster = Cluster(1, PlacementError("Planned anew, all pools fit."))
+    with pytest.raises(WorkerDiedError, match="node 7 is lost") as caught:
+        losses(config_of(tiny_dir, tmp_path), cluster)(0, LOST, num_lost=2)
+    assert caught.value.__notes__ == ["Planned anew, all pools fit."]
+
+
+def test_told_to_stop_the_other_makers_end_the_step_or_nobody_does(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    two = config_of(tiny_dir, tmp_path, "detached.makers=2")
+    stopping = losses(two, Cluster(2, *no_room(3)), is_ending=True)
+    assert stopping(1, LOST, num_lost=2) is False
+    with pytest.raises(ToldToStop):
+        stopping(0, LOST, num_lost=2)
+
+
+def test_a_run_that_nobody_can_go_on_with_saves_its_last_step_when_it_is_told_to_stop() -> None:
+    saved: list[int] = []
+
+    class Stopping(DetachedTrainer):
+        can_save = True
+
+        def __init__(self) -> None:
+            self.global_step = 3
+
+        def remember_start(self) -> None:
+            """Nothing to remember."""
+
+        def timed_step(self) -> dict[str, float]:
+            raise ToldToStop
+
+        def _stop_here(self) -> None:
+            saved.append(self.global_step)
+            raise RunStopped(15, "after step 3")
+
+    with pytest.raises(RunStopped, match="after step 3"):
+        Stopping()._next_step(None, None)
+    assert saved == [3]

@@ -1,0 +1,27 @@
+"""Waits for what another thread or process does: as short as can be, and long under load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from verl_like.process.machine import process_state
+
+LIMIT_S = 60.0
+"""Of a wait; whoever waits so long waits for nothing."""
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < end, f"it did not come to pass within {LIMIT_S:g} s"
+        time.sleep(0.002)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and has not ended, though nobody may have waited for it."""
+    return process_state(pid) not in (None, "Z")
+
+
+def wait_until_ended(*pids: int) -> None:
+    wait_until(lambda: not any(map(is_running, pids)))

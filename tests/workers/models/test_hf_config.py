@@ -1,0 +1,43 @@
+"""A folder's configuration is parsed once, and everybody has a copy of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+
+from workers.models.hf_config import read_hf_config
+
+
+@pytest.fixture
+def folder(tiny_dir: Path, tmp_path: Path) -> Path:
+    shutil.copy(tiny_dir / "model" / "config.json", tmp_path)
+    return tmp_path
+
+
+def test_what_one_reader_changes_the_next_does_not_see(folder: Path) -> None:
+    first = read_hf_config(folder)
+    kept = first.attention_dropout
+    first.attention_dropout = kept + 0.5
+    assert read_hf_config(folder).attention_dropout == kept
+
+
+def test_the_same_file_is_parsed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = read_hf_config(folder)
+    monkeypatch.setattr(transformers, "AutoConfig", None)
+    assert read_hf_config(str(folder)).to_dict() == first.to_dict()
+
+
+def test_a_file_that_was_written_anew_is_read_anew(folder: Path) -> None:
+    file = folder / "config.json"
+    layers = read_hf_config(folder).num_hidden_layers
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": layers + 1}))
+    assert read_hf_config(folder).num_hidden_layers == layers + 1
+
+
+def test_a_folder_without_the_file_is_refused_as_by_transformers(tmp_path: Path) -> None:
+    with pytest.raises((OSError, ValueError), match="model_type"):
+        read_hf_config(tmp_path)
