@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from workers.models.quantize import is_quantized
 from workers.rollout.native.kv_cache import SlotCache, Slots, heads_of, slot_width
-from workers.rollout.native.linear import build_linear
+from workers.rollout.native.linear import MIN_ROWS_OF_MKL, build_linear
 
 PREFIXES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Of the classes understood here: grouped attention, rotary halves, RMS norms, a gated MLP."""
@@ -179,6 +179,7 @@ class DirectForward:
         rows, device = len(prompts), self.embedding.device
         padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
         lasts = [row * width + len(prompt) - 1 for row, prompt in enumerate(prompts)]
+        lasts += lasts[:1] * (MIN_ROWS_OF_MKL - rows)  # so that linear layers have enough rows
         ids = torch.tensor(padded, device=device)
         last_tokens = torch.tensor(lasts, device=device)
 
@@ -199,7 +200,7 @@ class DirectForward:
             if layer is self.layers[-1]:  # from here on only the last tokens matter
                 hidden, attended = hidden[last_tokens], attended[last_tokens]
             hidden = layer.finish(hidden, attended)
-        return self.head(self.norm(hidden))
+        return self.head(self.norm(hidden))[:rows]
 
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Slots 0, 1, ... each read the token of this position; returns the logits after it.

@@ -5,10 +5,10 @@ Which classes those are `native.proof` finds out when the engine is built.
     waiting prompts --prefill, in groups--> slots of the KV cache
     slots           --decode, one token a pass--> finished samples leave, waiting prompts enter
 
-A sample's tokens and log-probs are the same bits whatever else is in the batch: at least `MIN_ROWS`
-rows are always computed (fewer change the bits of a linear layer), on one CPU thread (several share
-the rows out by their number); attention runs over whole blocks of columns (`native.kv_cache`), and
-the noise is keyed by the sample (`rollout.sampling`).
+In float32 a sample's tokens and log-probs are the same bits whatever else is in the batch: at least
+`linear.least_rows` rows are always computed (fewer change the bits of a linear layer), on one CPU
+thread (several share the rows out by their number); attention runs over whole blocks of columns
+(`native.kv_cache`), and the noise is keyed by the sample (`rollout.sampling`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ from workers.rollout.native.kv_cache import (
     slots_that_fit,
     whole_blocks,
 )
+from workers.rollout.native.linear import MIN_ROWS, least_rows
 from workers.rollout.native.module_forward import ModuleForward
 from workers.rollout.native.proof import check_decoding, check_model
 from workers.rollout.responses import ends_with_stop_string, num_of_older_weights, output_of
 from workers.rollout.sampling import choose_tokens, uniforms
 from workers.weights.checksum import Fingerprint
 
-MIN_ROWS = 4
-"""Fewest rows of a forward pass: a linear layer's bits change at 1 to 3 rows."""
 ROWS_STEP = 16
 """Passes over more rows than this compute whole multiples of it.
 
@@ -82,8 +81,9 @@ class NativeEngine(ModuleEngine):
         if first_weight.device.type == "cpu":
             _limit_kernel_caches()
         width = slot_width(self.config, limits.prompt_width, limits.response_width)
+        least = least_rows(first_weight, is_llama_shaped(module))
         num_slots = slots_that_fit(
-            self.config, width, first_weight.dtype, limits.kv_cache_gb, MIN_ROWS
+            self.config, width, first_weight.dtype, limits.kv_cache_gb, least
         )
         self.max_active = min(limits.max_num_seqs, num_slots)
         self.cache_memory = CacheMemory()
@@ -158,7 +158,9 @@ class _Generation:
     ) -> None:
         self.engine, self.sampling, self.requests = engine, sampling, requests
         self.forward_class = forward_class
-        self.device = next(engine.module.parameters()).device
+        first_weight = next(engine.module.parameters())
+        self.device = first_weight.device
+        self.least_rows = least_rows(first_weight, forward_class is DirectForward)
         self.keys = np.array([request.key for request in requests], dtype=np.uint64)
         self.prompts = [tuple(request.prompt) for request in requests]
         self.prompt_lengths = np.array([len(prompt) for prompt in self.prompts])
@@ -181,7 +183,7 @@ class _Generation:
         self.waiting = deque(np.argsort(self.read_at_once == 0, kind="stable").tolist())
         self.max_active = min(engine.max_active, len(requests))
         self.num_active = self.longest = 0
-        num_slots = max(MIN_ROWS, self.max_active)
+        num_slots = max(self.least_rows, self.max_active)
         self.request_of_slot = np.zeros(num_slots, dtype=np.int64)
         width = slot_width(engine.config, max(map(len, self.prompts)), sampling.max_tokens)
         slots = Slots(num_slots, width, least_window(engine.config), self.device, memory)
@@ -276,10 +278,12 @@ class _Generation:
         row_of = {text: row for row, text in enumerate(distinct)}
         sources = torch.tensor([row_of[text] for text in texts], device=self.device)
 
-        prompts = [*distinct, *[(0,)] * (rows_of_pass(len(distinct)) - len(distinct))]
-        width = whole_blocks(max(map(len, prompts)))
+        longest = max(map(len, distinct))
+        width = whole_blocks(longest)
         if not self.read_at_once[group].any():
-            width = prefill_width(max(map(len, prompts)), self.engine.limits.prompt_width)
+            width = prefill_width(longest, self.engine.limits.prompt_width)
+        rows = rows_of_pass(len(distinct), max(MIN_ROWS, -(-self.least_rows // width)))
+        prompts = [*distinct, *[(0,)] * (rows - len(distinct))]
         self.cache.fit(max(1 + width, self.longest + 2), self.num_active)
         logits = self.forward.prefill(prompts, width, sources, self.num_active)
 
@@ -294,7 +298,7 @@ class _Generation:
 
         Slots beyond, up to the number of rows of a pass, are computed and not read.
         """
-        requests = self.request_of_slot[: rows_of_pass(self.num_active)]
+        requests = self.request_of_slot[: rows_of_pass(self.num_active, self.least_rows)]
         steps = np.maximum(self.lengths[requests] - 1, 0)
         positions = self.prompt_lengths[requests] + steps
         self.longest = int(positions[: self.num_active].max())
@@ -362,10 +366,10 @@ class _Generation:
         self.num_active = left
 
 
-def rows_of_pass(count: int) -> int:
-    """How many rows a pass over `count` of them computes: at least `MIN_ROWS`, see `ROWS_STEP`."""
+def rows_of_pass(count: int, least: int) -> int:
+    """How many rows a pass over `count` of them computes: at least `least`, see `ROWS_STEP`."""
     if count <= ROWS_STEP:
-        return max(MIN_ROWS, 1 << (count - 1).bit_length())
+        return max(least, 1 << (count - 1).bit_length())
     return -(-count // ROWS_STEP) * ROWS_STEP
 
 

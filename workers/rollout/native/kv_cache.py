@@ -5,10 +5,11 @@ lengths decode together, each writing its own next column. Slots are as wide as 
 in flight needs, and are copied when that changes: a step then reads memory in one stream, twice as
 fast as skipping unused ends.
 
-Three facts keep the bits of a row independent of its neighbours: a pass looks at a number of
+Four facts keep the bits of a row independent of its neighbours: a pass looks at a number of
 columns that is a multiple of `BLOCK` (the sums over columns then group alike; masked columns add
-zeros), prompts are padded to multiples of it too, and the never-attended column 0 keeps
-transformers from dropping a mask that happens to be all ones in one batch and not in another.
+zeros) and at `least_window` of them (with fewer a product takes another kernel), prompts are padded
+to multiples of it too, and the never-attended column 0 keeps transformers from dropping a mask that
+happens to be all ones in one batch and not in another.
 """
 
 from __future__ import annotations
@@ -46,9 +47,14 @@ def heads_of(config: Any) -> tuple[int, int, int]:
 
 
 def least_window(config: Any) -> int:
-    """Fewest columns that a decode step looks at."""
+    """Fewest columns that a decode step looks at.
+
+    MKL on Intel's processors has other kernels for keys that are fewer than the numbers of a head,
+    or no more than the heads that share them.
+    """
     heads, groups, size = heads_of(config)
-    return whole_blocks(-(-MIN_MULTIPLICATIONS * groups // (heads * size)))
+    sharing = heads // groups
+    return whole_blocks(max(-(-MIN_MULTIPLICATIONS // (sharing * size)), size, sharing + 1))
 
 
 def slot_width(config: Any, prompt_width: int, response_width: int) -> int:

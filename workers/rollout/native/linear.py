@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from workers.models.quantize import Int8Weight
 
+MIN_ROWS = 4
+"""Fewest rows of a pass: below, a linear layer's bits change with the number of rows."""
+MIN_ROWS_OF_MKL = 16
+"""The same for torch's float32 products on a CPU: MKL has kernels for few rows on Intel's."""
 SIMD_WIDTH = 32
 """Numbers that an exponential takes at a time; the rest of a tensor is computed in another way."""
 
@@ -16,7 +21,7 @@ SIMD_WIDTH = 32
 class TorchLinear:
     """A linear layer on states [rows, in], and what a decoder layer does with its result.
 
-    Its bits for a row do not depend on the other rows, from `MIN_ROWS` rows on.
+    Its bits for a row do not depend on the other rows, from `MIN_ROWS_OF_MKL` rows on.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -46,7 +51,7 @@ class TorchLinear:
 
 
 class OnednnLinear(TorchLinear):
-    """The same through oneDNN, each method in one pass over memory."""
+    """The same through oneDNN, each method in one pass over memory, and from `MIN_ROWS` rows on."""
 
     def __init__(self, layer: Any) -> None:
         from workers.cpu import onednn
@@ -88,3 +93,12 @@ def build_linear(layer: Any) -> TorchLinear:
     from workers.cpu import onednn
 
     return OnednnLinear(layer) if onednn.supports(layer.weight) else TorchLinear(layer)
+
+
+def least_rows(weight: Tensor, is_direct: bool) -> int:
+    """Fewest rows of a pass through layers of such weights, by the direct pass or the module's."""
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return MIN_ROWS
+    from workers.cpu import onednn
+
+    return MIN_ROWS if is_direct and onednn.supports(weight) else MIN_ROWS_OF_MKL

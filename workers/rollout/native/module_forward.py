@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.rollout.native.kv_cache import SlotCache
+from workers.rollout.native.linear import MIN_ROWS_OF_MKL
 
 
 class ModuleForward:
@@ -34,7 +35,8 @@ class ModuleForward:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         positions = (self.slots.columns[:width] - (width - lengths)[:, None]).clamp(min=0)
         mask = self.slots.target_prefill(lengths, width, sources, first)
-        return self._logits(ids, positions, mask)
+        few = -(-MIN_ROWS_OF_MKL // len(prompts))  # so that the head has enough rows, too
+        return self._logits(ids, positions, mask, few)
 
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Slots 0, 1, ... each read the token of this position; returns the logits after it.
@@ -42,9 +44,11 @@ class ModuleForward:
         The logits are [rows, vocabulary].
         """
         mask = self.slots.target_decode(positions)
-        return self._logits(ids[:, None], positions[:, None], mask)
+        return self._logits(ids[:, None], positions[:, None], mask, 1)
 
-    def _logits(self, ids: Tensor, positions: Tensor, attention_mask: Tensor) -> Tensor:
+    def _logits(
+        self, ids: Tensor, positions: Tensor, attention_mask: Tensor, num_logits: int
+    ) -> Tensor:
         inputs: dict[str, Any] = {
             "attention_mask": attention_mask,
             "past_key_values": self.cache,
@@ -53,6 +57,6 @@ class ModuleForward:
         if self.takes_positions:
             inputs["position_ids"] = positions
         if self.takes_logits_to_keep:
-            inputs["logits_to_keep"] = 1
+            inputs["logits_to_keep"] = num_logits
         logits: Tensor = self.module(input_ids=ids, **inputs).logits[:, -1]
         return logits

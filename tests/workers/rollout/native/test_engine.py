@@ -20,6 +20,7 @@ from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import EngineLimits, Output, Request, SamplingParams
 from workers.rollout.native.engine import NativeEngine
+from workers.rollout.native.linear import MIN_ROWS_OF_MKL
 from workers.rollout.sampling import noise_key
 
 VOCAB, PROMPT, RESPONSE, STOP = 60, 9, 14, (2, 5, 7)
@@ -177,20 +178,20 @@ def test_samples_of_one_prompt_share_its_prefill_and_differ(
     assert len({tuple(output.tokens.tolist()) for output in outputs}) > 20
 
 
-def test_time_follows_the_tokens_generated_and_at_least_four_rows_are_computed(
+def test_time_follows_the_tokens_generated_and_enough_rows_are_computed(
     model: Any, prompts: list[list[int]]
 ) -> None:
     seen = []
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
     )
-    outputs = generate(model, prompts, range(len(prompts)), max_num_seqs=8)
+    outputs = generate(model, prompts * 3, range(3 * len(prompts)), max_num_seqs=32)
     handle.remove()
     decoded = [rows for rows, width in seen if width == 1]
     needed = sum(len(output.tokens) - 1 for output in outputs.values())
-    assert needed <= sum(decoded) <= needed + 4 * RESPONSE
-    assert min(rows for rows, _ in seen) == 4
-    assert max(decoded) == 8
+    assert needed <= sum(decoded) <= needed + MIN_ROWS_OF_MKL * RESPONSE
+    assert min(rows * width for rows, width in seen) == min(decoded) == MIN_ROWS_OF_MKL
+    assert max(decoded) == 32
 
 
 def test_windows_that_the_model_does_not_have_are_refused(model: Any) -> None:
