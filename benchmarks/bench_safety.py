@@ -1,14 +1,15 @@
 """What a step pays for its safety: the sandbox of rewards, the hashes of weights, the watch.
 
-    python benchmarks/bench_safety.py [--rounds 60]
+    python benchmarks/bench_safety.py [--rounds 60] [--all]
 
 makes PPO steps of the tiny model, driver, actor and rollout in processes of their own
 (`trainer.backend=local`). In each round every part is switched off for a few steps, and all of them
 for others, in an order that is drawn. The first step after a switch does not count: attributes of
 classes have just been set, and the interpreter looks all of theirs up anew. It prints CPU seconds
 of all processes and the wall of a step with everything on, over those of the steps with a part off;
-and whose CPU seconds they are. The lock of the run folder is taken once a run: its price is printed
-by itself.
+and whose CPU seconds they are. `--all` compares everything on with everything off, and nothing
+else: the two are then nearer in time, and their ratio is sharper. The lock of the run folder is
+taken once a run: its price is printed by itself.
 
 - sandbox off: the driver calls the reward function itself.
 - hashes off: weights travel, and nobody hashes them.
@@ -136,9 +137,11 @@ def cpu_of(pid: int) -> float:
 class Meter:
     """A callback that switches parts off, and reads the clocks of every step."""
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, modes: Sequence[str], rounds: int) -> None:
+        """Every mode once a round."""
         draw = Random(1)
-        orders = [draw.sample(list(MODES), len(MODES)) for _ in range(rounds + WARM_UP)]
+        self.in_a_round = len(modes)
+        orders = [draw.sample(modes, len(modes)) for _ in range(rounds + WARM_UP)]
         self.modes = [mode for order in orders for mode in order for _ in range(STEPS)]
         self.steps: list[tuple[float, ...]] = []
         """Wall, and CPU seconds of `PROCESSES`, of every step."""
@@ -168,31 +171,47 @@ class Meter:
 
     def counted(self) -> dict[str, list[tuple[float, ...]]]:
         """The steps of each mode that count; those without a sandbox have no process of rewards."""
-        found: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in MODES}
+        modes = [mode for mode in MODES if mode in self.modes]
+        found: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in modes}
         for number, (mode, step) in enumerate(zip(self.modes, self.steps, strict=True)):
-            if number < WARM_UP * STEPS * len(MODES) or number % STEPS == 0:
+            if number < WARM_UP * STEPS * self.in_a_round or number % STEPS == 0:
                 continue
             found[mode].append((*step[:-1], 0.0) if "sandbox" in MODES[mode] else step)
         return found
 
 
 def report(of_mode: dict[str, list[tuple[float, ...]]]) -> None:
-    """Ratios of lower quartiles, since neighbours only add; and the median of those in a round."""
+    """Ratios of lower quartiles, since neighbours only add; and the ratio within a round."""
     on = of_mode["all on"]
     on_cpu = [sum(cpu) for _, *cpu in on]
     on_wall = lower_quartile([wall for wall, *_ in on])
     names = "".join(f"{name:>9}" for name in PROCESSES)
-    print(f"{'':12}{'CPU ms':>8}{'wall ms':>9}  all on over it: CPU, of a round; wall {names}")
+    print(f"{'':12}{'CPU ms':>8}{'wall ms':>9}  all on over it: CPU    in a round     wall {names}")
     for mode, steps in of_mode.items():
         cpu = [sum(cpu) for _, *cpu in steps]
         wall, *parts = map(lower_quartile, zip(*steps, strict=True))
-        paired = statistics.median(a / b for a, b in zip(on_cpu, cpu, strict=True))
+        mean, error = ratio_in_a_round(on_cpu, cpu)
         ratio = lower_quartile(on_cpu) / lower_quartile(cpu)
         of_parts = "".join(f"{1e3 * part:9.2f}" for part in parts)
         print(
             f"{mode:12}{1e3 * lower_quartile(cpu):8.1f}{1e3 * wall:9.1f}"
-            f"{ratio:17.3f} {paired:12.3f} {on_wall / wall:8.3f} {of_parts}"
+            f"{ratio:20.3f} {mean:8.3f} ± {error:.3f} {on_wall / wall:6.3f} {of_parts}"
         )
+
+
+def ratio_in_a_round(on: Sequence[float], off: Sequence[float]) -> tuple[float, float]:
+    """The mean over the rounds of a mode's steps over another's, and its standard error.
+
+    A tenth of the rounds at either end is left out.
+    """
+    counted = STEPS - 1
+    ratios = sorted(
+        sum(on[first : first + counted]) / sum(off[first : first + counted])
+        for first in range(0, len(on), counted)
+    )
+    cut = len(ratios) // 10
+    kept = ratios[cut : len(ratios) - cut]
+    return statistics.mean(kept), statistics.pstdev(kept) / len(kept) ** 0.5
 
 
 def lower_quartile(values: Sequence[float]) -> float:
@@ -215,7 +234,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--all", action="store_true", help="only everything on, everything off")
+    options = parser.parse_args()
+    modes = ["all on", "all off"] if options.all else list(MODES)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     from trainer import load_config, run
@@ -232,7 +253,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)
         make_tiny(made)
-        meter = Meter(rounds)
+        meter = Meter(modes, options.rounds)
         overrides = [
             f"actor_rollout_ref.model.path={made}/model",
             f"data.train_files={made}/train.parquet",

@@ -2,7 +2,7 @@
 
     process = RewardProcess(function, start_deadline)
     process.start()                                     # a ConfigError if the function is refused
-    for number, outcome in process.outcomes({3: sample}, end): ...
+    for found in process.outcomes({3: sample}, end): ...    # number -> outcome
     process.stop()                                      # nothing of it is left
 
 `workers.rewards.process` is the program that it runs.
@@ -17,7 +17,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from multiprocessing.connection import Connection
@@ -128,13 +128,13 @@ class RewardProcess:
 
     def outcomes(
         self, asked: Mapping[int, Sample], end: float, until: float = math.inf
-    ) -> Iterator[tuple[int, Outcome | None]]:
+    ) -> Iterator[dict[int, Outcome | None]]:
         """Numbers and outcomes of these samples, when all are done or something is wrong.
 
-        If it takes them one by one, it begins with none after `until`; those have no outcome, and
-        the last of them comes first. A TimeoutError at a sample's deadline or at `end`, a
-        ProcessEndedError if there will be no more: then the process is to be stopped. Times are
-        those of `time.monotonic`.
+        They come as they are found, mostly all at once. If it takes them one by one, it begins with
+        none after `until`; those have no outcome, and the last of them comes first. A TimeoutError
+        at a sample's deadline or at `end`, a ProcessEndedError if there will be no more: then the
+        process is to be stopped. Times are those of `time.monotonic`.
         """
         channel = self.start()
         missing = dict(asked)
@@ -146,16 +146,19 @@ class RewardProcess:
                 said, failure = self._next_line(channel, look_at)
                 is_done = said == DONE
                 over_socket = () if failure or is_done else (said,)
-                for answer in chain(channel.buffered(), over_socket):
-                    number, outcome = read_answer(answer, missing)
-                    del missing[number]
-                    yield number, outcome
+                found, wrong = _read_answers(chain(channel.buffered(), over_socket), missing)
+                if found:
+                    yield found
+                if wrong is not None:
+                    raise wrong
 
                 if time.monotonic() >= until:
                     begun = 0 if is_done else 1  # no more than the first that is missing
-                    for number in reversed(list(missing)[begun:]):
+                    later = list(missing)[begun:]
+                    for number in later:
                         del missing[number]
-                        yield number, None
+                    if later:
+                        yield dict.fromkeys(reversed(later))
                     look_at = end
                 if failure is not None and not self._may_go_on(failure, channel, end):
                     raise failure
@@ -168,7 +171,7 @@ class RewardProcess:
 
     def _part_of(self, sample: Sample) -> Sample:
         """What is sent of it."""
-        if self._reads is None:
+        if self._reads is None or sample.keys() <= self._reads:
             return sample
         return {name: value for name, value in sample.items() if name in self._reads}
 
@@ -223,3 +226,18 @@ class RewardProcess:
                 self._watched.end()  # a supervisor that is killed leaves it alone
             self._watched.close()
         self._channel = self._control = self._supervisor = self._watched = None
+
+
+def _read_answers(
+    answers: Iterable[Any], missing: dict[int, Sample]
+) -> tuple[dict[int, Outcome | None], Exception | None]:
+    """Number -> outcome of these answers, no longer `missing`, up to one that is none; and why."""
+    found: dict[int, Outcome | None] = {}
+    try:
+        for answer in answers:
+            number, outcome = read_answer(answer, missing)
+            del missing[number]
+            found[number] = outcome
+    except (NoAnswerError, ValueError) as err:
+        return found, err
+    return found, None

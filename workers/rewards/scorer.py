@@ -109,7 +109,7 @@ class Scorer:
             process.stop()
 
     def _work(self, process: RewardProcess, batch: _Batch) -> Iterator[None]:
-        """Have a process take samples of the batch until none is left; a stop after each outcome.
+        """Have a process take samples of the batch until none is left; stops after some outcomes.
 
         While it is alone it takes all, and leaves to the others what it has not begun when they
         come. A process that does not start leaves its samples to the others.
@@ -138,28 +138,29 @@ def _score(process: RewardProcess, pending: dict[int, Sample], batch: _Batch) ->
         asked = dict(list(pending.items())[:most])
         try:
             until = batch.alone_until if batch.is_for_one() else math.inf
-            for number, outcome in process.outcomes(asked, batch.end, until):
-                if outcome is None:
-                    batch.give_back(number, asked[number])
-                else:
-                    batch.outcomes[number] = outcome
-                del pending[number], asked[number]
+            for found in process.outcomes(asked, batch.end, until):
+                for number, outcome in found.items():
+                    if outcome is None:
+                        batch.give_back(number, asked[number])
+                    else:
+                        batch.outcomes[number] = outcome
+                    del pending[number], asked[number]
                 yield
             most *= 2
         except (ConfigError, OSError, ProcessEndedError) as err:
             process.stop()
             reason = LATE if isinstance(err, TimeoutError) else str(err)
-            found = list(asked)
+            culprits = list(asked)
             if not isinstance(err, ConfigError):  # the function is not even loaded
-                found = _culprits(process, found, isinstance(err, TimeoutError))
-            for number in found:
+                culprits = _culprits(process, culprits, isinstance(err, TimeoutError))
+            for number in culprits:
                 batch.outcomes[number] = (None, {}, reason)
                 del pending[number]
             # the others wait for a process without them: some of these samples first
             if process.takes_all:
-                most = len(pending) if found else max(1, len(asked) // 2)
+                most = len(pending) if culprits else max(1, len(asked) // 2)
                 continue
-            most = 0 if found else 1
+            most = 0 if culprits else 1
             for number in reversed(list(pending)[most:]):
                 batch.give_back(number, pending.pop(number))
 
