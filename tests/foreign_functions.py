@@ -79,9 +79,11 @@ def changed_variables(before: dict[str, str]) -> list[str]:
 
 def linear_on_meta() -> str:
     """The class that stands for a linear layer where no CPU computes."""
-    from workers.rollout.native.linear import build_linear
+    from workers.rollout.native.linear import NARROW, build_linear, goes_by_onednn
 
-    return type(build_linear(nn.Linear(2, 2, device="meta"))).__name__
+    head = nn.Linear(NARROW, 2, device="meta")
+    module = types.SimpleNamespace(lm_head=head, config=types.SimpleNamespace(hidden_size=NARROW))
+    return type(build_linear(head, goes_by_onednn(module))).__name__
 
 
 for other in OTHERS:

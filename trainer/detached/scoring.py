@@ -67,8 +67,12 @@ class ScoresHere:
 
     def __init__(self, batch: DataProto, role: str) -> None:
         """`role` as maker 0 has it."""
-        column = rm_column(role)
+        self._role, column = role, rm_column(role)
         self._scores = read_columns(batch, column)[column]
+
+    def __str__(self) -> str:
+        """The role, for messages about a failure."""
+        return f"scores of {self._role}"
 
     def done(self) -> bool:
         """Nothing is waited for."""

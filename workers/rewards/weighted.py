@@ -153,6 +153,10 @@ class WeightedScores:
         self._mask = read_columns(batch, "response_mask")["response_mask"].bool()
         self._uids = batch.non_tensor_batch.get("uid", np.arange(len(batch)))
 
+    def __str__(self) -> str:
+        """The rewards, for messages about a failure."""
+        return f"rewards ({', '.join(part.config.name for part in self._rewards.parts)})"
+
     def done(self) -> bool:
         """Whether `get` returns at once."""
         return all(future.done() for future in self._futures)

@@ -124,6 +124,11 @@ def test_a_failure_ends_the_run_where_that_was_chosen() -> None:
         scores_of(judge)
 
 
+def test_scores_that_are_waited_for_are_called_by_their_rewards_in_messages() -> None:
+    rewards = Rewards([part("judge", [0.0] * 4), part("length", [0.0] * 4)], None)
+    assert str(rewards.launch(batch(), lambda _: None)) == "rewards (judge, length)"
+
+
 @pytest.mark.parametrize("on_failure", ["default", "skip"])
 def test_more_failures_than_max_failed_end_the_run_by_name(on_failure: str) -> None:
     nan = float("nan")

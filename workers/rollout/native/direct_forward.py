@@ -9,6 +9,7 @@ LoRA layers and modules with hooks too, decodes by `ModuleForward`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from workers.models.quantize import is_quantized
 from workers.rollout.native.kv_cache import SlotCache, Slots, heads_of, slot_width
-from workers.rollout.native.linear import MIN_ROWS_OF_MKL, build_linear
+from workers.rollout.native.linear import MIN_ROWS_OF_MKL, build_linear, goes_by_onednn
 
 PREFIXES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Of the classes understood here: grouped attention, rotary halves, RMS norms, a gated MLP."""
@@ -91,21 +92,19 @@ class _Norm:
 class _Layer:
     """The weights of one decoder layer."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, by_onednn: bool) -> None:
+        build = partial(build_linear, by_onednn=by_onednn)
         attention, mlp = layer.self_attn, layer.mlp
         self.before_attention = _Norm(layer.input_layernorm)
         self.before_mlp = _Norm(layer.post_attention_layernorm)
 
-        self.qkv = [build_linear(attention.q_proj), build_linear(attention.k_proj)]
-        self.qkv.append(build_linear(attention.v_proj))
+        self.qkv = [build(attention.q_proj), build(attention.k_proj), build(attention.v_proj)]
         self.qk_norms: list[_Norm] = []
         if hasattr(attention, "q_norm"):
             self.qk_norms = [_Norm(attention.q_norm), _Norm(attention.k_norm)]
-        self.out = build_linear(attention.o_proj)
-
-        self.gate = build_linear(mlp.gate_proj)
-        self.up = build_linear(mlp.up_proj)
-        self.down = build_linear(mlp.down_proj)
+        self.out = build(attention.o_proj)
+        self.gate, self.up = build(mlp.gate_proj), build(mlp.up_proj)
+        self.down = build(mlp.down_proj)
 
     def project(self, hidden: Tensor, size: int) -> list[Tensor]:
         """Queries, keys and values, [rows, heads, head size], before their rotation."""
@@ -153,8 +152,9 @@ class DirectForward:
         self.scale = self.size**-0.5
 
         self.embedding: Tensor = module.model.embed_tokens.weight.detach()
-        self.layers = [_Layer(layer) for layer in module.model.layers]
-        self.norm, self.head = _Norm(module.model.norm), build_linear(module.lm_head)
+        by_onednn = goes_by_onednn(module)
+        self.layers = [_Layer(layer, by_onednn) for layer in module.model.layers]
+        self.norm, self.head = _Norm(module.model.norm), build_linear(module.lm_head, by_onednn)
 
         positions = self.slots.columns[None]
         cos, sin = (table[0] for table in module.model.rotary_emb(self.embedding, positions))

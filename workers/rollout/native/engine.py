@@ -41,7 +41,7 @@ from workers.rollout.native.kv_cache import (
     slots_that_fit,
     whole_blocks,
 )
-from workers.rollout.native.linear import MIN_ROWS, least_rows
+from workers.rollout.native.linear import MIN_ROWS, goes_by_onednn, least_rows
 from workers.rollout.native.module_forward import ModuleForward
 from workers.rollout.native.proof import check_decoding, check_model
 from workers.rollout.responses import ends_with_stop_string, num_of_older_weights, output_of
@@ -81,7 +81,7 @@ class NativeEngine(ModuleEngine):
         if first_weight.device.type == "cpu":
             _limit_kernel_caches()
         width = slot_width(self.config, limits.prompt_width, limits.response_width)
-        least = least_rows(first_weight, is_llama_shaped(module))
+        least = least_rows(first_weight, is_llama_shaped(module) and goes_by_onednn(module))
         num_slots = slots_that_fit(
             self.config, width, first_weight.dtype, limits.kv_cache_gb, least
         )
@@ -160,7 +160,8 @@ class _Generation:
         self.forward_class = forward_class
         first_weight = next(engine.module.parameters())
         self.device = first_weight.device
-        self.least_rows = least_rows(first_weight, forward_class is DirectForward)
+        by_onednn = forward_class is DirectForward and goes_by_onednn(engine.module)
+        self.least_rows = least_rows(first_weight, by_onednn)
         self.keys = np.array([request.key for request in requests], dtype=np.uint64)
         self.prompts = [tuple(request.prompt) for request in requests]
         self.prompt_lengths = np.array([len(prompt) for prompt in self.prompts])

@@ -14,6 +14,10 @@ MIN_ROWS = 4
 """Fewest rows of a pass: below, a linear layer's bits change with the number of rows."""
 MIN_ROWS_OF_MKL = 16
 """The same for torch's float32 products on a CPU: MKL has kernels for few rows on Intel's."""
+NARROW = 256
+"""Hidden size below which a model's layers are computed by MKL: they take less than the 13 µs that
+a call takes oneDNN (MKL 3).
+"""
 SIMD_WIDTH = 32
 """Numbers that an exponential takes at a time; the rest of a tensor is computed in another way."""
 
@@ -84,21 +88,24 @@ class Int8Linear(TorchLinear):
         return other.add_(self(states))
 
 
-def build_linear(layer: Any) -> TorchLinear:
-    """The fastest of the three that computes this layer."""
+def build_linear(layer: Any, by_onednn: bool) -> TorchLinear:
+    """One of the three for this layer; `by_onednn` says `goes_by_onednn` of the model."""
     if isinstance(layer.weight, Int8Weight):
         return Int8Linear(layer)
-    if layer.weight.device.type != "cpu":
-        return TorchLinear(layer)  # workers.cpu is not even imported on a GPU
+    return OnednnLinear(layer) if by_onednn else TorchLinear(layer)
+
+
+def goes_by_onednn(module: Any) -> bool:
+    """Whether the direct pass of this model multiplies by oneDNN: the faster one for it."""
+    weight = module.lm_head.weight
+    if weight.device.type != "cpu" or module.config.hidden_size < NARROW:
+        return False  # workers.cpu is not even imported on a GPU
     from workers.cpu import onednn
 
-    return OnednnLinear(layer) if onednn.supports(layer.weight) else TorchLinear(layer)
+    return onednn.supports(weight)
 
 
-def least_rows(weight: Tensor, is_direct: bool) -> int:
-    """Fewest rows of a pass through layers of such weights, by the direct pass or the module's."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return MIN_ROWS
-    from workers.cpu import onednn
-
-    return MIN_ROWS if is_direct and onednn.supports(weight) else MIN_ROWS_OF_MKL
+def least_rows(weight: Tensor, by_onednn: bool) -> int:
+    """Fewest rows of a pass through layers of such weights."""
+    by_mkl = weight.device.type == "cpu" and weight.dtype == torch.float32 and not by_onednn
+    return MIN_ROWS_OF_MKL if by_mkl else MIN_ROWS

@@ -20,6 +20,7 @@ from workers.rollout.native.kv_cache import (
     slot_width,
     slots_that_fit,
 )
+from workers.rollout.native.linear import MIN_ROWS_OF_MKL
 from workers.rollout.native.module_forward import ModuleForward
 
 
@@ -31,8 +32,8 @@ def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir: P
         match=r"kv_cache_gb=1e-06 is too small.*takes .* GiB.*kv_cache_gb to .* or more",
     ):
         started(RolloutWorker, config)
-    config.actor_rollout_ref.rollout.kv_cache_gb = 3e-4
-    assert 4 <= started(RolloutWorker, config).engine.max_active < 20
+    config.actor_rollout_ref.rollout.kv_cache_gb = 1e-3
+    assert MIN_ROWS_OF_MKL <= started(RolloutWorker, config).engine.max_active < 64
 
 
 @pytest.mark.parametrize(
