@@ -50,6 +50,13 @@ class Experience:
         """Rows."""
         return self.piece.num_samples
 
+    @property
+    def is_made(self) -> bool:
+        """Whether `fetch` waits for no worker."""
+        futures = [reading.future for reading in self.readings]
+        futures += [] if self.future is None else [self.future]
+        return all(future.done() for future in futures)
+
     def fetch(self) -> DataProto:
         """The samples, and what was read of them, brought here at the first call."""
         if self.future is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,20 @@ class DetachedSource(SampleSource):
         self._drop_unused(batch)
         read = over_draws(self._read)
         return batch, metrics | read | {"detached/queue_depth": float(self.buffer.depth)}
+
+    def fetch_ahead(self) -> None:
+        """Bring the samples here that the next step takes, of those that nobody need wait for."""
+        _, epoch, _ = self.rounds.place(self._step + 1)
+        if epoch:
+            return
+        room = self.buffer.stream.num_samples(self.rounds.num_fresh(self._step + 1) - 1)
+        for one in sorted(self.buffer.ready, key=lambda one: one.piece.number):
+            room -= one.num_samples
+            if room < 0:
+                return
+            if one.is_made:
+                with suppress(WorkerDiedError):  # the step that takes it looks after that
+                    one.fetch()
 
     def in_words(self) -> str:
         """Which samples the step is on, for the report of an error."""

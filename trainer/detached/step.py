@@ -202,6 +202,12 @@ class DetachedTrainer(PPOTrainer):
         self.source.keep(batch)
         return batch, metrics
 
+    def note_samples(self, batch: DataProto) -> Metrics:
+        """As PPO does; then the next samples are brought here, while there is time for it."""
+        noted = super().note_samples(batch)
+        self.source.fetch_ahead()
+        return noted
+
     def update(self, batch: DataProto) -> Metrics:
         """PPO's update; then the ledger says what was trained on."""
         self._trained_by = self.weight_version

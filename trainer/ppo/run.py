@@ -35,6 +35,7 @@ from trainer.ppo.reward_trial import try_rewards
 from trainer.ppo.running_norm import RunningNorm
 from trainer.ppo.sample_source import Draw, SampleSource, SynchronousSource
 from trainer.ppo.sampling import SamplingTrainer
+from trainer.ppo.spare_time import SpareTime
 from trainer.ppo.thinning import thin_samples
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
@@ -74,6 +75,7 @@ class PPORun(SamplingTrainer):
         self.source: SampleSource = self.make_source()
         self.weight_version = 0
         self.batches = KeptBatches(self.folder, config.trainer.max_batches_to_keep)
+        self.spare_time = SpareTime()
 
     def make_source(self) -> SampleSource:
         """Where the samples of every step come from."""
@@ -193,13 +195,17 @@ class PPORun(SamplingTrainer):
         if self.ptx is not None and (rows := state.get("ptx")) is not None:
             self.ptx.load_state_dict(rows)
 
+    def note_samples(self, batch: DataProto) -> Metrics:
+        """Write the step's samples to the run folder; what they look like."""
+        self.write_samples("rollouts", batch)
+        return compute_data_metrics(batch, use_critic="critic" in self.groups)
+
     def batch_metrics(self, batch: DataProto) -> Metrics:
-        """What the step's samples look like, and how fast they were made."""
+        """How fast the step's samples were made."""
         num_devices = sum(plan.world_size for plan in self.groups.placement.pools.values())
         seconds = {"step": sum(self.timing.values())}
         timings = call_seconds(self.calls, self.call_labels) | self.timing
         return {
-            **compute_data_metrics(batch, use_critic="critic" in self.groups),
             **compute_throughout_metrics(batch, seconds, num_devices),
             "training/global_step": self.global_step,
             "training/epoch": self.loader.epoch,

@@ -65,11 +65,12 @@ class PPOTrainer(PPORun):
             batch, estimated = self.estimate(batch)
         with self.clock("update"):
             self.batches.keep("update", batch, self.global_step)
+            self.spare_time.plan(partial(self.note_samples, batch))
             updated = self.update(batch)
         with self.clock("update_weights"):
             synced = self.sync() | update_reference(self.config, self.groups, self.global_step)
-        self.write_samples("rollouts", batch)
-        return self.batch_metrics(batch) | sampled | scored | estimated | updated | synced
+        noted = self.spare_time.result() | self.batch_metrics(batch)
+        return noted | sampled | scored | estimated | updated | synced
 
     # ----------------------------------------------------------------------------------- the stages
 
@@ -202,6 +203,7 @@ class PPOTrainer(PPORun):
             settings = {"on_policy": on_policy, **steered}
             calls.append(self.call("actor", "update_actor", batch, *ptx, **settings))
 
+        self.spare_time.use()
         for result in gather(*calls):
             metrics |= numbers_of(result)
         if self.entropy_ctrl:
