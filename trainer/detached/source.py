@@ -118,7 +118,7 @@ class DetachedSource(SampleSource):
         return batch, metrics | read | {"detached/queue_depth": float(self.buffer.depth)}
 
     def fetch_ahead(self) -> None:
-        """Bring the samples here that the next step takes, of those that nobody need wait for."""
+        """Bring samples here that the next step may take, of those that nobody need wait for."""
         _, epoch, _ = self.rounds.place(self._step + 1)
         if epoch:
             return

@@ -1,9 +1,11 @@
 """What the driver has to compute by itself, done while it would only wait for workers.
 
-spare_time.plan(work)             # what gives metrics, and no worker needs
-...                               # calls are launched
-spare_time.use()                  # does it, if it is still to do; then the calls are waited for
-metrics = spare_time.result()     # does it now, where nobody had time; raises what it raised
+    spare_time.plan(work)             # what gives metrics, and no worker needs
+    ...                               # calls are launched
+    spare_time.use()                  # does it, if it is still to do; then the calls are waited for
+    metrics = spare_time.result()     # does it now, where nobody had time
+
+The step plans it and takes its result; a stage that waits uses the time, if anything is planned.
 """
 
 from __future__ import annotations
