@@ -42,10 +42,10 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Within, large memory goes back to the system as soon as it is freed, for what nobody fills.
+    """Within, large memory that is taken goes back to the system as soon as it is freed.
 
     On a heap that keeps it small things settle in the holes, so that every large piece lengthens
-    the heap: by all weights of a model that is only counted, until no memory is left to fork with.
+    the heap: by all weights of a model that is only counted, by the buffers of every weight sync.
     """
     if not _kept["large"]:
         yield

@@ -353,7 +353,11 @@ def _tensor_of(content: bytes) -> Tensor:
 
 
 def _room_for(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    """Memory that goes back to the system when it is freed: every sync has buffers of its own."""
+    from workers.cpu.allocator import freed_at_once
+
+    with freed_at_once():
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _wait(work: dist.Work) -> None:

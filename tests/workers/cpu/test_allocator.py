@@ -1,0 +1,45 @@
+"""Large memory that is taken again and again does not lengthen a heap that keeps what is freed."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from tests import ROOT
+from tests.forked import run_program
+from workers.cpu.allocator import keep_freed_memory
+from workers.weights.channel import _room_for
+
+BUFFER, SYNCS = 2**24, 30
+FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class Mallinfo(ctypes.Structure):
+    """What glibc's `mallinfo2` gives."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split()]
+
+
+def bytes_of_heap() -> int:
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+    return int(mallinfo().arena)
+
+
+def print_growth() -> None:
+    """In the fork: how much longer the heap is after the buffers of so many syncs."""
+    assert keep_freed_memory()
+    settled = []
+    before = bytes_of_heap()
+    for _ in range(SYNCS):
+        room = _room_for(BUFFER)
+        del room
+        settled.append(torch.empty(2**18, dtype=torch.uint8))
+    print(bytes_of_heap() - before)
+
+
+def test_buffers_of_syncs_do_not_lengthen_the_heap() -> None:
+    done = run_program(print_growth, folder=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 2 * BUFFER
