@@ -234,7 +234,7 @@ class Channel:
     def _room(self, which: int, num_bytes: int) -> Tensor:
         """A buffer of this size, which serves many buckets: fresh pages are slow."""
         if len(self._buffers[which]) < num_bytes:
-            self._buffers[which] = _room_for(num_bytes)
+            self._buffers[which] = _buffer_of(num_bytes)
         return self._buffers[which][:num_bytes]
 
     def _send_header(self, size: int, header: dict[str, Any]) -> None:
@@ -353,11 +353,15 @@ def _tensor_of(content: bytes) -> Tensor:
 
 
 def _room_for(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _buffer_of(num_bytes: int) -> Tensor:
     """Memory that goes back to the system when it is freed: every sync has buffers of its own."""
     from workers.cpu.allocator import freed_at_once
 
     with freed_at_once():
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return _room_for(num_bytes)
 
 
 def _wait(work: dist.Work) -> None:

@@ -9,7 +9,7 @@ import torch
 from tests import ROOT
 from tests.forked import run_program
 from workers.cpu.allocator import keep_freed_memory
-from workers.weights.channel import _room_for
+from workers.weights.channel import _buffer_of
 
 BUFFER, SYNCS = 2**24, 30
 FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -33,7 +33,7 @@ def print_growth() -> None:
     settled = []
     before = bytes_of_heap()
     for _ in range(SYNCS):
-        room = _room_for(BUFFER)
+        room = _buffer_of(BUFFER)
         del room
         settled.append(torch.empty(2**18, dtype=torch.uint8))
     print(bytes_of_heap() - before)
