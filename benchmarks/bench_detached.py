@@ -1,7 +1,7 @@
 """Detached PPO beside the synchronous run, and beside its makers and its trainer alone.
 
     python benchmarks/bench_detached.py [--only speed,ray,driver,slow,memory] [--json FILE]
-        [--rounds 2] [--steps 20]
+        [--rounds 2] [--steps 20] [--prompts 16]
     python benchmarks/bench_detached.py --learning      rewards at equal samples, over seeds
 
 prints a table and which limits hold. Every side is a process of its own, one thread each
@@ -67,10 +67,10 @@ def answer(process: subprocess.Popen[str]) -> Any:
     return json.loads(lines[-1])
 
 
-def rate(facts: Facts, samples: int = NUM_PROMPTS * NUM_SAMPLES) -> float:
+def rate(facts: Facts, prompts: int) -> float:
     """Samples a second of the steps that count."""
     ended = facts["ended"][WARM_UP - 1 : len(facts["ended"]) - LAST]
-    return samples * (len(ended) - 1) / (ended[-1] - ended[0])
+    return prompts * NUM_SAMPLES * (len(ended) - 1) / (ended[-1] - ended[0])
 
 
 def driver_share(facts: Facts) -> float:
@@ -80,13 +80,15 @@ def driver_share(facts: Facts) -> float:
     return (used[-1] - used[0]) / (ended[-1] - ended[0])
 
 
-def rates_at_once(folder: str, backend: str) -> dict[str, float]:
+def rates_at_once(folder: str, backend: str, prompts: int) -> dict[str, float]:
     """Makers and trainer alone, but at once: what they cost each other without a word between.
 
     Of the time in which both were at work; a side that ends first is started with more steps.
     """
     steps = {"makers_alone": 3 * STEPS, "trainer_alone": STEPS}
-    processes = {name: start(name, folder, backend, str(n)) for name, n in steps.items()}
+    processes = {
+        name: start(name, folder, backend, str(n), str(prompts)) for name, n in steps.items()
+    }
     found = {name: answer(process) for name, process in processes.items()}
     begin = max(facts["ended"][WARM_UP - 1] for facts in found.values())
     end = min(facts["ended"][-1] for facts in found.values())
@@ -96,25 +98,25 @@ def rates_at_once(folder: str, backend: str) -> dict[str, float]:
         if len(within) < WARM_UP:
             return {}
         rate_within = (len(within) - 1) / (within[-1] - within[0])
-        rates[f"{name} at once"] = NUM_PROMPTS * NUM_SAMPLES * rate_within
+        rates[f"{name} at once"] = prompts * NUM_SAMPLES * rate_within
     return rates
 
 
-def speed(folder: str, backend: str, rounds: int, steps: int) -> dict[str, float]:
+def speed(folder: str, backend: str, rounds: int, steps: int, prompts: int) -> dict[str, float]:
     """Samples a second of every side, and what staleness 1 makes of them."""
     rates: dict[str, list[float]] = {}
     shares: list[float] = []
     lengths: list[float] = []
     for _ in range(rounds):
         for name in SIDES[backend]:
-            facts = answer(start(name, folder, backend, str(steps)))
-            rates.setdefault(name, []).append(rate(facts))
+            facts = answer(start(name, folder, backend, str(steps), str(prompts)))
+            rates.setdefault(name, []).append(rate(facts, prompts))
             print(f"{backend} {name}: {rates[name][-1]:.1f} samples/s", file=sys.stderr)
             lengths += [length for length in facts["length"] if length]
             if name == "staleness_1":
                 shares.append(driver_share(facts))
         if backend == "local":
-            for name, found in rates_at_once(folder, backend).items():
+            for name, found in rates_at_once(folder, backend, prompts).items():
                 rates.setdefault(name, []).append(found)
 
     found = {f"{name}, samples/s": statistics.median(of) for name, of in rates.items()}
@@ -139,9 +141,10 @@ def driver(folder: str, rounds: int, steps: int) -> dict[str, float]:
     On a machine that is not idle they are more, but far less so than times by the clock.
     """
     found: dict[str, list[float]] = {}
-    for name, samples in (("staleness_1", 64), ("staleness_1_large", 256)):
+    for prompts in (NUM_PROMPTS, 4 * NUM_PROMPTS):
+        samples = prompts * NUM_SAMPLES
         for _ in range(rounds):
-            facts = answer(start(name, folder, "ray", str(steps)))
+            facts = answer(start("staleness_1", folder, "ray", str(steps), str(prompts)))
             taken = [key for key in facts if key.startswith("cpu_s of ")]
             ms = {key: 1e3 * (facts[key][1] - facts[key][0]) for key in taken}
             for key, value in {"all": sum(ms.values()), **ms}.items():
@@ -239,6 +242,7 @@ def main() -> None:
     parser.add_argument("--only", default="speed,ray,driver,slow,memory")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="of a step")
     parser.add_argument("--learning", action="store_true", help="only rewards, over seeds")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--learning-steps", type=int, default=30)
@@ -254,7 +258,7 @@ def main() -> None:
         for section in sections:
             if section in ("speed", "ray"):
                 backend = "local" if section == "speed" else "ray"
-                found = speed(folder, backend, options.rounds, options.steps)
+                found = speed(folder, backend, options.rounds, options.steps, options.prompts)
             elif section == "driver":
                 found = driver(folder, options.rounds, options.steps)
             elif section == "slow":

@@ -1,12 +1,12 @@
 """One measured run of detached PPO or of what it is compared with, in a process of its own.
 
     python benchmarks/detached_side.py make FOLDER
-    python benchmarks/detached_side.py SIDE FOLDER local|ray STEPS
+    python benchmarks/detached_side.py SIDE FOLDER local|ray STEPS [PROMPTS]
 
-prints JSON; `bench_detached.py` runs it. SIDE is a name in `SIDES`. Policy and critic are Llamas of
-hidden size 64 with two layers. The model ends a response at every token alike with a chance of
-1/32, so lengths are geometric with a mean of 32, of 256 at most; a learning rate of 1e-6 leaves
-that as it is.
+prints JSON; `bench_detached.py` runs it. SIDE is a name in `SIDES`, PROMPTS how many a step has.
+Policy and critic are Llamas of hidden size 64 with two layers. The model ends a response at every
+token alike with a chance of 1/32, so lengths are geometric with a mean of 32, of 256 at most; a
+learning rate of 1e-6 leaves that as it is.
 """
 
 from __future__ import annotations
@@ -124,12 +124,12 @@ class Side:
 
 TWO_POOLS = "trainer.n_gpus_per_node=2"
 ROLLOUT_APART = ("placement=standalone", "role_mapping.critic=actor_pool", TWO_POOLS)
+CRITIC_APART = ("role_mapping.critic=critic_pool", "resource_pool_spec.critic_pool=[1]")
 SHORT = (
     "data.train_batch_size=4",
     "data.max_response_length=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
 )
-LARGE = ("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
 SLOW = (*SHORT, "role_workers.rollout=benchmarks.detached_side.SlowSend")
 
 SIDES = {
@@ -137,7 +137,7 @@ SIDES = {
     "split": Side(("placement=split", TWO_POOLS), is_detached=False),
     "staleness_0": Side(("detached.max_staleness=0",)),
     "staleness_1": Side(("detached.max_staleness=1",)),
-    "staleness_1_large": Side(("detached.max_staleness=1", *LARGE)),
+    "critic_apart": Side(("detached.max_staleness=1", *CRITIC_APART)),
     "staleness_4": Side(("detached.max_staleness=4",)),
     "makers_alone": Side(("detached.max_staleness=1000",), trainer=MakersAlone),
     "trainer_alone": Side(ROLLOUT_APART, is_detached=False, trainer=TrainerAlone),
@@ -213,7 +213,7 @@ def make(folder: Path) -> None:
     model.save_pretrained(folder / "model")
 
 
-def overrides(folder: Path, run_folder: str, backend: str, steps: int) -> list[str]:
+def overrides(folder: Path, run_folder: str, backend: str, steps: int, prompts: int) -> list[str]:
     """PPO with a critic of the policy's size, and two mini-batches a step."""
     return [
         f"trainer.backend={backend}",
@@ -227,19 +227,21 @@ def overrides(folder: Path, run_folder: str, backend: str, steps: int) -> list[s
         "actor_rollout_ref.actor.optim.lr=1e-6",
         "critic.optim.lr=1e-6",
         f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
-        f"data.train_batch_size={NUM_PROMPTS}",
+        f"data.train_batch_size={prompts}",
         f"data.max_response_length={WIDTH}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS // 2}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts // 2}",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
         "critic.ppo_micro_batch_size_per_gpu=64",
     ]
 
 
-def measure(name: str, folder: Path, backend: str, steps: int) -> dict[str, list[float]]:
+def measure(
+    name: str, folder: Path, backend: str, steps: int, prompts: int
+) -> dict[str, list[float]]:
     """A run of so many steps: what `Meter` saw."""
     side = SIDES[name]
     with tempfile.TemporaryDirectory() as run_folder:
-        settings = [*overrides(folder, run_folder, backend, steps), *side.overrides]
+        settings = [*overrides(folder, run_folder, backend, steps, prompts), *side.overrides]
         config = load_config(settings, DETACHED) if side.is_detached else load_config(settings)
         meter = Meter(run_folder)
         run(config, side.trainer, callbacks=[meter])
@@ -251,8 +253,9 @@ def main() -> None:
     if sys.argv[1] == "make":
         make(Path(sys.argv[2]))
         return
-    name, folder, backend, steps = sys.argv[1:]
-    print(json.dumps(measure(name, Path(folder), backend, int(steps))), flush=True)
+    name, folder, backend, steps, *size = sys.argv[1:]
+    prompts = int(size[0]) if size else NUM_PROMPTS
+    print(json.dumps(measure(name, Path(folder), backend, int(steps), prompts)), flush=True)
 
 
 if __name__ == "__main__":

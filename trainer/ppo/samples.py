@@ -30,7 +30,12 @@ def repeat_prompts(prompts: DataProto, num_samples: int) -> DataProto:
 
 
 def concat_rows(parts: Sequence[DataProto]) -> DataProto:
-    """All rows in order; a number that only some parts have is nan in the others."""
+    """All rows in order; a number that only some parts have is nan in the others.
+
+    Of one part nothing is copied.
+    """
+    if len(parts) == 1:
+        return parts[0].select()
     names = {name for part in parts for name in part.non_tensor_batch}
     for part in parts:
         for name in names - part.non_tensor_batch.keys():

@@ -2,6 +2,7 @@
 
 import pickle
 import warnings
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.verl_like.batches import DTYPES, assert_same, of_every_dtype
+from verl_like.batch import runs
 from verl_like.batch.columns import tensors_of
 from verl_like.batch.protocol import DataProto, Shard
 
@@ -117,6 +119,28 @@ def test_whole_numbers_travel_narrow_and_keep_their_value(largest):
     column[3, 7:90], column[4, 5] = largest, -largest - 1
     data = DataProto.from_dict({"a": column})
     assert_same(pickle.loads(pickle.dumps(data)), data)
+
+
+def test_runs_are_found_once_for_equal_content(monkeypatch):
+    found = []
+    own = runs._find_runs
+    monkeypatch.setattr(runs, "_kept", OrderedDict())
+    monkeypatch.setattr(runs, "_find_runs", lambda flat: (found.append(len(flat)), own(flat))[1])
+    column = padded(torch.int64)
+    data, same = DataProto.from_dict({"a": column}), DataProto.from_dict({"b": column.clone()})
+    assert_same(pickle.loads(pickle.dumps(data)), data)
+    assert_same(pickle.loads(pickle.dumps(same)), same)
+    assert len(found) == 1
+
+    column.numpy()[-1, -1] += 1  # torch does not know of it
+    assert_same(pickle.loads(pickle.dumps(data)), data)
+    assert len(found) == 2
+    narrow = DataProto.from_dict({"a": column.view(torch.int32)})  # the same bytes
+    assert_same(pickle.loads(pickle.dumps(narrow)), narrow)
+
+    for number in range(2 * runs.KEPT):
+        pickle.dumps(DataProto.from_dict({"a": column + number}))
+    assert len(runs._kept) == runs.KEPT
 
 
 def test_bits_of_nan_and_of_minus_zero_survive_the_runs():
