@@ -6,6 +6,7 @@ several threads or one within the other, do not see each other's role.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -29,8 +30,14 @@ class CallSite:
 
     def argument(self, position: int) -> str:
         """The name of a positional argument."""
-        _, *names = inspect.signature(self._function).parameters  # without `self`
+        names = self._parameters
         return f"argument '{names[position]}'" if position < len(names) else f"argument {position}"
+
+    @functools.cached_property
+    def _parameters(self) -> list[str]:
+        """Names of the method's parameters, without `self`: every call asks for some."""
+        _, *names = inspect.signature(self._function).parameters
+        return names
 
 
 class CallTarget(Protocol):
