@@ -1,10 +1,14 @@
-"""The section `data`: files of prompts, how many go into a step, how long they may be."""
+"""The section `data`: files of prompts, how many go into a step, how long they may be.
+
+And when a run validates on them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.schema import TrainerConfig
 from verl_like.config_key import When, key
 from workers.config import UserCodeConfig
 from workers.config.conditions import VALIDATES
@@ -19,6 +23,17 @@ VALIDATION_IS_ON = When(
     "`trainer.test_freq` or `trainer.val_before_train`",
     VALIDATES.holds,
     "this run never validates: set trainer.test_freq or trainer.val_before_train",
+)
+NO_FILES = "there are no data.val_files"
+CAN_VALIDATE_LATER = When(
+    "there are `data.val_files`",
+    lambda trainer, run: bool(run.data.val_files) or trainer.test_freq <= 0,
+    NO_FILES,
+)
+CAN_VALIDATE_BEFORE = When(
+    "there are `data.val_files`",
+    lambda trainer, run: bool(run.data.val_files) or not trainer.val_before_train,
+    NO_FILES,
 )
 COUNTS_PROMPTS = When(
     "it is not null", lambda data, _: data.total_prompts is not None, "data.total_prompts is null"
@@ -69,3 +84,20 @@ class DataConfig:
     """An overlong prompt that was not dropped: error, or cut it at its left or right end."""
     on_bad_row: str = key("error", choices=("error", "skip"))
     """A row that is no prompt (no column, messages or tokens): error, or skip and count it."""
+
+
+@dataclass(kw_only=True)
+class ValidatingTrainerConfig(TrainerConfig):
+    """The section `trainer` of a recipe that validates on `data.val_files`."""
+
+    test_freq: int = key(
+        -1,
+        above=0,
+        or_exactly=-1,
+        hint="or -1 for none between steps",
+        read_when=CAN_VALIDATE_LATER,
+        may_change_on_resume=True,
+    )
+    """Steps between validations, the last included; -1 validates at most before the first step."""
+    val_before_train: bool = key(True, read_when=CAN_VALIDATE_BEFORE, may_change_on_resume=True)
+    """Validate before the first step, if there are `data.val_files`."""

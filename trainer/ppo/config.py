@@ -10,8 +10,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.schema import NAME_A_FOLDER, RunConfig, TrainerConfig
-from trainer.data.config import DataConfig
+from trainer.config.schema import NAME_A_FOLDER, RunConfig
+from trainer.data.config import DataConfig, ValidatingTrainerConfig
 from verl_like.config_key import When, key
 from verl_like.registry import registry_of
 from workers.config import (
@@ -55,17 +55,6 @@ FILTERS_GROUPS = When(
     "`enable`",
     lambda filter_groups, _: filter_groups.enable,
     "algorithm.filter_groups.enable is false",
-)
-NO_FILES = "there are no data.val_files"
-CAN_VALIDATE_LATER = When(
-    "there are `data.val_files`",
-    lambda trainer, run: bool(run.data.val_files) or trainer.test_freq <= 0,
-    NO_FILES,
-)
-CAN_VALIDATE_BEFORE = When(
-    "there are `data.val_files`",
-    lambda trainer, run: bool(run.data.val_files) or not trainer.val_before_train,
-    NO_FILES,
 )
 
 
@@ -168,7 +157,7 @@ class AlgorithmConfig:
 
 
 @dataclass(kw_only=True)
-class PPOTrainerConfig(TrainerConfig):
+class PPOTrainerConfig(ValidatingTrainerConfig):
     """The run: length, devices, folder."""
 
     cls: str = key("trainer.ppo.PPOTrainer", allows="a dotted path")
@@ -179,17 +168,6 @@ class PPOTrainerConfig(TrainerConfig):
         "runs/verl_like/ppo", allows="a folder", required=NAME_A_FOLDER, may_change_on_resume=True
     )
     """Run folder: configuration, metrics, timeline, rollouts, logs, checkpoints."""
-    test_freq: int = key(
-        -1,
-        above=0,
-        or_exactly=-1,
-        hint="or -1 for none between steps",
-        read_when=CAN_VALIDATE_LATER,
-        may_change_on_resume=True,
-    )
-    """Steps between validations, the last included; -1 validates at most before the first step."""
-    val_before_train: bool = key(True, read_when=CAN_VALIDATE_BEFORE, may_change_on_resume=True)
-    """Validate before the first step, if there are `data.val_files`."""
     critic_warmup: int = key(0, at_least=0, read_when=HAS_CRITIC)
     """First steps in which only the critic is updated."""
     max_rollouts_to_keep: int | None = key(

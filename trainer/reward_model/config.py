@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config.schema import TrainerConfig
+from trainer.data.config import ValidatingTrainerConfig
 from trainer.rows.config import RowConfig
 from verl_like.config_key import key
 from workers.config.reward_training import RewardTrainingConfig
 
 
 @dataclass(kw_only=True)
-class RewardModelTrainerConfig(TrainerConfig):
+class RewardModelTrainerConfig(ValidatingTrainerConfig):
     """The run: length, devices, folder."""
 
     cls: str = key("trainer.reward_model.step.RewardModelTrainer", allows="a dotted path")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config.schema import TrainerConfig
+from trainer.data.config import ValidatingTrainerConfig
 from trainer.rows.config import RowConfig
 from verl_like.config_key import key
 from workers.config.rows import RowDataConfig
@@ -19,7 +19,7 @@ class SFTDataConfig(RowDataConfig):
 
 
 @dataclass(kw_only=True)
-class SFTTrainerConfig(TrainerConfig):
+class SFTTrainerConfig(ValidatingTrainerConfig):
     """The run: length, devices, folder."""
 
     cls: str = key("trainer.sft.step.SFTTrainer", allows="a dotted path")

@@ -13,10 +13,14 @@ from trainer import load_config
 from trainer.config.checks import check_fields
 from trainer.config.compose import check_overrides
 from trainer.config.keys import Key, config_keys, leaf_keys, may_change_on_resume, path_to
+from trainer.config.recipe import Recipe
 from trainer.config.schema import TRACKERS
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import KEYS_OF_VERLS_COMMAND, PPO
+from trainer.preference.recipe import DPO
+from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
 from workers.config import KL_ESTIMATORS, LOSS_AGG_MODES, STRATEGIES
@@ -138,6 +142,18 @@ def test_unused_keys_are_grouped_by_what_is_missing() -> None:
     assert found[reason] == ["critic", "trainer.critic_warmup"]
     listed = [name for names in found.values() for name in names]
     assert [name for name in listed if name.startswith("critic.")] == []
+
+
+@pytest.mark.parametrize("recipe", [SFT, REWARD_MODEL, DPO], ids=lambda recipe: recipe.name)
+def test_when_to_validate_is_refused_where_there_is_nothing_to_validate_on(
+    recipe: Recipe[Any],
+) -> None:
+    needed = ["data.train_files=train.parquet", "model.path=model"]
+    words = "trainer.test_freq is set, but nothing reads it in this run: there are no data.val_fil"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_config([*needed, "trainer.test_freq=2"], recipe)
+    config = load_config([*needed, "trainer.test_freq=2", "data.val_files=val.parquet"], recipe)
+    assert config.trainer.test_freq == 2
 
 
 def test_every_condition_says_when_and_why_not() -> None:
