@@ -34,12 +34,18 @@ def ending_in_words(folder: str | Path) -> Iterator[None]:
     except VerlLikeError as err:
         if isinstance(err, CallbackError):
             _show(err.__cause__ or err)  # where in the user's own code
-        sys.exit(f"error: {mask_text(str(err))}")
+        sys.exit(f"error: {mask_text(_in_words(err))}")
     except Exception as err:  # noqa: BLE001 - the process edge
         if isinstance(err, OSError) and err.errno == errno.ENOSPC:
             sys.exit(f"error: no room for the run in {folder}: {err}. Make room; {GOES_ON}.")
         _show(err)
         sys.exit(1)
+
+
+def _in_words(err: BaseException) -> str:
+    """The message, and a line of each note: why no other attempt was made, who else failed."""
+    notes = (note.strip().partition("\n")[0] for note in getattr(err, "__notes__", []))
+    return "\n  ".join([str(err), *notes])
 
 
 def _show(err: BaseException) -> None:

@@ -70,8 +70,11 @@ def test_a_secret_is_in_no_error_that_ends_a_command(
     config: PPOConfig, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:
     opened(config)
+    failed = error(f"401 for {SECRET}")
+    failed.add_note(f"again: 401 for {SECRET}")
     with pytest.raises(SystemExit) as end, ending_in_words("runs"):
-        raise error(f"401 for {SECRET}")
+        raise failed
     shown = f"{end.value} {capsys.readouterr().err}"
     assert f"401 for {MASK}" in shown
+    assert f"\nagain: 401 for {MASK}" in shown.replace("\n  ", "\n")
     assert SECRET not in shown
