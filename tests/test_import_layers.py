@@ -58,7 +58,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     ],
     "trainer": [
         ("config", "hooks", "report"),
-        ("alarms", "data", "groups", "memory", "run_folder"),
+        ("alarms", "data", "groups", "memory", "run_folder", "sample_ledger"),
         ("chaos", "replicas", "restarts"),
         ("recovery",),
         ("loop",),

@@ -7,6 +7,8 @@ step alone. Each comes once: a step that is made again after a restart is spared
 `chaos.jsonl` of the run folder has a line a fault, and at the end the ledger of the steps:
 
     begun = kept + made again + not finished
+
+and that of the samples of these steps, where the recipe makes some (`trainer.sample_ledger`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.report.faults import CHAOS_FILE, FATES, LEDGER
+from trainer.sample_ledger import SampleLedger
 from verl_like.errors import LedgerError, WorkerDiedError
 from verl_like.files import json_line, json_objects
 
@@ -32,6 +35,8 @@ class Chaos:
 
     def __init__(self, config: RunConfig) -> None:
         """Nothing has happened yet."""
+        self.samples = SampleLedger()
+        """Of the run's steps; a recipe counts."""
         self._settings = config.chaos
         self._folder = Path(config.trainer.default_local_dir)
         self._struck: set[tuple[str, int]] = set()
@@ -51,6 +56,7 @@ class Chaos:
                 (self._folder / CHAOS_FILE).unlink(missing_ok=True)
         self._made_again += sum(1 for begun in self._begun if begun > step)
         self._begun = []
+        self.samples.drop_after(step, "step made again")
 
     def before_step(self, groups: WorkerGroups, step: int) -> None:
         """The faults of a step that begins."""
@@ -80,7 +86,10 @@ class Chaos:
                 f"begun, {became}; metrics.jsonl has steps {kept} after step {self._first}. The "
                 f"faults are in {self._folder / CHAOS_FILE}."
             )
-        self._write({"kind": LEDGER, "begun": self._num_begun, **became})
+        self.samples.drop_after(self._first + len(kept), "step not finished")
+        samples = self.samples.close()
+        more = {"samples": samples} if samples else {}
+        self._write({"kind": LEDGER, "begun": self._num_begun, **became, **more})
 
     def _draw(self, kind: str, chance: float, step: int) -> Random | None:
         """What decides the rest, where the step has a fault of this kind that it has not had."""

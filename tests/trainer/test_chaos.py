@@ -99,10 +99,31 @@ def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -
     assert ledger == {
         **{"kind": "ledger", "begun": STEPS + 3, "kept": STEPS},
         **{"made_again": 3, "not_finished": 0},
+        "samples": {
+            **{"made": (STEPS + 3) * PROMPTS * 2, "trained": STEPS * PROMPTS * 2},
+            "dropped": {"step made again": 3 * PROMPTS * 2},
+        },
     }, "the actor was lost three steps after a checkpoint"
     (line,) = faults_in_words(folders["ppo"])
     assert "2 x delay, 2 x drop_bucket, 1 x kill_worker; steps: " in line
     assert f"steps: {STEPS + 3} begun = {STEPS} kept + 3 made again" in line
+    assert "; samples: 132 made = 120 trained + 12 dropped (step made again: 12)" in line
+
+
+def test_samples_that_ppo_drops_are_in_the_ledger_by_their_reason(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    drops = ("algorithm.filter_groups.enable=true", "algorithm.mask_truncated=true")
+    more = ("chaos.delay=1", "chaos.delay_s=0.001", "trainer.total_training_steps=2")
+    run(load_config(overrides(tiny_dir, tmp_path, *LOCAL, *drops, *more)))
+    *_, ledger = faults(tmp_path)
+    drawn = sum(line["dynamic_sampling/num_groups_drawn"] for line in lines(tmp_path))
+    dropped = ledger["samples"]["dropped"]
+    assert ledger["samples"]["made"] == drawn * 2
+    assert dropped["algorithm.filter_groups"] == (drawn - 2 * PROMPTS) * 2
+    cut = sum(line["response/truncated_ratio"] for line in lines(tmp_path)) * PROMPTS * 2
+    assert dropped["algorithm.mask_truncated"] == cut
+    assert ledger["samples"]["trained"] == 2 * PROMPTS * 2 - cut
 
 
 def test_a_maker_that_is_killed_costs_samples_and_no_step(folders: dict[str, Path]) -> None:
@@ -197,6 +218,16 @@ def test_the_seed_alone_decides_which_steps_have_a_fault(tmp_path: Path) -> None
 
     assert struck(1, 20) == [step for step in struck(1, 1) if step >= 20]
     assert struck(1, 1) != struck(2, 1)
+
+
+def test_a_sample_that_is_lost_on_its_way_is_told(tmp_path: Path) -> None:
+    chaos = Chaos(small(tmp_path, "chaos.delay=1"))
+    chaos.begin_attempt(0)
+    chaos.before_step(Recorder(), 1)
+    chaos.samples.count(1, {"made": 8, "trained": 7})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(LedgerError, match="step 1 .* 8 were made, {'trained': 7}"):
+        chaos.close()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -229,6 +229,9 @@ class DetachedTrainer(PPOTrainer):
             metrics = self.feed.publish(self.weight_version)
         self.source.buffer.publish(self.weight_version)
         return metrics
+
+    def count_samples(self, became: Callable[[], dict[str, int]]) -> None:
+        """Nothing: the ledger of makers has every sample."""
 
     def policy_is_current(self, batch: DataProto) -> bool:
         """Not within a round: the policy has moved since its weights were published."""

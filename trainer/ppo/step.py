@@ -12,6 +12,7 @@ around a step is `trainer.loop.Trainer`, what a run has beside its step is `trai
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
@@ -33,11 +34,13 @@ from trainer.ppo.ptx import rows_per_update
 from trainer.ppo.quantization import measures_reference, reference_drift
 from trainer.ppo.reference import update_reference
 from trainer.ppo.run import PPORun
+from trainer.ppo.sample_fates import FILTERED, fates_of
 from trainer.ppo.sample_source import Draw
 from trainer.ppo.samples import repeat_prompts
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.update_samples import samples_of_update
 from trainer.ppo.validation import name_metrics, sample_all
+from trainer.sample_ledger import MADE
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from workers.columns import has_column, read_columns, write_columns
@@ -85,6 +88,9 @@ class PPOTrainer(PPORun):
                 self.config.data.train_batch_size,
                 filtered,
             )
+            num_left_out = metrics["dynamic_sampling/num_groups_drawn"] - self.num_prompts(batch)
+            num_samples = self.config.actor_rollout_ref.rollout.n
+            self.count_samples(lambda: {FILTERED: int(num_left_out) * num_samples})
         else:
             batch = draw(0)
 
@@ -121,6 +127,7 @@ class PPOTrainer(PPORun):
         if self.config.algorithm.adv_estimator == "remax":
             baselines = self.greedy_scores(prompts).repeat_interleave(num_samples)
             batch = batch.union(DataProto.from_dict({"reward_baselines": baselines}))
+        self.count_samples(lambda: {MADE: len(batch)})
         return batch
 
     def greedy_scores(self, prompts: DataProto) -> torch.Tensor:
@@ -191,7 +198,9 @@ class PPOTrainer(PPORun):
 
         What they learn from is not always the whole batch: `samples_of_update` says.
         """
-        batch, metrics = samples_of_update(batch, self.config, self.global_step, self.balance)
+        whole = batch
+        batch, metrics = samples_of_update(whole, self.config, self.global_step, self.balance)
+        self.count_samples(lambda: fates_of(whole, batch, self.config))
         calls = []
         if "critic" in self.groups:
             calls.append(self.call("critic", "update_critic", batch))
@@ -257,6 +266,14 @@ class PPOTrainer(PPORun):
     def num_prompts(self, samples: DataProto) -> int:
         """Prompts of a step's samples: fewer in a last step of `data.total_prompts`."""
         return len(samples) // self.config.actor_rollout_ref.rollout.n
+
+    def count_samples(self, became: Callable[[], dict[str, int]]) -> None:
+        """For the ledger of a run with faults on purpose.
+
+        Stages of the user's own make and drop what only they know: of theirs nothing is counted.
+        """
+        if self.config.chaos.has_faults and not own_stages(type(self), self.recipe_class()):
+            self.chaos.samples.count(self.global_step, became())
 
     def policy_is_current(self, batch: DataProto) -> bool:
         """Whether the update's own forward pass is the old log-probs, so that no pass is needed.

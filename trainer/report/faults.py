@@ -16,7 +16,7 @@ FATES = ("kept", "made_again", "not_finished")
 
 
 def faults_in_words(folder: Path) -> list[str]:
-    """A line about the faults by kind, and about the ledger of the steps; none without faults."""
+    """A line about the faults by kind, and about the ledger; none without faults."""
     if not (folder / CHAOS_FILE).is_file():
         return []
     lines, _ = json_objects(folder / CHAOS_FILE)
@@ -28,4 +28,14 @@ def faults_in_words(folder: Path) -> list[str]:
 
 def _ledger_in_words(line: dict[str, Any]) -> str:
     became = [f"{line[name]} {name.replace('_', ' ')}" for name in FATES]
-    return f"steps: {line['begun']} begun = {' + '.join(became)}"
+    words = f"steps: {line['begun']} begun = {' + '.join(became)}"
+    return f"{words}; {_samples_in_words(line['samples'])}" if "samples" in line else words
+
+
+def _samples_in_words(samples: dict[str, Any]) -> str:
+    dropped = samples["dropped"]
+    reasons = "".join(f" ({reason}: {count})" for reason, count in dropped.items())
+    return (
+        f"samples: {samples['made']} made = {samples['trained']} trained + "
+        f"{sum(dropped.values())} dropped{reasons}"
+    )
