@@ -17,7 +17,8 @@ def make_ptx_loader(config: PPOConfig, tokenizer: Any) -> RowLoader[LMRow] | Non
     """The loader of `ptx.train_files`, if there are any."""
     if not config.ptx.train_files:
         return None
-    rows = read_lm_rows("ptx.train_files", config.ptx.train_files, tokenizer, longest_row(config))
+    files, longest, on_bad_row = config.ptx.train_files, longest_row(config), config.data.on_bad_row
+    rows = read_lm_rows("ptx.train_files", files, tokenizer, longest, on_bad_row=on_bad_row)
     make_batch = partial(lm_batch, pad_token_id=tokenizer.pad_token_id)
     return RowLoader(rows, config.trainer.seed, make_batch)
 

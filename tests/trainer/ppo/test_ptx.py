@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.runs import numbers, overrides
 from trainer import load_config, run
 from trainer.ppo.memory import tokens_at_once
-from trainer.ppo.ptx import longest_row, rows_per_update
+from trainer.ppo.ptx import longest_row, make_ptx_loader, rows_per_update
 from verl_like.errors import ConfigError
 
 SETTINGS = (
@@ -58,6 +59,20 @@ def test_a_resumed_run_takes_the_rows_that_come_next(
     path = ("trainer.resume_mode=resume_path", start)
     run(load_config(settings_of(tiny_dir, tmp_path, texts, *path)))
     assert numbers(tmp_path) == numbers(whole)[2:]
+
+
+def test_a_bad_row_of_the_texts_stops_the_run_or_is_skipped(
+    tiny_dir: Path, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "a is a letter"}\n{"text": ""}\n', encoding="utf-8")
+    config = load_config(settings_of(tiny_dir, tmp_path, file))
+    with pytest.raises(ConfigError, match=r"texts\.jsonl, line 2: .*data\.on_bad_row=skip"):
+        make_ptx_loader(config, tokenizer)
+    config.data.on_bad_row = "skip"
+    with caplog.at_level("INFO"):
+        assert make_ptx_loader(config, tokenizer) is not None
+    assert "ptx.train_files holds 2 rows, 1 bad ones skipped" in caplog.text
 
 
 def test_every_optimizer_step_has_as_many_rows_as_prompts_unless_told(
