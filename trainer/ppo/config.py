@@ -173,7 +173,9 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
     max_rollouts_to_keep: int | None = key(
         100, at_least=1, hint="or null to keep all", may_change_on_resume=True
     )
-    """Newest steps whose samples stay whole in `rollouts/`; of older ones 2 kB of each stay."""
+    """Newest steps whose samples stay whole in `rollouts/` and `validation/`; of older ones 2 kB of
+    each stay.
+    """
     max_batches_to_keep: int = key(
         0, at_least=0, hint="0 keeps none", read_when=SAVES, may_change_on_resume=True
     )

@@ -36,7 +36,7 @@ from trainer.ppo.running_norm import RunningNorm
 from trainer.ppo.sample_source import Draw, SampleSource, SynchronousSource
 from trainer.ppo.sampling import SamplingTrainer
 from trainer.ppo.spare_time import SpareTime
-from trainer.ppo.thinning import thin_samples
+from trainer.ppo.thinning import steps_up_to, thin_samples
 from trainer.run_folder.timeline import call_seconds
 from verl_like.batch.protocol import DataProto
 from workers.config import scores_by_rule
@@ -161,11 +161,14 @@ class PPORun(SamplingTrainer):
         return bool(self.config.data.val_files)
 
     def write_samples(self, name: str, batch: DataProto) -> None:
-        """The samples of this step; of rollouts the newest steps alone stay whole."""
+        """The samples of this step; those of the newest steps alone stay whole."""
         super().write_samples(name, batch)
         num_whole = self.config.trainer.max_rollouts_to_keep
-        if name == "rollouts" and num_whole is not None:
-            thin_samples(self.folder / name / f"{self.global_step - num_whole}.jsonl")
+        if num_whole is None:
+            return
+        last = self.global_step - num_whole
+        for step in [last] if name == "rollouts" else steps_up_to(self.folder / name, last):
+            thin_samples(self.folder / name / f"{step}.jsonl")
 
     def close(self) -> None:
         """End the making of samples."""

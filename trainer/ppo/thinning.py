@@ -1,6 +1,7 @@
-"""`rollouts/` of a long run: the newest steps' samples whole, of older ones a few.
+"""`rollouts/`, `validation/` of a long run: the newest steps' samples whole, of older ones a few.
 
-`trainer.ppo.run` calls this after each step, for the step that is no longer among the newest.
+`trainer.ppo.run` calls this after each step, for the step that is no longer among the newest, and
+after each validation for those of such steps.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
             kept.append(row)
             room -= len(lines[row])
     write_whole(path, b"".join(lines[row] for row in sorted(kept)), to_disk=False)
+
+
+def steps_up_to(folder: Path, last: int) -> list[int]:
+    """The steps up to `last` of which the folder has samples: not every step has a validation."""
+    found = [int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal()]
+    return [step for step in found if step <= last]
 
 
 def _extremes_first(ordered: Sequence[int]) -> list[int]:

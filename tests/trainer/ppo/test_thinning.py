@@ -60,19 +60,24 @@ def test_the_newest_steps_of_a_run_stay_whole(
     monkeypatch.setattr(SamplingTrainer, "write_samples", lambda *_: None)
     trainer = PPOTrainer.__new__(PPOTrainer)
     trainer.folder, trainer.config = tmp_path, PPOConfig()
-    for folder in ("rollouts", "validation"):
+    trainer.global_step = 9
+    for folder, steps in (("rollouts", (7, 8, 9)), ("validation", (0, 3, 6, 9))):
         (tmp_path / folder).mkdir()
-        for step in range(1, 4):
+        for step in steps:
             written(tmp_path / folder / f"{step}.jsonl", [0.0] * 100)
 
     def whole(folder: str) -> list[int]:
-        sizes = {step: (tmp_path / folder / f"{step}.jsonl").stat().st_size for step in (1, 2, 3)}
-        return [step for step, size in sizes.items() if size > BYTES_OF_OLD_STEP]
+        files = (tmp_path / folder).glob("*.jsonl")
+        return sorted(int(f.stem) for f in files if f.stat().st_size > BYTES_OF_OLD_STEP)
 
-    for keep, left in ((None, [1, 2, 3]), (3, [1, 2, 3]), (2, [2, 3])):
+    for keep, rollouts, validations in (
+        (None, [7, 8, 9], [0, 3, 6, 9]),
+        (10, [7, 8, 9], [0, 3, 6, 9]),
+        (4, [7, 8, 9], [6, 9]),
+        (1, [7, 9], [9]),
+    ):
         trainer.config.trainer.max_rollouts_to_keep = keep
-        trainer.global_step = 3
         trainer.write_samples("rollouts", None)
         trainer.write_samples("validation", None)
-        assert whole("rollouts") == left
-        assert whole("validation") == [1, 2, 3]
+        assert whole("rollouts") == rollouts, "a step at a time"
+        assert whole("validation") == validations
