@@ -19,6 +19,8 @@ from trainer.alarms import Alarms
         ({"actor/ppo_kl": 0.3}, "actor/ppo_kl is 0.3.*actor.optim.lr"),
         ({"actor/ppo_kl": math.nan}, "actor/ppo_kl is nan"),
         ({"actor/kl_loss": 12.0}, "actor/kl_loss is 12.*reference"),
+        ({"actor/reward_kl_penalty": 10.5}, "actor/reward_kl_penalty is 10.5.*reference"),
+        ({"actor/reward_kl_penalty": -11.0}, "actor/reward_kl_penalty is -11.*the KL's"),
         ({"training/rollout_probs_diff_mean": 0.2}, "rollout.dtype"),
     ],
 )
@@ -38,6 +40,7 @@ def test_numbers_within_their_bands_raise_none() -> None:
         "actor/entropy": 1.0,
         "actor/ppo_kl": -0.01,
         "actor/kl_loss": 0.2,
+        "actor/reward_kl_penalty": 9.9,
         "training/rollout_probs_diff_mean": 0.004,
         "actor/lr": 1e-6,
     }

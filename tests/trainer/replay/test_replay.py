@@ -12,6 +12,7 @@ import sys
 from bdb import BdbQuit
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,13 +21,17 @@ import torch
 from tests.integration.runs import lines, overrides
 from trainer import load_config, run
 from trainer.cli import main
+from trainer.config.recipe import Recipe
 from trainer.loop import Metrics
 from trainer.ppo.kept_batches import STAGES, batch_file
 from trainer.ppo.step import PPOTrainer
+from trainer.preference.recipe import DPO
 from trainer.replay.difference import differing_columns, differing_metrics
 from trainer.replay.replay import Replayed, announcement, replay, settings_of_replay
 from trainer.replay.saved_run import SavedRun
 from trainer.replay.stage import Asked, replaying
+from trainer.reward_model.recipe import REWARD_MODEL
+from trainer.sft.recipe import SFT
 from trainer.sft.step import SFTTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
@@ -71,6 +76,30 @@ def test_a_step_two_after_its_checkpoint_comes_out_bit_for_bit(made: Path) -> No
     assert found.num_metrics > 50
     assert found.kept_batches == list(STAGES)
     assert contents(made) == before, "the run's folder is only read"
+
+
+@pytest.mark.parametrize("recipe", [SFT, REWARD_MODEL, DPO])
+def test_a_step_of_a_recipe_on_rows_comes_out_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path, recipe: Recipe[Any]
+) -> None:
+    rows = [{"prompt": f"say {x}", "response": x, "chosen": x, "rejected": "cd"} for x in "efgh"]
+    file, folder = tmp_path / "rows.jsonl", tmp_path / "run"
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    of_run = ("backend=local", "total_training_steps=2", "save_freq=1", "logger=[]")
+    settings = [f"trainer.{each}" for each in (*of_run, f"default_local_dir={folder}")]
+    data = [f"data.train_files={file}", "data.train_batch_size=2", "data.max_length=16"]
+    run(load_config([f"model.path={tiny_dir}/model", *data, *settings, "optim.lr=1e-3"], recipe))
+
+    found = replay(folder, 2)
+    assert (found.start, found.differences) == (folder / "global_step_1", [])
+    loss = next(name for name in lines(folder)[1] if name.endswith("loss"))
+    assert found.num_metrics > 4
+
+    changed = lines(folder)
+    changed[1][loss] += 1e-7
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in changed))
+    (difference,) = replay(folder, 2).differences
+    assert difference.startswith(f"{loss} was ")
 
 
 def test_the_newest_steps_batches_stay(made: Path) -> None:
