@@ -18,8 +18,10 @@ from trainer.config.placement import settle
 from trainer.config.recipe import Recipe
 from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement
+from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.ppo.sizes import batch_table
+from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
@@ -278,3 +280,10 @@ def test_multirun_makes_a_plan_for_each(tiny_dir: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Batch sizes") == 2
     assert done.stdout.count("\ncritic_pool ") == 1
+
+
+@pytest.mark.parametrize("recipe", [PPO, SFT])
+def test_by_default_a_run_keeps_its_work(recipe: Recipe[Any]) -> None:
+    config = recipe.schema()
+    assert (config.trainer.max_restarts, config.trainer.save_every_minutes) == (3, 30)
+    assert not isinstance(config, PPOConfig) or config.reward.max_failed == 0.5
