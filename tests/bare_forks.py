@@ -6,6 +6,7 @@ the tests on all its samples. `tests/forked.py` asks by `start_fork`; the server
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -53,7 +54,8 @@ class BareProcess:
         try:
             self.wait(0)
         except subprocess.TimeoutExpired:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, which is not yet said
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class _Server:

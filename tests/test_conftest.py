@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import bare_forks
 from tests.conftest import PRELOADED
+from tests.fork_client import packed
 from tests.forked import run_program
 
 
@@ -66,6 +70,22 @@ def test_a_forked_python_gets_the_signals_and_ends_as_it_does(forked_python: Pat
         process.stdout.readline()
         process.terminate()
         assert process.wait(30) == 128 + signal.SIGTERM
+
+
+def test_a_fork_that_has_ended_and_not_yet_been_reported_may_be_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bare_forks, "server", functools.cache(lambda: None))
+    bare_forks.server()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(packed(ended.pid))
+        process = bare_forks.BareProcess(ours)
+        process.kill()
+        theirs.sendall(packed(-signal.SIGKILL))
+        assert process.wait() == -signal.SIGKILL
 
 
 @pytest.mark.ray
