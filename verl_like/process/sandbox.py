@@ -53,11 +53,11 @@ class Sandbox:
     """Limits of processes that run code of strangers."""
 
     memory_gb: float = 8.0
-    """Of each process, and of all of them together."""
+    """Of each process, and of all of them together, with what they share."""
     cpu_s: float = 60.0
     """Processor time of each process, between two calls of `allow_cpu`."""
     file_gb: float = 1.0
-    """Size of a file that is written."""
+    """Size of a file that is written, and of all in the working folder."""
     processes: int = 64
     """Processes at the same time."""
     network: bool = True

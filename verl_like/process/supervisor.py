@@ -11,6 +11,7 @@ ended. Nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -30,7 +31,7 @@ from verl_like.process.machine import descendants, words_of
 from verl_like.process.sandbox import Sandbox, isolate_network
 
 WATCH_S = 0.2
-"""Time between two looks at how many processes there are, and at their memory."""
+"""Time between two looks at how many processes there are, their memory and their files."""
 MOST_OUTPUT = 2**20
 """Bytes that a process may print; what comes later is dropped."""
 KILL_S = 5.0
@@ -38,7 +39,8 @@ KILL_S = 5.0
 OUT_OF_TIME = "used up its processor time (cpu_s={0:g})"
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_BLOCKS = 8
+"""What a file counts for at least, in the system's units of 512 bytes."""
 
 
 def supervise(
@@ -80,7 +82,7 @@ class _Supervised:
         program: Callable[..., None],
         folder: str,
     ) -> None:
-        self._control, self._sandbox = control, sandbox
+        self._control, self._sandbox, self._folder = control, sandbox, folder
         self._wakes, wakened = os.pipe()
         os.set_blocking(wakened, False)
         os.set_blocking(self._wakes, False)
@@ -122,8 +124,8 @@ class _Supervised:
                 os.read(self._wakes, 1024)
             ending = self._ending()
             if time.monotonic() >= next_look:
+                ending = ending or excess(self._sandbox, self._folder)
                 next_look = time.monotonic() + WATCH_S
-                ending = ending or _excess(self._sandbox)
             if ending is not None:
                 self._kill()
                 return ending
@@ -211,8 +213,8 @@ def how_it_ended(status: int, sandbox: Sandbox) -> str:
     return f"was killed by {name}{more}"
 
 
-def _excess(sandbox: Sandbox) -> str | None:
-    """Which limit the descendants of this process pass together."""
+def excess(sandbox: Sandbox, folder: str) -> str | None:
+    """Which limit the descendants of this process pass together, or the files in their folder."""
     pids = descendants(os.getpid())
     if len(pids) > sandbox.processes:
         return f"had {len(pids)} processes (processes={sandbox.processes})"
@@ -220,15 +222,31 @@ def _excess(sandbox: Sandbox) -> str | None:
     gigabytes = sum(map(_own_memory, pids)) / 2**30
     if gigabytes > sandbox.memory_gb:
         return f"took {gigabytes:.1f} GiB of memory (memory_gb={sandbox.memory_gb:g})"
+
+    gigabytes = _bytes_on_disk(folder) / 2**30
+    if gigabytes > sandbox.file_gb:
+        return f"had {gigabytes:.3g} GiB in its working folder (file_gb={sandbox.file_gb:g})"
     return None
 
 
 def _own_memory(pid: int) -> int:
-    """Bytes that a process holds and shares with no file; 0 when it is gone."""
-    words = words_of(f"/proc/{pid}/statm")
-    if not words:
-        return 0
-    return (int(words[1]) - int(words[2])) * _PAGE
+    """Bytes that a process holds, shared memory included, files aside; 0 when it is gone."""
+    words = words_of(f"/proc/{pid}/status")[::-1]  # the first line, its name, may be any text
+    found = [words.index(word) for word in (b"RssAnon:", b"RssShmem:") if word in words]
+    return sum(1024 * int(words[place - 1]) for place in found)
+
+
+def _bytes_on_disk(folder: str) -> int:
+    """What the files below a folder take, a block each at least, so that their number counts."""
+    blocks, ahead = 0, [folder]
+    while ahead:
+        with contextlib.suppress(OSError), os.scandir(ahead.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):  # it has just been removed
+                    blocks += max(_BLOCKS, entry.stat(follow_symlinks=False).st_blocks)
+                    if entry.is_dir(follow_symlinks=False):
+                        ahead.append(entry.path)
+    return 512 * blocks
 
 
 def kill_descendants() -> None:

@@ -44,7 +44,7 @@ class SandboxConfig:
     that.
     """
     file_gb: float = key(_DEFAULT.file_gb, at_least=0, may_change_on_resume=True)
-    """GiB of a file that a function writes."""
+    """GiB of a file that a function writes, and of all files in its working folder together."""
     processes: int = key(_DEFAULT.processes, above=0, may_change_on_resume=True)
     """Processes that a function may have at the same time."""
     network: bool = key(_DEFAULT.network, may_change_on_resume=True)

@@ -29,6 +29,8 @@ from verl_like.process.sandbox import Sandbox, forbid_processes, isolate_network
 from verl_like.process.supervisor import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
+    WATCH_S,
+    excess,
     how_it_ended,
     kill_descendants,
     prctl,
@@ -39,6 +41,8 @@ MOST_OUTPUT = 2**19
 """Bytes that a program may print."""
 FILE_GB = 2**-6
 """Size of a file that a program may write."""
+CLOSED_S = 0.001
+"""Time between two looks at whether a program has ended that prints no more."""
 _RESULT = 3
 """Descriptor that a test's result is written to."""
 
@@ -95,7 +99,7 @@ def run_test(program: Program, number: int, end: float) -> tuple[str, str | None
     os.close(theirs)
     try:
         deadline = min(end, time.monotonic() + program.time_s)
-        output, problem = _read(ours, deadline)
+        output, problem = _read(ours, pid, deadline, lambda: excess(sandbox, folder))
         if problem is not None:
             os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
@@ -110,19 +114,30 @@ def run_test(program: Program, number: int, end: float) -> tuple[str, str | None
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _read(pipe: int, deadline: float) -> tuple[str, str | None]:
-    """All that comes, and what is wrong with it."""
-    output = b""
+def _read(
+    pipe: int, pid: int, deadline: float, excess: Callable[[], str | None]
+) -> tuple[str, str | None]:
+    """All that comes from a process before it ends, and what is wrong with it."""
+    output, is_open = b"", True
+    next_look = time.monotonic() + WATCH_S
     while True:
-        wait = deadline - time.monotonic()
-        if wait <= 0 or not select.select([pipe], [], [], wait)[0]:
+        now = time.monotonic()
+        if now >= deadline:
             return "", "passed its deadline"
-        chunk = os.read(pipe, 65536)
-        if not chunk:
-            return output.decode("utf-8", "replace"), None
-        output += chunk
-        if len(output) > MOST_OUTPUT:
-            return "", f"printed more than {MOST_OUTPUT} bytes"
+        if now >= next_look:
+            if problem := excess():
+                return "", problem
+            next_look = time.monotonic() + WATCH_S
+        if not is_open:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+                return output.decode("utf-8", "replace"), None
+            time.sleep(CLOSED_S)
+        elif select.select([pipe], [], [], max(0.0, min(deadline, next_look) - now))[0]:
+            chunk = os.read(pipe, 65536)
+            is_open = bool(chunk)
+            output += chunk
+            if len(output) > MOST_OUTPUT:
+                return "", f"printed more than {MOST_OUTPUT} bytes"
 
 
 def _run_child(result: int, folder: str, sandbox: Sandbox, act: Callable[[], None]) -> None:

@@ -17,6 +17,7 @@ from verl_like.process.machine import descendants
 from workers.rewards.code import _runners, code_of, is_expected, run_tests
 from workers.rewards.functions import default_compute_score
 from workers.rewards.process import FunctionSpec
+from workers.rewards.program import Program
 from workers.rewards.scorer import Scorer
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
@@ -79,6 +80,32 @@ def test_it_is_the_rule_of_verl_s_data_sources() -> None:
 )
 def test_a_program_that_breaks_a_rule_scores_zero(code: str) -> None:
     assert score(f"{ADD}{code}", ASSERTS, total_s=1.5, time_s=0.3) == 0.0
+
+
+SHARED = "import mmap\nkept = mmap.mmap(-1, 2**28)\nfor _ in range(2**8): kept.write(bytes(2**20))"
+FILES = "for number in range(5000):\n    open(f'{number}', 'w').close()"
+TALKS = "while True:\n    print(end='.', flush=True)\n    time.sleep(0.01)"
+SAYS_NO_MORE = "import os\nos.close(1)\ntime.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (f"{SHARED}\n{TALKS}", "GiB of memory (memory_gb=0.125)"),
+        (f"{SHARED}\n{SAYS_NO_MORE}", "GiB of memory (memory_gb=0.125)"),
+        (f"{FILES}\n{SAYS_NO_MORE}", "GiB in its working folder (file_gb=0.015625)"),
+    ],
+)
+def test_a_program_is_watched_whatever_it_prints(code: str, words: str) -> None:
+    program = Program(f"import time\n{code}", [""], time_s=20.0, total_s=20.0, memory_gb=0.125)
+    ((output, problem),) = _runners[False].results(program).values()
+    assert output == ""
+    assert words in str(problem)
+
+
+def test_a_program_that_says_no_more_has_its_deadline() -> None:
+    program = Program(f"import time\n{SAYS_NO_MORE}", [""], time_s=0.1)
+    assert _runners[False].results(program) == {0: ("", "passed its deadline")}
 
 
 def test_what_a_program_prints_is_bounded() -> None:

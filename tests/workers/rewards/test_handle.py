@@ -26,7 +26,7 @@ from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 
 STRANGER = """
-import asyncio, ctypes, os, signal, socket, subprocess, sys, time
+import asyncio, ctypes, mmap, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 
 def every_socket():
@@ -79,11 +79,22 @@ def act(solution_str):
         return 1e308
     if solution_str == "memory":
         return len(bytearray(2**31))
+    if solution_str == "shared":
+        kept = mmap.mmap(-1, 2**28)
+        for _ in range(2**8):
+            kept.write(bytes(2**20))
+        time.sleep(60)
     if solution_str == "cpu":
         while True:
             pass
     if solution_str == "disk":
         return Path("big").write_bytes(bytes(2**21))
+    if solution_str == "many files":
+        for number in range(300):
+            Path(f"{number}").touch()
+        time.sleep(60)
+    if solution_str == "open":
+        return len([open(os.devnull) for _ in range(2000)])
     if solution_str == "unspeakable":
         class Odd(Exception):
             def __str__(self):
@@ -178,6 +189,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         ("memory", "(its limit is reward.sandbox.memory_gb)"),
         ("cpu", "the reward process used up its processor time (cpu_s=0.5)"),
         ("disk", "OSError: [Errno 27] File too large"),
+        ("many files", " GiB in its working folder (file_gb=0.000976562)"),
+        ("open", "OSError: [Errno 24] Too many open files"),
         ("unspeakable", "Odd: (its message cannot be read)"),
         ("secret", "reward.sandbox.env=[SECRET_OF_TEST]"),
         ("many", " processes (processes=8)"),
@@ -193,8 +206,9 @@ def test_what_a_function_does_is_said_of_its_sample_alone(
     assert words in guilty[2]
 
 
-def test_memory_is_that_of_all_that_it_has_started(stranger: Any) -> None:
-    ((score, _, error),) = stranger("together", sandbox=Sandbox(memory_gb=0.25))
+@pytest.mark.parametrize("text", ["together", "shared"])
+def test_memory_is_that_of_all_that_it_has_started(stranger: Any, text: str) -> None:
+    ((score, _, error),) = stranger(text, sandbox=Sandbox(memory_gb=0.25))
     assert score is None
     assert "GiB of memory (memory_gb=0.25)" in error
 
