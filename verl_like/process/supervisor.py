@@ -16,7 +16,6 @@ import ctypes
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -27,6 +26,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from verl_like.errors import ConfigError
+from verl_like.process.deep_folder import remove_folder
 from verl_like.process.machine import descendants, words_of
 from verl_like.process.sandbox import Sandbox, isolate_network
 
@@ -58,7 +58,7 @@ def supervise(
         ending = f"was refused: {err}"
     finally:
         kill_descendants()
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         if ending is not None:
             _tell(control, ending)
         os._exit(0)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
+
+from verl_like.process.deep_folder import remove_folder
 
 
 class Watched:
@@ -29,7 +30,7 @@ class Watched:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._pid, signal.SIGKILL)
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_folder(self._folder)
 
     def close(self) -> None:
         """Forget it."""

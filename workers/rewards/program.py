@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -25,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_like.errors import ConfigError
+from verl_like.process.deep_folder import remove_folder
 from verl_like.process.sandbox import Sandbox, forbid_processes, isolate_network
 from verl_like.process.supervisor import (
     PR_SET_CHILD_SUBREAPER,
@@ -111,7 +111,7 @@ def run_test(program: Program, number: int, end: float) -> tuple[str, str | None
     finally:
         os.close(ours)
         kill_descendants()
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
 
 def _read(

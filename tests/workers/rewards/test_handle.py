@@ -4,12 +4,13 @@ sample that it was called for, and leaves nothing behind.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -26,7 +27,7 @@ from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 
 STRANGER = """
-import asyncio, ctypes, mmap, os, signal, socket, subprocess, sys, time
+import asyncio, ctypes, fcntl, mmap, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 
 def every_socket():
@@ -36,6 +37,11 @@ def every_socket():
         except OSError:
             continue
         yield number
+
+def hold(lock):
+    held = open(lock, "w")
+    fcntl.flock(held, fcntl.LOCK_SH)
+    return held
 
 def fork_and_stay(seconds=60):
     if os.fork() == 0:
@@ -113,6 +119,12 @@ def act(solution_str):
                 time.sleep(60)
                 os._exit(0)
         time.sleep(60)
+    if solution_str == "bomb":
+        kept = hold(NOTE)
+        for number in range(8):
+            if os.fork() == 0 and number == 2:
+                os.setsid()
+        time.sleep(60)
     if solution_str == "together":
         for _ in range(4):
             if os.fork() == 0:
@@ -122,9 +134,13 @@ def act(solution_str):
         time.sleep(60)
     if solution_str == "print":
         sys.stdout.write("x" * 3 * 2**20)
-    if solution_str == "here":
+    if solution_str in ("here", "deep"):
+        folder = os.getcwd()
         Path("scratch").write_text("mine")
-        return {"score": 1.0, "pred": os.getcwd()}
+        for _ in range(1100 if solution_str == "deep" else 0):
+            os.mkdir("in")
+            os.chdir("in")
+        return {"score": 1.0, "pred": folder}
     if solution_str == "group":
         return os.getpgid(0)
     return 1.0
@@ -255,6 +271,22 @@ def test_what_it_forked_is_gone_with_it_at_its_deadline(stranger: Any) -> None:
     wait_until_ended(int(stranger.note.read_text()))
 
 
+def test_forks_without_end_are_ended_and_leave_none(stranger: Any) -> None:
+    before, guilty, after = stranger("fine", "bomb", "fine")
+    assert (before[0], guilty[0], after[0]) == (1.0, None, 1.0)
+    assert " processes (processes=8)" in guilty[2]
+    with stranger.note.open() as file:  # whoever is left holds it
+        wait_until(lambda: is_free(file))
+
+
+def is_free(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 DRIVER = """
 import os, sys, time
 from verl_like.process.machine import descendants
@@ -278,8 +310,9 @@ def test_it_ends_with_a_driver_that_is_killed() -> None:
     wait_until_ended(*pids)
 
 
-def test_its_working_folder_is_removed(stranger: Any) -> None:
-    ((_, numbers, _),) = stranger("here", deadline=4.5)
+@pytest.mark.parametrize("text", ["here", "deep"])
+def test_its_working_folder_is_removed(stranger: Any, text: str) -> None:
+    ((_, numbers, _),) = stranger(text, deadline=4.5, sandbox=Sandbox())
     folder = Path(numbers["pred"])
     assert (folder / "scratch").read_text() == "mine"
     (scorer,) = [made for key, made in stranger.made.items() if key[1] == 4.5]
