@@ -70,6 +70,7 @@ class WorkerGroups:
         self._groups: dict[str, WorkerGroup] = {}
         self._new_roles: set[str] = set()
         self._replaceable: frozenset[str] = frozenset()
+        self._needed: list[Transport] = []
 
         code = list(config.role_workers.values() if worker_code is None else worker_code)
         nodes = find_nodes(config, code)
@@ -232,6 +233,12 @@ class WorkerGroups:
             transport.other_pools = list(others.values())
             if key in needed:
                 transport.companions = [other for each, other in others.items() if each in needed]
+        self._needed = list(needed.values())
+
+    def check_idle(self, what: str) -> None:
+        """Raise if a pool that the run needs is lost, while `what` is waited for beside them."""
+        for transport in self._needed:
+            transport.check_idle(what)
 
     def _roles(self, pool: str) -> list[str]:
         """The roles of a pool in the order in which they are constructed."""

@@ -74,7 +74,10 @@ class SamplingTrainer(Trainer):
             reward.name: partial(self.call, role, "compute_rm_score")
             for role, reward in model_rewards(self.config).items()
         }
-        return self.rewards.launch(batch, lambda reward: calls[reward.name](batch), normalize)
+        check = self.groups.check_idle
+        return self.rewards.launch(
+            batch, lambda reward: calls[reward.name](batch), normalize, check
+        )
 
     def call(
         self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any

@@ -167,18 +167,22 @@ class Transport(ABC):
         return found
 
     def check_companions(self, what: str) -> None:
-        """Raise if a rank of another pool is gone, while `what` is waited for.
+        """Raise if a rank of another pool is gone, while `what` is waited for."""
+        for other in self.companions:
+            other.check_idle(what)
+
+    def check_idle(self, what: str) -> None:
+        """Raise if a rank is gone, while `what` is waited for.
 
         Of a pool that can be replaced it is only said, once: whoever calls it next will see.
         """
-        for other in self.companions:
-            for rank, why in other.lost_or_stopped(range(other.world_size)).items():
-                words = f"{other.describe(rank)}, idle during {what}: {why}"
-                if not other.is_replaceable:
-                    raise WorkerDiedError(words)
-                if not other._is_said_lost:
-                    logger.warning("%s It is replaced when it is needed next.", words)
-                other._is_said_lost = True
+        for rank, why in self.lost_or_stopped(range(self.world_size)).items():
+            words = f"{self.describe(rank)}, idle during {what}: {why}"
+            if not self.is_replaceable:
+                raise WorkerDiedError(words)
+            if not self._is_said_lost:
+                logger.warning("%s It is replaced when it is needed next.", words)
+            self._is_said_lost = True
 
     def lazy_part(self, reference: Any) -> Any:
         """A part that reaches the worker unresolved, as a `LazyPart`."""

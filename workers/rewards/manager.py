@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,6 +51,10 @@ class RewardFuture:
     def done(self) -> bool:
         """Whether `get` returns at once."""
         return self._future.done()
+
+    def wait(self, seconds: float) -> None:
+        """Return when it is done, or that time has passed."""
+        wait([self._future], seconds)
 
 
 class Scores(Protocol):

@@ -9,6 +9,8 @@ Functions and servers are asked by a `RewardManager` each; `call_model` starts a
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +37,8 @@ SKIPPED = "reward_extra/skipped"
 NAMED = 3
 """Failures that an error names."""
 SMALLEST_SPREAD = 1e-6
+CHECK_S = 1.0
+"""Time between two looks at what could end the wait for a function or server."""
 
 
 def make_rewards(
@@ -128,14 +132,21 @@ class Rewards:
         return any(part.config.on_failure == "skip" for part in self.parts)
 
     def launch(
-        self, batch: DataProto, call_model: Callable[[RewardConfig], Any], normalize: bool = True
+        self,
+        batch: DataProto,
+        call_model: Callable[[RewardConfig], Any],
+        normalize: bool = True,
+        check: Callable[[str], None] = lambda what: None,
     ) -> WeightedScores:
-        """Start every reward; without `normalize` scores stay what they are (validation)."""
+        """Start every reward; without `normalize` scores stay what they are (validation).
+
+        `check` is asked while functions and servers are waited for, and may end that wait.
+        """
         futures = []
         for part in self.parts:
             is_model = part.manager is None
             futures.append(call_model(part.config) if is_model else part.manager.remote(batch))
-        return WeightedScores(self, batch, futures, normalize)
+        return WeightedScores(self, batch, futures, normalize, check)
 
     def close(self) -> None:
         """End the processes and connections."""
@@ -147,9 +158,17 @@ class Rewards:
 class WeightedScores:
     """Scores that are being computed: a future of all parts."""
 
-    def __init__(self, rewards: Rewards, batch: DataProto, futures: Sequence[Any], normalize: bool):
-        """`futures` has one for each part."""
+    def __init__(
+        self,
+        rewards: Rewards,
+        batch: DataProto,
+        futures: Sequence[Any],
+        normalize: bool,
+        check: Callable[[str], None],
+    ):
+        """`futures` has one for each part; `check` as in `Rewards.launch`."""
         self._rewards, self._futures, self._normalize = rewards, futures, normalize
+        self._check = check
         self._mask = read_columns(batch, "response_mask")["response_mask"].bool()
         self._uids = batch.non_tensor_batch.get("uid", np.arange(len(batch)))
 
@@ -173,6 +192,8 @@ class WeightedScores:
         metrics: dict[str, float] = {}
 
         for part, future in zip(self._rewards.parts, self._futures, strict=True):
+            if part.manager is not None:
+                self._wait(future, timeout)
             found = self._take(part, future.get(timeout), extras, metrics)
             if part.config.normalize and self._normalize:
                 found = normalized(found, self._mask)
@@ -197,6 +218,13 @@ class WeightedScores:
         return DataProto.from_dict(
             {"token_level_scores": total, "step_ends": step_ends}, extras
         ), metrics
+
+    def _wait(self, future: Any, timeout: float | None) -> None:
+        """Wait for a function or server, beside which no call is that would notice a loss."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not future.done() and (left := end - time.monotonic()) > 0:
+            future.wait(min(left, CHECK_S))
+            self._check(str(self))
 
     def _take(
         self, part: Part, result: Any, extras: dict[str, Any], metrics: dict[str, float]

@@ -89,12 +89,19 @@ def test_roles_of_one_class_may_have_configurations_of_their_own(tmp_path: Path)
         }
 
 
+class Idle(SimpleNamespace):
+    """A transport that only notes what it was idle during."""
+
+    def check_idle(self, what: str) -> None:
+        self.checked = what
+
+
 def test_pools_watch_each_other_but_for_those_that_work_beside_the_driver() -> None:
     groups = WorkerGroups.__new__(WorkerGroups)
     groups.config = SimpleNamespace(child_pools=frozenset({"maker_pool"}))
     pools = {"actor_pool": 1, "ref_pool": 1, "critic_pool": 2, "maker_pool": 3}
     groups._fused = {
-        name: SimpleNamespace(transport=SimpleNamespace(process_key=key, companions=[]))
+        name: SimpleNamespace(transport=Idle(process_key=key, companions=[]))
         for name, key in pools.items()
     }
     groups._watch_each_other()
@@ -105,3 +112,6 @@ def test_pools_watch_each_other_but_for_those_that_work_beside_the_driver() -> N
     assert transports["maker_pool"].other_pools == [
         transports[name] for name in ("ref_pool", "critic_pool")
     ]
+    groups.check_idle("rewards")
+    checked = [name for name, transport in transports.items() if hasattr(transport, "checked")]
+    assert checked == ["ref_pool", "critic_pool"], "one of those that share their processes"

@@ -46,6 +46,8 @@ def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
         assert idle.transport.can_kill(0)
         idle.transport.kill(0)
         wait_until(lambda: idle.transport.lost([0]))
+        with pytest.raises(WorkerDiedError, match="idle during rewards: .*(SIGKILL|it ended)"):
+            idle.transport.check_idle("rewards")
         again = busy.sleeps(60)
         with pytest.raises(
             WorkerDiedError, match="idle during faulty.sleeps: .*(SIGKILL|it ended)"

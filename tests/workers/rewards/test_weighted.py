@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 
 from trainer.ppo.left_out import without_skipped
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import RewardError
+from verl_like.errors import RewardError, WorkerDiedError
 from workers.config import OverlongBufferConfig, RewardConfig
-from workers.rewards.manager import FAILURES
+from workers.rewards import weighted
+from workers.rewards.manager import FAILURES, RewardFuture
 from workers.rewards.weighted import (
     SKIPPED,
     Part,
@@ -76,6 +78,34 @@ def scores_of(*parts: Part, normalize: bool = True, overlong: Any = None) -> Any
 def part(name: str, sums: list[float], extras: Any = None, **settings: Any) -> Part:
     told: Any = Told(sums, **(extras or {}))
     return Part(RewardConfig(name=name, **settings), told)
+
+
+class Slow:
+    """A manager whose scores never come."""
+
+    def remote(self, batch: DataProto) -> RewardFuture:
+        return RewardFuture(Future())
+
+
+def test_while_a_function_is_waited_for_a_lost_worker_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def check(what: str) -> None:
+        asked.append(what)
+        if len(asked) == 2:
+            raise WorkerDiedError(f"critic rank 0, idle during {what}: it ended")
+
+    monkeypatch.setattr(weighted, "CHECK_S", 0.01)
+    never: Any = Slow()
+    scores = Rewards([Part(RewardConfig(name="judge"), never)]).launch(
+        batch(), lambda _: None, check=check
+    )
+    with pytest.raises(WorkerDiedError, match=r"idle during rewards \(judge\): it ended"):
+        scores.get(timeout=5.0)
+    with pytest.raises(TimeoutError):
+        scores.get(timeout=0.02)
 
 
 def test_the_sum_is_weighted_and_every_part_is_logged() -> None:
