@@ -13,7 +13,7 @@ import pytest
 from tests import ROOT
 from tests.programs import found_by
 from trainer import PPOTrainer, load_config
-from trainer.groups.user_modules import modules_of_the_user
+from trainer.config.user_modules import modules_of_the_user
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import PlacementError
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from trainer.config.schema import PoolResources, RunConfig
-from trainer.groups.user_modules import modules_of_the_user
+from trainer.config.user_modules import modules_of_the_user
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import PlacementError
 from verl_like.placement.plan import Placement

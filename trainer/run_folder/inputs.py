@@ -1,12 +1,14 @@
 """What a run computes from beside its configuration: the contents of the files that this names.
 
 A checkpoint's marker has a digest of each, and a resumed run that finds others is refused: data,
-model folders, code of rewards. `trainer.run_folder.checkpoint` calls it.
+model folders, code of rewards with the user's modules that it imports.
+`trainer.run_folder.checkpoint` calls it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.keys import may_change_on_resume
+from trainer.config.user_modules import imported_files
 
 NAMES_OF_FILES = re.compile(r"(^|.*_)(path|file|files)$")
 """The last words of keys whose values may be files, folders or modules."""
@@ -37,8 +40,12 @@ def digests_of_inputs(schema: type, config: Mapping[str, Any]) -> dict[str, str]
             continue
         for where, name in _file_names(key, value):
             path = _path_of(name)
-            if path is not None:
-                found[f"{where}: {name}"] = digest(path)
+            if path is None:
+                continue
+            found[f"{where}: {name}"] = digest(path)
+            for file in imported_files(path) if path.suffix == ".py" else []:
+                imported = os.path.relpath(file, path.resolve().parent)
+                found[f"{where}: {imported}, which {name} imports,"] = digest(file)
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.run_folder.checkpoints import checkpoints, resume_from, saved
+from trainer.config.user_modules import imported_files
 from trainer.run_folder import inputs, starts
 from trainer.run_folder.inputs import digest
 from verl_like.errors import CheckpointError
@@ -47,6 +48,36 @@ def test_a_file_of_other_contents_is_refused_by_its_key(
     chosen = checkpoints(run, *overrides(files), *resume_from(run / "global_step_2"))
     assert chosen.start_step == 2
     assert said in caplog.text
+
+
+IMPORTED = {
+    "base/terms.py": "from parts import deep\nfrom torch import nn",
+    "base/parts/__init__.py": "",
+    "base/parts/deep.py": "from . import deeper",
+    "base/parts/deeper.py": "import terms",
+    "beside.py": "import json, no_such_module",
+}
+
+
+@pytest.mark.parametrize("changed", IMPORTED)
+def test_a_module_that_a_reward_imports_is_refused_as_its_own_file_is(
+    files: dict[str, Path], changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base" / "parts").mkdir(parents=True)
+    for name, content in IMPORTED.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.syspath_prepend(tmp_path / "base")
+    reward = files["custom_reward_function.path"]
+    reward.write_text("import sys, beside\ndef compute_score():\n    import terms\n    return 1")
+    run = tmp_path / "run"
+    saved(run, 2, overrides=overrides(files))
+    assert checkpoints(run, *overrides(files)).start_step == 2
+    assert {path.relative_to(tmp_path).as_posix() for path in imported_files(reward)} == {*IMPORTED}
+
+    (tmp_path / changed).write_text("changed = True")
+    said = f"function.path: {changed}, which {reward} imports, has other contents now"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoints(run, *overrides(files))
 
 
 def test_a_models_folder_is_refused_for_another_file_but_not_for_hidden_ones(

@@ -1,0 +1,109 @@
+"""Which modules of the user's a run needs.
+
+What it names by a dotted path is imported in the worker processes (worker classes, policy losses,
+optimizers): Ray sends it to other nodes. Estimators, reward functions and trainers run beside the
+driver and stay there. What files of theirs import decides a run's numbers as they do: checkpoints
+have digests of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+OWN_PACKAGES = ("verl_like", "workers", "trainer")
+INSTALLED = frozenset(["site-packages", "dist-packages"])
+"""Names of folders of installed packages, whatever Python they are of."""
+
+
+def modules_of_the_user(dotted_paths: Iterable[str]) -> list[str]:
+    """Files and folders, each once, that hold the user's code behind these dotted paths.
+
+    What is installed is not among them, nor is a name without a dot: that is one of a registry.
+    """
+    packages = dict.fromkeys(path.partition(".")[0] for path in dotted_paths if "." in path)
+    places = []
+    for package in packages:
+        place = None if package in OWN_PACKAGES else place_of(package)
+        if place is not None:
+            places.append(str(place))
+    return places
+
+
+def place_of(module: str) -> Path | None:
+    """The file of a module or the folder of a package; None if it is installed or not there."""
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    place = Path(folders[0] if folders else str(spec.origin)).resolve()
+
+    for kind in ("purelib", "platlib", "stdlib"):
+        if place.is_relative_to(Path(sysconfig.get_path(kind)).resolve()):
+            return None
+    return None if INSTALLED & set(place.parts) else place
+
+
+def imported_files(file: Path) -> list[Path]:
+    """The files of the user's modules that a Python file imports, and those that these do.
+
+    They are found by reading them, also imports within functions; nothing is run.
+    """
+    found: set[Path] = set()
+    ahead = [file.resolve()]
+    while ahead:
+        new = set(_imported_by(ahead.pop())) - found - {file.resolve()}
+        found |= new
+        ahead += new
+    return sorted(found)
+
+
+def _imported_by(file: Path) -> Iterator[Path]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # whoever loads it says so
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files_of_module(alias.name.split("."), file)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module.split(".") if node.module else []
+            for alias in node.names:
+                if node.level:
+                    above = min(node.level, len(file.parents))
+                    yield from _files_below(file.parents[above - 1], [*module, alias.name])
+                else:
+                    yield from _files_of_module([*module, alias.name], file)
+
+
+def _files_of_module(names: list[str], importer: Path) -> Iterator[Path]:
+    """Those of a module of the user's and of the packages around it, by its dotted name.
+
+    One that is on no path is looked for beside its importer, which may add that folder itself.
+    """
+    first, *others = names
+    if first in OWN_PACKAGES or first in sys.stdlib_module_names:
+        return
+    try:
+        place = place_of(first)
+    except (ImportError, ValueError):  # as above
+        return
+    if place is None:
+        beside = importer.with_name(first)
+        place = beside if beside.is_dir() else importer.with_name(f"{first}.py")
+    yield from _files_below(place, others)
+
+
+def _files_below(place: Path, names: list[str]) -> Iterator[Path]:
+    """Those of the modules with these names, one in the other; the last may be no module."""
+    for name in [*names, ""]:
+        file = place / "__init__.py" if place.is_dir() else place
+        if file.is_file():
+            yield file
+        folder = place / name
+        place = folder if folder.is_dir() else folder.with_name(f"{name}.py")
