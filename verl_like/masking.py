@@ -4,7 +4,8 @@
     mask_text("refused: hf_abc...")                      # "refused: ***"
 
 A value is a secret by the name that it stands under, in the configuration or in the environment.
-`mask_text` knows those of this process's environment, and those that `masked` has seen.
+`mask_text` knows those of this process's environment, and those that `masked` has seen: a run's
+configuration in the driver, the arguments of its roles in a worker.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, MutableSet
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -33,14 +35,21 @@ def is_secret_name(name: str) -> bool:
 
 
 def masked(tree: Any) -> Any:
-    """The same mappings, lists and values, with secrets masked."""
+    """The same mappings (of a dataclass its fields), lists and values, with secrets masked."""
     if isinstance(tree, str):
         return _without_passwords(tree)
     if isinstance(tree, Mapping):
         return {name: _masked_value(str(name), value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [masked(value) for value in tree]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return masked({field.name: getattr(tree, field.name) for field in fields(tree)})
     return tree
+
+
+def learn_secrets(tree: Any) -> None:
+    """Know those that stand in it: `mask_text` masks them from now on."""
+    masked(tree)
 
 
 def _masked_value(name: str, value: Any) -> Any:

@@ -35,6 +35,7 @@ from verl_like.calls.metrics import Metrics, split_result
 from verl_like.calls.progress import Progress, progress_of_call
 from verl_like.calls.unpack import UpstreamError, fill, piece_of
 from verl_like.errors import WorkerError
+from verl_like.masking import learn_secrets
 from verl_like.process.environment import (
     environment,
     loopback_environment,
@@ -173,6 +174,7 @@ class WorkerHost:
         given = self._recipes
         recipes = pickle.loads(given) if isinstance(given, bytes) else copy.deepcopy(given)
         for role, (cls, args, kwargs) in recipes.items():
+            learn_secrets([args, kwargs])
             self._states[role] = state = RoleState(role, self.facts)
             facts = replace(self.facts, role=role, master=self._master)
             with construction(facts, self._workers), self._turn_of(state):

@@ -6,10 +6,12 @@ import asyncio
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from verl_like import masking
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.errors import WorkerError
@@ -90,6 +92,39 @@ def test_two_coroutines_past_the_queue_share_one_loop(monkeypatch):
     assert sorted(value for value, _ in answers) == [0, 1, 2, 3]
     assert len(made) == 1
     host.close()
+
+
+@dataclass
+class Judge:
+    """A part of a configuration."""
+
+    api_key: str = "sk-only-in-the-configuration"
+
+
+@dataclass
+class Rewarded:
+    """A configuration."""
+
+    judges: list[Judge] = field(default_factory=lambda: [Judge()])
+
+
+class Talkative(Worker):
+    """Says what it has been given."""
+
+    def __init__(self, config: Rewarded) -> None:
+        print(config.judges[0].api_key)
+
+
+def test_a_secret_of_the_configuration_alone_is_masked_in_a_worker_s_log(tmp_path, monkeypatch):
+    known: set[str] = set()
+    monkeypatch.setattr(masking, "_known", lambda: known)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(WorkerHost, "_own_the_process", lambda *_: None)
+    facts = ProcessFacts("talkative", log_dir=str(tmp_path))
+    host = WorkerHost({"talkative": (Talkative, (Rewarded(),), {})}, facts)
+    assert host.start(("127.0.0.1", 1)).error is None
+    host.close()
+    assert (tmp_path / "talkative-0.log").read_text() == f"{masking.MASK}\n"
 
 
 def test_what_two_roles_of_a_process_print_goes_to_the_log_of_each(tmp_path, monkeypatch):
