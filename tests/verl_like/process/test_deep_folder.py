@@ -1,0 +1,49 @@
+"""Folders of strangers are removed, however deep."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from verl_like.process import deep_folder
+from verl_like.process.deep_folder import remove_folder
+
+DEPTH = 1100
+"""More levels than `shutil.rmtree` of Python 3.11 can recurse into."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file and a link outside, in a folder at every hundredth level."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for level in range(DEPTH):
+        if level % 100 == 0:
+            Path("file").touch()
+            Path("link").symlink_to(outside)
+        os.mkdir("in")
+        os.chdir("in")
+    os.chdir(tmp_path)
+    return folder
+
+
+def test_a_deep_folder_is_removed_and_what_it_links_to_is_not(folder: Path) -> None:
+    remove_folder(str(folder))
+    assert not folder.exists()
+    assert (folder.parent / "outside" / "kept").exists()
+    remove_folder(str(folder))
+
+
+def test_levels_that_take_too_long_are_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(deep_folder, "LEVELS_S", -1.0)
+        remove_folder(str(folder))
+        assert folder.exists()
+    remove_folder(str(folder))
+    assert not folder.exists()
