@@ -29,7 +29,7 @@ class ProcessFacts:
     one_node: bool = True
     """All that the process may talk to, other pools included, is on its node."""
     secret: str = field(default="", repr=False)
-    """Given to every rank of a group: under it they meet in its store."""
+    """Given to every rank of a group: with it they sign what they write into its store."""
     role: str = "worker"
     """The role that an instance plays in this process."""
     master: tuple[str, int] | None = None

@@ -24,13 +24,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from verl_like.calls.dispatch import Dispatch, Execute, register
 from verl_like.errors import DispatchError, WorkerError, nearest
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import load_random_state, save_random_state
+from verl_like.process.store import SignedStore
 
+_OF_PROCESS: list[Store] = []
+"""The default process group's: torch alone would keep only what is not Python's of it."""
 _construction: ContextVar[tuple[ProcessFacts, dict[str, Worker]] | None] = ContextVar(
     "verl_like_construction", default=None
 )
@@ -159,13 +162,11 @@ class Worker:
                 f"watch.rendezvous_s): {error}"
             ) from error
 
-    def _meet(self, address: str, port: int) -> PrefixStore:
+    def _meet(self, address: str, port: int) -> Store:
         """The group's store, once every rank has come to it; says which ones did not."""
         limit = timedelta(seconds=self._facts.rendezvous_s)
-        store = PrefixStore(
-            f"default/{self._facts.secret}",  # no stranger finds it in passing
-            TCPStore(address, port, self.world_size, is_master=False, timeout=limit),
-        )
+        server = TCPStore(address, port, self.world_size, is_master=False, timeout=limit)
+        store = SignedStore(server, self._facts.secret, "default")
         store.set(f"rank {self.rank}", "here")
         names = [f"rank {rank}" for rank in range(self.world_size)]
         try:
@@ -177,7 +178,8 @@ class Worker:
                 f"{self._facts.rendezvous_s:.0f} s (watch.rendezvous_s) at {address}:{port} for "
                 f"{', '.join(missing)} to open the process group."
             ) from error
-        return store
+        _OF_PROCESS[:] = [store]
+        return store if self.device.type == "cpu" else store.unsigned("group")
 
     def get_master_addr_port(self) -> tuple[str, int]:
         """Host and port of the group's store; rank 0's process holds it open from the start."""

@@ -326,9 +326,9 @@ def _meet(store: SignedStore, rank: int, num_receivers: int, gpu: str) -> bool:
             return bool(store.get("complete") == b"own GPUs")
 
     keys = [f"joined/{other}" for other in range(1, num_receivers + 1)]
-    with _naming_absent(store, num_receivers):
+    with _explained("who has come is not known"), _naming_absent(store, num_receivers):
         store.wait(keys, FORM_TIMEOUT)
-    gpus = [gpu, *(store.get(key).decode() for key in keys)]
+        gpus = [gpu, *(store.get(key).decode() for key in keys)]
     has_own_gpus = bool(gpu) and "no GPU" not in gpus and len(set(gpus)) == len(gpus)
     store.set("complete", "own GPUs" if has_own_gpus else "yes")
     return has_own_gpus

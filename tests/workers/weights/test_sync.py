@@ -309,6 +309,30 @@ def test_what_strangers_write_into_the_store_changes_no_sync(actor: Group, rollo
     assert set(checksums(rollout)) == {checksums(actor)[0]}
 
 
+@pytest.mark.parametrize("what", ["who has joined", "how gloo is reached"])
+def test_what_a_stranger_writes_over_ends_a_sync_in_words(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    put = SignedStore.set
+
+    def written_over(store: SignedStore, key: str, value: str | bytes) -> None:
+        put(store, key, value)
+        if key.startswith("joined/") == (what == "who has joined"):
+            stranger = dist.TCPStore("127.0.0.1", actor.workers[0]._weight_store[0].port)
+            for name in stranger.list_keys():
+                stranger.set(name, "a stranger's")
+
+    sync_weights(actor, rollout, 0)
+    monkeypatch.setattr(SignedStore, "set", written_over)
+    monkeypatch.setattr(weight_channel, "FORM_TIMEOUT", timedelta(seconds=0.2))
+    with pytest.raises(WeightSyncError, match="was not written by a process of this run"):
+        sync_weights(actor, rollout, 1)
+    assert versions(rollout) == [0, 0]
+    monkeypatch.undo()
+    sync_weights(actor, rollout, 2)
+    assert versions(rollout) == [2, 2]
+
+
 def test_nobody_sends_weights_without_the_secret(
     actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,96 @@
+"""The ranks of a group meet in a store in which a stranger has no say, whoever reaches its port."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.verl_like.groups import start
+from verl_like import Dispatch, Worker, register
+from verl_like.errors import WorkerError
+from verl_like.process.facts import ProcessFacts
+from verl_like.process.store import new_secret, open_store
+from verl_like.process.worker import construction
+
+
+class Meeting(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sum_in_a_group_that_is_made_later(self) -> float:
+        self.open_process_group()
+        gc.collect()
+        value = torch.tensor(float(self.rank + 1))
+        dist.all_reduce(value, group=dist.new_group(list(range(self.world_size))))
+        return value.item()
+
+
+def meet(store: dist.TCPStore, secret: str, rank: int, seconds: float = 20.0) -> dist.Store:
+    """What a rank of two does when it opens its process group."""
+    facts = ProcessFacts(rank=rank, world_size=2, secret=secret, rendezvous_s=seconds)
+    with construction(facts, {}):
+        worker = Worker()
+    return worker._meet("127.0.0.1", store.port)
+
+
+def names_in(store: dist.TCPStore, count: int) -> list[str]:
+    """Those that ranks have written, once there are so many."""
+    while len(names := [name for name in store.list_keys() if name != "init/"]) < count:
+        pass
+    return names
+
+
+def with_stranger(
+    seconds: float, act: Callable[[dist.TCPStore, str], None]
+) -> tuple[dist.TCPStore, str, Future[dist.Store]]:
+    """Rank 0 waits for rank 1, and somebody who can list names has seen what it wrote."""
+    server, secret = open_store("127.0.0.1"), new_secret()
+    pool = ThreadPoolExecutor(1)
+    first = pool.submit(meet, server, secret, 0, seconds)
+    pool.shutdown(wait=False)
+    (name,) = names_in(server, 1)
+    act(dist.TCPStore("127.0.0.1", server.port), name)
+    return server, secret, first
+
+
+def come_as_rank_1(stranger: dist.TCPStore, seen: str) -> None:
+    stranger.set(seen.replace("rank 0", "rank 1"), "here")
+    for name in ("rank 1", seen.rpartition("/")[0] + "/rank 1"):
+        stranger.set(name, "here")
+
+
+def test_a_stranger_that_lists_names_cannot_come_in_the_place_of_a_rank() -> None:
+    _, _, first = with_stranger(0.3, come_as_rank_1)
+    with pytest.raises(WorkerError, match="rank 0 of 2 waited .* for rank 1 to open"):
+        first.result()
+
+
+def test_the_ranks_meet_beside_a_stranger_and_the_secret_is_nowhere_in_their_store() -> None:
+    server, secret, first = with_stranger(
+        20.0, lambda stranger, seen: stranger.set(seen, "a stranger's")
+    )
+    stores: list[Any] = [meet(server, secret, 1), first.result()]
+    stores[0].set("address", "here")
+    assert stores[1].get("address") == b"here"
+    for name in names_in(server, 3):
+        assert secret not in name
+        assert secret.encode() not in server.get(name)
+
+
+def test_an_address_that_a_stranger_has_written_over_is_refused_in_words() -> None:
+    server, secret, first = with_stranger(20.0, lambda *_: None)
+    stores: list[Any] = [meet(server, secret, 1), first.result()]
+    stores[0].set("address", "here")
+    for name in names_in(server, 3):
+        server.set(name, "a stranger's address")
+    with pytest.raises(WorkerError, match="'address' was not written by a process of this run"):
+        stores[1].get("address")
+
+
+def test_groups_can_be_made_as_long_as_the_process_lives() -> None:
+    with start("child", {"meeting": (Meeting, ())}, [2]) as group:
+        assert group.sum_in_a_group_that_is_made_later() == [3.0, 3.0]
