@@ -13,7 +13,8 @@ from verl_like.calls.waiting import Deadlines
 LATE_AT = 10.0
 """A call is late at so many times the median of its own."""
 KNOWN_AFTER = 3
-"""Calls of a method before its median counts: the first ones compile and fill caches."""
+"""Calls of a method before its median counts: the first ones compile and fill caches. Until then
+the slowest counts."""
 KEPT = 25
 """Calls of a method that the median is of."""
 
@@ -49,13 +50,16 @@ class CallTimes:
         One of more rows than usual gets more time in proportion: a validation, say.
         """
         calls = self._by_method.get(name)
-        if calls is None or len(calls.seconds) < KNOWN_AFTER:
+        if calls is None:
             return limits.call_s
         seconds, rows_before = list(calls.seconds), list(calls.rows)
         if rows <= min(rows_before) and LATE_AT * max(seconds) <= limits.late_s:
             return min(limits.call_s, limits.late_s)  # whatever the medians are, which cost more
 
-        usual = statistics.median(rows_before)
+        usual_s, usual = statistics.median(seconds), statistics.median(rows_before)
+        if len(seconds) < KNOWN_AFTER:
+            usual_s, usual = max(seconds), min(rows_before)
+            if rows > 0 and usual == 0:
+                return limits.call_s  # one without rows says nothing of one that has some
         share = max(1.0, rows / usual) if usual else 1.0
-        median = statistics.median(seconds)
-        return min(limits.call_s, max(limits.late_s, LATE_AT * median * share))
+        return min(limits.call_s, max(limits.late_s, LATE_AT * usual_s * share))

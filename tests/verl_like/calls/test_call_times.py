@@ -24,9 +24,21 @@ def times_of(*seconds: float, rows: int = 0) -> CallTimes:
     return times
 
 
-def test_the_first_calls_have_the_whole_deadline() -> None:
-    assert times_of(20.0, 20.0).limit_s("actor.update_actor", 0, LIMITS) == 7200.0
+def test_the_first_call_has_the_whole_deadline() -> None:
+    assert CallTimes().limit_s("actor.update_actor", 0, LIMITS) == 7200.0
     assert times_of(20.0, 20.0, 20.0).limit_s("actor.update_critic", 0, LIMITS) == 7200.0
+
+
+def test_until_the_median_is_known_a_call_is_late_at_ten_times_the_slowest_one() -> None:
+    assert times_of(20.0).limit_s("actor.update_actor", 0, LIMITS) == 200.0
+    assert times_of(20.0, 30.0).limit_s("actor.update_actor", 0, LIMITS) == 300.0
+    assert times_of(0.1).limit_s("actor.update_actor", 0, LIMITS) == 60.0
+
+
+def test_a_first_call_of_few_rows_or_none_does_not_make_the_second_late() -> None:
+    assert times_of(20.0, rows=2).limit_s("actor.update_actor", 16, LIMITS) == 1600.0
+    assert times_of(0.1, rows=1).limit_s("actor.update_actor", 400, LIMITS) == 400.0
+    assert times_of(0.1, rows=0).limit_s("actor.update_actor", 16, LIMITS) == 7200.0
 
 
 def test_a_call_is_late_at_ten_times_its_median_between_the_floor_and_the_deadline() -> None:
