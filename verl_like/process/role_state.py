@@ -18,6 +18,9 @@ from verl_like.masking import mask_text
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import get_random_state, set_random_state
 
+LONE_SURROGATES = "backslashreplace"
+"""How a text is printed that has characters which no file can hold: a sample may."""
+
 
 class RoleState:
     """One role of a process; inside `with state:` what is printed goes to the role's log too."""
@@ -74,7 +77,7 @@ class RotatingLog(io.TextIOBase):
     def __init__(self, path: Path) -> None:
         """Go on at the file's end."""
         self._path = path
-        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+        self._file = path.open("a", buffering=1, encoding="utf-8", errors=LONE_SURROGATES)
         self._num_bytes = path.stat().st_size
 
     def write(self, text: str) -> int:
@@ -84,7 +87,7 @@ class RotatingLog(io.TextIOBase):
             shutil.copyfile(self._path, self._path.with_name(self._path.name + ".1"))
             os.truncate(self._path, 0)
             self._num_bytes = 0
-        self._num_bytes += len(text.encode(errors="replace"))
+        self._num_bytes += len(text.encode(errors=LONE_SURROGATES))
         return self._file.write(text)
 
     def flush(self) -> None:
@@ -106,7 +109,10 @@ class _Tee(io.TextIOBase):
     def write(self, text: str) -> int:
         shown = mask_text(text)
         for stream in self.streams:
-            stream.write(shown)
+            try:
+                stream.write(shown)
+            except UnicodeEncodeError as error:
+                stream.write(shown.encode(error.encoding, LONE_SURROGATES).decode(error.encoding))
         return len(text)
 
     def flush(self) -> None:

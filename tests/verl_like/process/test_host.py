@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +144,23 @@ def test_what_two_roles_of_a_process_print_goes_to_the_log_of_each(tmp_path, mon
         host.close()
     logs = {role: (tmp_path / f"{role}-0.log").read_text().split() for role in ("one", "two")}
     assert logs == {"one": ["a", "b", "d"], "two": ["c"]}
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "é"), ("ascii", "\\xe9")])
+def test_a_role_may_print_what_no_file_can_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, shown: str
+) -> None:
+    own = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, own)
+    host = started(["one"], ProcessFacts("one", 0, 1, 0, log_dir=str(tmp_path)), monkeypatch)
+    try:
+        assert host.call(Call("one", "say", ("a \ud800 é",)), ())[1].error is None
+    finally:
+        host.close()
+    own.flush()
+    assert own.buffer.getvalue().decode() == f"a \\ud800 {shown}\n"
+    assert (tmp_path / "one-0.log").read_text(encoding="utf-8") == "a \\ud800 é\n"
 
 
 def test_a_full_log_begins_anew_in_its_place_and_the_one_before_stays(tmp_path, monkeypatch):
