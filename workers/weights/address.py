@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -67,13 +68,21 @@ class StoreParts:
 
 def open_weight_store(timeout: timedelta) -> tuple[dist.TCPStore, str]:
     """A store on a free port, and its place `host:port`; on one machine that is loopback."""
-    if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
-        host = LOOPBACK
-    else:
-        host = os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
+    host = LOOPBACK if os.environ.get("GLOO_SOCKET_IFNAME") == "lo" else _own_address()
     store = open_store(host)
     store.set_timeout(timeout)
     return store, f"{host}:{store.port}"
+
+
+def _own_address() -> str:
+    """The one from which this node reaches rank 0's: a sender may be on another."""
+    with suppress(OSError):  # no name of that kind, or no way there
+        master = os.environ.get("MASTER_ADDR", "")
+        family, kind, _, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as toward:
+            toward.connect(place)  # nothing is sent: the system only chooses the way
+            return str(toward.getsockname()[0])
+    return socket.gethostbyname(socket.gethostname())
 
 
 def join_weight_store(place: str, timeout: timedelta) -> dist.TCPStore:
