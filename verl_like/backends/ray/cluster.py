@@ -132,7 +132,7 @@ class NodeProbe:
     The cluster itself may take half a minute to declare a node dead.
     """
 
-    def __init__(self, every_s: float = 2.0, num_tries: int = 3) -> None:
+    def __init__(self, every_s: float = 1.0, num_tries: int = 3) -> None:
         """A node is asked at most once in `every_s` seconds; it is gone after so many tries."""
         self.every_s, self.num_tries = every_s, num_tries
         self._known: dict[str, dict[str, Any]] = {}

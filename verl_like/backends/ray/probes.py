@@ -12,7 +12,7 @@ import time
 
 import ray
 
-EVERY_S = 2.0
+EVERY_S = 1.0
 """An address is tried at most once in this time."""
 REFUSALS_OF_A_HEAD = 3
 """A head may be started anew."""
