@@ -1,0 +1,32 @@
+"""A run whose cluster is gone starts another and goes on, within the same command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.lost_cluster import LOST_IN, SETTINGS, STEPS
+from tests.integration.runs import lines, numbers
+from tests.programs import found_by
+from tests.trainer.recipes.regression import REGRESSION
+from trainer import load_config, run
+
+
+@pytest.mark.ray
+def test_a_run_that_loses_its_cluster_goes_on_in_another_to_the_same_numbers(
+    tmp_path: Path, forked_python: Path
+) -> None:
+    lost, undisturbed = tmp_path / "lost", tmp_path / "undisturbed"
+    found = found_by(forked_python, "tests.integration.lost_cluster", lost, limit_s=200)
+    first, *_, last = found["heads"]
+    assert found["heads"] == [first] * LOST_IN + [last] * (STEPS - LOST_IN + 1)
+    assert first != last
+
+    here = ("trainer.backend=local", f"trainer.default_local_dir={undisturbed}")
+    run(load_config([*here, *SETTINGS], REGRESSION))
+    assert numbers(lost) == numbers(undisturbed)
+    losses = [line for line in lines(lost, "restarts.jsonl") if "lost" in line]
+    assert [line["step"] for line in losses] == [LOST_IN]
+    assert "the head of the Ray cluster is gone" in losses[0]["lost"]
+    assert "restarts: 1, in step 3" in (lost / "report.html").read_text(encoding="utf-8")
