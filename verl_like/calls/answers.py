@@ -41,13 +41,15 @@ def wait_for_calls(
     since: float | None = None,
     rows: int = 0,
     known: KnownAnswers | None = None,
+    gives_up_soon: bool = False,
 ) -> list[Header]:
     """The headers of a group call, in rank order; raises the first failure once it is certain.
 
     When one rank fails, the others get a grace period before the error is raised, a short one when
     it died: they may be stuck in a collective that it left. `setting` names the deadline, unless
     `timeout` is given; it runs `since` then. A call of so many `rows` may be late before `call_s`.
-    What is `known` is not waited for again; what is found is added to it.
+    What is `known` is not waited for again; what is found is added to it. A call that
+    `gives_up_soon` is one whose ranks wait for each other, or for another pool, only for a moment.
     """
     known = KnownAnswers() if known is None else known
     limits = transport.deadlines
@@ -55,7 +57,8 @@ def wait_for_calls(
     limit, way_out = _deadline(transport, name, timeout, setting, rows)
     is_first = setting == "call_s" and not transport.call_times.has(name)
     what = f"{name}, the first of its calls, which loads or compiles" if is_first else name
-    clock, deadlocks = WaitClock(what, limit, limits.warn_s, since), DeadlockWatch(transport)
+    clock = WaitClock(what, limit, limits.warn_s, since)
+    deadlocks = DeadlockWatch(transport, gives_up_soon=gives_up_soon)
     calls = _OpenCalls(transport, name, pending, known)
     failed_at: float | None = None
     while True:
@@ -75,7 +78,7 @@ def wait_for_calls(
             raise WaitTimeoutError(_diagnosis(transport, why, calls, way_out))
         elif deadlocks.stuck([p.rank for p in calls.open.values()]):
             why = (
-                f"{calls.late()} stood still for {limits.deadlock_s:g} s, "
+                f"{calls.late()} stood still for {deadlocks.deadlock_s:g} s, "
                 "and nobody that could end it moves"
             )
             raise WaitTimeoutError(_diagnosis(transport, why, calls, "raise watch.deadlock_s"))

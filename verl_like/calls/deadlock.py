@@ -9,7 +9,8 @@ calls. A rank stands still when it says the same for `watch.deadlock_s`. That is
   - at a lock, or in a wait that may be for another pool: if nobody in the run moves.
 
 Whoever computes, sleeps or waits for a file or a server is left alone, and so is whoever waits for
-such a one.
+such a one. On one node a call whose ranks do not wait for long, as those of a weight sync, is given
+up sooner: what travels there takes processor time, and no network holds it up.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 5.0
 """The first look is when a wait has this age."""
+SOON_EVERY_S = 1.0
+"""The same where a call is given up soon."""
+SOON_SHARE = 0.25
+"""Of `watch.deadlock_s`: what is left of it there."""
 ANSWER_S = 2.0
 """How long a process has to say what it is doing."""
 BUSY_SHARE = 0.02
@@ -81,12 +86,21 @@ class Standstill:
 class DeadlockWatch:
     """Beside one wait of the driver for the calls of a group."""
 
-    def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Callable[[], float] = time.monotonic,
+        gives_up_soon: bool = False,
+    ) -> None:
         """`transport` is that of the group that is waited for."""
         self._transport, self._clock = transport, clock
         self._pools: list[tuple[Transport, Standstill]] = []
         """Made by the first look: most waits have none."""
-        self._next_look = clock() + LOOK_EVERY_S
+        soon = gives_up_soon and transport.facts[0].one_node
+        self._look_every_s = min(SOON_EVERY_S, LOOK_EVERY_S) if soon else LOOK_EVERY_S
+        self.deadlock_s = transport.deadlines.deadlock_s * (SOON_SHARE if soon else 1.0)
+        """For so long ranks have stood still that are stuck."""
+        self._next_look = clock() + self._look_every_s
         self._looking: threading.Thread | None = None
 
     def stuck(self, unanswered: Collection[int]) -> list[int]:
@@ -98,9 +112,10 @@ class DeadlockWatch:
             if self._looking.is_alive():
                 return []
             self._looking = None
-            return self.judge(unanswered, self._transport.deadlines.deadlock_s)
+            if stuck := self.judge(unanswered, self.deadlock_s):
+                return stuck
         if self._clock() >= self._next_look:
-            self._next_look = self._clock() + LOOK_EVERY_S
+            self._next_look = self._clock() + self._look_every_s
             self._looking = threading.Thread(target=self.look, name="progress", daemon=True)
             self._looking.start()
         return []

@@ -64,6 +64,8 @@ class WorkerFuture:
         self.pieces = list(pieces)
         self.keeps: list[Any] = []
         """What its call was sent, until the answers are here: other calls may share it."""
+        self.gives_up_soon = False
+        """Its ranks wait for each other only for a moment, unless they wait in vain."""
         self._collect = collect
         self._headers: list[Header] | None = None
         self._answers: Answers | None = None
@@ -131,7 +133,14 @@ class WorkerFuture:
     def _wait(self, timeout: float | None, since: float | None = None) -> list[Header]:
         """The watched wait for the headers."""
         call = self.transport, self.name, self.pending
-        headers = wait_for_calls(*call, timeout, since=since, rows=self.rows, known=self.known)
+        headers = wait_for_calls(
+            *call,
+            timeout,
+            since=since,
+            rows=self.rows,
+            known=self.known,
+            gives_up_soon=self.gives_up_soon,
+        )
         self._note_end(headers)
         return headers
 

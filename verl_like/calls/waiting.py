@@ -34,7 +34,8 @@ class Deadlines:
     """A call of a method that has been made before is late at ten times its median, not before
     this."""
     deadlock_s: float = 15.0
-    """A call has failed whose ranks have stood still for so long, waiting for each other."""
+    """A call has failed whose ranks have stood still for so long, waiting for each other; in a
+    weight sync on one node for a quarter of it."""
     warn_s: float = 60.0
     """The age at which a wait is logged for the first time, then at twice that age, and so on."""
     grace_s: float = 8.0

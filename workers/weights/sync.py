@@ -136,8 +136,9 @@ class Side:
     """
 
     def __init__(self, future: Any, version: int) -> None:
-        """`future` is of the reports of its ranks."""
+        """`future` is of the reports of its ranks, which wait for nobody for long."""
         self._future, self._version = future, version
+        future.gives_up_soon = True
         self.reports: list[SyncReport] | None = None
 
     def get(self, timeout: float | None = None) -> list[SyncReport]:
@@ -281,8 +282,7 @@ class WeightSender:
 class WeightReceiver:
     """Mixed into the rollout's worker: the receiving side.
 
-    Needs `rank`, `world_size`, `device` and `engine`; with `kept`, what was sent is kept beside the
-    engine.
+    Needs `rank`, `world_size`, `device` and `engine`; with `kept`, what was sent is kept there.
     """
 
     rank: int

@@ -16,6 +16,7 @@ from verl_like.calls.deadlock import DeadlockWatch
 from verl_like.calls.progress import AT_LOCK, ELSEWHERE, IDLE, IN_COLLECTIVE, Progress
 from verl_like.calls.waiting import Deadlines
 from verl_like.errors import ConfigError, WaitTimeoutError
+from verl_like.process.facts import ProcessFacts
 
 QUICK = Deadlines(deadlock_s=0.6, grace_s=2)
 BARRIER = Progress(1, IN_COLLECTIVE, "a.py:1", "0x1:7")
@@ -28,8 +29,14 @@ NONE = Progress(1, IDLE)
 def pool(*says: Progress) -> Any:
     """A pool whose ranks say this whenever they are asked."""
     found = dict(enumerate(says))
+    facts, deadlines = [ProcessFacts()] * len(says), Deadlines()
     return SimpleNamespace(
-        world_size=len(says), progress=lambda seconds: found, other_pools=[], found=found
+        world_size=len(says),
+        progress=lambda seconds: dict(found),
+        other_pools=[],
+        found=found,
+        facts=facts,
+        deadlines=deadlines,
     )
 
 
@@ -99,6 +106,34 @@ def test_a_rank_whose_call_has_yet_to_begin_may_still_come() -> None:
 def test_a_rank_that_has_moved_between_two_looks_is_left_alone(moved: dict[str, Any]) -> None:
     own = pool(LOCK)
     assert judged(own, meanwhile=lambda: own.found.update({0: replace(LOCK, **moved)})) == []
+
+
+def found_after(own: Any, gives_up_soon: bool, cpu_share: float = 0.0) -> float | None:
+    """The age at which a wait is given up that is asked every half second, for a minute."""
+    now = [0.0]
+    watch = DeadlockWatch(own, lambda: now[0], gives_up_soon)
+    while now[0] < 60:
+        own.found[0] = replace(own.found[0], cpu_s=cpu_share * now[0])
+        if watch.stuck([0]):
+            return now[0]
+        if watch._looking is not None:
+            watch._looking.join()
+        now[0] += 0.5
+    return None
+
+
+def test_a_call_whose_ranks_wait_for_nobody_for_long_is_given_up_sooner_on_one_node() -> None:
+    assert found_after(pool(LOCK, NONE), gives_up_soon=True) == 5.5
+    assert found_after(pool(LOCK, NONE), gives_up_soon=False) == 20.5
+    several = pool(LOCK, NONE)
+    several.facts = [ProcessFacts(one_node=False)] * 2
+    assert found_after(several, gives_up_soon=True) == 20.5
+    several.facts, several.deadlines = [ProcessFacts()] * 2, Deadlines(deadlock_s=40.0)
+    assert found_after(several, gives_up_soon=True) == 11.5
+
+
+def test_a_slow_transfer_is_not_given_up() -> None:
+    assert found_after(pool(LOCK, NONE), gives_up_soon=True, cpu_share=0.03) is None
 
 
 def test_a_rank_that_does_not_answer_counts_as_moving() -> None:

@@ -24,7 +24,7 @@ from workers.weights import channel, sync
 from workers.weights.delivery import WeightPublisher, deliver_weights, publish_weights
 from workers.weights.sync import WeightReceiver, sync_weights
 
-QUICK = Deadlines(deadlock_s=1.0, grace_s=2.0)
+QUICK = Deadlines(deadlock_s=4.0, grace_s=2.0)  # a sync is given up after a quarter of it
 
 
 class Fault:
