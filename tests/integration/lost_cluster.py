@@ -1,6 +1,6 @@
 """A run whose cluster loses its head in mid-run; run by `test_lost_cluster.py`.
 
-    python -m tests.integration.lost_cluster RUN_DIR        tells what happened
+python -m tests.integration.lost_cluster RUN_DIR        tells what happened
 """
 
 from __future__ import annotations

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 import stat
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
-from tests.sockets import ALL_INTERFACES, listeners
+from tests.integration.listening import Meeting, kind_of
+from tests.programs import found_by
+from tests.sockets import listeners
 from tests.verl_like.groups import start
-from verl_like import Dispatch, Worker, register
-from verl_like.process.machine import descendants
-from workers.weights.sync import WeightSender
 
-
-class Meeting(WeightSender, Worker):
-    """Opens all that a role opens."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def meet(self) -> int:
-        self.open_process_group()
-        return os.getpid()
+OF_RAY_DEFAULT = {("DashboardAgent", "node"), ("DashboardAgent", "loopback")}
+"""What listens where `ray[default]` is installed alone."""
 
 
 def documented() -> set[tuple[str, str]]:
@@ -38,34 +32,11 @@ def documented() -> set[tuple[str, str]]:
     return rows
 
 
-def kind_of(address: str) -> str:
-    if address in ALL_INTERFACES:
-        return "all"
-    return "loopback" if address.startswith("127.") or address == "::1" else "node"
-
-
-def name_of(pid: int, workers: list[int]) -> str:
-    if pid in workers:
-        return "worker"
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
-    known = ("gcs_server", "raylet/raylet", "DashboardAgent", "RuntimeEnv")
-    names = {"raylet/raylet": "raylet", "RuntimeEnv": "RuntimeEnvAgent"}
-    return next((names.get(part, part) for part in known if part in command), command)
-
-
 @pytest.mark.ray
-def test_a_run_on_ray_listens_on_what_the_docs_list(ray_session: None) -> None:
-    with start("ray", {"actor": (Meeting, ())}, [2]) as group:
-        workers = group.meet()
-        group.open_weight_channel()
-        # tests have sockets of their own in this process, the driver, and workers that idle;
-        # workers may be forks of a server that is nobody's child here
-        ours = {*descendants(os.getpid()), *workers}
-        found = {(name_of(pid, workers), kind_of(a)) for a, _, pid in listeners(ours)}
-        found = {(name, kind) for name, kind in found if not name.startswith("ray::IDLE")}
-    assert found >= {("worker", "loopback"), ("worker", "all"), ("gcs_server", "all")}
-    agent = {("DashboardAgent", "node"), ("DashboardAgent", "loopback")}  # with ray[default] alone
-    assert found | agent | {("driver", "all")} == documented()
+def test_a_run_on_ray_listens_on_what_the_docs_list(forked_python: Path) -> None:
+    told = found_by(forked_python, "tests.integration.listening", limit_s=150)
+    absent = set() if find_spec("aiohttp_cors") else OF_RAY_DEFAULT
+    assert {tuple(each) for each in told["found"]} == documented() - absent
 
 
 def test_without_ray_all_is_on_loopback() -> None:
