@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.runs import calls, lines, overrides
-from trainer import load_config, run
+from tests.integration.runs import FEW_ROWS, calls, lines, overrides
+from trainer import load_config, main_ppo, run
 from verl_like.errors import ConfigError
 from workers.config import model_rewards
 from workers.rewards.process import FunctionSpec
@@ -23,6 +24,25 @@ FUNCTION = """
 def letters(solution_str, raw_prompt, num_tokens):
     return {"score": len(set(solution_str)) / 8, "tokens": num_tokens}
 """
+
+
+def test_a_run_whose_rewards_all_fail_ends_with_an_exit_code_and_their_words(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = tmp_path / "mine.py", tmp_path / "run"
+    path.write_text("def broken(solution_str):\n    return 1 / 0\n", encoding="utf-8")
+    rewards = f"rewards=[{{name: mine, path: '{path}', function: broken, on_failure: skip}}]"
+    settings = overrides(tiny_dir, folder, *GRPO, *FEW_ROWS, rewards)
+    given = [key for key in settings if not key.startswith("critic.")]
+    monkeypatch.setattr(sys, "argv", ["verl-like", *given, f"hydra.run.dir={tmp_path}"])
+    with pytest.raises(SystemExit) as ended:
+        main_ppo.main()
+    error = ended.value.code
+    assert isinstance(error, str), "which ends a process with 1, in these words"
+    assert error.startswith("error: the reward 'mine' failed for 8 of 8 samples")
+    assert "reward.max_failed=0.5 allows fewer" in error
+    assert "ZeroDivisionError" in error
+    assert not (folder / "metrics.jsonl").read_text(encoding="utf-8")
 
 
 def test_functions_models_and_a_server_score_side_by_side(
