@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.trainer.killing import SHORT, Killed, Kills, differing, killed
 from trainer import load_config, run
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
+from workers.weights import sync
 
 POOLS = (
     "resource_pool_spec={train_pool: [1], rollout_pool: [1], ref_pool: [1]}",
@@ -103,6 +105,28 @@ def test_a_lost_actor_takes_all_back_and_the_other_processes_stay(disturbed: Kil
     assert differing(*disturbed.pids[3:]) == ["actor", "critic"]
     back = r"group actor\+critic \(train_pool\) is back after .*; the run goes on after step 2\."
     assert re.search(back, disturbed.log)
+
+
+def test_after_two_refusals_of_the_same_weights_their_step_is_made_again(
+    tiny_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, left = sync._sync, [3, 3]
+
+    def with_a_bucket_less(actor: Any, rollout: Any, version: int, *rest: Any) -> dict[str, float]:
+        if version in left:  # that of the second step: the first is that of the models
+            left.remove(version)
+            actor.drop_next_bucket()
+        return own(actor, rollout, version, *rest)
+
+    monkeypatch.setattr(sync, "_sync", with_a_bucket_less)
+    settings = *POOLS, "trainer.backend=local", "trainer.save_freq=1"
+    found = killed(tiny_dir, tmp_path, CHILD, {}, *settings)
+    assert not left
+    lost, state = lines(tmp_path, "restarts.jsonl")
+    assert "version 3 was not taken over: rollout rank 0" in lost["lost"]
+    assert (lost["step"], state["state_from"]) == (2, "global_step_1")
+    assert "Restart 1 of 3" in found.log
+    assert numbers(tmp_path) == numbers(whole)
 
 
 @pytest.mark.ray
