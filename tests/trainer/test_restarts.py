@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import ray
+from ray.exceptions import OutOfMemoryError
 
 from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
@@ -22,6 +24,7 @@ from trainer.command_errors import ending_in_words
 from trainer.config.recipe import Recipe
 from trainer.recovery import ReplaceableRoles
 from trainer.run_folder.signals import RunStopped, StopSignals
+from verl_like.backends.ray.transport import RayTransport
 from verl_like.errors import ConfigError, NoRoomError, WeightSyncError, WorkerDiedError
 
 
@@ -79,6 +82,19 @@ class Poisoned(RegressionTrainer):
         if self.global_step == 3:
             raise WorkerDiedError("student rank 0 is gone")
         return super().step()
+
+
+class Starved(Killer):
+    """What Ray says, as its transport has it, when it has killed the student for its memory."""
+
+    def step(self) -> dict[str, float]:
+        starved = bool(self.kills) and self.global_step == 4
+        try:
+            return super().step()
+        except WorkerDiedError:
+            if starved:
+                RayTransport.__new__(RayTransport).fetch("the answer")
+            raise
 
 
 class Refusing(RegressionTrainer):
@@ -145,6 +161,21 @@ def test_a_killed_worker_is_replaced_and_the_step_made_again_to_the_same_numbers
     assert "group student (student_pool) is back after" in caplog.text
     assert "the run goes on after step 2." in caplog.text
     assert Killer.kills == 0
+
+
+def test_a_worker_that_ray_kills_for_its_memory_is_replaced(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(reference: object) -> None:
+        raise OutOfMemoryError("Task was killed due to the node running low on memory.")
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(Killer, "kills", 1)
+    run(config(tmp_path, ChildConfig), Starved)
+    assert numbers(tmp_path) == numbers(whole)
+    lost, state = lines(tmp_path, "restarts.jsonl")
+    assert "Ray killed it because its node ran low on memory" in lost["lost"]
+    assert (lost["step"], state["state_from"]) == (4, "global_step_2")
 
 
 @pytest.mark.ray
