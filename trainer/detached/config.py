@@ -95,6 +95,9 @@ class DetachedTrainerConfig(PPOTrainerConfig):
 
     cls: str = key("trainer.detached.step.DetachedTrainer", allows="a dotted path")
     """Dotted path of the trainer: DetachedTrainer, or a subclass that overrides stages or hooks."""
+    max_restarts: int = key(0, at_least=0, may_change_on_resume=True)
+    """Times that a run goes on by itself from its last checkpoint; a maker alone is
+    `detached.on_maker_loss`."""
     experiment_name: str = key("detached", allows="a name", may_change_on_resume=True)
     """Second part of the run folder's name."""
 

@@ -1,4 +1,4 @@
-"""A trainer's process that is gone ends the attempt, soon and by its own name; the run goes on."""
+"""A trainer's process that is gone ends the run, soon and by its own name; or the run goes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.detached.recipe import DETACHED
 from verl_like.errors import WorkerDiedError
 
 TRAINERS_APART = ("trainer.backend=local", "detached.topology=1m2t", *POLICY_ALONE)
-SETTINGS = (*TRAINERS_APART, "detached.on_maker_loss=restart", "trainer.max_restarts=0")
+SETTINGS = (*TRAINERS_APART, "detached.on_maker_loss=restart")
 RIGGED = "tests.trainer.detached.rigged_workers"
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_loses_a_trainer_goes_on_from_its_checkpoint_by_itself(
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(watch, "PING_S", 0.1)
     steps = ("trainer.total_training_steps=4", "trainer.save_freq=2")
-    common = (*TRAINERS_APART, *FEW_ROWS, *steps)
+    common = (*TRAINERS_APART, *FEW_ROWS, *steps, "trainer.max_restarts=3")
     killed, ahead = tmp_path / "killed", f"detached.max_staleness={staleness}"
     killer = KillTrainerOnce()
     run(load_config(overrides(tiny_dir, killed, *common, ahead), DETACHED), callbacks=[killer])

@@ -55,7 +55,6 @@ def test_a_trainer_that_dies_during_a_long_generation_is_noticed(
     monkeypatch.setattr(source, "END_S", 0.1)
     rollout = "role_workers.rollout=tests.trainer.detached.rigged_workers.LongRollout"
     settings = (*ON_RAY, "detached.topology=1m2t", "detached.max_staleness=0", rollout)
-    settings += ("trainer.max_restarts=0",)
     config = load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED)
     with pytest.raises(WorkerDiedError, match=r"ping, .* rank 1 of 2 "):
         run(config, callbacks=[KillTrainer()])
