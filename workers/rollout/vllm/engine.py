@@ -169,7 +169,7 @@ class VllmEngine(RolloutEngine):
         if names and names != self.unread:
             logger.warning(
                 "rollout: of %d tensors vLLM holds %d as they were sent (read back after the "
-                "load). %d are packed, quantised or computed anew for its kernels, so they were "
+                "load). %d are packed or computed anew for its kernels, so they were "
                 "compared as they arrived only: %s%s",
                 num_sent,
                 num_sent - len(names),

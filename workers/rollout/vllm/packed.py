@@ -1,4 +1,4 @@
-"""Weights that vLLM packs for its kernels on CPUs, checked where they are no longer as they came.
+"""Weights that vLLM packs for its kernels on CPUs, or quantises: no longer as they came.
 
     packed = PackedWeights(written)
     watch_packing(model, packed.packing)   # once a model: around the packing of every load
@@ -8,11 +8,13 @@ A linear layer gets a function, `cpu_linear`, whose packed weight nobody else ca
 the weight itself; an embedding keeps it beside. So the weight is compared bit for bit with what
 came when it has just been packed, and the packed copy after the load, by what it computes
 (`probes`). Experts are packed into a parameter with the same elements in another order: once that
-is seen to be so, it is read back as other weights are.
+is seen to be so, it is read back as other weights are. What a layer quantises is compared bit for
+bit just before that: which rounding follows is the method's own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -24,14 +26,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from workers.rollout.vllm.probes import Product, probes
-from workers.rollout.vllm.read_back import Held, Piece, WrittenPieces
+from workers.rollout.vllm.read_back import Held, Piece, WrittenPieces, keeps_weights
 
 Watch = Callable[[nn.Module], AbstractContextManager[None]]
 
 
 def watch_packing(model: nn.Module, watch: Watch) -> None:
-    """Have a loaded model's layers on CPUs pack their weights within `watch(layer)`."""
-    layers = [layer for layer in model.modules() if _packs(layer) or _packs_experts(layer)]
+    """Have a loaded model's layers pack or quantise their weights within `watch(layer)`."""
+    looked_at = (_packs, _packs_experts, _quantises)
+    layers = [layer for layer in model.modules() if any(does(layer) for does in looked_at)]
     methods: dict[int, Any] = {id(layer.quant_method): layer.quant_method for layer in layers}
     for method in methods.values():
         process = method.process_weights_after_loading
@@ -51,6 +54,12 @@ def _packs_experts(layer: nn.Module) -> bool:
     weight = next(layer.parameters(recurse=False), None)
     has_kernel = hasattr(getattr(layer, "quant_method", None), "moe_kernel")
     return has_kernel and weight is not None and weight.device.type == "cpu"
+
+
+def _quantises(layer: nn.Module) -> bool:
+    if _packs(layer) or _packs_experts(layer) or keeps_weights(layer):
+        return False
+    return hasattr(layer.quant_method, "process_weights_after_loading")
 
 
 def _linear_layers(model: nn.Module) -> Iterator[Any]:
@@ -88,6 +97,8 @@ class PackedWeights:
         self._written = written
         self._new: set[nn.Module] = set()
         self._dropped: dict[nn.Module, _Matrix] = {}
+        self._rounded: Counter[str] = Counter()
+        """How many elements of a tensor were as they came when their layers quantised them."""
         self._damaged: set[str] = set()
 
     @contextmanager
@@ -95,15 +106,31 @@ class PackedWeights:
         """While this layer packs its weights; looks at those that it then has no longer."""
         weights = dict(layer.named_parameters(recurse=False))
         pieces = {name: self._written.pieces_of(weight) for name, weight in weights.items()}
+        rounds = _quantises(layer)
+        if rounds:
+            with _disable_current_modes():  # `written` need not look on
+                pieces = {name: self._whole(pieces[name], weights[name]) for name in weights}
         yield
         self._new.add(layer)
-        with _disable_current_modes():  # `written` need not look on
+        with _disable_current_modes():
             for name, weight in weights.items():
-                now = getattr(layer, name)
-                if now is not weight:
+                now = getattr(layer, name, None)
+                if now is weight:
+                    continue
+                if rounds:
+                    for piece in pieces[name]:
+                        self._rounded[piece.name] += len(piece)
+                else:
                     self._look_at(layer, weight, pieces[name], now)
 
-    def _look_at(self, layer: nn.Module, weight: Tensor, pieces: list[Piece], now: Tensor) -> None:
+    def _whole(self, pieces: list[Piece], weight: Tensor) -> list[Piece]:
+        """Those that a weight has, before it is quantised; what it has otherwise is damaged."""
+        comparable = [piece for piece in pieces if piece.dtype == weight.dtype]
+        found = [piece for piece in comparable if piece.is_in(weight)]
+        self._damaged |= {piece.name for piece in comparable if piece not in found}
+        return found
+
+    def _look_at(self, layer: nn.Module, weight: Tensor, pieces: list[Piece], now: Any) -> None:
         """A weight that has just been packed, while it is still there."""
         self._damaged |= {piece.name for piece in pieces if not piece.is_in(weight)}
         if _packs(layer) and weight.dim() == 2:
@@ -124,7 +151,7 @@ class PackedWeights:
 
     def read_back(self, model: nn.Module) -> Held:
         """What the layers compute with; weights that they keep beside are counted elsewhere."""
-        num_elements: dict[str, int] = {}
+        num_elements = dict(self._rounded)
         damaged = set(self._damaged)
         for layer in _linear_layers(model):
             matrix = self._dropped.get(layer)

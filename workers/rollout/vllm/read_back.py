@@ -10,7 +10,7 @@ vLLM fuses projections, pads vocabularies, cuts tensors over its ranks and loads
 that it copies from. Its own loaders know where each tensor goes. So every copy that they make is
 noted: the part of the parameter, and the hash of the bytes that belong there. Afterwards the same
 parts are read again. What layers on CPUs have packed for their kernels is not there as it came
-(`packed` looks at it). What a layer has quantised is not read back, and is named.
+(`packed` looks at it, and at what a layer quantises, just before).
 """
 
 from __future__ import annotations
@@ -165,12 +165,17 @@ class WrittenPieces(TorchDispatchMode):
         return Held(num_elements, tuple(sorted(damaged)))
 
 
+def keeps_weights(layer: nn.Module) -> bool:
+    """Whether it computes with its weights as they were loaded, or with a packed copy of them."""
+    method = getattr(layer, "quant_method", None)
+    return method is None or type(method).__name__ in UNQUANTIZED
+
+
 def _weights(model: nn.Module) -> Iterator[tuple[Tensor, bool]]:
     """Every parameter and buffer once, and whether its layer keeps it as it was loaded."""
     seen: set[int] = set()
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        is_plain = method is None or type(method).__name__ in UNQUANTIZED
+        is_plain = keeps_weights(module)
         for weight in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if id(weight) not in seen:
                 seen.add(id(weight))

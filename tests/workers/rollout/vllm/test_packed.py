@@ -176,6 +176,46 @@ def test_an_expert_that_came_out_of_its_packing_otherwise_counts_as_unread(exper
     assert experts.written.read_back(experts) == Held({"experts.0": 12})
 
 
+class RoundingMethod:
+    """Stands for one that quantises: a weight becomes whole numbers and their scale."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.scale = layer.weight.detach().abs().max() / 127
+        rounded = (layer.weight.detach() / layer.scale).round().to(torch.int8)
+        layer.weight = nn.Parameter(rounded, requires_grad=False)
+
+
+@pytest.fixture
+def rounding() -> Any:
+    """A layer of two tensors, loaded and not yet quantised."""
+    layer: Any = nn.Module()
+    layer.weight = nn.Parameter(torch.empty(6, 4), requires_grad=False)
+    layer.quant_method = RoundingMethod()
+    layer.written = WrittenPieces()
+    layer.watched = PackedWeights(layer.written)
+    watch_packing(layer, layer.watched.packing)
+    with layer.written:
+        for number, part in enumerate(layer.weight.data.split(3)):
+            tensor = torch.randn(3, 4)
+            layer.written.expect(f"part.{number}", tensor)
+            part.copy_(tensor)
+    return layer
+
+
+def test_what_a_layer_quantises_is_compared_just_before(rounding: Any) -> None:
+    rounding.quant_method.process_weights_after_loading(rounding)
+    assert rounding.weight.dtype == torch.int8
+    held = rounding.written.read_back(rounding) + rounding.watched.read_back(rounding)
+    assert held == Held({"part.0": 12, "part.1": 12})
+
+
+def test_what_is_quantised_from_other_bits_is_named(rounding: Any) -> None:
+    rounding.weight.data.numpy().view("uint8")[4, 1] ^= 1  # no rounding shows it
+    rounding.quant_method.process_weights_after_loading(rounding)
+    held = rounding.written.read_back(rounding) + rounding.watched.read_back(rounding)
+    assert held == Held({"part.0": 12}, ("part.1",))
+
+
 def test_a_layer_that_got_nothing_is_not_read() -> None:
     load = Load()
     assert load.held() == Held()
