@@ -15,12 +15,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.forked_ray import ask_for_forks
 from tests.programs import tell
 from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
-from tests.verl_like.broken_cluster import daemon
+from tests.verl_like.broken_cluster import daemon, wait_less
 from trainer import load_config, restarts, run
-from verl_like.backends.ray import ending, probes
 
 STEPS, LOST_IN = 4, 3
 SETTINGS = ("trainer.logger=[]", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1")
@@ -49,10 +47,7 @@ def main(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     patch = pytest.MonkeyPatch()
-    ask_for_forks(patch)
+    wait_less(patch)
     patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
-    patch.setattr(probes, "EVERY_S", 0.3)
-    patch.setattr(ending, "RELEASE_S", 1.0)
-    patch.setattr(ending, "SHUTDOWN_S", 2.0)
     logging.basicConfig(level=logging.WARNING)
     tell(main(Path(sys.argv[1])))

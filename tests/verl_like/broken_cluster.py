@@ -57,10 +57,14 @@ def end_with_a_frozen_daemon() -> dict[str, Any]:
     return {"ended_s": ended_s, "session": session}
 
 
-if __name__ == "__main__":
-    patch = pytest.MonkeyPatch()
+def wait_less(patch: pytest.MonkeyPatch) -> None:
+    """Forked workers, and a loss that is noticed and left sooner than in a run."""
     ask_for_forks(patch)
     patch.setattr(probes, "EVERY_S", 0.3)
     patch.setattr(ending, "RELEASE_S", 1.0)
     patch.setattr(ending, "SHUTDOWN_S", 2.0)
+
+
+if __name__ == "__main__":
+    wait_less(pytest.MonkeyPatch())
     tell(lose_the_head() | end_with_a_frozen_daemon())

@@ -192,9 +192,9 @@ class WeightedScores:
         metrics: dict[str, float] = {}
 
         for part, future in zip(self._rewards.parts, self._futures, strict=True):
-            if part.manager is not None:
-                self._wait(future, timeout)
-            found = self._take(part, future.get(timeout), extras, metrics)
+            is_model = part.manager is None
+            result = future.get(timeout) if is_model else self._answer(future, timeout)
+            found = self._take(part, result, extras, metrics)
             if part.config.normalize and self._normalize:
                 found = normalized(found, self._mask)
             total += part.config.weight * found.scores
@@ -219,12 +219,13 @@ class WeightedScores:
             {"token_level_scores": total, "step_ends": step_ends}, extras
         ), metrics
 
-    def _wait(self, future: Any, timeout: float | None) -> None:
-        """Wait for a function or server, beside which no call is that would notice a loss."""
+    def _answer(self, future: Any, timeout: float | None) -> Any:
+        """Of a function or server: while it is waited for, no call would notice a lost worker."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not future.done() and (left := end - time.monotonic()) > 0:
             future.wait(min(left, CHECK_S))
             self._check(str(self))
+        return future.get(timeout=0)
 
     def _take(
         self, part: Part, result: Any, extras: dict[str, Any], metrics: dict[str, float]

@@ -282,7 +282,7 @@ class WeightSender:
 class WeightReceiver:
     """Mixed into the rollout's worker: the receiving side.
 
-    Needs `rank`, `world_size`, `device` and `engine`; with `kept`, what was sent is kept there.
+    Needs `rank`, `world_size`, `device`, `engine`; `kept` holds what was sent beside the engine.
     """
 
     rank: int

@@ -18,6 +18,7 @@ import ray
 
 from verl_like.backends.ray.ending import end_in_time_at_exit
 from verl_like.backends.ray.private_session import private_session
+from verl_like.backends.ray.probes import EVERY_S
 from verl_like.calls.waiting import Deadlines, WaitClock
 from verl_like.errors import WaitTimeoutError
 from verl_like.placement.pools import Node
@@ -132,7 +133,7 @@ class NodeProbe:
     The cluster itself may take half a minute to declare a node dead.
     """
 
-    def __init__(self, every_s: float = 1.0, num_tries: int = 3) -> None:
+    def __init__(self, every_s: float = EVERY_S, num_tries: int = 3) -> None:
         """A node is asked at most once in `every_s` seconds; it is gone after so many tries."""
         self.every_s, self.num_tries = every_s, num_tries
         self._known: dict[str, dict[str, Any]] = {}

@@ -57,6 +57,7 @@ def _packs_experts(layer: nn.Module) -> bool:
 
 
 def _quantises(layer: nn.Module) -> bool:
+    """Or has others than came for a reason of its method's own, as experts on GPUs."""
     if _packs(layer) or _packs_experts(layer) or keeps_weights(layer):
         return False
     return hasattr(layer.quant_method, "process_weights_after_loading")
@@ -106,8 +107,8 @@ class PackedWeights:
         """While this layer packs its weights; looks at those that it then has no longer."""
         weights = dict(layer.named_parameters(recurse=False))
         pieces = {name: self._written.pieces_of(weight) for name, weight in weights.items()}
-        rounds = _quantises(layer)
-        if rounds:
+        quantises = _quantises(layer)
+        if quantises:
             with _disable_current_modes():  # `written` need not look on
                 pieces = {name: self._whole(pieces[name], weights[name]) for name in weights}
         yield
@@ -117,7 +118,7 @@ class PackedWeights:
                 now = getattr(layer, name, None)
                 if now is weight:
                     continue
-                if rounds:
+                if quantises:
                     for piece in pieces[name]:
                         self._rounded[piece.name] += len(piece)
                 else:

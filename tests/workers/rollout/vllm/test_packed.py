@@ -146,21 +146,26 @@ class ExpertsMethod:
         layer.weight = nn.Parameter(packed, requires_grad=False)
 
 
-@pytest.fixture
-def experts() -> Any:
-    """Two experts of three rows, that are loaded and not yet packed."""
+def loaded_layer(method: Any, name: str, *shape: int) -> Any:
+    """A layer of such a weight, loaded as two tensors of three rows, before its method runs."""
     layer: Any = nn.Module()
-    layer.weight = nn.Parameter(torch.empty(2, 3, 4), requires_grad=False)
-    layer.quant_method = ExpertsMethod()
+    layer.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+    layer.quant_method = method
     layer.written = WrittenPieces()
     layer.watched = PackedWeights(layer.written)
     watch_packing(layer, layer.watched.packing)
     with layer.written:
-        for number in range(2):
+        for number, part in enumerate(layer.weight.data.view(2, 3, 4)):
             tensor = torch.randn(3, 4)
-            layer.written.expect(f"experts.{number}", tensor)
-            layer.weight.data[number].copy_(tensor)
+            layer.written.expect(f"{name}.{number}", tensor)
+            part.copy_(tensor)
     return layer
+
+
+@pytest.fixture
+def experts() -> Any:
+    """Two experts of three rows, that are loaded and not yet packed."""
+    return loaded_layer(ExpertsMethod(), "experts", 2, 3, 4)
 
 
 def test_experts_in_another_order_are_read_as_they_are_kept(experts: Any) -> None:
@@ -188,18 +193,7 @@ class RoundingMethod:
 @pytest.fixture
 def rounding() -> Any:
     """A layer of two tensors, loaded and not yet quantised."""
-    layer: Any = nn.Module()
-    layer.weight = nn.Parameter(torch.empty(6, 4), requires_grad=False)
-    layer.quant_method = RoundingMethod()
-    layer.written = WrittenPieces()
-    layer.watched = PackedWeights(layer.written)
-    watch_packing(layer, layer.watched.packing)
-    with layer.written:
-        for number, part in enumerate(layer.weight.data.split(3)):
-            tensor = torch.randn(3, 4)
-            layer.written.expect(f"part.{number}", tensor)
-            part.copy_(tensor)
-    return layer
+    return loaded_layer(RoundingMethod(), "part", 6, 4)
 
 
 def test_what_a_layer_quantises_is_compared_just_before(rounding: Any) -> None:
