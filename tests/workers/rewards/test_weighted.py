@@ -108,6 +108,24 @@ def test_while_a_function_is_waited_for_a_lost_worker_ends_the_wait(
         scores.get(timeout=0.02)
 
 
+def test_a_function_that_does_not_answer_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = []
+    get = RewardFuture.get
+
+    def noted(future: RewardFuture, timeout: float | None = None) -> Any:
+        waits.append(timeout)
+        return get(future, timeout)
+
+    monkeypatch.setattr(RewardFuture, "get", noted)
+    never: Any = Slow()
+    scores = Rewards([Part(RewardConfig(name="judge"), never)]).launch(batch(), lambda _: None)
+    with pytest.raises(TimeoutError):
+        scores.get(timeout=0.01)
+    assert waits == [0], "its time has passed"
+
+
 def test_the_sum_is_weighted_and_every_part_is_logged() -> None:
     model = Part(RewardConfig(name="style", kind="model", weight=0.5), None)
     right = part("right", [1.0, 0.0, 1.0, 0.0], weight=2.0)
