@@ -21,6 +21,7 @@ from trainer.ppo.config import PPOConfig
 
 PARTITIONS = sorted(partitions(ROLES))
 SETTINGS = [
+    "trainer.backend=local",
     "reward_model.enable=true",
     "trainer.total_training_steps=1",
     "data.train_batch_size=2",
