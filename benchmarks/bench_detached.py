@@ -8,7 +8,8 @@ prints a table and which limits hold. Every side is a process of its own, one th
 (`detached_side.py`); sides run in turn, and the median over rounds counts. A rate is samples a
 second of the steps after `WARM_UP`. The last steps of a detached run, for which nothing is made any
 more, do not count. `speed` is `backend=local`, whose makers are child processes; `ray` is Ray, and
-`driver` what the driver's process takes of a core there, by threads.
+`driver` what the driver's process takes of a core there, by threads, beside what Ray alone takes
+for the same calls with nothing done.
 Run it on an idle machine with two cores.
 """
 
@@ -28,6 +29,7 @@ from detached_side import LAST, NUM_PROMPTS, NUM_SAMPLES, WARM_UP
 from sides import ENV, HERE
 
 SIDE = str(HERE / "detached_side.py")
+BARE_DRIVER = str(HERE / "bare_driver_side.py")
 STEPS = 20
 """Steps of a run."""
 ALONE = ("makers_alone", "trainer_alone")
@@ -153,6 +155,10 @@ def driver(folder: str, rounds: int, steps: int) -> dict[str, float]:
             for key, value in {"all": sum(ms.values()), **ms}.items():
                 row = f"{samples} samples: {key.removeprefix('cpu_s of ')}, ms a step"
                 found.setdefault(row, []).append(value / (steps - LAST - WARM_UP))
+    for _ in range(rounds):
+        bare = answer(start(script=BARE_DRIVER))
+        found.setdefault("64 samples: Ray alone, idle, ms a step", []).append(bare["ms"])
+        found.setdefault("64 samples: Ray alone, idle, share of a core", []).append(bare["share"])
     return {row: statistics.median(values) for row, values in found.items()}
 
 

@@ -1,0 +1,89 @@
+"""The Ray calls of a detached step of 64 samples with nothing done: what the driver pays Ray alone.
+
+    python benchmarks/bare_driver_side.py [STEPS]
+
+prints JSON; `bench_detached.py` runs it. A trainer and a maker are plain actors that sleep as long
+as a step's methods take. As in a real step, the driver's main thread reads the samples, has them
+read twice and learnt from twice, each at the same time, and publishes; a thread of its own has
+weights received and samples made. Headers and payloads have the sizes that ours have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+
+import ray
+
+HEADER, BATCH, PROMPTS = 300, 23_000, 3_000
+"""Bytes that travel: of what says how a call went, of a batch of 64 samples, of their prompts."""
+WARM_UP = 5
+RECEIVE_S, GENERATE_S, READ_S, UPDATE_S, PUBLISH_S = 0.01, 0.18, 0.02, 0.06, 0.01
+"""How long the methods take: a step lasts some 0.2 s, as that of two layers does."""
+SESSION = {
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+}
+"""As `verl_like.backends.ray.private_session` starts a cluster."""
+
+
+class Idle:
+    """A worker whose methods only take their time."""
+
+    def small(self, seconds: float) -> bytes:
+        """Gives back a header."""
+        time.sleep(seconds)
+        return bytes(HEADER)
+
+    @ray.method(num_returns=2)
+    def batch(self, seconds: float, rows: bytes) -> tuple[bytes, bytes]:
+        """Gives back a batch and a header."""
+        time.sleep(seconds)
+        return bytes(BATCH), bytes(HEADER)
+
+
+def make_samples(maker: ray.actor.ActorHandle, samples: queue.Queue[list[ray.ObjectRef]]) -> None:
+    """The maker's thread: weights, then samples, as long as the process lives."""
+    while True:
+        ray.get(maker.small.remote(RECEIVE_S))
+        payload, header = maker.batch.remote(GENERATE_S, bytes(PROMPTS))
+        ray.wait([header], fetch_local=False)
+        ray.get(header)
+        samples.put([header, payload])
+
+
+def step(trainer: ray.actor.ActorHandle, samples: queue.Queue[list[ray.ObjectRef]]) -> None:
+    """What the main thread asks for, and waits for."""
+    ray.get(samples.get())
+    rows = bytes(BATCH)
+    for seconds in (READ_S, UPDATE_S):
+        answers = [trainer.batch.remote(seconds, rows) for _ in range(2)]
+        ray.get([reference for answer in answers for reference in answer])
+    ray.get(trainer.small.remote(PUBLISH_S))
+
+
+def main() -> None:
+    """Milliseconds of a core that this process takes a step, and the share of a core that is."""
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    os.environ.update(SESSION)
+    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False)
+    actor = ray.remote(Idle)
+    trainer, maker = actor.remote(), actor.remote()
+    samples: queue.Queue[list[ray.ObjectRef]] = queue.Queue(1)
+    threading.Thread(target=make_samples, args=(maker, samples), daemon=True).start()
+    for _ in range(WARM_UP):
+        step(trainer, samples)
+
+    began, used = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step(trainer, samples)
+    wall, used = time.perf_counter() - began, time.process_time() - used
+    print(json.dumps({"ms": 1e3 * used / steps, "share": used / wall}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
