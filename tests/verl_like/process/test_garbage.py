@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from verl_like.process.garbage import old_objects_kept
 
 
+@pytest.fixture
+def nothing_is_kept() -> Iterator[None]:
+    """As in a process that nobody has prepared; that of the tests keeps its modules."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def looked_at() -> set[int]:
+    return {id(value) for value in gc.get_objects()}
+
+
+@pytest.mark.usefixtures("nothing_is_kept")
 def test_within_the_collector_leaves_alone_what_exists_already() -> None:
     before = [{} for _ in range(1000)]
 
     with old_objects_kept():
         new: list[int] = []
-        looked_at = {id(value) for value in gc.get_objects()}
+        within = looked_at()
 
-    assert id(before) not in looked_at
-    assert id(new) in looked_at
+    assert id(before) not in within
+    assert id(new) in within
 
 
+@pytest.mark.usefixtures("nothing_is_kept")
 def test_afterwards_it_looks_at_all_again_however_the_run_ended() -> None:
     before: list[int] = []
 
     with pytest.raises(KeyError), old_objects_kept():
         raise KeyError("a step failed")
 
-    assert id(before) in {id(value) for value in gc.get_objects()}
+    assert id(before) in looked_at()
+
+
+@pytest.mark.usefixtures("nothing_is_kept")
+def test_what_somebody_keeps_for_longer_stays_kept() -> None:
+    before: list[int] = []
+    gc.freeze()
+    new: list[int] = []
+
+    with old_objects_kept():
+        assert id(new) in looked_at()
+
+    assert id(before) not in looked_at()
