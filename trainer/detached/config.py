@@ -14,6 +14,8 @@ from verl_like.placement.roles import expand_roles
 from workers.config import model_rewards
 from workers.config.conditions import SAVES
 
+OWN_TRAINER = "trainer.detached.step.DetachedTrainer"
+"""The trainer of a detached run, or what a user's is a subclass of."""
 BY_NUMBERS = When(
     "`topology` is null",
     lambda detached, _: detached.topology is None,
@@ -93,7 +95,7 @@ class DetachedSettings:
 class DetachedTrainerConfig(PPOTrainerConfig):
     """The run: length, devices, folder."""
 
-    cls: str = key("trainer.detached.step.DetachedTrainer", allows="a dotted path")
+    cls: str = key(OWN_TRAINER, allows="a dotted path")
     """Dotted path of the trainer: DetachedTrainer, or a subclass that overrides stages or hooks."""
     max_restarts: int = key(0, at_least=0, may_change_on_resume=True)
     """Times that a run goes on by itself from its last checkpoint; a maker alone is

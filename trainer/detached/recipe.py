@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from trainer.config.recipe import Recipe
-from trainer.detached.config import DetachedConfig
+from trainer.detached.config import OWN_TRAINER, DetachedConfig
 from trainer.detached.maker_settings import MAKER_SETTINGS, by_number
 from trainer.detached.roles import place_makers
 from trainer.detached.sizes import topology_of
@@ -17,7 +17,9 @@ from trainer.detached.topology import TRAINER_POOL, counts
 from trainer.ppo.default_correction import correct_by_default
 from trainer.ppo.default_passes import rows_where_asked
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
+from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
+from verl_like.registry import load_object
 
 TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
 PLACEMENTS = {"detached": {TRAINER_POOL: TRAINER_ROLES, "maker_0_pool": ["rollout"]}}
@@ -75,6 +77,19 @@ def check_detached(config: DetachedConfig) -> None:
     from trainer.detached.checks import check_run
 
     check_run(config)
+    if config.trainer.cls != OWN_TRAINER:
+        _check_trainer(config.trainer.cls)
+
+
+def _check_trainer(path: str) -> None:
+    """Refuse a trainer of the user's that would leave makers out."""
+    own = load_object(OWN_TRAINER, "trainer.cls")
+    cls = load_object(path, "trainer.cls")
+    if isinstance(cls, type) and not issubclass(cls, own):
+        raise ConfigError(
+            f"trainer.cls={path} is no subclass of {OWN_TRAINER}, without which a detached run has "
+            "no makers. `verl-like ppo` runs any trainer of PPO."
+        )
 
 
 DETACHED = Recipe(

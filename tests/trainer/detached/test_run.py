@@ -256,6 +256,10 @@ def test_settings_of_a_maker_have_the_types_of_the_rollouts_keys_however_it_is_n
         (["detached.when_full=evict_oldest"], "needs a detached.limit"),
         (["detached.maker_settings.4={name: hf}"], "maker '4'; this run has makers 0 to 0"),
         (["detached.maker_settings.0={sync: changed}"], "0.sync would differ.*trainers send alike"),
+        (
+            ["trainer.cls=trainer.ppo.PPOTrainer"],
+            "trainer.ppo.PPOTrainer is no subclass of trainer.detached.step.DetachedTrainer",
+        ),
         (["detached.maker_settings.0={nam: hf}"], "names 'nam', no key of rollout.*'name'"),
         (["detached.maker_settings.0={name: sglang}"], "maker_settings.0: .*sglang"),
         (["detached.maker_settings.0={n: 3}"], "as many samples"),
