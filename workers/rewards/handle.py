@@ -18,11 +18,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from verl_like.errors import ConfigError
@@ -62,6 +64,8 @@ class RewardProcess:
         self._control: Connection | None = None
         self._channel: DriverEnd | None = None
         self._watched: Watched | None = None
+        self._closing = Lock()
+        """Held where the socket to the supervisor is closed, which another thread may end."""
         self.takes_all = False
         """Whether it gets all that waits: calls run at the same time, or one takes a whole batch.
 
@@ -209,12 +213,20 @@ class RewardProcess:
             pass
         return "the reward process and its supervisor are gone"
 
+    def give_up(self) -> None:
+        """Kill the process, from another thread than that which asks it: there it has ended."""
+        with self._closing, suppress(OSError):
+            if self._control is not None:
+                with socket.socket(fileno=os.dup(self._control.fileno())) as control:
+                    control.shutdown(socket.SHUT_WR)  # its supervisor sees it
+
     def stop(self) -> None:
         """End the process and all that it has started, if there is one."""
         if self._channel is not None:
             self._channel.close()
-        if self._control is not None:
-            self._control.close()  # its supervisor sees it
+        with self._closing:
+            if self._control is not None:
+                self._control.close()  # its supervisor sees it
         if self._supervisor is not None:
             try:
                 self._supervisor.wait(END_S)

@@ -66,6 +66,9 @@ class Scores(Protocol):
     def score(self, samples: list[Sample]) -> list[Outcome]:
         """An outcome for every sample."""
 
+    def give_up(self) -> None:
+        """From another thread: what is being scored is wanted by nobody any more."""
+
     def stop(self) -> None:
         """End processes and connections."""
 
@@ -90,6 +93,7 @@ class RewardManager:
         """Starts the scorer, which refuses a function that cannot be loaded."""
         self._tokenizer = tokenizer
         self._default_score, self._scorer = default_score, scorer
+        self._is_closed = False
         scorer.start()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
@@ -131,7 +135,7 @@ class RewardManager:
         for uid, (score, _, error) in zip(uids, outcomes, strict=True):
             if score is None:
                 failed.append(f"{uid}: {error}")
-        if failed:
+        if failed and not self._is_closed:
             logger.warning(
                 "%d of %d samples got the default score %g: %s",
                 len(failed),
@@ -142,8 +146,11 @@ class RewardManager:
         return failed
 
     def close(self) -> None:
-        """End the processes."""
-        self._thread.shutdown(cancel_futures=True)
+        """End the processes; a batch that is being scored ends with them."""
+        self._is_closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._scorer.give_up()
+        self._thread.shutdown()
         self._scorer.stop()
 
 

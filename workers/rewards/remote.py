@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -48,6 +49,7 @@ class RemoteScorer:
         self._token = _token(spec.token_env)
         self._random = random.Random(0)  # of the waits between retries alone
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="remote reward")
+        self._given_up = threading.Event()
 
     def start(self) -> None:
         """Ask for the scores of no samples; raises what is wrong with the server."""
@@ -67,9 +69,14 @@ class RemoteScorer:
         answers = self._threads.map(lambda part: self._outcomes(part, end), parts)
         return [outcome for part in answers for outcome in part]
 
+    def give_up(self) -> None:
+        """Requests that wait are not made, and none is made again."""
+        self._given_up.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def stop(self) -> None:
         """Ask for nothing more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.give_up()
 
     def _outcomes(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
         try:
@@ -98,7 +105,8 @@ class RemoteScorer:
             pause = wait * self._random.uniform(0.5, 1.5)
             if time.monotonic() + pause >= end:
                 raise TimeoutError(f"no time is left for another request to {self._spec.url}")
-            time.sleep(pause)
+            if self._given_up.wait(pause):
+                raise TimeoutError(f"nobody waits for {self._spec.url} any more")
             wait = min(2 * wait, LONGEST_WAIT_S)
         raise AssertionError("the last attempt returns or raises")
 

@@ -68,6 +68,7 @@ class Scorer:
 
     def __init__(self, function: FunctionSpec, batch_deadline: float):
         self._function, self._batch_deadline = function, batch_deadline
+        self._batch: _Batch | None = None
         count = min(MOST_PROCESSES, usable_cores())
         self._processes = [RewardProcess(function, batch_deadline) for _ in range(count)]
 
@@ -83,7 +84,7 @@ class Scorer:
 
     def score(self, samples: list[Sample]) -> list[Outcome]:
         """An outcome for every sample."""
-        batch = _Batch(samples, self._batch_deadline)
+        batch = self._batch = _Batch(samples, self._batch_deadline)
         first = self._work(self._processes[0], batch)
         is_slow = any(not batch.is_for_one() for _ in first)  # which leaves it where it was
         if is_slow or batch.goes_on():
@@ -102,6 +103,13 @@ class Scorer:
                 wait(running, SLOW_S)
         for future in running:
             future.result()
+
+    def give_up(self) -> None:
+        """Whoever scores a batch meanwhile, in another thread, is soon done with it."""
+        if self._batch is not None:
+            self._batch.end = time.monotonic()
+            for process in self._processes:
+                process.give_up()
 
     def stop(self) -> None:
         """End all processes."""

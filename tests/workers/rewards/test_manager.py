@@ -355,3 +355,26 @@ def test_batches_are_scored_in_the_order_they_came(managers: Any, tokenizer: Any
         4.0,
         5.0,
     ]
+
+
+@pytest.mark.parametrize("name", ["odd", "odd_async"])
+@pytest.mark.parametrize("alone_s", [60.0, 0.1], ids=["one process", "several"])
+def test_a_manager_is_closed_at_once_though_its_function_hangs(
+    tokenizer: Any,
+    managers: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    alone_s: float,
+) -> None:
+    monkeypatch.setattr(scorer, "SLOW_S", alone_s)
+    monkeypatch.setattr(scorer, "usable_cores", lambda: 2)
+    manager = managers(name, deadline=50.0 + alone_s)  # of this test alone
+    future = manager.remote(make_batch(tokenizer, ["a"] * 4, ["hang"] * 4))
+    time.sleep(0.5)  # well within the calls
+    began = time.monotonic()
+    manager.close()
+    assert time.monotonic() - began < 10.0
+    _, metrics = future.get()
+    assert counts(metrics)["reward/num_failed"] + metrics["reward/num_timed_out"] == 4
+    assert "of 4 samples" not in caplog.text  # nobody wants these scores

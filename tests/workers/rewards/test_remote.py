@@ -262,3 +262,24 @@ def test_a_request_without_samples_is_refused(served: RewardServer, body: bytes)
     request = urllib.request.Request(served.url, body, {"Authorization": "Bearer secret"})
     with pytest.raises(urllib.error.HTTPError, match="400"):
         urllib.request.urlopen(request)
+
+
+def test_who_scores_is_told_that_nobody_waits_any_more(
+    ask: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 60.0)
+    asked = threading.Event()
+
+    def reply(*_: Any) -> tuple[int, Any]:
+        asked.set()
+        return 503, {}
+
+    scorer = ask(serve(reply), deadline=120.0, retries=3)
+    outcomes: list[Any] = []
+    scoring = threading.Thread(target=lambda: outcomes.extend(scorer.score(SAMPLES)))
+    scoring.start()
+    assert asked.wait(10.0)
+    scorer.give_up()
+    scoring.join(10.0)
+    assert not scoring.is_alive()
+    assert [score for score, _, _ in outcomes] == [None] * len(SAMPLES)
