@@ -46,6 +46,8 @@ FORM_TIMEOUT = timedelta(seconds=20)
 """How long a rank waits for the others to join."""
 TRANSFER_TIMEOUT = timedelta(seconds=120)
 """How long one broadcast may take, the gathering of its tensors included."""
+CLOSING = "weight channel's end"
+"""The name of the threads in which a channel's groups end."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class Channel:
         """Let go of the groups, in a thread of its own: gloo takes 20 ms to stop its threads."""
         own = vars(self)
         threading.Thread(
-            target=lambda: (own.pop("_gpu_group", None), own.pop("_group", None))
+            target=lambda: (own.pop("_gpu_group", None), own.pop("_group", None)), name=CLOSING
         ).start()
 
     def all_agree(self, ok: bool) -> bool:
