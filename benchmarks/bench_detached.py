@@ -1,7 +1,7 @@
 """Detached PPO beside the synchronous run, and beside its makers and its trainer alone.
 
     python benchmarks/bench_detached.py [--only speed,ray,driver,slow,memory] [--json FILE]
-        [--rounds 2] [--steps 20] [--prompts 16]
+        [--rounds 2] [--steps 20] [--prompts 16] [--layers 2]
     python benchmarks/bench_detached.py --learning      rewards at equal samples, over seeds
 
 prints a table and which limits hold. Every side is a process of its own, one thread each
@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="of a step")
+    parser.add_argument("--layers", type=int, default=2, help="of the policy and of the critic")
     parser.add_argument("--learning", action="store_true", help="only rewards, over seeds")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--learning-steps", type=int, default=30)
@@ -260,7 +261,7 @@ def main() -> None:
 
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        answer_of_make = start("make", folder)
+        answer_of_make = start("make", folder, str(options.layers))
         if answer_of_make.wait():
             sys.exit("the tiny model could not be written: the error stands above.")
         sections = ["learning"] if options.learning else options.only.split(",")

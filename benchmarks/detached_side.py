@@ -1,12 +1,12 @@
 """One measured run of detached PPO or of what it is compared with, in a process of its own.
 
-    python benchmarks/detached_side.py make FOLDER
+    python benchmarks/detached_side.py make FOLDER [LAYERS]
     python benchmarks/detached_side.py SIDE FOLDER local|ray STEPS [PROMPTS]
 
 prints JSON; `bench_detached.py` runs it. SIDE is a name in `SIDES`, PROMPTS how many a step has.
-Policy and critic are Llamas of hidden size 64 with two layers. The model ends a response at every
-token alike with a chance of 1/32, so lengths are geometric with a mean of 32, of 256 at most; a
-learning rate of 1e-6 leaves that as it is.
+Policy and critic are Llamas of hidden size 64, with two layers unless said. The model ends a
+response at every token alike with a chance of 1/32, so lengths are geometric with a mean of 32, of
+256 at most; a learning rate of 1e-6 leaves that as it is.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Meter:
         self._metrics.unlink()
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, num_layers: int = 2) -> None:
     """A model that ends a response at any token alike, prompts, and `letters` for the learning."""
     import torch
     from transformers import LlamaForCausalLM
@@ -196,7 +196,7 @@ def make(folder: Path) -> None:
     from trainer.cli.make_tiny import make as make_tiny
 
     make_tiny(folder / "letters", num_train=60 * NUM_PROMPTS)
-    make_tiny(folder, num_train=60 * NUM_PROMPTS)
+    make_tiny(folder, num_train=60 * NUM_PROMPTS, num_layers=num_layers)
     model = LlamaForCausalLM.from_pretrained(folder / "model")
     end = model.config.eos_token_id
     with torch.no_grad():
@@ -251,7 +251,7 @@ def measure(
 def main() -> None:
     """Command line."""
     if sys.argv[1] == "make":
-        make(Path(sys.argv[2]))
+        make(Path(sys.argv[2]), *map(int, sys.argv[3:]))
         return
     name, folder, backend, steps, *size = sys.argv[1:]
     prompts = int(size[0]) if size else NUM_PROMPTS

@@ -53,6 +53,7 @@ class ExperienceBuffer:
         """Number of a piece -> who makes it, and what was asked for."""
         self._makers: set[int] = set()
         self._idle: set[int] = set()
+        self._left: set[int] = set()
         self.version = 0
         """Of the newest weights that makers can have."""
         self._demand = Demand()
@@ -83,17 +84,18 @@ class ExperienceBuffer:
         """A maker's thread has ended; its error, if it failed, is raised where the trainer is."""
         with self._change():
             self._makers.discard(maker)
+            self._left.add(maker)
             self._failure = self._failure or error
 
     def begin(self, maker: int, version: int, waits: bool = True) -> Order | None:
         """What the maker makes next, with weights of that version; waits for its turn.
 
-        None: there are newer weights to take first, it is over, or there is nothing now and the
-        maker does not wait.
+        None: there are newer weights to take first, it is over, the maker has left, or there is
+        nothing now and it does not wait.
         """
         with self._changed:
             while True:
-                if self._closed or self.version > version:
+                if self._closed or self.version > version or maker in self._left:
                     self._idle.discard(maker)
                     return None
                 piece = None if self._paused else self._next_piece(maker, version)

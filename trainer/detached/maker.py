@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from trainer.detached.activity import Activity
@@ -67,8 +68,12 @@ class Maker:
         self._left_behind: dict[int, LeftBehind] = {}
         self._taking = threading.Condition(threading.RLock())
         """Guards the group's weights, and a restart of the group."""
-        self._num_restarts = 0
-        self._has_ended = False
+        self._may_take = threading.Lock()
+        """Held by whichever of its threads takes weights, and by whoever keeps it from that."""
+        self.num_losses = 0
+        """How often its group has lost a process."""
+        self.has_ended = False
+        """Nothing more comes of it: the run is over, or the group is lost and stays so."""
         self._threads = [threading.Thread(target=self._run, name=self.name, daemon=True)]
         if weights_come_at_once:
             bring = threading.Thread(target=self._bring_weights, name=f"{self.name} weights")
@@ -87,6 +92,21 @@ class Maker:
             if thread.ident is not None:
                 thread.join(seconds)
 
+    @contextmanager
+    def keeps_weights(self) -> Iterator[None]:
+        """Within, only the caller brings it weights: what is published may not be for samples."""
+        with self._may_take:
+            yield
+
+    def look_after(self, error: WorkerDiedError, num_losses: int) -> None:
+        """The group has lost a process in a call of the trainer's, while makers rest.
+
+        It is started anew, or the maker ends; raises where the run cannot go on. `num_losses`: as
+        many as there were before the call.
+        """
+        if not self._goes_on_after(error, num_losses):
+            self._buffer.leave(self.number)
+
     def take_weights(self) -> None:
         """Bring the group to the newest weights, if it has older ones."""
         with self._taking:
@@ -98,29 +118,43 @@ class Maker:
         """Newer weights as soon as they are published, whatever is being generated."""
         try:
             while self._buffer.wait_for_version(self.version) is not None:
-                num_restarts = self._num_restarts
+                num_losses = self.num_losses
                 try:
-                    self.take_weights()
+                    self._take_newer()
                 except WorkerDiedError:
-                    self._wait_for_restart(num_restarts)
-                if self._has_ended:
+                    self._wait_for_restart(num_losses)
+                if self.has_ended:
                     return
         except BaseException as error:  # noqa: BLE001 - raised where the trainer waits for samples
             self._buffer.fail(error)
 
-    def _wait_for_restart(self, num_restarts: int) -> None:
+    def _take_newer(self) -> None:
+        """Take weights as its own threads do: not while somebody keeps them from that."""
+        if self.version >= self._buffer.version:
+            return
+        with self._taking:
+            pass  # a restart is waited for first: whoever validates need not wait for that
+        with self._activity.waiting("the end of a validation"):
+            self._may_take.acquire()
+        try:
+            self.take_weights()
+        finally:
+            self._may_take.release()
+
+    def _wait_for_restart(self, num_losses: int) -> None:
         """The other thread sees the death too, and knows what to do: until it has done that."""
         with self._taking:
-            while self._num_restarts == num_restarts and not self._has_ended:
+            while self.num_losses == num_losses and not self.has_ended:
                 self._taking.wait()
 
     def _run(self) -> None:
         try:
-            while not self._buffer.is_closed:
+            while not (self._buffer.is_closed or self.has_ended):
+                num_losses = self.num_losses
                 try:
                     self._next()
                 except WorkerDiedError as error:
-                    if not self._goes_on_after(error):
+                    if not self._goes_on_after(error, num_losses):
                         break
         except BaseException as error:  # noqa: BLE001 - raised where the trainer waits for samples
             self._buffer.leave(self.number, error)
@@ -128,10 +162,11 @@ class Maker:
             self._buffer.leave(self.number)
         finally:
             with self._taking:
-                self._has_ended = True
+                self.has_ended = True
                 self._taking.notify_all()
 
-    def _goes_on_after(self, error: WorkerDiedError) -> bool:
+    def _goes_on_after(self, error: WorkerDiedError, num_losses: int) -> bool:
+        """Whether it does; `num_losses`: as many as there were before what died was asked."""
         left_behind, self._left_behind = self._left_behind, {}
         pieces = self._buffer.lost(self.number, left_behind)
         num_lost = sum(piece.num_samples for piece in pieces)
@@ -139,16 +174,19 @@ class Maker:
         if self._carried is not None:
             self._carried.clear()
         with self._taking:
+            if self.num_losses > num_losses:  # another thread has looked after this one
+                return not self.has_ended
             self.version = 0  # whatever comes up in its place has no weights
             with self._activity.waiting("processes in the place of the lost ones"):
                 goes_on = self._on_loss(self.number, error, num_lost)
-            self._num_restarts += 1
+            self.num_losses += 1
+            self.has_ended = not goes_on
             self._taking.notify_all()
         return goes_on
 
     def _next(self) -> None:
         """Newer weights if there are any, and a piece if there is room for it."""
-        self.take_weights()
+        self._take_newer()
         if self._carried is not None:
             self._next_call(self._carried)
             return

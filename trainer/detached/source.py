@@ -8,8 +8,8 @@ the order in which they arrive, then the same ones E - 1 times over, each time i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -144,9 +144,18 @@ class DetachedSource(SampleSource):
         if self.rounds.train_epochs > 1 and epoch == 0:
             self._kept.append(batch.select())
 
-    def paused(self) -> AbstractContextManager[None]:
+    @property
+    def validator(self) -> Maker:
+        """The maker whose group is used for validations: the first that is not lost."""
+        return next((maker for maker in self.makers if not maker.has_ended), self.makers[0])
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """Within, makers do nothing: their groups are the caller's."""
-        return self.buffer.paused(PAUSE_S)
+        with self.buffer.paused(PAUSE_S), ExitStack() as kept:
+            for maker in self.makers:
+                kept.enter_context(maker.keeps_weights())
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the prompts, the ledger, and what is queued, but for its samples."""

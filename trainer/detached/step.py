@@ -55,7 +55,7 @@ from trainer.recovery import ReplaceableRoles
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import Tracking
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import WorkerError
+from verl_like.errors import WorkerDiedError, WorkerError
 from verl_like.files import write_whole
 from workers.columns import has_column, read_columns, rm_column
 
@@ -159,12 +159,22 @@ class DetachedTrainer(PPOTrainer):
 
     # ------------------------------------------------------------------ what is different from PPO
 
+    @property
+    def rollout_role(self) -> str:
+        """That of the maker which validates: nothing else is generated for the driver."""
+        return maker_role(self.source.validator.number)
+
     def call(
         self, role: str, method: str, batch: DataProto, *more: DataProto, **settings: Any
     ) -> Any:
-        """A reward model is not asked again about what a maker has had it score."""
+        """A reward model is not asked again about what a maker has had it score.
+
+        Of makers' roles, those of the maker that validates answer.
+        """
         if method == REWARD_METHOD and has_column(batch, rm_column(role)):
             return ScoresHere(batch, role)
+        if role in self._roles_of_makers:
+            role = role_on(role, self.source.validator.number)
         return super().call(role, method, batch, *more, **settings)
 
     @property
@@ -220,7 +230,7 @@ class DetachedTrainer(PPOTrainer):
         """The weights are published as a new version, if a round has ended; makers take them."""
         if self.source.buffer.is_paused:  # a validation by other weights, or the end of one
             metrics = self.feed.publish(self.weight_version)
-            self.feed.deliver(0)
+            self.feed.deliver(self.source.validator.number)
             return metrics
         if self.weight_version and not self.rounds.ends_with(self.global_step):
             return {}
@@ -238,11 +248,20 @@ class DetachedTrainer(PPOTrainer):
         return self.rounds.length == 1 and super().policy_is_current(batch)
 
     def validation_metrics(self) -> Metrics:
-        """Makers rest meanwhile, and the first one has the newest weights."""
+        """Makers rest meanwhile, and one has the newest weights.
+
+        If that one loses a process, it is looked after, and the validation begins anew.
+        """
         with self.source.paused():
             self._makers_rest_since = time.time()
-            self.source.makers[0].take_weights()
-            return super().validation_metrics()
+            while True:
+                maker = self.source.validator
+                num_losses = maker.num_losses
+                try:
+                    maker.take_weights()
+                    return super().validation_metrics()
+                except WorkerDiedError as error:
+                    maker.look_after(error, num_losses)
 
     def stage_of(self, call: Mapping[str, Any], ended_in: str) -> str:
         """Makers make samples whatever trainers do; while they rest, it is for a validation."""

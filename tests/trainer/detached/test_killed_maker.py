@@ -16,12 +16,21 @@ from trainer.detached.recipe import DETACHED
 
 
 class KillFirstMaker:
-    """A callback: kills maker 0 as the second step begins."""
+    """A callback: kills maker 0 as the second step begins, or the validation after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_validation: bool = False) -> None:
         self.pids: list[int] = []
+        self.at_validation = at_validation
 
     def on_step_begin(self, trainer: Any) -> None:
+        if not self.at_validation:
+            self.kill(trainer)
+
+    def on_validate_begin(self, trainer: Any) -> None:
+        if self.at_validation:
+            self.kill(trainer)
+
+    def kill(self, trainer: Any) -> None:
         if trainer.global_step == 2:
             self.note(trainer)
             os.kill(self.pids[0], signal.SIGKILL)
@@ -67,3 +76,25 @@ def test_a_run_outlives_a_killed_maker(
     assert sum(ledger["trainers"].values()) == 5 * 8 * 2
     rows = [path.read_text().splitlines() for path in (tmp_path / "rollouts").glob("*.jsonl")]
     assert len({json.loads(row)["uid"] for step in rows for row in step}) == 5 * 8
+
+
+@pytest.mark.parametrize(("topology", "policy"), [("1m1t", "restart"), ("2m1t", "continue")])
+def test_a_run_outlives_a_maker_that_is_killed_as_it_is_to_validate(
+    tiny_dir: Path, tmp_path: Path, topology: str, policy: str
+) -> None:
+    settings = (
+        "trainer.backend=local",
+        f"detached.topology={topology}",
+        f"detached.on_maker_loss={policy}",
+        f"data.val_files={tiny_dir}/few.parquet",
+        "trainer.test_freq=1",
+        "actor_rollout_ref.actor.ema_decay=0.9",
+        *POLICY_ALONE,
+    )
+    killer = KillFirstMaker(at_validation=True)
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), DETACHED), callbacks=[killer])
+    assert (killer.pids[0] == killer.pids[1]) == (policy == "continue")
+    scores = [line["val-core/verl_like/tiny_letters/reward/mean@1"] for line in lines(tmp_path)]
+    assert len(scores) == 4
+    files = sorted(path.name for path in (tmp_path / "validation").glob("*.jsonl"))
+    assert len(files) == 4, "before the first step, and after each of three"

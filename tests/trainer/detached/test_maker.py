@@ -55,6 +55,17 @@ class Group:
         return self.restarts
 
 
+def begun_maker(group: Group, **settings: bool) -> Maker:
+    """A maker of that group, which generates its first piece."""
+    maker = Maker(
+        0, group.buffer, Activity(), group.generate, group.take_weights, group.on_loss, **settings
+    )
+    maker.start()
+    assert group.generating.wait(WAIT_S)
+    group.generating.clear()
+    return maker
+
+
 @pytest.fixture(params=[True, False], ids=["restart", "continue"])
 def group(request: pytest.FixtureRequest) -> Group:
     return Group(restarts=request.param)
@@ -62,13 +73,7 @@ def group(request: pytest.FixtureRequest) -> Group:
 
 def test_weights_still_come_within_a_generation_after_a_restart(group: Group) -> None:
     buffer = group.buffer
-    maker = Maker(
-        0, buffer, Activity(), group.generate, group.take_weights, group.on_loss,
-        weights_come_at_once=True,
-    )  # fmt: skip
-    maker.start()
-    assert group.generating.wait(WAIT_S)
-    group.generating.clear()
+    maker = begun_maker(group, weights_come_at_once=True)
     buffer.publish(2)
     if group.restarts:
         assert group.generating.wait(WAIT_S)
@@ -82,3 +87,44 @@ def test_weights_still_come_within_a_generation_after_a_restart(group: Group) ->
     maker.wait_for_end(WAIT_S)
     assert group.lost == [2]
     assert not any(thread.is_alive() for thread in maker._threads)
+
+
+@pytest.mark.parametrize("weights_come_at_once", [True, False])
+def test_no_weights_are_taken_while_others_than_the_policys_may_be_published(
+    weights_come_at_once: bool,
+) -> None:
+    group = Group(restarts=True)
+    group.lost = [0]  # version 2 kills nobody
+    buffer = group.buffer
+    maker = begun_maker(group, weights_come_at_once=weights_come_at_once)
+    with maker.keeps_weights():
+        buffer.publish(2)
+        group.goes_on.set()
+        assert not group.generating.wait(0.2)
+        assert group.taken == [(1, "maker 0")]
+    assert group.generating.wait(WAIT_S)
+    assert group.taken[-1][0] == 2
+    buffer.close()
+    group.goes_on.set()
+    maker.wait_for_end(WAIT_S)
+
+
+def test_a_group_that_dies_in_a_call_of_the_trainers_is_looked_after(group: Group) -> None:
+    buffer = group.buffer
+    maker = begun_maker(group)
+    threading.Timer(0.05, group.goes_on.set).start()
+    with buffer.paused(WAIT_S):
+        group.is_dead = True
+        maker.look_after(WorkerDiedError("the rollout is gone"), maker.num_losses)
+        assert group.lost == [0]
+        assert maker.has_ended != group.restarts
+    if group.restarts:
+        assert group.generating.wait(WAIT_S)
+        assert group.taken[-1][0] == 1, "the new group has weights before it generates"
+    else:
+        maker.wait_for_end(WAIT_S)
+        assert not maker._threads[0].is_alive()
+        assert buffer.in_flight() == []
+    buffer.close()
+    group.goes_on.set()
+    maker.wait_for_end(WAIT_S)
