@@ -38,6 +38,10 @@ class KeyRules:
     """The value is larger than this."""
     at_least: float | None = None
     """The value is this or larger."""
+    at_most: float | None = None
+    """The value is this or smaller."""
+    below: float | None = None
+    """The value is smaller than this."""
     or_exactly: float | None = None
     """A value outside the range that has a meaning of its own, such as -1."""
     choices: tuple[str, ...] = ()

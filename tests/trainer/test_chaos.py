@@ -255,7 +255,7 @@ def test_a_run_without_chaos_writes_nothing_of_it(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (["chaos.delay=1.5"], "chaos.delay=1.5: it is a chance per step, at most 1"),
+        (["chaos.delay=1.5"], "chaos.delay=1.5: it must be from 0 to 1"),
         (["chaos.kill_worker=0.1"], "no worker of this run has a process of its own"),
         (["chaos.kill_worker=0.1", "trainer.backend=torchrun"], "torchrun ends the whole run"),
         (["chaos.drop_bucket=0.1"], "no weights travel between processes"),

@@ -20,11 +20,11 @@ DELAYS = When(
 class ChaosConfig:
     """How often which fault comes: chances per step."""
 
-    kill_worker: float = key(0.0, at_least=0, hint="at most 1")
+    kill_worker: float = key(0.0, at_least=0, at_most=1)
     """Chance that a step begins with the death of a worker process, of a random pool."""
-    drop_bucket: float = key(0.0, at_least=0, hint="at most 1")
+    drop_bucket: float = key(0.0, at_least=0, at_most=1)
     """Chance that the next weight sync after a step's begin loses a bucket on its way."""
-    delay: float = key(0.0, at_least=0, hint="at most 1")
+    delay: float = key(0.0, at_least=0, at_most=1)
     """Chance that the calls of one role, which is drawn, wait `delay_s` in a step."""
     delay_s: float = key(1.0, above=0, read_when=DELAYS)
     """Seconds of a delay."""

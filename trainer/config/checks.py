@@ -95,16 +95,9 @@ def _check_choices(key: Key, value: Any) -> None:
 
 
 def _check_range(key: Key, value: Any) -> None:
-    rules = key.rules
     if value != value:
         raise ConfigError(f"{key.name}={value}: it must be a number.")
-    if value is None or value == rules.or_exactly:
-        return
-
-    too_small = (rules.above is not None and value <= rules.above) or (
-        rules.at_least is not None and value < rules.at_least
-    )
-    if too_small:
+    if value is not None and key.range and not key.has_in_range(value):
         raise ConfigError(f"{key.name}={value}: it must be {_with_hint(key, key.range)}")
 
 
@@ -149,11 +142,6 @@ def check_pool_resources(config: RunConfig) -> None:
             raise ConfigError(
                 f"pool_resources.{pool}: there is no such pool.{nearest(pool, pools)} Pools: "
                 f"{', '.join(pools)}."
-            )
-        if resources.gpus is not None and resources.gpus > 1:
-            raise ConfigError(
-                f"pool_resources.{pool}.gpus={resources.gpus:g}: a process computes on one GPU. "
-                f"Give a share of at most 1, and more processes: resource_pool_spec.{pool}."
             )
         if resources.gpus is not None and resources.device == "cpu":
             raise ConfigError(

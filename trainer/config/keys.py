@@ -71,12 +71,30 @@ class Key:
     @property
     def range(self) -> str:
         """The numbers that it may be, in words; "" if it has no range."""
-        if self.rules.above is not None:
-            return f"above {self.rules.above:g}"
-        if self.rules.at_least is not None:
-            word = "above" if self.kind is float else "more"
-            return f"{self.rules.at_least:g} or {word}"
-        return ""
+        rules = self.rules
+        if rules.at_least is not None and rules.at_most is not None:
+            return f"from {rules.at_least:g} to {rules.at_most:g}"
+
+        words = []
+        if rules.above is not None:
+            words.append(f"above {rules.above:g}")
+        if rules.at_least is not None:
+            words.append(f"{rules.at_least:g} or {'above' if self.kind is float else 'more'}")
+        if rules.at_most is not None:
+            words.append(f"at most {rules.at_most:g}")
+        if rules.below is not None:
+            words.append(f"below {rules.below:g}")
+        return " and ".join(words)
+
+    def has_in_range(self, number: float) -> bool:
+        """Whether it may be that number."""
+        rules = self.rules
+        return number == rules.or_exactly or not (
+            (rules.above is not None and number <= rules.above)
+            or (rules.at_least is not None and number < rules.at_least)
+            or (rules.at_most is not None and number > rules.at_most)
+            or (rules.below is not None and number >= rules.below)
+        )
 
     @property
     def rules_in_words(self) -> str:

@@ -180,7 +180,9 @@ class PoolResources:
     """cpu keeps the pool off the GPUs; auto is `trainer.device`."""
     cpus: float | None = key(None, above=0, read_when=ON_RAY)
     """CPUs of a process; null takes `cpus_per_process`."""
-    gpus: float | None = key(None, above=0, hint="at most 1", read_when=ON_RAY)
+    gpus: float | None = key(
+        None, above=0, at_most=1, hint="as a process computes on one GPU", read_when=ON_RAY
+    )
     """Share of a GPU of a process; null takes a whole one."""
     resources: dict[str, float] = key(factory=dict, allows="resource: amount", read_when=ON_RAY)
     """Custom resources of Ray's that a process takes."""

@@ -50,9 +50,9 @@ class EvaluationRolloutConfig(GenerationConfig):
     """Samples per prompt."""
     temperature: float = key(1.0, above=0, read_when=BY_VAL_KWARGS)
     """Divides the logits."""
-    top_k: int = key(-1, allows="a number of tokens, or -1", read_when=BY_VAL_KWARGS)
+    top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=BY_VAL_KWARGS)
     """Sample among the k likeliest tokens."""
-    top_p: float = key(1.0, allows="a probability", read_when=BY_VAL_KWARGS)
+    top_p: float = key(1.0, above=0, at_most=1, read_when=BY_VAL_KWARGS)
     """Sample among the likeliest tokens of this total probability."""
     do_sample: bool = key(True, read_when=BY_VAL_KWARGS)
     """Whether training draws at all."""

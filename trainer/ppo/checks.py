@@ -52,7 +52,6 @@ def refuse(config: PPOConfig) -> None:
     _check_sharding(config)
     _check_optims(config)
     _check_reference(config)
-    _check_average(config)
     check_quantization(config)
     refuse_contradictions(config)
     check_sampling(config.actor_rollout_ref.rollout, config.data.max_response_length)
@@ -187,11 +186,6 @@ def _check_estimator(config: PPOConfig) -> None:
                 "actor_rollout_ref.actor.use_kl_loss=true."
             )
 
-    for name in ("gamma", "lam"):
-        value = getattr(algorithm, name)
-        if not 0 <= value <= 1:
-            raise ConfigError(f"algorithm.{name}={value}: it is a share, from 0 to 1.")
-
 
 def _check_named_rewards(config: PPOConfig) -> None:
     """GDPO has rewards to compare, and a weight for each if it has any."""
@@ -257,7 +251,7 @@ def _check_optims(config: PPOConfig) -> None:
 
 
 def _check_reference(config: PPOConfig) -> None:
-    """A reference that follows the actor has weights of its own, and does move."""
+    """A reference that follows the actor has weights of its own."""
     ref, lora_rank = config.actor_rollout_ref.ref, config.actor_rollout_ref.model.lora_rank
     if ref.update_every is None:
         return
@@ -266,19 +260,4 @@ def _check_reference(config: PPOConfig) -> None:
             f"actor_rollout_ref.ref.update_every={ref.update_every} with model.lora_rank="
             f"{lora_rank}: the reference is the base that the adapters stand on, which must not "
             "move. Leave update_every out, or train every weight (lora_rank=0)."
-        )
-    if ref.ema_decay >= 1:
-        raise ConfigError(
-            f"actor_rollout_ref.ref.ema_decay={ref.ema_decay:g}: the reference would never move; "
-            "it must be below 1, or leave update_every out."
-        )
-
-
-def _check_average(config: PPOConfig) -> None:
-    """A moving average of the weights moves."""
-    decay = config.actor_rollout_ref.actor.ema_decay
-    if decay is not None and decay >= 1:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.ema_decay={decay:g}: the average would stay at the first "
-            "weights; it must be below 1, or null to validate with the weights themselves."
         )

@@ -106,9 +106,9 @@ class AlgorithmConfig:
 
     adv_estimator: str = key("gae", registry="advantage estimator", read_when=REWARDS_TEACH)
     """Advantage estimator; gae is the one that needs the critic."""
-    gamma: float = key(1.0, allows="a number", read_when=estimator_takes("gamma"))
+    gamma: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("gamma"))
     """Discount per token."""
-    lam: float = key(1.0, allows="a number", read_when=estimator_takes("lam"))
+    lam: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("lam"))
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = key(True, read_when=estimator_takes("norm_adv_by_std_in_grpo"))
     """Divide GRPO's advantages by their group's standard deviation."""

@@ -67,7 +67,7 @@ def distill(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, f
 
 def check_distillation(config: PPOConfig) -> None:
     """Refuse what a teacher alone does not read, and what leaves it nothing to be compared with."""
-    algorithm, gamma = config.algorithm, config.distillation.gamma
+    algorithm = config.algorithm
     if not has_teacher(config):
         return
     if algorithm.rollout_correction.bypass_mode:
@@ -75,8 +75,6 @@ def check_distillation(config: PPOConfig) -> None:
             "distillation compares the teacher with the trainer's own log-probs before the update, "
             "and algorithm.rollout_correction.bypass_mode=true computes none. Leave it out."
         )
-    if gamma > 1:
-        raise ConfigError(f"distillation.gamma={gamma:g}: a discount lies between 0 and 1.")
     if not teacher_is_alone(config):
         return
 

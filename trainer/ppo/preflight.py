@@ -89,12 +89,6 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
     """Refuse what is no engine, and engines of more ranks than the role's pool divides into."""
     rollout = config.actor_rollout_ref.rollout
     own_engine(rollout.name)
-    if rollout.name == "vllm" and not 0 < rollout.gpu_memory_utilization <= 1:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.gpu_memory_utilization="
-            f"{rollout.gpu_memory_utilization:g}: it is a share of a device's memory, above 0 and "
-            "at most 1."
-        )
     pool = expand_roles(config.role_mapping)[role]
     ranks = sum(config.resource_pool_spec[pool])
     size = rollout.tensor_model_parallel_size

@@ -44,7 +44,7 @@ class CriticOptimConfig:
     """Peak learning rate."""
     lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
     """Update calls of linear warm-up from 0 to `lr`."""
-    lr_warmup_steps_ratio: float = key(0.0, at_least=0, read_when=WARMS_UP_BY_SHARE)
+    lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
     """The same as a share of all update calls."""
 
 

@@ -33,7 +33,7 @@ class DistillationConfig:
     """Teacher; starts the teacher role."""
     temperature: float | None = key(None, above=0, hint="or null for the rollout's")
     """Divides the teacher's logits; null takes the rollout's, which divides the student's."""
-    gamma: float = key(0.0, at_least=0)
+    gamma: float = key(0.0, at_least=0, at_most=1)
     """How much a token counts for each later one: 0 leaves every token its own reward, 1 minimises
     the KL of whole responses.
     """

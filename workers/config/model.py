@@ -65,13 +65,15 @@ class OptimConfig:
     """Decoupled weight decay."""
     lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
     """Update calls of linear warm-up from 0 to `lr`."""
-    lr_warmup_steps_ratio: float = key(0.0, at_least=0, read_when=WARMS_UP_BY_SHARE)
+    lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
     """The same as a share of all update calls."""
     lr_scheduler_type: str = key("constant", registry="learning-rate schedule")
     """What follows the warm-up."""
-    min_lr_ratio: float = key(0.0, at_least=0, read_when=schedule_takes("min_lr_ratio"))
+    min_lr_ratio: float = key(0.0, at_least=0, at_most=1, read_when=schedule_takes("min_lr_ratio"))
     """Where the schedule ends, as a share of `lr`."""
-    wsd_decay_ratio: float = key(0.1, above=0, read_when=schedule_takes("wsd_decay_ratio"))
+    wsd_decay_ratio: float = key(
+        0.1, above=0, at_most=1, read_when=schedule_takes("wsd_decay_ratio")
+    )
     """Share of the calls after the warm-up in which wsd decays."""
     max_skipped_steps: int = key(5, at_least=0, may_change_on_resume=True)
     """Steps in a row with a non-finite gradient that are skipped; one more stops the run."""

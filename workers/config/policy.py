@@ -158,7 +158,7 @@ class ActorConfig:
     """Weight of that KL."""
     kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=USES_KL_LOSS)
     """Estimator of that KL."""
-    ema_decay: float | None = key(None, at_least=0, read_when=VALIDATES)
+    ema_decay: float | None = key(None, at_least=0, below=1, read_when=VALIDATES)
     """Validate with a moving average of the weights, of which this much stays at every update; null
     validates with the weights themselves.
     """
@@ -186,7 +186,7 @@ class RefConfig:
     update_every: int | None = key(None, above=0)
     """Steps after which the actor's weights become the reference's; null leaves the initial ones.
     """
-    ema_decay: float = key(0.0, at_least=0, read_when=UPDATES_REFERENCE)
+    ema_decay: float = key(0.0, at_least=0, below=1, read_when=UPDATES_REFERENCE)
     """What then stays of the reference's own weights: 0 takes the actor's whole, 0.99 one part in a
     hundred.
     """

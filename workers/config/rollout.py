@@ -39,9 +39,9 @@ class ValidationSamplingConfig:
     """False decodes greedily."""
     temperature: float = key(1.0, allows="a number", read_when=VALIDATION_SAMPLES)
     """Divides the logits."""
-    top_k: int = key(-1, allows="a number of tokens, or -1", read_when=VALIDATION_SAMPLES)
+    top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=VALIDATION_SAMPLES)
     """Sample among the k likeliest tokens; -1 takes all."""
-    top_p: float = key(1.0, allows="a probability", read_when=VALIDATION_SAMPLES)
+    top_p: float = key(1.0, above=0, at_most=1, read_when=VALIDATION_SAMPLES)
     """Sample among the likeliest tokens of this total probability; 1 takes all."""
 
 
@@ -59,9 +59,9 @@ class RolloutConfig:
     """Samples per prompt."""
     temperature: float = key(1.0, above=0)
     """Divides the logits, here and in every log-prob pass."""
-    top_k: int = key(-1, allows="a number of tokens, or -1", read_when=ROLLOUT_SAMPLES)
+    top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=ROLLOUT_SAMPLES)
     """Sample among the k likeliest tokens; -1 takes all."""
-    top_p: float = key(1.0, allows="a probability", read_when=ROLLOUT_SAMPLES)
+    top_p: float = key(1.0, above=0, at_most=1, read_when=ROLLOUT_SAMPLES)
     """Sample among the likeliest tokens of this total probability; 1 takes all."""
     do_sample: bool = key(True)
     """False decodes greedily."""
@@ -97,7 +97,7 @@ class RolloutConfig:
     )
     """vllm: ranks that share one engine; divides the rollout's pool."""
     gpu_memory_utilization: float = key(
-        0.5, allows="a share", read_when=ENGINE_IS_VLLM, may_change_on_resume=True
+        0.5, above=0, at_most=1, read_when=ENGINE_IS_VLLM, may_change_on_resume=True
     )
     """vllm: share of a device's memory that the engine takes."""
     log_prob_micro_batch_size_per_gpu: int = key(

@@ -57,7 +57,9 @@ class SandboxConfig:
 class ScoringConfig:
     """Rules for every reward of the run."""
 
-    max_failed: float = key(0.5, at_least=0, read_when=MAY_FAIL, may_change_on_resume=True)
+    max_failed: float = key(
+        0.5, at_least=0, at_most=1, read_when=MAY_FAIL, may_change_on_resume=True
+    )
     """Share of a batch's samples above which failures of a reward end the run; 1 never ends it."""
     sandbox: SandboxConfig = key(factory=SandboxConfig, read_when=HAS_FUNCTION)
     """Limits of reward functions."""

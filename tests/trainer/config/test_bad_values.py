@@ -15,12 +15,12 @@ VALUES = [
     ("rewards=[{name:a,weigth:2}]", ["An item of rewards has no key 'weigth'", "'weight'"]),
     (
         "actor_rollout_ref.rollout.top_p=1.5",
-        ["actor_rollout_ref.rollout: sampling: top_p=1.5", "above 0 and at most 1"],
+        ["actor_rollout_ref.rollout.top_p=1.5", "must be above 0 and at most 1"],
     ),
     (
         "actor_rollout_ref.rollout.val_kwargs.do_sample=true "
         "actor_rollout_ref.rollout.val_kwargs.top_k=0",
-        ["actor_rollout_ref.rollout.val_kwargs: sampling: top_k=0", "-1 for all tokens"],
+        ["actor_rollout_ref.rollout.val_kwargs.top_k=0", "above 0, or -1 for all"],
     ),
     (
         "actor_rollout_ref.model.dtype=float",

@@ -10,7 +10,6 @@ from tests.integration.runs import overrides
 from trainer import load_config
 from trainer.data.config import DataConfig
 from trainer.data.files import check_files
-from trainer.ppo.preflight import check_rollout
 from trainer.preference.recipe import DPO
 from verl_like.errors import ConfigError, VerlLikeError
 
@@ -54,5 +53,5 @@ def test_a_folder_in_the_place_of_a_file_is_said_to_be_one(tmp_path: Path) -> No
 def test_a_share_of_memory_is_one(tiny_dir: Path, tmp_path: Path) -> None:
     share = "actor_rollout_ref.rollout.gpu_memory_utilization=3"
     settings = ("trainer.backend=local", "actor_rollout_ref.rollout.name=vllm", share)
-    with pytest.raises(ConfigError, match="utilization=3: it is a share .* at most 1"):
-        check_rollout(load_config(overrides(tiny_dir, tmp_path, *settings)))
+    with pytest.raises(ConfigError, match="utilization=3.0: it must be above 0 and at most 1"):
+        load_config(overrides(tiny_dir, tmp_path, *settings))

@@ -30,6 +30,7 @@ PPO.load_registries()
 KEYS = {key.name: key for key in leaf_keys(PPOConfig)}
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
 WITH_RANGE = [key for key in KEYS.values() if key.range]
+WITH_UPPER_BOUND = [key for key in WITH_RANGE if {key.rules.at_most, key.rules.below} != {None}]
 WITH_NAMES = [key for key in KEYS.values() if key.rules.choices or key.rules.registry]
 WITH_CHOICES = [key for key in KEYS.values() if key.rules.choices]
 
@@ -57,6 +58,14 @@ def test_a_number_below_its_range_is_refused(key: Key) -> None:
     low = rules.above if rules.above is not None else rules.at_least - 1
     with pytest.raises(ConfigError, match=re.escape(f"{key.name}={low}: it must be {key.range}")):
         check_fields(config_with(key.name, low))
+
+
+@pytest.mark.parametrize("key", WITH_UPPER_BOUND, ids=lambda key: key.name)
+def test_a_number_above_its_range_is_refused(key: Key) -> None:
+    rules = key.rules
+    high = rules.below if rules.below is not None else rules.at_most + 1
+    with pytest.raises(ConfigError, match=re.escape(f"{key.name}={high}: it must be {key.range}")):
+        check_fields(config_with(key.name, high))
 
 
 @pytest.mark.parametrize("key", WITH_CHOICES, ids=lambda key: key.name)

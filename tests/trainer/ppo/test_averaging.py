@@ -86,5 +86,5 @@ def test_an_average_that_nobody_sees_is_refused(tiny_dir: Path, tmp_path: Path) 
 
 def test_an_average_that_never_moves_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
     files = f"data.val_files={tiny_dir}/val.parquet"
-    with pytest.raises(ConfigError, match="ema_decay=1: the average would stay"):
+    with pytest.raises(ConfigError, match="ema_decay=1.0: it must be 0 or more and below 1"):
         load_config(overrides(tiny_dir, tmp_path, *SETTINGS, files, f"{DECAY}=1"))
