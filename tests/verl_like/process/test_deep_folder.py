@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,16 @@ DEPTH = 1100
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file and a link outside, in a folder at every hundredth level."""
-    outside = tmp_path / "outside"
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file and a link outside, in a folder at every hundredth level.
+
+    Not in pytest's own folder: what a killed run leaves there, it removes by recursion.
+    """
+    place = Path(tempfile.mkdtemp())
+    outside = place / "outside"
     outside.mkdir()
     (outside / "kept").touch()
-    folder = tmp_path / "folder"
+    folder = place / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
     for level in range(DEPTH):
@@ -29,8 +35,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             Path("link").symlink_to(outside)
         os.mkdir("in")
         os.chdir("in")
-    os.chdir(tmp_path)
-    return folder
+    os.chdir(place)
+    yield folder
+    monkeypatch.undo()
+    remove_folder(str(place))
 
 
 def test_a_deep_folder_is_removed_and_what_it_links_to_is_not(folder: Path) -> None:
