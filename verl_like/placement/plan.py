@@ -281,7 +281,7 @@ def _more_devices(pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequenc
             f"give resource_pool_spec.{pool} one number for each of the {len(rooms)} node(s), or "
             "take more nodes: trainer.nnodes, or those of the cluster that was joined"
         )
-    fewer = "use fewer processes, or let roles share a pool (placement=colocate)"
+    fewer = "use fewer processes, or let roles share a pool (placement, role_mapping)"
     if all(room.node.kind == "GPU" and room.node.key for room in rooms):
         return fewer  # their devices are what the cluster has, whatever the configuration says
     enough = sum(max(per_node) for per_node in counts.values())
