@@ -67,7 +67,7 @@ def without_sandbox() -> list[Restore]:
     def score(self: Scorer, samples: list[Sample]) -> list[Outcome]:
         if id(self) not in calls:
             spec = self._function
-            function = load_from(spec.path, spec.name, "custom_reward_function")
+            function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
             call = Call.of(function, spec.kwargs, spec.columns)
             calls[id(self)] = Calls(None, call, spec)  # type: ignore[arg-type]
         return [calls[id(self)]._score(sample) for sample in samples]

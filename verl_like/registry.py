@@ -107,21 +107,21 @@ def load_object(path: str, what: str) -> Any:
     return _imported(path, f"{what}={path}")
 
 
-def load_from(path: str, name: str, what: str, name_key: str = "name") -> Any:
+def load_from(path: str, name: str, path_key: str, name_key: str) -> Any:
     """The object called `name` in a Python file (`folder/file.py`) or module (`package.module`).
 
-    `what` is the section of the configuration that holds `path`, and `name` as its `name_key`.
+    `path_key` and `name_key` are the settings that hold the two, for refusals.
     """
     if path.endswith(".py"):
-        module = _module_of_file(Path(path), f"{what}.path={path}")
+        module = _module_of_file(Path(path), f"{path_key}={path}")
     else:
         module = _module(
-            path, f"{what}.path={path!r}", "Give a file that ends in .py, or a module's name."
+            path, f"{path_key}={path!r}", "Give a file that ends in .py, or a module's name."
         )
 
     if not hasattr(module, name):
         there = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
-        raise ConfigError(f"{what}.{name_key}={name!r}: {path} has no such name; it has {there}.")
+        raise ConfigError(f"{name_key}={name!r}: {path} has no such name; it has {there}.")
     return getattr(module, name)
 
 

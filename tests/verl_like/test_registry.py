@@ -99,7 +99,10 @@ def test_what_is_no_dotted_path_is_refused_with_one_that_is(path):
 
 
 def test_a_name_is_found_in_a_module():
-    assert load_from("math", "sqrt", "custom_reward_function") is math.sqrt
+    assert (
+        load_from("math", "sqrt", "custom_reward_function.path", "custom_reward_function.name")
+        is math.sqrt
+    )
 
 
 def test_a_name_is_found_in_a_file(tmp_path):
@@ -138,7 +141,7 @@ def test_a_missing_module_is_named_with_the_forms_there_are():
     with pytest.raises(
         ConfigError, match=r"data.custom_cls.path='no_such_module' cannot be imported .*ends in .py"
     ):
-        load_from("no_such_module", "Row", "data.custom_cls")
+        load_from("no_such_module", "Row", "data.custom_cls.path", "data.custom_cls.name")
 
 
 def test_a_missing_name_is_listed_with_those_there_are(tmp_path):

@@ -201,7 +201,7 @@ def _custom_rows(
     config: DataConfig, files: Sequence[str], tokenizer: Any
 ) -> Iterator[tuple[str, Any]]:
     custom = config.custom_cls
-    make = load_from(custom.path, custom.name, "data.custom_cls")
+    make = load_from(custom.path, custom.name, "data.custom_cls.path", "data.custom_cls.name")
     call = Call(by_name=("data_files", "tokenizer", "config"))
     check_call(make, f"data.custom_cls.name={custom.name}", call)
     made = make(data_files=files, tokenizer=tokenizer, config=config)

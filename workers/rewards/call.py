@@ -124,6 +124,6 @@ def _check_filled(
         raise ConfigError(
             f"nothing fills the reward function's parameter {parameter.name!r}. Functions are "
             f"called by keyword with {', '.join([*SHORT_NAMES, *SAMPLE_FIELDS])} (or, for a whole "
-            f"batch, responses and the other plurals){theirs}, and what reward_kwargs has: rename "
+            f"batch, responses and the other plurals){theirs}, and what its kwargs have: rename "
             "it, or give it a default."
         )

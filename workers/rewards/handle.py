@@ -57,7 +57,7 @@ class RewardProcess:
     def __init__(self, function: FunctionSpec, start_deadline: float):
         """Starts nothing; a file that is not there is refused."""
         if function.path.endswith(".py"):  # the process works in a folder of its own
-            check_file(Path(function.path), f"{function.section}.path={function.path}")
+            check_file(Path(function.path), f"{function.path_key}={function.path}")
             function = replace(function, path=str(Path(function.path).absolute()))
         self._function, self._start_deadline = function, start_deadline
         self._supervisor: subprocess.Popen[bytes] | None = None

@@ -52,10 +52,10 @@ class FunctionSpec:
     columns: Sequence[str] = ()
     """What the rows of the data have besides."""
     sandbox: Sandbox = field(default_factory=Sandbox)
-    section: str = "custom_reward_function"
-    """The section of the configuration that names it, for refusals."""
-    name_key: str = "name"
-    """The key of `name` there."""
+    path_key: str = "custom_reward_function.path"
+    """The setting that holds `path`, for refusals."""
+    name_key: str = "custom_reward_function.name"
+    """The setting that holds `name`."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.name}"
@@ -74,7 +74,7 @@ def main(control: Connection) -> None:
 def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = ()) -> None:
     """Answer until the other end closes; `withheld` are variables that the driver alone has."""
     try:
-        function = load_from(spec.path, spec.name, spec.section, spec.name_key)
+        function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
         call = Call.of(function, spec.kwargs, spec.columns)
     except ConfigError as err:
         driver.send([str(err), False, False, None])

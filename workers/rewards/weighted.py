@@ -85,7 +85,7 @@ def _scorer(
         settings = config.path, config.function, config.kwargs, config.timeout_s
         spec = FunctionSpec(*settings, columns=columns, sandbox=sandbox)
         if section is not None:
-            spec = replace(spec, section=section, name_key="function")
+            spec = replace(spec, path_key=f"{section}.path", name_key=f"{section}.function")
         return Scorer(spec, deadline)
     check_rules(data_sources)
     return Scorer(FunctionSpec(deadline=config.timeout_s), deadline)

@@ -38,7 +38,8 @@ def test_it_serves_a_function_until_a_signal(tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "open to other machines: give a secret by --token-env"),
         (["--token-env", "NO_SUCH_TOKEN"], "--token-env=NO_SUCH_TOKEN: that variable is not set"),
         (["--sandbox", '{"memory": 1}'], "--sandbox has memory; .* Did you mean 'memory_gb'"),
-        (["--function", "no_such_file.py", "--port", "0"], "there is no such file"),
+        (["--function", "no_such.py", "--port", "0"], "^--function=no_such.py: there is no such"),
+        (["--function", "json:score", "--port", "0"], "^--function='score': json has no such name"),
     ],
 )
 def test_what_cannot_serve_is_refused(options: list[str], words: str) -> None:
