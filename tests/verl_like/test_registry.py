@@ -8,6 +8,8 @@ import pytest
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry, load_from, load_object
 
+KEYS = "data.custom_cls.path", "data.custom_cls.name"
+
 
 @pytest.fixture
 def estimators():
@@ -99,16 +101,13 @@ def test_what_is_no_dotted_path_is_refused_with_one_that_is(path):
 
 
 def test_a_name_is_found_in_a_module():
-    assert (
-        load_from("math", "sqrt", "custom_reward_function.path", "custom_reward_function.name")
-        is math.sqrt
-    )
+    assert load_from("math", "sqrt", *KEYS) is math.sqrt
 
 
 def test_a_name_is_found_in_a_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def score():\n    return 7\n", encoding="utf-8")
-    assert load_from(str(file), "score", "custom_reward_function")() == 7
+    assert load_from(str(file), "score", *KEYS)() == 7
 
 
 def test_a_dataclass_with_postponed_annotations_loads_from_a_file(tmp_path):
@@ -121,27 +120,27 @@ def test_a_dataclass_with_postponed_annotations_loads_from_a_file(tmp_path):
         "    prompt: str = 'hi'\n",
         encoding="utf-8",
     )
-    assert load_from(str(file), "Row", "data.custom_cls")().prompt == "hi"
+    assert load_from(str(file), "Row", *KEYS)().prompt == "hi"
 
 
 def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path):
     file = tmp_path / "nowhere.py"
     with pytest.raises(ConfigError, match=r"data.custom_cls.path=.*there is no such file \(looked"):
-        load_from(str(file), "Row", "data.custom_cls")
+        load_from(str(file), "Row", *KEYS)
 
 
 def test_a_file_that_imports_what_is_not_installed_is_named(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("import no_such_package\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"own.py cannot be imported \(.*no_such_package"):
-        load_from(str(file), "Row", "data.custom_cls")
+        load_from(str(file), "Row", *KEYS)
 
 
 def test_a_missing_module_is_named_with_the_forms_there_are():
     with pytest.raises(
         ConfigError, match=r"data.custom_cls.path='no_such_module' cannot be imported .*ends in .py"
     ):
-        load_from("no_such_module", "Row", "data.custom_cls.path", "data.custom_cls.name")
+        load_from("no_such_module", "Row", *KEYS)
 
 
 def test_a_missing_name_is_listed_with_those_there_are(tmp_path):
@@ -150,4 +149,4 @@ def test_a_missing_name_is_listed_with_those_there_are(tmp_path):
     with pytest.raises(
         ConfigError, match=r"name='leters': .* no such name; it has digits, letters"
     ):
-        load_from(str(file), "leters", "data.custom_cls")
+        load_from(str(file), "leters", *KEYS)
