@@ -69,6 +69,7 @@ class Scorer:
     def __init__(self, function: FunctionSpec, batch_deadline: float):
         self._function, self._batch_deadline = function, batch_deadline
         self._batch: _Batch | None = None
+        self._is_given_up = False
         count = min(MOST_PROCESSES, usable_cores())
         self._processes = [RewardProcess(function, batch_deadline) for _ in range(count)]
 
@@ -85,10 +86,13 @@ class Scorer:
     def score(self, samples: list[Sample]) -> list[Outcome]:
         """An outcome for every sample."""
         batch = self._batch = _Batch(samples, self._batch_deadline)
+        if self._is_given_up:
+            return batch.outcomes
         first = self._work(self._processes[0], batch)
         is_slow = any(not batch.is_for_one() for _ in first)  # which leaves it where it was
         if is_slow or batch.goes_on():
             self._score_side_by_side(first, batch)
+        self._batch = None
         return batch.outcomes
 
     def _score_side_by_side(self, first: Iterator[None], batch: _Batch) -> None:
@@ -105,9 +109,11 @@ class Scorer:
             future.result()
 
     def give_up(self) -> None:
-        """Whoever scores a batch meanwhile, in another thread, is soon done with it."""
-        if self._batch is not None:
-            self._batch.end = time.monotonic()
+        """Whoever scores a batch in another thread is soon done with it, and with any later one."""
+        self._is_given_up = True
+        batch = self._batch
+        if batch is not None:
+            batch.end = time.monotonic()
             for process in self._processes:
                 process.give_up()
 

@@ -12,6 +12,7 @@ import pytest
 
 from workers.rewards import scorer
 from workers.rewards.channel import DriverEnd
+from workers.rewards.outcome import LATE
 from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 
@@ -116,3 +117,11 @@ def test_of_a_sample_only_what_the_function_reads_is_sent(
     (outcome,) = asked.scorer.score([{"solution_str": "fine", "raw_prompt": "long", "uid": "0-0"}])
     assert outcome[0] == 1.0
     assert sent == [[(0, {"solution_str": "fine"})]]
+
+
+def test_a_batch_that_comes_when_all_is_given_up_is_not_begun(tmp_path: Path) -> None:
+    asked = Asked(tmp_path)
+    asked.scorer.give_up()
+    ((score, _, reason),) = asked.score("fine")
+    assert (score, reason) == (None, LATE)
+    assert not asked.calls()
